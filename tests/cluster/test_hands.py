@@ -59,4 +59,4 @@ def test_a_command_in_it_then_a_stop_and_no_requeue(cluster, root: Path, short, 
     )
     until(lambda: not cluster.exec(["squeue", "--noheader", "--user=dray"]).out.strip())
     assert not (attempt.parent / "attempt-2").exists()
-    assert "has ended already\nstopped by dray stop at " in dray("stop", job, "--runs", str(runs))[1]
+    assert "has already ended\nstopped by dray stop at " in dray("stop", job, "--runs", str(runs))[1]

@@ -195,7 +195,7 @@ def test_all_ranks_start_again(sbatch, root: Path, folder: Path, launcher: str) 
     result = ended.result()
     cause = result["restart_cause"]
     assert (result["restarts"], cause["rank"], cause["node"], cause["code"]) == (1, 1, "n2", 5)
-    assert "restarts: 1, the first time after rank 1 on n2: exit code 5\n" in ended.output
+    assert "restarts: 1, first after rank 1 on n2: exit code 5\n" in ended.output
 
 
 def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, cluster, root: Path, folder: Path) -> None:

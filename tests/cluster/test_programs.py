@@ -86,7 +86,7 @@ def test_ranks_that_train_apart_are_named(sbatch, root: Path, folder: Path) -> N
     (folder / "apart.py").write_text(APART)
     ended = sbatch(f"{root}/slurm/multinode.sh", *QUICK, "--", "apart.py", workdir=WORKDIR)
     assert ended.code == 0, ended.output
-    told = "warning: the largest process group has 2 of the 4 ranks (not in it: rank 1 on n1, rank 3 on n2): they have"
+    told = "warning: the largest process group has 2 of the 4 ranks (missing: rank 1 on n1, rank 3 on n2): the other"
     assert f"\n{told}" in ended.output
     assert "done: exit code 0, 4 ranks on n1 n2\n" in ended.output
 

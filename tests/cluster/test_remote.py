@@ -72,7 +72,7 @@ def test_a_run_from_submit_to_report(cluster, dray: Dray, root: Path, short, tmp
     assert (shown["state"], shown["step"], shown["nodes"]) == ("done", 6, ["n1", "n2"])
     assert run in dray("runs", "--on", "sandbox").stdout
     assert "done" in dray("why", "--on", "sandbox", run).stdout
-    assert "has ended already" in dray("stop", "--on", "sandbox", run).stdout
+    assert "has already ended" in dray("stop", "--on", "sandbox", run).stdout
     dray("report", "--on", "sandbox", run, "--out", "page.html")
     assert run in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert cluster.exec(["pgrep", "-u", "dray", "-fa", "dray|sshd"], user="root").out == ""

@@ -113,7 +113,7 @@ def test_where_slurm_puts_nothing_back_another_job_follows(queue: Queue, short) 
     queue.time_is_near()
     second = queue.result(2)
     assert (second["first_step"], second["next"]["requeue"]) == (first["saved_step"], False)
-    queue.until(lambda: "requeue: no; max_requeues = 1, and so often it was put back already" in queue.log())
+    queue.until(lambda: "requeue: no; max_requeues = 1 is used up" in queue.log())
 
 
 def test_a_node_that_is_unfit_is_left_out(queue: Queue, cluster) -> None:

@@ -22,6 +22,6 @@ def test_a_users_script_comes_through(cluster, sif: Path, root: Path) -> None:
     assert shown.returncode == 0, shown.stdout + shown.stderr
     wrong, _, lost = shown.stdout.partition("min_nodes=1")
     assert "GLOO_SOCKET_IFNAME=ib0" in wrong.partition("train.py 200")[2]
-    assert "fewer nodes: 1 of 2 go on (min_nodes = 1), without n2" in lost
+    assert "fewer nodes: 1 of 2 continue (min_nodes = 1), without n2" in lost
     assert re.search(r"^  step 200 loss ", lost, re.MULTILINE)
     assert (root / "build" / "showcase.html").stat().st_size > 0

@@ -68,11 +68,11 @@ def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, sho
     waits = json.loads(studies.dray("status", ids[2], "--json")[1])
     assert (waits["run"], waits["state"], waits["job_id"]) == (runs[2].name, "queued", ids[2])
     told = studies.dray("stop", ids[2])
-    cancelled = "its job waited in the queue, and was cancelled; nothing has run\n"
+    cancelled = "the job was waiting in the queue and was cancelled; it never started\n"
     assert told == (0, f"{cancelled}run folder: /shared/studies/{runs[2].name}\n")
     assert ids[2] not in studies.queue()
     assert ids[1] in studies.queue()
-    assert "is an array, and each of its tasks is a run" in studies.dray("status", array[1])[1]
+    assert "is an array, and each task is a run" in studies.dray("status", array[1])[1]
 
     studies.slurm("scontrol", "requeue", ids[1])
     studies.until(lambda: studies.queue().get(ids[1]) == "PENDING")

@@ -79,7 +79,7 @@ def switch_off(run: Running) -> None:
     machine.kill()
     goes_on = {
         "spares=1": "spare node: n3 takes its place, without n2",
-        "min_nodes=1": "fewer nodes: 1 of 2 go on (min_nodes = 1), without n2",
+        "min_nodes=1": "fewer nodes: 1 of 2 continue (min_nodes = 1), without n2",
     }
     for word, line in goes_on.items():
         if word in run.words:  # it stays off, and the job goes on

@@ -129,10 +129,10 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--sbatch=--gres=gpu:4",), "dray: the plan would not know of this option of sbatch"),
-        (("--sbatch=--gpus=4",), "dray: the plan would not know of this option of sbatch"),
-        (("--sbatch=-N3",), "dray: the plan would not know of this option of sbatch"),
-        (("--sbatch=--time 60",), "dray: an option of sbatch is one word"),
+        (("--sbatch=--gres=gpu:4",), "dray: dray must plan with this option, so it cannot be given by --sbatch"),
+        (("--sbatch=--gpus=4",), "dray: dray must plan with this option, so it cannot be given by --sbatch"),
+        (("--sbatch=-N3",), "dray: dray must plan with this option, so it cannot be given by --sbatch"),
+        (("--sbatch=--time 60",), "dray: an option of sbatch must be one word"),
         (("image=cuda",), "dray: a cuda run needs GPUs, and the scheduler gave none"),
     ],
 )

@@ -76,7 +76,7 @@ def test_it_goes_on_while_steps_are_saved_and_as_often_as_the_recipe_says(root: 
     assert (asked(paths), second.next and second.next.why) == ("requeue \n", "2 of 2")
     third, paths = run.attempt(stopped=LIMIT, saved=60, first=40)
     assert (asked(paths), third.next and third.next.requeue) == (None, False)
-    assert "requeue: no; max_requeues = 2, and so often it was put back already" in summary(third, paths)
+    assert "requeue: no; max_requeues = 2 is used up" in summary(third, paths)
     assert [
         (one.attempt, one.status, one.exit_code, one.why, one.saved_step, one.requeued) for one in third.history
     ] == [
@@ -91,7 +91,7 @@ def test_an_attempt_that_saved_nothing_is_the_last(root: Path, tmp_path: Path) -
     assert asked(run.attempt(stopped=LIMIT, saved=20)[1])
     result, paths = run.attempt(stopped=LIMIT, first=20)
     assert (asked(paths), result.saved_step, result.lost_s) == (None, 20, 50.0)
-    assert "requeue: no; this attempt saved nothing" in summary(result, paths)
+    assert "requeue: no; this attempt saved no checkpoint" in summary(result, paths)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,7 @@ def test_what_ended_it_decides(
 def test_what_nobody_asked_for_is_not_done_but_said(root: Path, tmp_path: Path) -> None:
     result, paths = Run(root, tmp_path).attempt(stopped=LIMIT, saved=20)
     assert asked(paths) is None
-    assert "requeue: no; with max_requeues=3 in the recipe dray puts such a job back into the queue" in summary(
-        result, paths
-    )
+    assert "requeue: no; set max_requeues=3 in the recipe, and dray requeues such a job" in summary(result, paths)
 
 
 def test_outside_a_batch_job_there_is_no_queue(root: Path, tmp_path: Path) -> None:
@@ -188,7 +186,7 @@ class TestSeveral:
         run = self.run(root, tmp_path, *words)
         result, paths = run.attempt(code=69, record=UNFIT, failing="n2,n4\n")
         assert (result.hosts, asked(paths)) == (["n1", "n2", "n3", "n4", "n5"], "spare n2 n4\n")
-        assert "fewer nodes: 3 of 5 go on (min_nodes = 2), without n2 n4" in summary(result, paths)
+        assert "fewer nodes: 3 of 5 continue (min_nodes = 2), without n2 n4" in summary(result, paths)
         run.facts = run.facts.model_copy(update={"lost": ("n2", "n4")})
         result, paths = run.attempt(code=69, record={**UNFIT, "node": "n5", "why": "no driver"}, failing="n5\n")
         assert (result.hosts, asked(paths)) == (["n1", "n3", "n5"], "spare n5\n")

@@ -61,7 +61,7 @@ def test_one_that_waits_is_cancelled_alone(slurm: Slurm, tmp_path: Path) -> None
     run = queued(tmp_path, 3)
     slurm.lists(*WAITING)
     assert live.look(run).where == "job 12_3, PENDING"
-    assert stop(run) == f"its job waited in the queue, and was cancelled; nothing has run\nrun folder: {run}"
+    assert stop(run) == f"the job was waiting in the queue and was cancelled; it never started\nrun folder: {run}"
     assert slurm.calls == ["scancel --state=PENDING 12_3"]
     left = [job.id for job in Queue().jobs()]
     assert (left, live.look(run).kind) == (["12_1", "12_2", "12_4"], "ended")
@@ -118,10 +118,10 @@ def test_one_whose_job_is_gone(slurm: Slurm, tmp_path: Path) -> None:
     """The others of its array are no sign of it."""
     slurm.lists(*WAITING)
     seen = look(queued(tmp_path, 9), Queue())
-    told = "job 12_9 is gone and began no attempt: its output, job-12_9.log, may tell"
+    told = "job 12_9 ended before its first attempt: see its output, job-12_9.log"
     assert (seen.state, seen.why) == ("lost", told)
     just = queued(tmp_path, 8, ago=0)
-    assert live.look(just).why == "job 12_8 was submitted a moment ago, and squeue does not list it yet"
+    assert live.look(just).why == "job 12_8 was submitted a moment ago, so squeue does not list it yet"
 
 
 def test_slurm_s_accounting_is_asked_of_it_alone(slurm: Slurm, tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ class TestNamed:
         assert named.find(word, runs) == runs / run
 
     def test_the_array_is_no_run(self, runs: Path) -> None:
-        with pytest.raises(ConfigError, match="the job is an array, and each of its tasks is a run") as refused:
+        with pytest.raises(ConfigError, match="the job is an array, and each task is a run") as refused:
             named.find("12", runs)
-        assert str(refused.value.finding.fix).startswith("one of 12_1, 12_2, 12_3, 12_10; ")
+        assert refused.value.finding.wanted == "one task: 12_1, 12_2, 12_3, 12_10"
 
     @pytest.mark.parametrize("word", ["12_4", "12_", "_3", "12_3_1", "12-3", "12_\uff13", f"{10**18}_1"])
     def test_there_is_none(self, word: str, runs: Path) -> None:

@@ -257,8 +257,12 @@ class TestPrograms:
         (tmp_path / "package").mkdir()
         for argv, found, fix in (
             (["trian.py"], "trian.py does not exist", "did you mean train.py?"),
-            (["./no/where"], "no/where does not exist", "correct the path; a relative one starts where you stand"),
-            (["./package"], "package is a folder", "correct the path; a relative one starts where you stand"),
+            (
+                ["./no/where"],
+                "no/where does not exist",
+                "correct the path; a relative path starts in the current folder",
+            ),
+            (["./package"], "package is a folder", "correct the path; a relative path starts in the current folder"),
             (["./start.sh"], "start.sh may not be executed", f"chmod +x {tmp_path}/start.sh"),
         ):
             (refusal,) = self.refused(*argv)
@@ -289,7 +293,7 @@ class TestModelTypes:
         (refusal,) = self.refused("model.type=gpt22")
         assert refusal.problem == f"transformers {self.known['transformers']} has no language model of this type"
         assert (refusal.code, refusal.where, refusal.found) == (78, "recipe model.type", "gpt22")
-        assert refusal.fix == "did you mean gpt2 or gptj?"
+        assert refusal.fix == "did you mean gpt2?"
         assert self.refused("model.type=bert", "train.objective=masked") == []
         for name in ("gpt22", "gpt2"):
             (tmp_path / name).mkdir()

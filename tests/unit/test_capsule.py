@@ -266,7 +266,10 @@ def _archive(file: Path, *members: tuple[str, bytes | str]) -> Path:
 @pytest.mark.parametrize("name", ["../../escaped", "/escaped", "x/attempt-1/../../escaped", "x/attempt-1/.."])
 def test_an_archive_that_would_write_elsewhere(tmp_path: Path, name: str) -> None:
     members = ((name, b"x"), ("x/attempt-1/plan.json", "/etc/passwd"))
-    with pytest.raises(ConfigError, match="this is no capsule"), pack.opened(str(_archive(tmp_path / "a", *members))):
+    with (
+        pytest.raises(ConfigError, match="this file is no capsule"),
+        pack.opened(str(_archive(tmp_path / "a", *members))),
+    ):
         pass
 
 
@@ -287,7 +290,10 @@ def test_an_archive_with_a_huge_header(tmp_path: Path, kind: bytes) -> None:
             file.write(more * 2048)
     tracemalloc.start()
     try:
-        with pytest.raises(ConfigError, match="this is no capsule") as refused, pack.opened(str(tmp_path / "x.tar.gz")):
+        with (
+            pytest.raises(ConfigError, match="this file is no capsule") as refused,
+            pack.opened(str(tmp_path / "x.tar.gz")),
+        ):
             pass
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
@@ -301,7 +307,10 @@ def test_an_archive_with_a_file_that_is_empty_space(tmp_path: Path) -> None:
         header = tarfile.TarInfo("x/attempt-1/plan.json")
         header.size = 200 << 20
         file.write(header.tobuf())
-    with pytest.raises(ConfigError, match="this is no capsule") as refused, pack.opened(str(tmp_path / "x.tar.gz")):
+    with (
+        pytest.raises(ConfigError, match="this file is no capsule") as refused,
+        pack.opened(str(tmp_path / "x.tar.gz")),
+    ):
         pass
     assert "more than 64 MiB in one" in refused.value.details["found"]
 
@@ -325,5 +334,5 @@ def test_an_archive_in_any_state(paths: RunPaths, tmp_path: Path) -> None:
         (tmp_path / "y").write_bytes(content)
         with pytest.raises(DrayError), pack.opened(str(tmp_path / "y")) as run:
             capsule.read(RunPaths(run))
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         pack.make(paths.run, file)

@@ -125,7 +125,7 @@ def test_a_full_disk_costs_saves_and_not_the_run(run: BEGUN, alone: Run, small: 
     found = finish(other.paths, code=0)
     assert (found.status, len(found.warnings)) == ("done", 1)
     assert found.warnings[0].startswith("2 checkpoints not saved, the first of step 12: No space left on device")
-    assert found.warnings[0].endswith(f": {small}; step 20 is there again")
+    assert found.warnings[0].endswith(f": {small}; step 20 was saved again")
 
 
 @pytest.mark.tmpfs

@@ -78,11 +78,11 @@ def test_which_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "failed": ((failed.run,), ""),
         "trained": ((trained.run / "compiled",), ""),
         "young": ((young.run,), ""),
-        "going": ((), f"goes on: process {os.getpid()}"),
-        "elsewhere": ((), "goes on, or nobody here knows"),
-        "live": ((), "goes on: job 17, RUNNING"),
+        "going": ((), f"active: process {os.getpid()}"),
+        "elsewhere": ((), "active, or this machine cannot tell"),
+        "live": ((), "active: job 17, RUNNING"),
         "lost": ((lost.run,), ""),
-        "killed": ((), "has no result, and changed today"),
+        "killed": ((), "has no result and changed today"),
     }
     assert looked(runs)["young"].kept == "younger than 30 days"
     assert looked(runs, checkpoints=True)["trained"].parts == (trained.run,)
@@ -92,7 +92,7 @@ def test_which_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aged(begun(tmp_path / "runs", "mine", scheduler="slurm", job=17, engine="apptainer", image="/i.sif"), 90)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert looked(tmp_path / "runs")["mine"].kept == "goes on, or nobody here knows"
+    assert looked(tmp_path / "runs")["mine"].kept == "active, or this machine cannot tell"
 
 
 def test_what_a_live_run_needs_stays(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_a_live_run_needs_stays(tmp_path: Path) -> None:
     used = ended(runs, "used", model=True)
     going = begun(runs, "going", f"checkpoint.folder={used.checkpoints}")
     going.process.write_text(json.dumps(processes.mark(os.getpid())))
-    assert looked(runs, checkpoints=True)["used"].kept == "a run that goes on needs it"
+    assert looked(runs, checkpoints=True)["used"].kept == "an active run needs it"
 
 
 @pytest.mark.hostile("clean")
@@ -133,7 +133,7 @@ def test_what_has_changed_since_stays(tmp_path: Path) -> None:
     paths = ended(tmp_path, "mine")
     item = looked(tmp_path)["mine"]
     (paths.run / "attempt-2").mkdir()
-    assert (clean.remove(item), paths.run.exists()) == ("it has changed since it was listed", True)
+    assert (clean.remove(item), paths.run.exists()) == ("it changed since it was listed", True)
 
 
 def test_left_by_builds(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_what_a_killed_job_had_of_a_copy(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = looked(tmp_path / "runs", "staged")
     assert {name: item.kept for name, item in found.items()} == {
-        "made.sif.part": "a run on this machine makes it", "left.sif.part": "", "alone.sif.part": "",
+        "made.sif.part": "a run on this machine is writing it", "left.sif.part": "", "alone.sif.part": "",
     }  # fmt: skip
     with (folder / "left.sif.making").open("a") as lock:  # a job that has begun since
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -227,8 +227,8 @@ def test_tables_of_tune(tmp_path: Path) -> None:
         "done": ((runs / "done",), ""),
         "model": ((), "has checkpoints or a model (--checkpoints)"),
         "broken": ((runs / "broken",), ""),
-        "young": ((), "is not complete, and changed today"),
-        "going": ((), "a run of it goes on, or nobody here knows"),
+        "young": ((), "is not complete and changed today"),
+        "going": ((), "one of its runs is active, or this machine cannot tell"),
     }
     assert looked(runs, "tune", days=0, checkpoints=True)["model"].parts == (runs / "model",)
     assert clean.remove(found["done"]) == ""
@@ -246,9 +246,9 @@ def test_a_study_goes_after_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(squeue, "jobs", lambda cluster="": [waits])
     found = looked(runs, "studies", days=0)
     assert {name: (item.parts, item.kept) for name, item in found.items()} == {
-        "kept": ((), "its runs are here"),
+        "kept": ((), "its runs still exist"),
         "gone": ((runs / "gone",), ""),
-        "queued": ((), "a job of it is in the queue"),
+        "queued": ((), "one of its jobs is in the queue"),
         "over": ((runs / "over",), ""),
         "broken": ((), "the study is not valid JSON"),
     }

@@ -129,11 +129,11 @@ def log(paths: RunPaths, losses: dict[int, float | None], *, step_s: float = 0.5
 PAGE = """\
 A: base
 B: slow
-what differs, the likeliest to matter first:
+differences, most important first:
   seed  train.seed  42 -> 7
-the first that differs is step 3: 2.301 and 2.302
+losses first differ at step 3: 2.301 and 2.302
 largest relative difference 4.3e-04, at step 3
-at step 4, the last of both: 2.1 and 2.1001
+at step 4, the last common step: 2.1 and 2.1001
 1 more step of B is not in A
 step, median: 0.53 -> 1.035 s (+95%)
 step, p95:    0.54 -> 1.05 s (+94%)
@@ -201,12 +201,12 @@ def test_one_bit_is_a_difference(base: RunPaths, tmp_path: Path) -> None:
     log(other, {1: 0.3})
     found = effect.effect([base], [other]).parting
     assert effect.losses_text(found) == [
-        "the first that differs is step 1: 0.30000000000000004 and 0.3",
+        "losses first differ at step 1: 0.30000000000000004 and 0.3",
         "largest relative difference 1.9e-16, at step 1",
     ]
     log(other, {1: None})
     found = effect.effect([base], [other]).parting
-    assert effect.losses_text(found) == ["the first that differs is step 1: 0.3 and not finite"]
+    assert effect.losses_text(found) == ["losses first differ at step 1: 0.3 and not finite"]
 
 
 def test_a_step_that_was_taken_again_counts_as_the_later_attempt_has_it(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_run_in_any_state(
             compared.compare(base.run, other.run)
     else:
         found = compared.compare(base.run, other.run)
-        assert "\n".join(compared.text(found)).count("no step was logged by both") == 1
+        assert "\n".join(compared.text(found)).count("no common step") == 1
 
 
 def test_a_run_without_a_capsule(base: RunPaths, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_docker_starts_it_in_the_container_itself(tmp_path: Path, monkeypatch: p
         "ps --quiet --filter=label=dray.run=mine",
         "inspect --format={{.Config.Hostname}} aa bb",
     ]
-    with pytest.raises(ConfigError, match="docker has no container of this node here"):
+    with pytest.raises(ConfigError, match="docker has no container for this node on this machine"):
         enter.argv(state, "node3", ["bash"], terminal=True)
 
 

@@ -97,7 +97,7 @@ def test_a_damaged_record_still_tells_who_failed(paths: RunPaths, fields: dict[s
 @pytest.mark.parametrize(
     ("left", "group"),
     [
-        ({"largest": 2, "absent": [1, 3]}, "2 of the 4 ranks (not in it: rank 1 on n1, rank 3 on n2)"),
+        ({"largest": 2, "absent": [1, 3]}, "2 of the 4 ranks (missing: rank 1 on n1, rank 3 on n2)"),
         ({"largest": 1, "absent": []}, "1 of the 4 ranks"),
         (None, ""),
     ],
@@ -108,8 +108,8 @@ def test_ranks_that_have_worked_apart_are_told(root: Path, tmp_path: Path, left:
         paths.process_group.write_text(json.dumps(left))
     result = finish(paths, code=75)
     told = (
-        f"the largest process group has {group}: they have worked apart, maybe in the same files; call "
-        "init_process_group() in each rank without rank= and world_size=: RANK and WORLD_SIZE tell it both"
+        f"the largest process group has {group}: the other ranks trained separately, maybe in the same files; call "
+        "init_process_group() in each rank without rank= and world_size=: it reads RANK and WORLD_SIZE"
     )
     assert result.warnings == ([told] if left else [])
     assert result.exit_code == 75
@@ -149,7 +149,7 @@ def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
     done = ended(paths)
     assert done.returncode == 3
     head, _, text = done.stderr.decode().partition("\n")
-    assert head == f"dray: {paths.result} cannot be written: Is a directory. This is its text:"
+    assert head == f"dray: {paths.result} cannot be written: Is a directory. Its content is:"
     assert json.loads(text)["cause"]["why"] == "exit code 3"
     assert done.stdout.decode().startswith("failed: rank 3 on n2: exit code 3\n")
 
@@ -163,8 +163,8 @@ def test_a_folder_that_is_gone(paths: RunPaths) -> None:
         f"failed: the launch: the folder of the attempt is gone: {paths.folder}",
         f"  log: {paths.logs}",
         "  cause: the run's folder is gone",
-        "  fix: begin a new run; keep runs where no cleaner of the site and no other job deletes files, or move "
-        "checkpoints with checkpoint.folder",
+        "  fix: start a new run; set --runs or checkpoint.folder to a folder where neither the site nor another job "
+        "deletes files",
     ]
 
 
@@ -192,7 +192,7 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
         done = ended(paths)
         assert done.returncode == 3
         head, _, text = done.stderr.decode().partition("\n")
-        assert head == f"dray: {paths.result} cannot be written: No space left on device. This is its text:"
+        assert head == f"dray: {paths.result} cannot be written: No space left on device. Its content is:"
         assert json.loads(text)["exit_code"] == 3
         assert [path.name for path in paths.folder.iterdir() if path.name.startswith("result")] == []
         argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", "1"]
@@ -203,7 +203,7 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
         text = done.stderr.decode().partition("\n")[2] or paths.result.read_text()
         cause = json.loads(text)["cause"]
         assert (done.returncode, cause["code"]) == (69, 69)
-        assert cause["why"] == f"the disk is full, and neither logs nor records are whole: {paths.folder}"
+        assert cause["why"] == f"the disk is full, so logs and records are incomplete: {paths.folder}"
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])
@@ -248,7 +248,7 @@ class TestDone:
         result = finish(paths, code=0)
         assert (result.status, result.exit_code) == ("failed", 1)
         assert summary(result, paths) == (
-            f"failed: rank 0 on n1: it ended with exit code 0, and left {left.format(final=paths.final_model)}\n"
+            f"failed: rank 0 on n1: it ended with exit code 0 but left {left.format(final=paths.final_model)}\n"
             f"  | its last line\n  log: {paths.rank_log(0)}\nrun folder: {paths.run}\nexit code: 1"
         )
 
@@ -324,7 +324,7 @@ class TestRestarts:
         assert (result.restarts, result.restart_cause and result.restart_cause.code) == (2, 9)
         assert (result.exit_code, result.cause and result.cause.rank) == (3, 3)
         assert summary(result, paths).splitlines()[-3:] == [
-            "restarts: 2, the first time after rank 2 on n2: exit code 9",
+            "restarts: 2, first after rank 2 on n2: exit code 9",
             f"run folder: {paths.run}",
             "exit code: 3",
         ]

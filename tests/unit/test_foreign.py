@@ -229,9 +229,9 @@ class TestAnotherUsersRun:
         ran, printed = self.verb(run, "push", "a/b")
         assert ran == []
         assert printed.splitlines()[:3] == [
-            "dray: warning: the run is another user's: its env, pass_env and model.trust_remote_code are not taken",
+            "dray: warning: the run is another user's, so its env, pass_env and model.trust_remote_code are ignored",
             f"  found:  {run} of user {NOBODY}, mode 0700",
-            "  fix:    --trust-run takes them: code of that user then runs as you",
+            "  fix:    --trust-run uses them: code of that user then runs as you",
         ]
         assert self.verb(run, "push", "a/b", "--trust-run")[0] == ["by environment"]
 
@@ -263,14 +263,14 @@ class TestAnotherUsersRun:
         ran, printed = self.verb(run, "eval")
         assert ran == []
         assert printed.splitlines()[3:] == [
-            "dray: this run was not recorded here by you, and an evaluation runs code that it names",
+            "dray: you did not record this run here, and an evaluation runs code that it names",
             f"  where:  {run}",
-            "  wanted: --trust-run, once you have read it",
+            "  wanted: --trust-run, after you have read that code",
             f"  found:  {key}: rows.py:same",
-            "  fix:    the same with --trust-run",
+            "  fix:    add --trust-run to the command",
         ]
-        assert "not recorded here by you" not in self.verb(run, "eval", f"{key}=")[1]
-        assert "not recorded here by you" not in self.verb(run, "eval", "--trust-run")[1]
+        assert "you did not record this run here" not in self.verb(run, "eval", f"{key}=")[1]
+        assert "you did not record this run here" not in self.verb(run, "eval", "--trust-run")[1]
 
     def test_every_verb_has_the_flag(self) -> None:
         for verb in (model.evaluate, model.generate, model.export, model.push):
@@ -358,7 +358,7 @@ def test_a_private_file_is_not_shared(tmp_path: Path) -> None:
         if shared:
             assert read_recipe(mine, ["runs.share=group"]).accelerate == '{"gpu_ids": "hush"}'
             continue
-        with pytest.raises(ConfigError, match="a private file would be copied") as wrong:
+        with pytest.raises(ConfigError, match="your private file would be copied") as wrong:
             read_recipe(mine, ["runs.share=group"])
         assert "hush" not in str(wrong.value)
         assert wrong.value.details["fix"] == f"runs.share=none, or chmod g+r '{private}'"

@@ -312,7 +312,7 @@ class TestAfter:
         _, said = self.ended(tmp_path, code=75, stopped=stopped)
         assert (
             "warning: the grace of 110 s is shorter than twice the slowest checkpoint: the slowest checkpoint took "
-            "80.0 s; grace_s=160 with dray submit; with sbatch itself --signal=B:USR1@160"
+            "80.0 s; set grace_s=160 with dray submit, or --signal=B:USR1@160 with sbatch"
         ) in said.splitlines()
         result, said = self.ended(tmp_path, code=1)  # as planned, where no signal came
         assert (result.grace_s, "the grace of 120 s is shorter" in said) == (120, True)
@@ -321,12 +321,12 @@ class TestAfter:
         stopped = Stop("the time limit", "2026-11-24T05:00:00Z", 110)
         _, said = self.ended(tmp_path, code=138, stopped=stopped)
         assert (
-            "warning: the grace was too short: 110 s before the time limit, and the slowest checkpoint took 80.0 s; "
+            "warning: the grace of 110 s before the time limit was too short: the slowest checkpoint took 80.0 s; "
             in said
         )
         assert "grace_s=220 with dray submit" in said
         _, said = self.ended(tmp_path, code=138, stopped=stopped, saves=())
-        assert "110 s before the time limit, and no checkpoint was complete; grace_s=220" in said
+        assert "110 s before the time limit was too short: no checkpoint was completed; set grace_s=220" in said
 
     @pytest.mark.parametrize("seconds", [None, "80", True, [], 1e999, float("nan")])
     def test_no_number(self, tmp_path: Path, seconds: object) -> None:

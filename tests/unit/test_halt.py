@@ -84,7 +84,7 @@ def test_its_last_words_are_shown_once_it_has_ended(slurm: Slurm, paths: RunPath
     assert re.fullmatch(r"stopped by dray stop at \S+, before the first step was logged", shown.splitlines()[1])
     assert looks == [1]
     slurm.has(17, "COMPLETING")
-    assert stop(paths.run).startswith("mine has ended already\nstopped by dray stop at ")
+    assert stop(paths.run).startswith("mine has already ended\nstopped by dray stop at ")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,12 @@ def test_it_never_goes_back_into_the_queue(
 @pytest.mark.parametrize(
     ("state", "calls", "said"),
     [
-        ("PENDING", ["scancel --state=PENDING 18"], "its job waited in the queue, and was cancelled; nothing has run"),
-        ("CONFIGURING", ["scancel 18"], "the job had not begun to train, and was cancelled: job 18, CONFIGURING"),
+        (
+            "PENDING",
+            ["scancel --state=PENDING 18"],
+            "the job was waiting in the queue and was cancelled; it never started",
+        ),
+        ("CONFIGURING", ["scancel 18"], "the job was cancelled before training began: job 18, CONFIGURING"),
     ],
 )
 def test_a_job_that_has_not_begun_is_cancelled(
@@ -125,8 +129,8 @@ def test_a_job_that_has_not_begun_is_cancelled(
     assert stop(run) == f"{said}\nrun folder: {run}"
     assert slurm.calls == calls
     seen = shown.look(run, Queue())
-    assert (seen.state, seen.why) == ("stopped", "dray stop took job 18 out of the queue; nothing has run")
-    assert stop(run) == f"its job is not in the queue any more; nothing has run\nrun folder: {run}"
+    assert (seen.state, seen.why) == ("stopped", "dray stop cancelled job 18 in the queue; the run never started")
+    assert stop(run) == f"the job is no longer in the queue; the run never started\nrun folder: {run}"
 
 
 def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPaths) -> None:
@@ -137,10 +141,10 @@ def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPath
     safe = f"  safe:   all up to step 20, in {paths.checkpoints}/step-20"
     again = f"dray submit --run={shlex.quote(str(paths.run))}"
     assert stop(paths.run).splitlines() == [
-        "mine, attempt 1 has ended before: stopped, after step 20",
+        "mine, attempt 1 ended before: stopped, after step 20",
         safe,
         f"  resume: {again}  # or sbatch slurm/multinode.sh with the same --run",
-        "its job waited in the queue, and was cancelled",
+        "the job was waiting in the queue and was cancelled",
         f"run folder: {paths.run}",
     ]
     assert slurm.calls == ["scancel --state=PENDING 17"]
@@ -157,7 +161,7 @@ def test_a_job_that_slurm_put_back_after_a_node_died_is_cancelled(
     here = paths.checkpoints
     safe = f"all up to step 100, in {here}/step-100" if saved else f"no checkpoint in {here}"
     assert stop(paths.run).splitlines()[:3] == [
-        "mine, attempt 1 has left no result", f"  safe:   {safe}", "its job waited in the queue, and was cancelled",
+        "mine, attempt 1 left no result", f"  safe:   {safe}", "the job was waiting in the queue and was cancelled",
     ]  # fmt: skip
 
 
@@ -185,7 +189,7 @@ def test_a_follow_on_job_is_known_by_its_command(slurm: Slurm, paths: RunPaths, 
 
 def test_another_job_that_has_the_number_now_is_left_alone(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING", submitted=stamp(paths.plan.stat().st_mtime + 3600))
-    assert stop(paths.run, now=True).startswith("mine has ended already\nit left no result; dray why ")
+    assert stop(paths.run, now=True).startswith("mine has already ended\nit left no result; dray why ")
     assert slurm.calls == []
 
 
@@ -205,8 +209,8 @@ def test_a_job_of_another_cluster_on_the_same_disk(slurm: Slurm, tmp_path: Path,
     seen = live.look(paths.run)
     assert seen.kind == kind
     if kind == "unknown":
-        assert seen.where == "its job is one of the cluster elsewhere's, and Slurm here is local"
-        with pytest.raises(ConfigError, match="the run may go on: two jobs would write into it"):
+        assert seen.where == "the job is on cluster elsewhere, but Slurm here is local"
+        with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
             submit.require_free(paths.run, [])
     finish(paths, code=78)
     assert live.look(paths.run).kind == "ended"
@@ -215,17 +219,17 @@ def test_a_job_of_another_cluster_on_the_same_disk(slurm: Slurm, tmp_path: Path,
 def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING")
     (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=0 ExitCode=0:0\n")
-    with pytest.raises(ConfigError, match="the run is in an allocation of yours"):
+    with pytest.raises(ConfigError, match="the run is in your allocation"):
         stop(paths.run, now=True)
     finish(paths, code=75)
-    assert stop(paths.run, now=True).startswith("mine has ended already\n")
+    assert stop(paths.run, now=True).startswith("mine has already ended\n")
     assert slurm.calls == []
 
 
 def test_now(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING")
     (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=1 ExitCode=0:0\n")
-    assert stop(paths.run, now=True) == "mine, attempt 1 is ended now: job 17, RUNNING"
+    assert stop(paths.run, now=True) == "mine, attempt 1 is being ended now: job 17, RUNNING"
     assert (slurm.calls, paths.stop.read_text()) == (["scancel 17"], "dray stop\n")
 
 
@@ -240,7 +244,7 @@ def test_the_runners_end_it_now_and_slurm_only_where_they_do_not(slurm: Slurm, p
             finish(paths, code=143)
 
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
-    assert "mine, attempt 1 is ended now: job 17, RUNNING\nstopped by dray stop at " in stop(
+    assert "mine, attempt 1 is being ended now: job 17, RUNNING\nstopped by dray stop at " in stop(
         paths.run, now=True, wait=True
     )
     assert (slurm.calls, paths.stop.read_text()) == (["scancel 17"], "dray stop\ndray stop --now\n")
@@ -262,9 +266,9 @@ def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, t
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     told = stop(paths.run, wait=True)
     assert told.splitlines()[1] == (
-        "its program gets SIGUSR1 to save and end by; while dray stop waits, what still runs in 120 s is ended"
+        "the program gets SIGUSR1 to save and end; while dray stop waits, after 120 s it ends processes that still run"
     )
-    assert "it has not ended in 120 s, and is ended now\nstopped by dray stop at " in told
+    assert "it did not end within 120 s and is being ended now\nstopped by dray stop at " in told
     assert slurm.calls == []
 
 
@@ -316,12 +320,12 @@ class TestWithoutAName:
 
     def test_none_of_several(self, slurm: Slurm, paths: RunPaths, other: RunPaths) -> None:
         slurm.lists((17, "17", "RUNNING"), (18, "18", "PENDING"))
-        with pytest.raises(ConfigError, match="several runs go on") as refused:
+        with pytest.raises(ConfigError, match="several runs are active") as refused:
             halt.newest(paths.run.parent)
         assert (refused.value.finding.found, refused.value.finding.fix) == ("other, mine", "dray stop other")
         argv = [sys.executable, "-m", "dray", "stop", "--runs", str(paths.run.parent)]
         ended = subprocess.run(argv, capture_output=True, text=True, check=False)
-        assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, "dray: several runs go on")
+        assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, "dray: several runs are active")
         assert other.stop.read_text() == ""
 
 
@@ -336,7 +340,7 @@ def test_an_attempt_that_is_a_link_to_nowhere(paths: RunPaths) -> None:
 def test_another_user_s_run_and_a_fifo_in_the_place_of_the_file(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING")
     paths.folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="the run is another user's, or others may write into it"):
+    with pytest.raises(ConfigError, match="the run belongs to another user, or others may write into it"):
         live.own(paths.run)
     paths.folder.chmod(0o755)
     assert live.own(paths.folder) == live.own(paths.run) == paths.run
@@ -351,7 +355,7 @@ def test_slurm_does_not_answer(paths: RunPaths, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", str(tmp_path))
     assert stop(paths.run).splitlines() == [
         "mine, attempt 1 was asked to save and end: squeue is not installed",
-        "whether it still goes on is not known here; dray stop --no-wait does not wait for it",
+        "this machine cannot tell whether it still runs; dray stop --no-wait does not wait for its end",
     ]
 
 
@@ -369,7 +373,7 @@ def test_a_job_that_is_gone_without_a_result(slurm: Slurm, paths: RunPaths, monk
 
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     assert stop(paths.run, wait=True).splitlines()[1:] == [
-        f"it has ended, and left no result; dray why {paths.run} shows more",
+        f"it ended without a result; dray why {paths.run} shows more",
         f"run folder: {paths.run}",
     ]
     assert len(sleeps) == 2
@@ -380,14 +384,14 @@ def test_a_stopped_run_that_slurm_has_put_back_is_no_free_one(slurm: Slurm, path
     finish(paths, code=75, stopped=Stop("preemption", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
     assert live.look(paths.run).kind == "queued"
-    with pytest.raises(ConfigError, match="the run goes on: two jobs would write into it"):
+    with pytest.raises(ConfigError, match="the run is active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
 
 
 def test_a_job_without_an_attempt_while_slurm_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     queued(tmp_path / "waits", 18, time.time())
-    with pytest.raises(UnfitError, match="whether its job has begun is not known here"):
+    with pytest.raises(UnfitError, match="this machine cannot tell whether the job has started"):
         stop(tmp_path / "waits")
 
 
@@ -396,7 +400,7 @@ def test_another_user_s_job_is_not_taken_for_gone(slurm: Slurm, paths: RunPaths,
     assert live.look(paths.run).kind == "ended"
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    assert live.look(paths.run)[0::6] == ("unknown", f"its job is one of user {mine}'s")
+    assert live.look(paths.run)[0::6] == ("unknown", f"the job belongs to user {mine}")
 
 
 def test_a_result_of_before_reads(paths: RunPaths) -> None:
@@ -417,12 +421,12 @@ def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: Run
     paths.result.write_text(json.dumps(told))
     slurm.has(17, "RUNNING")
     assert live.look(paths.run).kind == "starting"
-    with pytest.raises(ConfigError, match="the run goes on: two jobs would write into it"):
+    with pytest.raises(ConfigError, match="the run is active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
-    with pytest.raises(ConfigError, match="the run is in an allocation of yours"):
+    with pytest.raises(ConfigError, match="the run is in your allocation"):
         stop(paths.run)
     (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
-    assert stop(paths.run).startswith("the job had not begun to train, and was cancelled: job 17, RUNNING\n")
+    assert stop(paths.run).startswith("the job was cancelled before training began: job 17, RUNNING\n")
     assert slurm.calls == ["scancel 17"]
     assert live.look(paths.run).kind == "ended"
 
@@ -436,13 +440,13 @@ def test_a_run_that_is_submitted_again(slurm: Slurm, paths: RunPaths, *, silent:
     queued(paths.run, 60, time.time() - 5)
     if silent:
         (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\necho down >&2\nexit 1\n")
-    said = "Slurm does not tell which jobs there are" if silent else (
-        "job 60 was submitted a moment ago, and squeue does not list it yet"
+    said = "squeue failed, so dray cannot see your jobs" if silent else (
+        "job 60 was submitted a moment ago, so squeue does not list it yet"
     )  # fmt: skip
     assert live.look(paths.run)[0::6] == ("unknown", said)
-    with pytest.raises(ConfigError, match="the run may go on: two jobs would write into it"):
+    with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
-    with pytest.raises(UnfitError, match="whether its job has begun is not known here"):
+    with pytest.raises(UnfitError, match="this machine cannot tell whether the job has started"):
         stop(paths.run)
     assert paths.stop.read_text() == ""
     if not silent:

@@ -230,7 +230,7 @@ class TestTheJob:
 class TestNames:
     @pytest.mark.parametrize("name", NAMES)
     def test_a_run_stays_in_its_folder(self, tmp_path: Path, name: str) -> None:
-        with pytest.raises(ConfigError, match="a run cannot have this name"):
+        with pytest.raises(ConfigError, match="this is no valid name for a run"):
             write(read_recipe(SMOKE), FACTS, runs=tmp_path / "runs", run=name)
         assert not list(tmp_path.iterdir())
 
@@ -239,5 +239,5 @@ class TestNames:
         for words in (("--run=x\ntouch PWNED",), ("--hostfile", "hosts", "--print", "--run=../x")):
             ended = dray("run", *words, "--", "true", cwd=tmp_path)
             assert (ended.returncode, ended.stdout) == (78, "")
-            assert ended.stderr.startswith("dray: a run cannot have this name\n  where:  --run\n")
+            assert ended.stderr.startswith("dray: this is no valid name for a run\n  where:  --run\n")
         assert [path.name for path in tmp_path.iterdir()] == ["hosts"]

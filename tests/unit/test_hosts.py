@@ -38,11 +38,11 @@ def test_the_form_that_deepspeed_has(file) -> None:
         ("# nothing\n\n", "the hostfile names no machine"),
         ("a slots=2\nb slots=4\n", "machines of one run must have the same number of ranks"),
         ("a slots=2\nb\n", "machines of one run must have the same number of ranks"),
-        ("a\nb\na\n", "a machine is in the hostfile twice"),
-        ("a slots=0\n", "a line of the hostfile is not understood"),
-        ("a slots=x\n", "a line of the hostfile is not understood"),
-        ("a 8\n", "a line of the hostfile is not understood"),
-        ("a slots=8 max=9\n", "a line of the hostfile is not understood"),
+        ("a\nb\na\n", "the hostfile names a machine twice"),
+        ("a slots=0\n", "a line of the hostfile is invalid"),
+        ("a slots=x\n", "a line of the hostfile is invalid"),
+        ("a 8\n", "a line of the hostfile is invalid"),
+        ("a slots=8 max=9\n", "a line of the hostfile is invalid"),
     ],
 )
 def test_hostfiles_that_are_none(file, text: str, said: str) -> None:
@@ -70,13 +70,13 @@ class TestHere:
     def test_as_it_is_told(self, file) -> None:
         found = hosts.read(file("198.51.100.1\n198.51.100.2\n"))
         assert found.here(1) == 1
-        with pytest.raises(ConfigError, match="there is no such node"):
+        with pytest.raises(ConfigError, match="the hostfile has no such node"):
             found.here(2)
 
     def test_not_there_and_there_twice(self, file) -> None:
-        with pytest.raises(ConfigError, match="no line is this machine"):
+        with pytest.raises(ConfigError, match="no line matches this machine"):
             hosts.read(file("198.51.100.1\n198.51.100.2\n")).here()
-        with pytest.raises(ConfigError, match="several lines are this machine"):
+        with pytest.raises(ConfigError, match="several lines match this machine"):
             hosts.read(file("127.0.0.1\n127.0.0.2\n")).here()
 
 

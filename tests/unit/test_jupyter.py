@@ -74,7 +74,7 @@ def test_it_runs_until_ctrl_c(tmp_path: Path) -> None:
     assert [said[0], *said[2:]] == [
         "JupyterLab runs on this machine; Ctrl-C here ends it",
         "and open:            http://127.0.0.1:8889/lab",
-        f"its token is in {folder}/token, for you alone",
+        f"the token is in {folder}/token, which only you can read",
     ]
     # A signal between the write of a line and its end has the line written again.
     assert (rest[0].splitlines()[-1], rest[1]) == ("JupyterLab has ended", "")
@@ -144,7 +144,7 @@ def test_here_in_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_container_whose_loopback_is_its_own(tmp_path: Path) -> None:
     paths = begun(tmp_path, scheduler="local", job=0, engine="docker", image="dray:cpu")
-    with pytest.raises(ConfigError, match="the loopback of a container of docker is its own"):
+    with pytest.raises(ConfigError, match="a container of docker has a private loopback"):
         jupyter.in_run(live.State("running", paths.run, paths, process=5), "", tmp_path)
 
 

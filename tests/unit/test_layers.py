@@ -243,15 +243,15 @@ class TestLook:
         known = record.read(file)
         assert known
         record.write(file, known.model_copy(update={"python": ""}))
-        with pytest.raises(ConfigError, match="no layer that dray has made"):
+        with pytest.raises(ConfigError, match="dray did not make this layer"):
             self.look(file)
         record.path_for(file).unlink()
-        with pytest.raises(ConfigError, match="no layer that dray has made"):
+        with pytest.raises(ConfigError, match="dray did not make this layer"):
             self.look(file)
         record.write(file, known)
         with file.open("ab") as more:
             more.write(b"x")
-        with pytest.raises(ConfigError, match="another digest than its record"):
+        with pytest.raises(ConfigError, match="digest differs from its record"):
             self.look(file)
 
     @pytest.mark.hostile("runs and checkouts of others")

@@ -185,7 +185,7 @@ class TestCounted:
         ended = dray("plan", "--exact", *self.WORDS, "train.compile=true", "model.type=mamba-9")
         assert "counted in the model" not in ended.stdout
         assert "--exact cannot build" not in ended.stderr
-        assert "--exact counts models that are not compiled; the memory is an estimate" in ended.stdout
+        assert "--exact cannot count a compiled model, so the memory is an estimate" in ended.stdout
         assert "--exact counts" not in dray("plan", *self.WORDS, "train.compile=true").stdout
 
     def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_so_is_one_of_a_models_own_file(home: Path, key: str, value: object) -> 
         "  where:  config.json of facebook/opt-6.7b",
         "  wanted: a whole number, such as 12",
         f"  found:  {key} = {value!r}",
-        f"  fix:    correct {key} there, or set model.config.{key} in the recipe",
+        f"  fix:    correct {key} in that file, or set model.config.{key} in the recipe",
     ]
     assert ended.returncode == 78
     assert dray(*words, f"model.config.{key}=4096", HF_HOME=str(home)).returncode == 0

@@ -66,10 +66,10 @@ def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("word", "problem", "found", "fix"),
     [
-        ("20260101", "several runs begin like this", "-gpt2-41, 20260101-130000-gpt2-a1b2c3", "add letters"),
+        ("20260101", "several runs begin with this name", "-gpt2-41, 20260101-130000-gpt2-a1b2c3", "type more letters"),
         ("2026010-120000-gpt2-41", "there is no such run", "2026010", "did you mean 20260101-120000-gpt2-41?"),
-        ("40", "there is no such run", "'40'", "dray runs lists them; --runs names another folder"),
-        ("\x1b[2J", "there is no such run", r"'\x1b[2J'", "dray runs lists them; --runs names another folder"),
+        ("40", "there is no such run", "'40'", "dray runs lists them; --runs=FOLDER names another folder"),
+        ("\x1b[2J", "there is no such run", r"'\x1b[2J'", "dray runs lists them; --runs=FOLDER names another folder"),
     ],
 )  # fmt: skip
 def test_what_is_unclear(runs: Path, word: str, problem: str, found: str, fix: str) -> None:
@@ -98,5 +98,5 @@ def test_a_link_hides_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run"):
+    with pytest.raises(ConfigError, match="there are no runs"):
         named.find("", tmp_path)

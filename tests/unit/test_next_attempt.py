@@ -43,7 +43,7 @@ def test_which_run_is_named(word: str, run: str | None) -> None:
 
 @pytest.mark.parametrize("word", ["a b", "/", "/other/-x", "x" * 129])
 def test_a_name_that_no_run_can_have(word: str) -> None:
-    with pytest.raises(ConfigError, match="a run cannot have this name"):
+    with pytest.raises(ConfigError, match="this is no valid name for a run"):
         run_named(Path("/my runs"), word)
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_gets_no_second_job(tmp_path: Path, monkeypatch: pyte
     slurm, run = Slurm(tmp_path, monkeypatch), tmp_path / "mine"
     submit.require_free(run, [])
     run.mkdir()
-    for ago, refused_by in ((3600, ""), (1, "job 17 was submitted a moment ago, and squeue does not list it yet")):
+    for ago, refused_by in ((3600, ""), (1, "job 17 was submitted a moment ago, so squeue does not list it yet")):
         (run / "job.json").write_text(json.dumps({"job": 17, "time": time.time() - ago, "argv": []}))
         with pytest.raises(ConfigError) if refused_by else nullcontext() as refused:
             submit.require_free(run, [])
@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_gets_no_second_job(tmp_path: Path, monkeypatch: pyte
         submit.require_free(run, ["--time=10"])
     assert (refused.value.finding.found, refused.value.finding.fix) == (
         "job 17, PENDING",
-        f"dray stop {run}; or after it: --sbatch=--dependency=afterany:17",
+        f"dray stop {run}; or wait for it: --sbatch=--dependency=afterany:17",
     )
     submit.require_free(run, ["--dependency=afterany:17"])
 
@@ -147,7 +147,7 @@ class TestInAnAllocation:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (("--nodes=3",), "a run in an allocation takes all of its nodes"),
+            (("--nodes=3",), "a run in an allocation uses all of its nodes"),
             (("--gpus-per-node=4",), "--gpus-per-node is what salloc was given; --ranks sets the ranks"),
         ],
     )

@@ -141,8 +141,8 @@ def test_what_cannot_be_fetched(hub, recipe, tmp_path, words, env, code: int, sa
     [
         ("hf_secret\n", 0o600, None),
         ("hf_secret\n", 0o640, "others can read the hub's token"),
-        ("", 0o600, "the file of the hub's token is empty"),
-        (None, 0, "the file of the hub's token cannot be read"),
+        ("", 0o600, "the file with the hub's token is empty"),
+        (None, 0, "the file with the hub's token cannot be read"),
     ],
 )
 def test_a_token_may_be_in_a_file_that_is_nobody_elses(hub, recipe, tmp_path, text, mode: int, said) -> None:

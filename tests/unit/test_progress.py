@@ -131,7 +131,7 @@ def test_ctrl_c_ends_a_command_in_words(tmp_path: Path) -> None:
     assert "stopping: ranks get a few seconds to end by themselves; Ctrl-C again ends them at once\n" in shown
     assert "told to end\n" in shown
     assert shown.count("run folder: ") == 2
-    safe = "  safe:   what the command itself has saved\n"
+    safe = "  safe:   what the command itself saved\n"
     again = f"  again:  {shlex.quote(sys.executable)} -m dray run launcher=python name=talk"
     stopped, _, rest = shown.partition("stopped by Ctrl-C at ")[2].partition("\n")
     run = run_of(tmp_path)

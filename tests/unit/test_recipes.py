@@ -125,11 +125,11 @@ def test_a_recipe_that_this_python_cannot_run_is_refused_before_its_launch(tmp_p
     assert (ended.returncode, ended.stdout, ended.stderr) == (
         78,
         "",
-        "dray: this Python lacks deepspeed, which the recipe needs\n"
+        "dray: the recipe needs deepspeed, which this Python does not have\n"
         f"  where:  {sys.executable}\n"
         "  wanted: deepspeed, for launcher = deepspeed\n"
         "          deepspeed, for train.strategy = zero2\n"
-        "  found:  not installed here; an image has all that a recipe needs\n"
+        "  found:  not installed; an image has everything that a recipe needs\n"
         f"  fix:    {line} --launcher=torchrun train.strategy=ddp train.deepspeed=  # without deepspeed\n"
         f"          {line} --engine docker  # in the image, after dray image build cpu --format docker\n",
     )
@@ -158,7 +158,7 @@ def test_the_first_recipe_of_the_training_page_is_a_recipe(tmp_path: Path) -> No
 def test_a_command_needs_its_launcher_alone(monkeypatch) -> None:
     monkeypatch.setattr(local, "find_spec", lambda _: None)
     local.require(read_recipe(None, ["launcher=python"], ["t.py"]), lambda *_: "")
-    with pytest.raises(ConfigError, match="this Python lacks accelerate, which the recipe needs"):
+    with pytest.raises(ConfigError, match="the recipe needs accelerate, which this Python does not have"):
         local.require(read_recipe(None, ["launcher=accelerate"], ["t.py"]), lambda *_: "")
     with pytest.raises(ConfigError) as refused:
         local.require(read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), lambda *words: " ".join(words))
@@ -185,9 +185,9 @@ def test_compiling_where_torch_s_path_has_a_space_is_refused(monkeypatch: pytest
     with pytest.raises(ConfigError) as refused:
         local.require(read_recipe(recipe, ["train.compile=true"]), lambda *more: " ".join(["dray", "run", *more]))
     assert str(refused.value) == (
-        "torch.compile cannot compile where torch's own path has a space\n"
+        "torch.compile fails if torch's path contains a space\n"
         "  where:  /home/me/my work/.venv/lib/torch/__init__.py\n"
-        "  wanted: a path without a space: Inductor gives it to the C++ compiler as it is\n"
+        "  wanted: a path without a space: Inductor passes it unquoted to the C++ compiler\n"
         "  found:  train.compile = true\n"
         "  fix:    dray run train.compile=false\n"
         "          dray run --engine docker  # in the image, after dray image build cpu --format docker"

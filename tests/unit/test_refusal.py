@@ -56,11 +56,11 @@ def told(says: str, *options: str) -> tuple[int, str, str, str]:
          "--sbatch=--partition=gpu"),
         ("Invalid partition name specified", ("--partition=mainx",), "Slurm refuses this partition", "one of main, gpu",
          "--sbatch=--partition=main"),
-        ("No partition specified or system default partition", (), "Slurm wants a partition", "one of main, gpu",
+        ("No partition specified or system default partition", (), "Slurm needs a partition", "one of main, gpu",
          "--sbatch=--partition=main"),
         ("Invalid account or account/partition combination specified", ("-Ap12",), "Slurm refuses this account",
          "one of p123, p124", "--sbatch=--account=p124"),
-        ("Invalid account or account/partition combination specified", (), "Slurm wants an account",
+        ("Invalid account or account/partition combination specified", (), "Slurm needs an account",
          "one of p123, p124", "--sbatch=--account=p123"),
         ("Invalid qos specification", ("--qos=lang",), "Slurm refuses this qos", "one of long, normal",
          "--sbatch=--qos=long"),
@@ -68,7 +68,7 @@ def told(says: str, *options: str) -> tuple[int, str, str, str]:
          "--sbatch=--constraint=a100"),
         ("Requested time limit is invalid (missing or exceeds some limit)", ("--time=9-0",),
          "Slurm refuses this --time", "main: at most infinite\ngpu: at most 2-00:00:00",
-         "--sbatch=--time=HH:MM:SS, within the limit of the partition"),
+         "use --sbatch=--time=HH:MM:SS within the partition's limit"),
     ],
 )  # fmt: skip
 def test_a_name_that_is_not_there(says: str, options: tuple[str, ...], problem: str, wanted: str, fix: str) -> None:
@@ -83,15 +83,20 @@ def test_a_name_that_is_not_there(says: str, options: tuple[str, ...], problem: 
         (NOT_AVAILABLE, ("--gres=gpu:4",), "--sbatch=--partition=gpu"),
         (NOT_AVAILABLE, ("--partition=gpu", "--nodes=1", "--gpus-per-node=16"), "--gpus-per-node 8"),
         (NOT_AVAILABLE, ("--gpus-per-node=16",),
-         "leave out --gpus-per-node and set image=cpu: these nodes have no GPUs"),
+         "these nodes have no GPUs: leave out --gpus-per-node and set image=cpu"),
         ("Node count specification invalid", ("--nodes=3",), "--sbatch=--partition=gpu"),
         ("Node count specification invalid", ("--nodes=9",), "--nodes 2"),
         ("More processors requested than permitted", ("--cpus-per-task=99", "--nodes=1", "--partition=main,gpu"),
-         "ask for less of what --sbatch names, such as --sbatch=--cpus-per-task=N or --mem"),
+         "request less with --sbatch, for example --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"),
     ],
 )  # fmt: skip
 def test_a_size_that_no_partition_has(says: str, options: tuple[str, ...], fix: str) -> None:
-    assert told(says, *options) == (78, "no nodes of the cluster are as this job wants them", TABLE, fix)
+    assert told(says, *options) == (
+        78,
+        "no nodes of the partition match what this job requests",
+        TABLE,
+        fix,
+    )
 
 
 def test_without_an_answer_the_words_of_sbatch_stay(cluster: Path) -> None:

@@ -82,7 +82,7 @@ def test_an_archive_is_for_this_user_alone(here: Path) -> None:
 def test_an_archive_that_exists_stays(here: Path, target: Path | None) -> None:
     for path in (Path("dray-why-first.tar.gz"), Path("mine.tar.gz")):
         path.write_text("mine")
-    with pytest.raises(ConfigError, match="the archive exists already"):
+    with pytest.raises(ConfigError, match="the archive already exists"):
         fetch([b"dray-why-first.tar.gz\npage"], WHY, target)
     assert {*files_of(here).values()} == {"mine"}
 
@@ -91,7 +91,7 @@ def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.Mon
     (here / "mine.tar.gz").write_text("mine")
     monkeypatch.setattr(on.names, "find", lambda _name: Sends.remote)
     monkeypatch.setattr(on.ssh, "connected", lambda _remote: pytest.fail("it logs in"))
-    with pytest.raises(ConfigError, match="the archive exists already"):
+    with pytest.raises(ConfigError, match="the archive already exists"):
         on.bring_back("mine", WHY, Path("mine.tar.gz"), None, bundle.require_new)
 
 

@@ -111,7 +111,7 @@ def test_when_losses_must_be_identical(told: Capsule, found: list[Difference], p
 
 def test_nothing_is_promised_of_what_was_not_recorded(told: Capsule) -> None:
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
-    unknown = "versions: the run has recorded neither packages nor nodes"
+    unknown = "versions: the run recorded no packages or no nodes"
     assert replay.breaks([], recipe, told.model_copy(update={"nodes": ()})) == [unknown]
 
 
@@ -215,7 +215,8 @@ def test_files_that_deepspeed_would_write_are_agreed_to(section: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("{", "not valid JSON"), ("[" * 9999, "DeepSpeed's configuration"), ("[1]", "by you")]
+    ("text", "problem"),
+    [("{", "not valid JSON"), ("[" * 9999, "DeepSpeed's configuration"), ("[1]", "you did not record this run")],
 )
 def test_a_deepspeed_configuration_that_is_none(text: str, problem: str) -> None:
     recipe = read_recipe(ROOT / "recipes/smoke-cpu.toml", [])

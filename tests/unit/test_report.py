@@ -150,10 +150,10 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     assert isinstance(nodes, Table)
     assert [row[1:] for row in table.rows] == [
         ("queue", "60.0 s"), ("container", "2.0 s"), ("rendezvous", "4.0 s"), ("launcher and imports", "20.0 s"),
-        ("compile", "12.0 s"), ("first step", "1.5 s"), ("together", "99.5 s"),
+        ("compile", "12.0 s"), ("first step", "1.5 s"), ("total", "99.5 s"),
     ]  # fmt: skip
     assert (nodes.caption, nodes.head) == (
-        "Each node's start, attempt 1",
+        "Start-up of each node, attempt 1",
         ("node", "container", "rendezvous", "launcher and imports", "compile", "first step"),
     )
     assert nodes.rows == (
@@ -162,8 +162,8 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     )
     page = markdown.page(made)
     assert "| cost, all attempts | 6.00 GPU-hours, 2.50 kWh |" in page
-    assert "| ceiling | 612 TFLOP/s, measured before the launch, of the slowest GPU (on n2) |" in page
-    assert "an older version" not in page
+    assert "| measured peak | 612 TFLOP/s on the slowest GPU (on n2), measured before the launch |" in page
+    assert "an older dray" not in page
 
 
 class Page(HTMLParser):

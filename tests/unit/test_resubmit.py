@@ -201,7 +201,7 @@ def test_other_things_that_differ_are_named(slurm: Slurm, tmp_path: Path, capsys
     assert capsys.readouterr().out.splitlines() == [
         "what is not the same:",
         "  seed: train.seed: 42 -> 7",
-        "the first that differs is step 2: 1.5 and 1.25",
+        "losses first differ at step 2: 1.5 and 1.25",
         "largest relative difference 1.7e-01, at step 2",
         "not promised: seed: train.seed: 42 -> 7",
     ]
@@ -250,7 +250,7 @@ class TestWaiting:
         with pytest.raises(DrayError) as gone:
             resubmit.wait(run, lambda _: None)
         assert (gone.value.finding.problem, gone.value.finding.found) == (
-            "the replay has ended, and left no result", "no attempt: its job never began",
+            "the replay ended without a result", "no attempt: its job never started",
         )  # fmt: skip
 
     def test_a_shared_disk_may_show_the_result_late(self, slurm: Slurm, tmp_path: Path) -> None:
@@ -280,13 +280,13 @@ def test_a_replay_that_goes_on_is_not_compared(slurm: Slurm, tmp_path: Path) -> 
         (("--compare", "mine"), "a run is no replay of itself"),
         (("--compare", "nothing"), "there is no such run"),
         (("--compare", "/nowhere"), "this is not a run folder"),
-        (("--compare", "i.sif"), "this is no capsule"),
+        (("--compare", "i.sif"), "this file is no capsule"),
         (("--compare", "mine", "--yes"), "--yes does not go with --compare"),
         (("--compare", "mine", "--engine", "bare"), "--engine does not go with --compare"),
         (("--recipe", "x.toml", "--wait"), "--wait does not go with --recipe"),
         (("--engine", "docker", "--sbatch=--time=1"), "--sbatch does not go with --engine"),
-        (("--yes", "--sbatch=--nodes=9"), "the plan would not know of this option of sbatch"),
-        (("--yes", "--sbatch=--time 9"), "an option of sbatch is one word"),
+        (("--yes", "--sbatch=--nodes=9"), "dray must plan with this option, so it cannot be given by --sbatch"),
+        (("--yes", "--sbatch=--time 9"), "an option of sbatch must be one word"),
         (("--yes", "--sbatch=--comment=a\nb"), "a value has a control character"),
     ],
 )

@@ -96,7 +96,7 @@ def test_one_of_another_version_is_named_and_nothing_of_it_is_believed(
     paths.result.write_text(json.dumps(told | {"version": version, "status": "done"}))
     if version == 1e999:
         version = float("inf")
-    wrong = f"{paths.result} cannot be read: result version {ascii(version)[:40]}, and this dray reads 1"
+    wrong = f"{paths.result} cannot be read: result version {ascii(version)[:40]}, but this dray reads 1"
     seen = look(paths.run, Queue(), closely=True)
     assert seen.state in ("no result", "running")
     assert wrong in seen.warnings

@@ -150,7 +150,7 @@ def test_a_remote_wants_to_know_what_to_bring(slurm: Slurm) -> None:
 
 def test_a_run_that_others_may_write_is_not_taken(slurm: Slurm, tmp_path: Path) -> None:
     ran(tmp_path).folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="the run is another user's, or others may write into it"):
+    with pytest.raises(ConfigError, match="the run belongs to another user, or others may write into it"):
         submit("--run=mine")
 
 

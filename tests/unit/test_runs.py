@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         RunPaths(tmp_path / "r1", 1).create(new=False)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="the run folder cannot be made"):
+    with pytest.raises(ConfigError, match="the run folder cannot be created"):
         RunPaths(tmp_path / "file" / "r1").create(new=True)
 
 
@@ -256,7 +256,7 @@ def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None
     )
     command = result.model_copy(update={"command": True})
     assert summary(command, paths, again="dray run --run=r -- t.py") == (
-        f"{stopped}\n  safe:   what the command itself has saved\n  again:  dray run --run=r -- t.py\n{folder}"
+        f"{stopped}\n  safe:   what the command itself saved\n  again:  dray run --run=r -- t.py\n{folder}"
     )
     kept = {"checkpoint": "/a b/checkpoints/step-50", "steps": 57}
     left = f"  safe:   all up to step 50, in /a b/checkpoints/step-50\n  resume: dray run x --run=r\n{folder}"
@@ -411,7 +411,7 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(root: Path, tmp_path: Path) -
         cwd=root, env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 69
-    assert "fix:    submit on a login node of the cluster; without Slurm: dray run, or make cluster\n" in ended.stderr
+    assert "fix:    submit on a login node of the cluster; without Slurm use dray run or make cluster\n" in ended.stderr
 
 
 def probe(root: Path, image: str = "/a b/i.sif", **env: str) -> dict[str, str]:

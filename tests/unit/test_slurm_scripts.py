@@ -350,7 +350,7 @@ class TestStopped:
         code = 128 + signal.Signals[f"SIG{name}"]
         assert (script.returncode, result["exit_code"]) == (code, code), err
         assert (result["status"], result["reason"], result["cause"]) == ("stopped", f"SIG{name}", None)
-        stopped = f"stopped by SIG{name} at {result['at']}\n  safe:   what the command itself has saved\n"
+        stopped = f"stopped by SIG{name} at {result['at']}\n  safe:   what the command itself saved\n"
         again = f"dray submit --run={attempt.parent}  # or sbatch slurm/multinode.sh with the same --run"
         assert f"{stopped}  again:  {again}\n" in out
 

@@ -298,7 +298,7 @@ class TestOfARun:
         assert told.lines(found) == [
             "start-up: image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, launcher and imports 5.0 s, "
             "first step 2.0 s",
-            "slowest nodes of the start: launcher and imports 15.0 s on n9999",
+            "slowest nodes at start-up: launcher and imports 15.0 s on n9999",
         ]
 
     @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_what_is_refused_before_the_queue(tmp_path: Path) -> None:
         assert "Ab1Ab1" not in refusal(tmp_path, given)
     prep(tmp_path, name="my prep.py")
     file.chmod(0o600)
-    assert "a private file would be copied into a run folder" in refusal(tmp_path, given, "runs.share=group")
+    assert "your private file would be copied into a run folder" in refusal(tmp_path, given, "runs.share=group")
 
 
 def test_a_plan_runs_nothing_of_it_and_inspect_does(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ again: dray tune --table {folder}
         marker = desk.folder / "hangs"
         desk.plant(hang={"train.loss=chunked": str(marker)})
         code, out, _ = dray(desk.recipe, "--keys=loss", "--all", "--limit=5")
-        assert (code, "\nhangs: it had not ended after 5 s (--limit)\n  train.loss=chunked\n" in out) == (0, True)
+        assert (code, "\nhangs: it did not end within 5 s (--limit)\n  train.loss=chunked\n" in out) == (0, True)
         with pytest.raises(ProcessLookupError):
             os.kill(int(marker.read_text()), 0)
 
@@ -271,9 +271,9 @@ class TestOut:
         code, _, err = dray("--table", "20-tune", "--out", out)
         assert (code, err) == (
             78,
-            "dray: the best setting could not be written\n"
-            f"  where:  --out {out}\n  found:  it is there already\n"
-            "  fix:    --force replaces it; or name another FILE\n",
+            "dray: the best setting cannot be written to this file\n"
+            f"  where:  --out {out}\n  found:  it already exists\n"
+            "  fix:    use --force to replace it, or name another FILE\n",
         )
         out.write_text("mine")
         assert dray("--table", "20-tune", "--out", out, "--force")[0] == 0
@@ -300,10 +300,10 @@ class TestOut:
     @pytest.mark.parametrize(
         ("name", "found"),
         [
-            ("none/best.toml", "none is no folder"),
+            ("none/best.toml", "none is not a folder"),
             ("best.json", "it does not end in .toml"),
             ("folder.toml", "it is a folder"),
-            ("link.toml", "it is there already"),
+            ("link.toml", "it already exists"),
         ],
     )
     def test_a_place_where_nothing_can_be_written(self, name: str, found: str, desk: Desk, dray: Any) -> None:
@@ -341,7 +341,7 @@ class TestWrong:
             (["--all", "batch.global_size=4096"], "--all has too many candidates"),
             (["--nodes=0"], "--nodes"),
             (["--steps=1"], "--steps"),
-            (["--engine=apptainer"], "--engine apptainer is for several machines"),
+            (["--engine=apptainer"], "dray tune cannot use --engine apptainer here"),
             (["--engine=x"], "--engine has a wrong value"),
         ],
     )
@@ -362,7 +362,7 @@ class TestWrong:
         code, out, err = dray(desk.recipe, *large, "train.compile=false", "--keys=strategy,per_device")
         assert (code, desk.calls()) == (78, [])
         assert err.startswith(
-            "dray: no candidate fits\n  wanted: one that could be started\n  found:  the model does not"
+            "dray: no candidate fits\n  wanted: a candidate that can start\n  found:  the model does not"
         )
         assert "0 runs, 20 candidates left out, of 20 candidates" in out
 
@@ -435,9 +435,9 @@ class TestPlace:
         assert allocation.found(found.env)
         first = found.first(recipe, Path("/runs"))  # its own micro-batch of 4 is too large for 8 ranks
         assert (first.world.size, first.batch and first.batch.per_device) == (8, 2)
-        with pytest.raises(ConfigError, match="a run in an allocation takes all of its nodes"):
+        with pytest.raises(ConfigError, match="a run in an allocation uses all of its nodes"):
             space.place(recipe, space.Asked(nodes=1), env)
-        with pytest.raises(ConfigError, match="--gpus-per-node is what salloc was given"):
+        with pytest.raises(ConfigError, match="salloc already set --gpus-per-node"):
             space.place(recipe, space.Asked(gpus_per_node=1), env)
 
     def test_what_the_memory_model_leaves_out(self) -> None:

@@ -153,12 +153,12 @@ class TestRunsOfCommandsAndOthers:
             assert dray(tmp_path, *words) == (
                 78,
                 "",
-                "dray: this run is of a command, and dray knows the models of its own trainer alone\n"
+                "dray: this run started a command, and dray knows only the models of its own trainer\n"
                 f"  where:  {paths.run}\n"
                 "  wanted: a run of a recipe with [train]\n"
                 "  found:  the command python3\n"
-                "  fix:    load what your program saved with your program; dray recipe new mine.toml writes a recipe "
-                "for the trainer\n",
+                "  fix:    load the model with your own program; or dray recipe new mine.toml, which writes a recipe "
+                "for dray's trainer\n",
             )
 
     def test_a_run_exports_its_own_checkpoints_of_a_folder_that_several_keep_theirs_in(self, tmp_path: Path) -> None:

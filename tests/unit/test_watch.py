@@ -150,7 +150,7 @@ def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path])
     assert found["begun-13"].waiting
     assert found["begun-13"].waiting.start == "2030-01-01T00:00:00Z"
     assert found["begun-14"].job == 99
-    assert found["queued-3"].why == "job 3 is gone and began no attempt: its output, job-3.log, may tell"
+    assert found["queued-3"].why == "job 3 ended before its first attempt: see its output, job-3.log"
 
 
 def test_a_result_that_came_meanwhile_is_no_loss(tmp_path: Path, slurm: Callable[..., Path]) -> None:
@@ -225,7 +225,7 @@ def test_a_job_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.Monke
     waits = queued(tmp_path, 1)
     assert status.text(look(waits, Queue())) == [
         "waits: no result (gpt2, job 1)",
-        "  whether job 1 waits, runs or has ended is not known here: this machine has no Slurm",
+        "  this machine has no Slurm, so it cannot tell whether job 1 waits, runs or has ended",
         f"run folder: {waits}",
     ]
 
@@ -351,10 +351,10 @@ def test_few_files_are_opened_for_a_list(
         (lambda paths: paths.node_log(0).write_text("dray: cores of each rank: x\ndray: preflight took 3.0 s\n"),
          "the launcher starts the ranks"),
         (lambda paths: paths.rank_log(0).write_text(""), "ranks load the data and build the model"),
-        (steps, "compiling, up to the first step"),
+        (steps, "compiling before the first step"),
         (lambda paths: steps(paths, 1), "training"),
-        (lambda paths: steps(paths, 1, 60), "the steps are done: it evaluates, saves and writes the result"),
-        (lambda paths: (paths.failures / "restart-1").mkdir(), "all ranks are started again"),
+        (lambda paths: steps(paths, 1, 60), "all steps are done: it evaluates, saves and writes the result"),
+        (lambda paths: (paths.failures / "restart-1").mkdir(), "all ranks are restarting"),
     ],
 )  # fmt: skip
 def test_the_stages(tmp_path: Path, make: Callable[[RunPaths], object], stage: str) -> None:
@@ -396,7 +396,7 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     slurm("1|1|PENDING|2026-11-24T05:00:00|Priority|2026-11-25T03:00:00|x")
     assert status.text(look(waits, Queue(), closely=True)) == [
         "waits: queued (gpt2, job 1)",
-        "  Slurm: job 1 PENDING, Priority: jobs with a higher priority are before it",
+        "  Slurm: job 1 PENDING, Priority: jobs with a higher priority run first",
         "  expected start: 2026-11-25 03:00 (in 1 h 33 min); Slurm's estimate, which changes with the queue",
         f"run folder: {waits}",
     ]
@@ -405,8 +405,8 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     slurm("51|51|PENDING|2026-11-24T05:00:00|BeginTime|2026-11-25T01:28:40|x")
     assert status.text(look(paths.run, Queue(), closely=True))[:4] == [
         "mine: queued (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
-        "  Slurm: job 51 PENDING, BeginTime: its time to begin has not come; Slurm starts a requeued job after two "
-        "minutes",
+        "  Slurm: job 51 PENDING, BeginTime: its begin time has not come; Slurm waits two minutes before it "
+        "starts a requeued job",
         "  not before: 2026-11-25 01:28 (in 2 min)",
         "  attempts before it: 1",
     ]
@@ -436,7 +436,7 @@ def test_a_run_that_trains(tmp_path: Path, slurm: Callable[..., Path], monkeypat
         "  last sign of life: 3 s ago",
         "  n2: slow: rank 1 on n2, 1.31 times the median rank",
         "  the checkpoint of step 2 is not saved: No space left\x1b[2J",
-        "  it was asked to save and end (USR1)",
+        "  asked to save and end (USR1)",
         "  start-up: queue 20 h 26 min",
         f"run folder: {paths.run}",
     ]
@@ -462,7 +462,7 @@ def test_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("QOSMaxJobsPerUserLimit", "a limit of its quality of service (QOS) is reached"),
         ("AssocGrpCpuLimit", "a limit of its account or user is reached"),
         ("ReqNodeNotAvail, UnavailableNodes:n1",
-         "nodes that it needs are down, drained or reserved, often for a maintenance"),
+         "nodes that it needs are down, drained or reserved, often for maintenance"),
         ("Whatever", ""),
     ],
 )  # fmt: skip

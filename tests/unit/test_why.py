@@ -35,7 +35,7 @@ FACTS = Facts(
 )
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 14.57 GiB"
 FIX = (
-    "batch.per_device smaller, train.activation_checkpointing = true, or more GPUs with fsdp or zero3; dray plan "
+    "lower batch.per_device, set train.activation_checkpointing=true, or use more GPUs with fsdp or zero3; dray plan "
     "estimates the memory"
 )
 
@@ -76,7 +76,7 @@ first to fail: rank 3 on n2: exit code 3
   | Traceback (most recent call last):
   | {oom}
   log: l
-2 others ended after it, which is no cause: rank 0 on n1 (killed by SIGABRT, 2.5 s later), \
+2 others failed later, which is not the cause: rank 0 on n1 (killed by SIGABRT, 2.5 s later), \
 the launch on n1 (rank 0 on n1: killed by SIGABRT, 3.0 s later)
 cause: out of memory on the GPU
   fix:    {fix}
@@ -185,7 +185,7 @@ class TestStates:
         (run / "job.json").write_text(json.dumps({"job": 17, "time": 1.0, "argv": ["sbatch"]}))
         (run / "job-17.log").write_text("x\n" * 99 + "dray: no image\x1b[2J\nMY_TOKEN=a token of my own\n")
         lines = page(run)
-        why_ = "job 17 is gone and began no attempt: its output, job-17.log, may tell"
+        why_ = "job 17 ended before its first attempt: see its output, job-17.log"
         assert lines[0] == f"queued: lost: {why_}"
         assert lines[-3:] == [
             "  job-17.log: dray: no image\\u001b[2J",
@@ -220,14 +220,14 @@ class TestStates:
         monkeypatch.setenv("PATH", "/nowhere")
         os.utime(paths.plan, (1, 1))
         lines = page(paths.run)
-        assert lines[0] == "mine, attempt 1: no result: it runs, or it was killed before it could write one"
+        assert lines[0] == "mine, attempt 1: no result: it still runs, or was killed before it could write a result"
         assert lines[1] == "first to fail: rank 3 on n2: exit code 3"
         assert "cause: out of memory on the GPU" in lines
 
     @pytest.mark.parametrize(
         ("state", "does"),
         [("RUNNING", "it runs (training, step 2 of 60)"), ("PENDING", "it waits in the queue (job 17 PENDING)"),
-         ("", "it was killed before it could write one")],
+         ("", "it was killed before it could write a result")],
     )  # fmt: skip
     def test_what_it_does_now(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, does: str) -> None:
         slurm, paths = Slurm(tmp_path, monkeypatch), begun(tmp_path, "train.steps=60")
@@ -344,7 +344,7 @@ class TestStates:
         finish(third, code=1)
         lines = page(tmp_path / "mine")
         assert lines[0] == "mine, attempt 3: failed, exit code 3"
-        assert "restarts: 1, the first time after rank 3 on n2: exit code 3" in lines
+        assert "restarts: 1, first after rank 3 on n2: exit code 3" in lines
         assert "attempt 1: stopped, the time limit, step 7" in lines
         assert "attempt 2: unknown, it left no result" in lines
 
@@ -367,8 +367,8 @@ class TestStates:
         (["gone"], 78, "there is no such run"),
         (["file"], 78, "this is not a run folder"),
         (["queued"], 78, "this is not a run folder"),
-        (["--runs", "gone"], 78, "there is no run"),
-        (["--runs", "queued"], 78, "there is no run"),
+        (["--runs", "gone"], 78, "there are no runs"),
+        (["--runs", "queued"], 78, "there are no runs"),
         (["queued", "x.tar.gz"], 78, "a FILE goes with --bundle"),
         (["x" * 300], 78, "there is no such run"),
         (["a", "b", "c"], 78, "got unexpected extra argument(s) (c)"),
@@ -492,7 +492,7 @@ class TestBundle:
         assert "~/data /home/metoo" in content["attempt-1/failures/rank-3.json"]
         assert content["attempt-1/logs/rank-3.log"].endswith("\n[MY_TOKEN]\n[secret]\n~/x\n")
         assert content["attempt-1/logs/rank-3.log"].startswith("(")
-        assert content["attempt-1/logs/node-0.log"] == "(200,022 bytes before this are left out)\n"
+        assert content["attempt-1/logs/node-0.log"] == "(200,022 bytes before this line are left out)\n"
         assert json.loads(content["attempt-1/plan.json"])["recipe"]["pass_env"] == ["MY_TOKEN"]
         assert (out.stat().st_mode & 0o777, made.size) == (0o600, out.stat().st_size)
 
@@ -509,10 +509,10 @@ class TestBundle:
         out = tmp_path / "dray-why-mine.tar.gz"
         lines = ended.stdout.splitlines()
         assert (ended.returncode, lines[0]) == (0, f"dray-why-mine.tar.gz: {out.stat().st_size:,} bytes, 11 files:")
-        assert lines[-1] == "Read it before you send it: its README says what was replaced, and what was not."
+        assert lines[-1] == "Read it before you send it: its README lists what was replaced and what was not."
         before = out.read_bytes()
         again = dray(secret.run, "--bundle", cwd=tmp_path)
-        assert (again.returncode, again.stderr.splitlines()[0]) == (78, "dray: the archive exists already")
+        assert (again.returncode, again.stderr.splitlines()[0]) == (78, "dray: the archive already exists")
         assert out.read_bytes() == before
         assert dray(secret.run, "b.tar.gz", "--bundle", cwd=tmp_path).returncode == 0
         missing = dray(secret.run, "no/b.tar.gz", "--bundle", cwd=tmp_path)
@@ -545,8 +545,8 @@ class TestBundle:
         os.chown(secret.rank_log(3), 0, 0)
         made = bundle.make(secret, why.look(secret), tmp_path / "a.tar.gz")
         assert made.left_out == [
-            "why.txt: the run is another user's",
-            "attempt-1/logs/rank-3.log: a file of yours in a folder of another user",
+            "why.txt: the run belongs to another user",
+            "attempt-1/logs/rank-3.log: your file in another user's folder",
         ]
 
     def test_a_disk_that_is_full(self, secret: RunPaths, tmp_path: Path) -> None:

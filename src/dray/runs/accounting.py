@@ -1,4 +1,4 @@
-"""What an attempt has cost, as Slurm and this machine have counted it."""
+"""The cost of an attempt, as counted by Slurm or by this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dray.runs.paths import RunPaths
 
 
 def here(paths: RunPaths, plan: Plan, seconds: float) -> Cost | None:
-    """Of an attempt on this machine, whose nodes are all the same one."""
+    """The cost of an attempt without Slurm: one node, whatever number of nodes the plan has."""
     with suppress(OSError, DrayError, ValidationError):
         gpus = facts.parse(files.text(paths.facts, "the facts"), where=str(paths.facts)).gpus_per_node
         gpus *= len(plan.world.nodes) * (plan.variant != "cpu")
@@ -26,21 +26,21 @@ def here(paths: RunPaths, plan: Plan, seconds: float) -> Cost | None:
 
 
 def parse(known: str, job: int, step: str) -> Cost | None:
-    """By what the job's script tells: `begun_s=S ended_s=S allocated_nodes=N allocated_gpus=N`, and sacct's lines."""
+    """The cost from `begun_s=S ended_s=S allocated_nodes=N allocated_gpus=N` of the job's script, and sacct's lines."""
     told = dict(re.findall(r"\b(begun_s|ended_s|allocated_nodes|allocated_gpus)=([0-9.]{1,20})(?!\S)", known))
     try:
         nodes = int(told["allocated_nodes"])
         seconds = float(told["ended_s"]) - float(told["begun_s"])
         gpus = int(told.get("allocated_gpus", "0")) * nodes
         return Cost(seconds=round(seconds, 1), nodes=nodes, gpus=gpus, joules=_joules(known, job, step))
-    except (KeyError, ValueError):  # of which pydantic's is one
+    except (KeyError, ValueError):  # pydantic's ValidationError is a ValueError
         return None
 
 
 def _joules(known: str, job: int, step: str) -> float | None:
-    """Of the step alone that started the nodes: those of the job itself count the same energy again.
+    """Energy of the step that started the nodes; the job's own sum counts the same energy again.
 
-    Where a site's Slurm counts none, sacct has 0 or nothing.
+    Where Slurm does not count energy, sacct prints 0 or nothing.
     """
     found = re.findall(rf"^sacct={job}\.{step}\|([0-9]{{1,13}})\|?$", known, re.MULTILINE) if step else []
     joules = float(found[-1]) if found else 0.0
@@ -48,7 +48,7 @@ def _joules(known: str, job: int, step: str) -> float | None:
 
 
 def queue_s(known: str) -> float | None:
-    """From the submission to the start, both by Slurm's clock; only of a batch job's first attempt."""
+    """Seconds from submission to start, by Slurm's clock; only for the first attempt of a batch job."""
     if not re.search(r"(?m)^first_of_job=1$", known) or not re.search(r"(?:^|\s)BatchFlag=1(?:\s|$)", known):
         return None
     times = [re.search(rf"(?:^|\s){name}=(\S{{19}})(?:\s|$)", known) for name in ("SubmitTime", "StartTime")]

@@ -1,4 +1,4 @@
-"""Whether the job of a run that did not end goes back into the queue: only what was saved makes that worth it."""
+"""Decide whether an unfinished run's job is requeued: only if the attempt saved a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dray.runs.stop import PREEMPTION, TIME_LIMIT
 
 _LIMIT = 1 << 20  # bytes of a list of nodes
 _NO_NODE_S = ("the disk is full", "disk quota exceeded")
-"""What another node would find too: causes by their names."""
+"""Causes that another node would meet too."""
 _HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
 def history(paths: RunPaths) -> list[Attempt]:
-    """The attempts before this one, in their order; also those that left no result, as where a node died."""
+    """The earlier attempts in order, with those that left no result (a node died, for example)."""
     return [_before(RunPaths(paths.run, number)) for number in attempts(paths.run) if number < paths.attempt]
 
 
@@ -35,7 +35,7 @@ def _before(paths: RunPaths) -> Attempt:
 
 
 def failing_nodes(paths: RunPaths, plan: Plan | None) -> list[str]:
-    """Those of the plan that their own check has found unfit."""
+    """The plan's nodes that failed their node check."""
     try:
         named = files.read(paths.failing_nodes, limit=_LIMIT).decode().strip().split(",")
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def failing_nodes(paths: RunPaths, plan: Plan | None) -> list[str]:
 
 
 def attempt(result: Result, number: int) -> Attempt:
-    """What the results of later attempts keep of this one."""
+    """The summary of this attempt that later results keep."""
     why = result.cause.why.partition("\n")[0] if result.cause else result.reason
     return Attempt(
         attempt=number,
@@ -63,9 +63,9 @@ def attempt(result: Result, number: int) -> Attempt:
 
 
 def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt], *, batch: bool) -> Next | None:
-    """None where it makes no sense: the run ended, was cancelled, or would fail in the same way.
+    """What comes next; None if the run ended, was cancelled, or would fail in the same way.
 
-    Only a `batch` job can go back into the queue; one by salloc may go on with other nodes, or fewer.
+    Only a `batch` job can be requeued; a run in an salloc allocation may continue on other or fewer nodes.
     """
     exclude = _unfit(result, earlier)
     failed = exclude or _lost(result)
@@ -75,27 +75,27 @@ def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt], *, bat
         return None
     limit, used = plan.recipe.max_requeues, sum(one.requeued for one in earlier)
     if not limit:
-        return Next(requeue=False, why="with max_requeues=3 in the recipe dray puts such a job back into the queue")
+        return Next(requeue=False, why="set max_requeues=3 in the recipe, and dray requeues such a job")
     if used >= limit:
-        return Next(requeue=False, why=f"max_requeues = {limit}, and so often it was put back already")
+        return Next(requeue=False, why=f"max_requeues = {limit} is used up")
     if not exclude and not _saved(result):
-        return Next(requeue=False, why="this attempt saved nothing, and the next would do the same again")
+        return Next(requeue=False, why="this attempt saved no checkpoint, so the next would repeat it")
     return Next(requeue=True, exclude=exclude, why=f"{used + 1} of {limit}")
 
 
 def _without(plan: Plan, failed: int) -> str:
-    """How the job goes on at once without that many nodes; nothing where it cannot."""
+    """How the job continues at once without that many nodes; empty if it cannot."""
     world = plan.world
     if failed <= len(world.spares):
         spares = " ".join(world.spares[:failed])
         return f"spare nodes: {spares} take their place" if failed > 1 else f"spare node: {spares} takes its place"
     count = members.fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
-    return f"fewer nodes: {count} of {len(world.nodes)} go on (min_nodes = {plan.recipe.min_nodes})" if count else ""
+    return f"fewer nodes: {count} of {len(world.nodes)} continue (min_nodes = {plan.recipe.min_nodes})" if count else ""
 
 
 def _may_go_on(result: Result) -> bool:
-    """A command alone knows whether the same again goes on, and says it with 75."""
-    if result.status == "failed" or result.reason == "SIGUSR1":  # sbatch --signal's, how long before the end it may be
+    """A command alone knows whether another attempt would resume, and says so by exit code 75."""
+    if result.status == "failed" or result.reason == "SIGUSR1":  # by sbatch --signal, any time before the end
         return result.exit_code == exit_codes.RETRY
     ended = result.reason in (TIME_LIMIT, PREEMPTION)
     return ended and (result.exit_code == exit_codes.RETRY or not result.command)
@@ -106,7 +106,7 @@ def _saved(result: Result) -> bool:
 
 
 def _lost(result: Result) -> list[str]:
-    """The node that is gone."""
+    """The node that was lost."""
     cause = result.cause
     gone = cause and cause.code == exit_codes.RETRY and cause.rank is None and cause.node in result.hosts
     return [cause.node] if cause and gone and _HOST.fullmatch(cause.node) else []
@@ -119,9 +119,9 @@ def _names(one: Attempt) -> list[str]:
 
 
 def _unfit(result: Result, earlier: Iterable[Attempt]) -> list[str]:
-    """The nodes that were found unfit: not all there are, nor those for whose reason others were before.
+    """The nodes found unfit; none if all nodes are, or if another node failed earlier for the same reason.
 
-    The reason is then not the nodes'.
+    In both cases the nodes are not the reason.
     """
     cause = result.cause
     if (

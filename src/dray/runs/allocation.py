@@ -1,4 +1,4 @@
-"""An allocation by salloc that this shell is in: `dray run` takes its nodes, again and again, without a queue."""
+"""The salloc allocation around this shell: `dray run` uses its nodes without waiting in the queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES")
 
 
 class Allocation(NamedTuple):
-    """What Slurm tells a shell in it."""
+    """What Slurm tells a shell in an allocation."""
 
     job: str
     nodelist: str
@@ -26,7 +26,7 @@ class Allocation(NamedTuple):
 
 
 def found(env: Mapping[str, str]) -> Allocation | None:
-    """None in a batch script, whose run is its own, and in a step by srun, of which each task would start a run."""
+    """The allocation of this shell; None inside batch scripts and srun steps."""
     step = env.get("SLURM_STEP_ID", _INTERACTIVE)
     if env.get("ENVIRONMENT") == "BATCH" or step != _INTERACTIVE or not all(env.get(name) for name in _WHOLE):
         return None
@@ -34,24 +34,24 @@ def found(env: Mapping[str, str]) -> Allocation | None:
 
 
 def require_nodes(allocation: Allocation, nodes: int | None) -> None:
-    """A run in it takes all of its nodes."""
+    """Refuse a --nodes other than all nodes of the allocation."""
     if nodes is not None and str(nodes) != allocation.nodes:
         raise ConfigError(
-            "a run in an allocation takes all of its nodes",
-            wanted=f"--nodes {allocation.nodes}, or none",
+            "a run in an allocation uses all of its nodes",
+            wanted=f"--nodes {allocation.nodes}, or no --nodes",
             found=f"--nodes {nodes}",
-            fix="leave out --nodes; salloc --nodes=N for another allocation; --local for this machine alone",
+            fix="leave out --nodes; or use salloc --nodes=N for another size, or --local for this machine only",
         )
 
 
 def argv(allocation: Allocation, *, run: str, site: str, recipe: Sequence[str], command: Sequence[str]) -> list[str]:
-    """What bash runs there: the batch script itself, which an salloc takes as a job does."""
+    """The bash command that starts the batch script inside the allocation."""
     script = checkout.root() / "slurm" / ("singlenode.sh" if allocation.nodes == "1" else "multinode.sh")
     options = [*([f"--run={run}"] if run else []), *([f"--site={site}"] if site else [])]
     return ["bash", str(script), *options, *recipe, *(["--", *command] if command else [])]
 
 
 def environment(env: Mapping[str, str], runs: Path) -> dict[str, str]:
-    """A command runs where we stand, which need not be where salloc was typed."""
+    """The environment for the batch script: the command runs in the current folder, not in salloc's."""
     here = {"DRAY_HOME": str(checkout.root()), "DRAY_RUNS": str(runs), "SLURM_SUBMIT_DIR": str(Path.cwd())}
     return {**env, **here}

@@ -1,4 +1,4 @@
-"""Runs of a study as jobs of Slurm's: those for which sbatch is called alike are the tasks of one array."""
+"""Runs of a study as Slurm jobs: runs with the same sbatch command become tasks of one job array."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from dray.runs.queued import Queued
 
 
 class Common(NamedTuple):
-    """What all runs of a study are asked for."""
+    """What all runs of a study have in common."""
 
     recipe: Path
     settings: Sequence[str]
     site: str = ""
     options: Sequence[str] = ()
-    """Of sbatch."""
+    """Options of sbatch."""
     known: login.Known | None = None
 
 
 class Size(NamedTuple):
-    """How large one of them is; what is 0, or None, the recipe decides, and the site."""
+    """The size of one run; for 0 or None the recipe or the site decides."""
 
     nodes: int | None = None
     ranks: int = 0
-    """Of a node."""
+    """Ranks per node."""
     gpus: int = 0
-    """Of a node."""
+    """GPUs per node."""
 
 
 class Job(NamedTuple):
     """A run that can be submitted."""
 
     number: int
-    """Among those of its study, from 1; of an array this is the task's."""
+    """The run's number in its study, from 1; in an array also the task's number."""
     run: Path
     plan: Plan
     argv: list[str]
-    """Of sbatch, for this run alone."""
+    """The sbatch command for this run alone."""
     own: list[str]
-    """The settings that it alone has: the last words of the command."""
+    """The settings of this run alone: the last words of the command."""
 
     def alike(self) -> list[str]:
-        """The command without what is this run's own."""
+        """The command without the parts that belong to this run alone."""
         own = (f"--output={_log(self.run, '%j')}", f"--run={self.run}")
         return [word for word in self.argv[: len(self.argv) - len(self.own)] if word not in own]
 
 
 def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Size) -> Job:
-    """Plan one of them. ConfigError: it is refused."""
+    """Plan one run. Raises ConfigError if the plan is refused."""
     own = [*own, *([f"ranks_per_node={size.ranks}"] if size.ranks else [])]
     recipe = write.read_recipe(common.recipe, [*common.settings, *own])
     asked = queue.Asked(
@@ -70,9 +70,9 @@ def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Si
 
 
 def groups(jobs: Sequence[Job], slurm: Mapping[str, str] = MappingProxyType({})) -> list[list[Job]]:
-    """Those that sbatch is called alike for, in the order of the first of each.
+    """The jobs grouped by their common sbatch command, in order.
 
-    Each alone where the cluster takes no arrays of so many: its MaxArraySize is above the largest number of a task.
+    Each job is alone if the cluster allows no array of this size: task numbers stay below MaxArraySize.
     """
     largest = slurm.get("MaxArraySize", "")
     apart = largest.isdecimal() and int(largest) <= len(jobs)
@@ -83,16 +83,16 @@ def groups(jobs: Sequence[Job], slurm: Mapping[str, str] = MappingProxyType({}))
 
 
 def tasks(jobs: Sequence[Job]) -> str:
-    """The study's file for lib::task in slurm/lib.sh: a line for each run, its name and its settings behind tabs.
+    """The task file for lib::task in slurm/lib.sh: one line per run, its name and settings separated by tabs.
 
-    sbatch's own check has refused all control characters, so nothing needs quoting.
+    Control characters were refused before, so nothing needs quoting.
     """
     assert [job.number for job in jobs] == list(range(1, len(jobs) + 1))
     return "".join("\t".join([job.run.name, *job.own]) + "\n" for job in jobs)
 
 
 def command(group: Sequence[Job], study: Path, at_most: int = 0) -> list[str]:
-    """Of sbatch: for one run its own, for several an array of at most so many tasks at once."""
+    """The sbatch command: of one run its own; of several, an array with at most `at_most` tasks at a time."""
     first, *others = group
     if not others:
         return first.argv
@@ -108,7 +108,7 @@ def command(group: Sequence[Job], study: Path, at_most: int = 0) -> list[str]:
 
 
 def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source, str] | None) -> list[Queued]:
-    """Make their folders, and queue them. What sbatch refuses leaves none. The capsules describe this `code`."""
+    """Make the run folders and submit the jobs; if sbatch refuses, remove the folders. Capsules record this `code`."""
     made: list[Path] = []
     try:
         for job in group:
@@ -129,7 +129,7 @@ def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source,
             job=int(number), task=job.number if several else None, cluster=cluster, time=now, argv=list(argv)
         )  # fmt: skip
         found.append(queued)
-        with suppress(OSError):  # the job is in the queue all the same
+        with suppress(OSError):  # the job is in the queue anyway
             files.write_atomic(job.run / run_folder.JOB, queued.model_dump_json(indent=1))
             if code:
                 source.keep(job.run, code)
@@ -137,7 +137,7 @@ def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source,
 
 
 def _log(run: Path, job: str, task: str = "") -> str:
-    """As submit.sbatch names it; runs are beside their study, and have its name and their number."""
+    """The job's log, named as in submit.sbatch."""
     return f"{run}".replace("%", "%%") + f"{task}/job-{job}.log"
 
 

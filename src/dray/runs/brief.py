@@ -1,4 +1,4 @@
-"""What a list of runs needs of a plan. The rest is parsed too, but made into no objects, which is half of the time."""
+"""The keys of a plan that a list of runs needs; making no objects of the others saves half of the time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dray.runs.reading import LIMIT, Table, table
 
 
 def plan(path: Path | str, warnings: list[str]) -> Table | None:
-    """As `table` reads it, but only these keys; what is of another kind than a plan's is None."""
+    """The plan as `table` reads it, with only these keys; a value of the wrong type is None."""
     try:
         found: Table = _PLAN.validate_json(files.read(path, limit=LIMIT))
     except (OSError, ValueError):
-        return table(path, warnings)  # which tells why
+        return table(path, warnings)  # which adds the warning
     return found
 
 

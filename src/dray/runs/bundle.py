@@ -1,4 +1,4 @@
-"""One archive for a bug report: what tells why a run failed, and nothing that is secret, large or the user's data."""
+"""One archive for a bug report: why a run failed, without secrets, large files and the user's data."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ _LOGS, _RECORDS, _EARLIER = 24, 64, 4  # at most so many logs, records and earli
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "triton", "numpy", "pydantic", "typer")
 _SHORTEST = 8  # letters of a secret, as in contract/secrets.py
 _ABOUT = """\
-What tells why the run {run} failed, for a bug report or the cluster's administrators. Made by dray {dray}.
+The files that show why the run {run} failed, for a bug report or the administrators. Made by dray {dray}.
 
-Replaced: values of pass_env and of variables whose names hold secrets, as they are in the environment of who made this,
-by [NAME]; what has the shape of a secret, and the attempt's own secret, by [secret]; home folders, by ~; the names of
-their users in paths, by [user].
-Not replaced: names of nodes and projects, other paths, the command, and what else programs printed. Read it before you
-send it.
-Not in it: checkpoints, models, datasets, compiled code, secrets. Of logs and metrics the last {tail} KiB.
+Replaced:
+  by [NAME]: values of pass_env and of secret variables such as HF_TOKEN, as they were set when the archive was made
+  by [secret]: the attempt's own secret, and text that looks like a secret
+  by ~: home folders
+  by [user]: user names in paths
+Not replaced: names of nodes and projects, other paths, the command, other output of programs.
+Left out: checkpoints, models, datasets, compiled code, secrets. Of logs and metrics only the last {tail} KiB are here.
+Read the files before you send them.
 
 {names}
 """
 
 
 class Bundle(BaseModel):
-    """What was made."""
+    """The archive that was written."""
 
     file: str
     size: int
@@ -55,14 +57,14 @@ class Bundle(BaseModel):
 
 
 def make(paths: RunPaths, report: why.Report, out: Path) -> Bundle:
-    """Write it, for this user alone; a file that is there already stays as it is."""
+    """Write the archive, readable by this user alone; an existing file is never overwritten."""
     left_out: list[str] = []
     clean = cleaner(paths)
     content = {"versions.json": clean(_versions())}
     if paths.run.stat().st_uid == os.geteuid():
         content["why.txt"] = clean(why.text(report))
-    else:  # reading for it followed links, which in another user's folder may lead to files of this one's
-        left_out.append("why.txt: the run is another user's")
+    else:  # the report follows links, which in another user's folder may lead to this user's files
+        left_out.append("why.txt: the run belongs to another user")
     for path in _chosen(paths):
         name = path.relative_to(paths.run).as_posix()
         if name in content:
@@ -83,14 +85,14 @@ def make(paths: RunPaths, report: why.Report, out: Path) -> Bundle:
 
 
 def text(made: Bundle) -> str:
-    """What is in it, and what to do before it is sent."""
+    """List the archive's files, and say what to do before sending it."""
     out = [f"{made.file}: {made.size:,} bytes, {len(made.names)} files:", *(f"  {name}" for name in made.names)]
     out += [f"left out: {line}" for line in made.left_out]
-    return "\n".join([*out, "Read it before you send it: its README says what was replaced, and what was not."])
+    return "\n".join([*out, "Read it before you send it: its README lists what was replaced and what was not."])
 
 
 def _chosen(paths: RunPaths) -> Iterator[Path]:
-    """Most telling first, of each kind at most so many."""
+    """The files, most useful first, with a limit for each kind."""
     yield from (paths.plan, paths.result, paths.facts, paths.node_script, paths.srun_options, paths.preflight_report)
     failures = _listed(paths.failures, "*.json", _RECORDS)
     yield from failures
@@ -120,9 +122,9 @@ def _listed(folder: Path, pattern: str, most: int) -> list[Path]:
 
 
 def text_of(path: Path, run: Path, *, most: int = _WHOLE, end: bool = True) -> str:
-    """A file of the run folder itself: no link of another user's may lead to a file of this one's.
+    """The text of a file of the run folder; OSError if a link leads outside, as in another user's folder.
 
-    Of logs and metrics only the `end`.
+    With `end`, only the end of a log or of metrics.
     """
     with files.open_regular(path, link=False) as file:
         opened = Path(f"/proc/self/fd/{file.fileno()}").readlink()
@@ -130,7 +132,7 @@ def text_of(path: Path, run: Path, *, most: int = _WHOLE, end: bool = True) -> s
             raise OSError(0, "a link in its path")
         found = os.fstat(file.fileno())
         if found.st_uid == os.geteuid() != run.stat().st_uid:
-            raise OSError(0, "a file of yours in a folder of another user")
+            raise OSError(0, "your file in another user's folder")
         if end and path.suffix in (".log", ".jsonl"):
             return _tail(file, found)
         content = file.read(most + 1)
@@ -140,18 +142,18 @@ def text_of(path: Path, run: Path, *, most: int = _WHOLE, end: bool = True) -> s
 
 
 def _tail(file: io.BufferedReader, found: os.stat_result) -> str:
-    """Whole lines: the half of one may be the half of a secret, which nothing would recognise."""
+    """The last whole lines: a cut line may hold half of a secret, which is not recognised."""
     begin = max(0, found.st_size - _TAIL)
     file.seek(max(0, begin - 1))
     content = file.read(_TAIL + (begin > 0))
     if begin:
         rest = content.partition(b"\n")[2]
-        content = f"({found.st_size - len(rest):,} bytes before this are left out)\n".encode() + rest
+        content = f"({found.st_size - len(rest):,} bytes before this line are left out)\n".encode() + rest
     return content.decode("utf-8", "replace")
 
 
 class Cleaner:
-    """Replaces what nobody else is to read."""
+    """Replaces secrets, home folders and user names in a text."""
 
     def __init__(self, values: dict[str, str], homes: dict[str, str]) -> None:
         self._values = dict(sorted(values.items(), key=lambda one: len(one[0]), reverse=True))
@@ -169,7 +171,7 @@ class Cleaner:
 
 
 def cleaner(paths: RunPaths, *, homes: bool = True) -> Cleaner:
-    """By this user's environment, and by whose run it is; homes stay where paths are still needed."""
+    """The cleaner for a run, by this user's environment and the run's owner; without `homes`, paths are kept."""
     names = {name for name, value in os.environ.items() if secrets.is_variable(name, value)}
     known_homes = {os.environ.get("HOME", "").rstrip("/"): ""}
     with suppress(DrayError, OSError):
@@ -186,7 +188,7 @@ def cleaner(paths: RunPaths, *, homes: bool = True) -> Cleaner:
     with suppress(OSError):
         own = files.read(paths.secret, limit=_TAIL).decode("utf-8", "replace").strip()
         values |= {own: "secret"} if len(own) >= _SHORTEST else {}
-    # In JSON a quote, a backslash or a letter beyond ASCII has another form.
+    # JSON escapes quotes, backslashes and letters beyond ASCII.
     forms = {form: name for value, name in values.items() for form in (value, json.dumps(value)[1:-1])}
     return Cleaner(forms, known_homes if homes else {})
 
@@ -200,12 +202,12 @@ def _versions() -> str:
 
 
 def plain(name: str) -> str:
-    """A name for any file system, whatever made the folder."""
+    """The name with only characters that every file system allows."""
     return re.sub(r"[^\w./-]|\.\.", "_", name, flags=re.ASCII)
 
 
 def packed(folder: str, content: dict[str, str]) -> bytes:
-    """The same bytes for the same content."""
+    """A tar.gz, with the same bytes for the same content."""
     raw = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as packed,
@@ -220,9 +222,9 @@ def packed(folder: str, content: dict[str, str]) -> bytes:
 
 
 def require_new(out: Path) -> None:
-    """Refuse the FILE of an archive that is there already."""
+    """Refuse an existing FILE."""
     if os.path.lexists(out):
-        raise ConfigError("the archive exists already", where=out, fix="name another FILE, or remove it")
+        raise ConfigError("the archive already exists", where=out, fix="name another FILE, or remove this one")
 
 
 def write_out(out: Path, data: bytes) -> None:
@@ -230,7 +232,7 @@ def write_out(out: Path, data: bytes) -> None:
     try:
         file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
     except OSError as error:
-        wanted = "a FILE in a folder that you may write"
+        wanted = "a FILE in a folder where you may write"
         raise ConfigError("the archive cannot be written", where=out, wanted=wanted, found=error.strerror) from error
     try:
         with open(file, "wb") as stream:  # noqa: PTH123  a number

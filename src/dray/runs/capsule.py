@@ -1,7 +1,7 @@
-"""capsule.json: what is needed to repeat an attempt at a run, and to see what cannot be the same.
+"""capsule.json: what is needed to repeat an attempt, and to see what would differ.
 
-What is known when it is planned is written then, and what the nodes alone know when it has ended. The plan has recipe,
-environment and reasons; the capsule has its digest.
+One part is written when the attempt is planned, and what only the nodes know when it has ended. The plan holds recipe,
+environment and reasons; the capsule holds the plan's digest.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from dray.runs.result import Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
 
-_LIMIT = 16 << 20  # bytes of a capsule, which has a part for each node
-_HASHED = 4 << 30  # bytes of a file that is hashed
+_LIMIT = 16 << 20  # bytes of a capsule, which grows with the nodes
+_HASHED = 4 << 30  # bytes of the largest file that is hashed
 _NODE = 1 << 20
 _MOST = 65_536  # nodes, and files
-# What is secret, what changes after the run has ended, and the capsule itself.
+# Secret files, files that change after the run has ended, and the capsule itself.
 _NOT = {run_folder.CAPSULE, run_folder.SECRET, run_folder.STOP, run_folder.NEXT, run_folder.RENDEZVOUS}
 _CHUNK = 1 << 20
-_NAME = 256  # letters of what a node tells
+_NAME = 256  # letters of a node's text
 
 
 def begun(paths: RunPaths, plan: Plan, beside: Path | None) -> None:
-    """Write what is known once all that a node needs is written. `beside` is where the recipe is."""
+    """Write the capsule of a planned attempt, after all files that a node needs. `beside` is the recipe's folder."""
     folder = Path(plan.recipe.command.folder) if plan.recipe.command else beside
     made = planned(paths, plan).model_copy(update={"source": _code(paths, sources.look(folder) if folder else None)})
     files.write_atomic(paths.capsule, _json(made.model_copy(update={"files": _files(paths)})))
 
 
 def _code(paths: RunPaths, found: tuple[Source, str] | None) -> Source | None:
-    """As git has it here, or as it was when the run was submitted."""
+    """The user's code as git sees it now, or as it was when the run was submitted."""
     found = found or sources.kept(paths.run)
     if found and found[1]:
         files.write_atomic(paths.source_diff, found[1], mode=0o600)
@@ -60,7 +60,7 @@ def _code(paths: RunPaths, found: tuple[Source, str] | None) -> Source | None:
 
 
 def planned(paths: RunPaths, plan: Plan) -> Capsule:
-    """What the plan tells, also of a run without a capsule."""
+    """The capsule that can be made from the plan alone."""
     inputs = ""
     with suppress(DrayError, OSError):
         known = record.read(Path(plan.image)) if plan.image_sha256 else None
@@ -77,7 +77,7 @@ def planned(paths: RunPaths, plan: Plan) -> Capsule:
 
 
 def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
-    """Add what nodes, trainer and result tell. Why that failed, in a line; empty where it did not."""
+    """Add what nodes, trainer and result tell; the error in one line, empty if there was none."""
     try:
         made = read(paths) if paths.capsule.exists() else planned(paths, plan) if plan else None
         if made is None:
@@ -88,13 +88,13 @@ def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
         told = {"finished": result.finished, "status": result.status, "preflight": result.preflight}
         made = seen(paths, made).model_copy(update={**told, "attempts": attempts, "files": _files(paths)})
         files.write_atomic(paths.capsule, _json(made))
-    except Exception as error:  # the last words of a run are said whatever is in its folder
+    except Exception as error:  # the result is printed whatever is in the run folder
         return f"{paths.capsule} cannot be written: {reason(error)}"
     return ""
 
 
 def seen(paths: RunPaths, made: Capsule) -> Capsule:
-    """With what nodes and trainer have left so far."""
+    """The capsule with what nodes and trainer have written so far."""
     nodes, packages = _nodes(paths)
     lines = "".join(f"{name}=={version}\n" for name, version in sorted(packages.items()))
     digest = hashlib.sha256(lines.encode()).hexdigest() if packages else ""
@@ -113,9 +113,9 @@ def seen(paths: RunPaths, made: Capsule) -> Capsule:
 
 
 def read(paths: RunPaths) -> Capsule:
-    """The capsule of an attempt, where this version of dray reads it."""
+    """The capsule of an attempt; ConfigError if it is missing, damaged or of another version."""
     what = "the run's capsule"
-    fix = "a run that an older dray has planned has none; dray diff and dray replay do without"
+    fix = "use dray diff or dray replay, which work without a capsule; runs of an older dray have none"
     if not os.path.lexists(paths.capsule):
         raise ConfigError("the attempt has no capsule", where=paths.folder, wanted=run_folder.CAPSULE, fix=fix)
     content = files.parse_json(files.text(paths.capsule, what, limit=_LIMIT), what, paths.capsule)
@@ -133,13 +133,13 @@ def read(paths: RunPaths) -> Capsule:
 
 
 def of(paths: RunPaths, plan: Plan) -> Capsule:
-    """As it stands: of a run that has not ended, or has no capsule, what is known."""
+    """The capsule, or what is known so far of an active run or of a run without a capsule."""
     made = read(paths) if os.path.lexists(paths.capsule) else planned(paths, plan)
     return made if made.finished else seen(paths, made)
 
 
 def digest(path: Path) -> tuple[str, int]:
-    """SHA-256 and size; OSError where it is no file that can be read, or too large."""
+    """SHA-256 and size; OSError if the file cannot be read or is too large."""
     total, sums = 0, hashlib.sha256()
     with files.open_regular(path, link=False) as file:
         if os.fstat(file.fileno()).st_size > _HASHED:
@@ -164,7 +164,7 @@ def _files(paths: RunPaths) -> tuple[File, ...]:
 
 
 def _belonging(paths: RunPaths) -> Iterator[Path]:
-    """The plan first. Logs are no part of it: the batch script writes to them last of all."""
+    """The plan, then the other files; no logs, because the batch script still writes to them."""
     yield paths.plan
     for path in sorted(paths.folder.iterdir())[:_MOST]:
         with suppress(OSError):
@@ -176,7 +176,7 @@ def _belonging(paths: RunPaths) -> Iterator[Path]:
 
 
 def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
-    """As each runner has written it, in their order; a damaged one is left out."""
+    """The nodes as their runners recorded them, in order, without damaged records; and the packages."""
     nodes, packages = [], dict[str, str]()
     for text in _told(paths):
         with suppress(ValueError, RecursionError):  # ValidationError is a ValueError
@@ -188,7 +188,7 @@ def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
 
 
 def _told(paths: RunPaths) -> Iterator[bytes]:
-    """What each node has told: a file, or a line of the one that the first node writes in a run of many ranks."""
+    """What each node recorded: one file per node, or, in a run of many ranks, one line in the first node's file."""
     for path in sorted(paths.nodes.glob("node-*.json"))[:_MOST]:
         with suppress(OSError):
             yield files.read(path, limit=_NODE)

@@ -16,7 +16,7 @@ class _Model(BaseModel):
 
 
 class File(_Model):
-    """A file of the attempt's folder, as it was recorded."""
+    """A recorded file of the attempt's folder."""
 
     path: str
     """The file's path in the attempt's folder."""
@@ -34,36 +34,36 @@ class Image(_Model):
     variant: str
     """The variant of the image: cpu, cuda, cuda12, rocm or rocm6."""
     file: str
-    """Its file or reference; for bare, the Python that has the training stack."""
+    """Its file or reference; for bare, the Python with the training packages."""
     sha256: str
-    """Of the file, as its record has it; empty where nobody knows it."""
+    """SHA-256 of the file, from its record; empty if unknown."""
     inputs: str = ""
-    """Digest of all that the image was built from, its lock with it."""
+    """Digest of everything that the image was built from, including its lock."""
     layer: str = ""
-    """Digest of the layer's file; empty where there is none."""
+    """Digest of the layer's file; empty without a layer."""
     packages: dict[str, str] = {}
-    """Versions of what Python had on the first node: the lock, as it came to be."""
+    """Versions of the Python packages that the first node had."""
     packages_sha256: str = ""
-    """Of these packages, `name==version` a line."""
+    """SHA-256 of these packages, as lines of `name==version`."""
 
 
 class Node(_Model):
-    """A node, as its runner saw it."""
+    """A node, as its runner recorded it."""
 
     node: Annotated[int, Field(ge=0)]
     """The node's number in the run, from 0."""
     name: str
     """Its name in Slurm or in the hostfile."""
     host: str = ""
-    """Its own host name."""
+    """The host name that the node itself has."""
     cpu: str = ""
     """The processor's model."""
     cpus: int = 0
     """Logical processors of the machine."""
     usable_cpus: str = ""
-    """Those of them that the run might use."""
+    """The processors that the run was allowed to use."""
     cores_of_ranks: str = ""
-    """To which each rank was bound; empty where none was."""
+    """The processors that each rank was bound to; empty without binding."""
     threads: int | None = None
     """OMP_NUM_THREADS of each rank."""
     numa: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Node(_Model):
     python: str = ""
     """Version of the runner's Python."""
     gpus: tuple[str, ...] = ()
-    """Of the machine, by their makers' names."""
+    """Models of the machine's GPUs."""
     driver: str = ""
     """Version of the GPUs' kernel module."""
 
@@ -86,7 +86,7 @@ class Capsule(_Model):
     """One attempt at a run."""
 
     version: Literal[1] = 1
-    """Of the capsule's form; `dray` reads only this one."""
+    """Version of the capsule's format; dray reads only this one."""
     dray: str
     """The version of dray that planned the attempt."""
     run: str
@@ -94,32 +94,32 @@ class Capsule(_Model):
     attempt: Annotated[int, Field(ge=1)]
     """The number of the attempt; the first is 1."""
     job: int = 0
-    """Slurm's number; 0 without Slurm."""
+    """Slurm's job number; 0 without Slurm."""
     planned: str
-    """When it was planned."""
+    """When the attempt was planned."""
     finished: str | None = None
     """When its result was written; null until then."""
     status: str | None = None
-    """As in result.json."""
+    """The attempt's status, as in result.json."""
     site: Annotated[str, Field(pattern=NAME)]
-    """The name of the site, and never its file."""
+    """The name of the site, never the path of its file."""
     world_size: int
-    """How many ranks all nodes start together."""
+    """The number of ranks on all nodes."""
     image: Image
     source: Source | None = None
-    """The user's own code; null where git does not know the folder of the command or the recipe."""
+    """The user's own code; null if the folder of the command or the recipe is not in a git repository."""
     torch: str = ""
     """Version of torch, as the trainer saw it."""
     nodes: tuple[Node, ...] = ()
     """The nodes that took part, by number."""
     data: dict[str, str] = {}
-    """Of each dataset the SHA-256 of its tokens; of a stream, what tells it from another."""
+    """SHA-256 of each dataset's tokens; for a stream, a text that identifies it."""
     preflight: str | None = None
     """What the nodes proved before the launch, in a line."""
     attempts: tuple[Attempt, ...] = ()
     """All attempts up to this one."""
     files: tuple[File, ...]
-    """What belongs to it, the plan first."""
+    """The files of the attempt, the plan first."""
 
     @property
     def plan(self) -> File:

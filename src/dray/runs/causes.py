@@ -1,4 +1,4 @@
-"""The name of a failure and its fix, by the signs in causes.toml. What no sign tells stays unknown."""
+"""The name of a failure's cause and its fix, by the signs in causes.toml; unknown if no sign fits."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from dray.runs.result import UNKNOWN, Cause
 
 FOLLOWS = "another rank ended first"
 _FILE = Path(__file__).with_name("causes.toml")
-_LONGEST = 4000  # of a line that is looked at, at its beginning
-_MOST = 200  # lines
-_BY_RANK = r"(?:\[rank\d{1,9}\]: ?)?"  # which torch puts before each line of an exception, and of its log
+_LONGEST = 4000  # characters of a line that are searched
+_MOST = 200  # lines that are searched
+_BY_RANK = r"(?:\[rank\d{1,9}\]: ?)?"  # torch's prefix for each line of an exception and of its log
 _TRACEBACK = re.compile(_BY_RANK + r'(?:Traceback \(most recent call last\):|  File ".{1,300}", line \d{1,9}, in )')
 _DETAIL = re.compile(r"  (?:where|wanted|found|fix): ")
 _LOGGED = re.compile(
     _BY_RANK + r"\[?[IW]\d{4} \d\d:\d\d:\d\d|.{1,300}\.py:\d{1,9}: \w{1,60}Warning: |  warnings\.warn\("
 )
-"""What torch and Python only tell or warn of."""
+"""Lines that torch and Python only log or warn with."""
 
 
 class Sign(BaseModel):
-    """What tells of a cause: all that is given must be so."""
+    """A sign of a cause: every given field must match."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     why: Pattern[str] | None = None
-    """Of what the record gives as the reason, which is dray's own text."""
+    """Matches the reason in the failure's record, which is dray's own text."""
     lines: Pattern[str] | None = None
-    """In one of the last lines, or in that reason."""
+    """Matches one of the last lines, or the reason."""
     evidence: Pattern[str] | None = None
     codes: tuple[int, ...] = ()
     reason: tuple[str, ...] = ()
     """What stopped the run."""
     source: str
-    """Where this text comes from."""
+    """The program or document that the text comes from."""
 
 
 class Known(BaseModel):
-    """One cause."""
+    """A cause that causes.toml names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     fix: str
     again: bool = False
-    """Whether the same again may succeed (75), whatever the rank ended with."""
+    """Whether another attempt may succeed (exit code 75), whatever code the rank ended with."""
     sign: Annotated[tuple[Sign, ...], Field(min_length=1)]
 
 
 @cache
 def known() -> tuple[Known, ...]:
-    """In the order in which they are tried."""
+    """All causes, in the order in which they are tried."""
     found = tomllib.loads(_FILE.read_text(encoding="utf-8"))["cause"]
     return tuple(Known.model_validate(one) for one in found)
 
 
 def explained(cause: Cause) -> Cause:
-    """The same with its name, its fix, and where these come from; its lines begin with what tells of it."""
+    """The cause with its name, fix and source; its last lines begin where the failure shows."""
     lines = [line for text in (cause.why, *cause.last_lines) for line in text.splitlines()][-_MOST:]
     for one in known():
         for sign in one.sign:
@@ -78,12 +78,12 @@ def explained(cause: Cause) -> Cause:
 
 
 def of_reason(reason: str) -> tuple[Known, Sign] | None:
-    """What stopped a run, and what follows from it."""
+    """The cause that this reason of a stopped run stands for, and its sign."""
     return next(((one, sign) for one in known() for sign in one.sign if reason in sign.reason), None)
 
 
 def _from_cause(lines: list[str], sign: Pattern[str] | None) -> list[str]:
-    """From the first traceback or finding on, or a `sign` before it; where there is neither, without torch's log."""
+    """The lines from the first traceback or finding, or from a `sign` before it; else without torch's log lines."""
     for number, (line, below) in enumerate(pairwise([*lines, ""])):
         if _TRACEBACK.match(line) or (line[:1].strip() and _DETAIL.match(below)):
             before = (index for index, earlier in enumerate(lines[:number]) if sign and _any(sign, [earlier]))

@@ -1,6 +1,6 @@
-"""What dray keeps on this machine's disks: which of it may go, and why the rest stays.
+"""What dray keeps on this machine's disks: what may be removed, and why the rest stays.
 
-Nothing goes that a live run needs, nothing of another user's, and no link is followed.
+Files that an active run needs and other users' files are never removed, and no link is followed.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from dray.runs.write import read
 
 KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "layers")
 DEFAULT = KINDS[:-1]
-"""Layers only if they are named: recipes name them, and to make them again takes a network."""
-_QUIET_DAYS = 1.0  # without a result a run may go on where nobody here sees it, as on a cluster that shares this disk
+"""All but layers: recipes name layers, and building one again needs a network."""
+_QUIET_DAYS = 1.0  # a run without a result may be active on another cluster that shares this disk
 _STAGE = re.compile(rb'"stage": ?"(/[^"\\]{0,4000})"')
 _MOST = 16 << 20  # bytes of a plan
 
 
 class Options(NamedTuple):
-    """What the user wants."""
+    """What the user asked for."""
 
     kinds: tuple[str, ...]
     days: float
     checkpoints: bool
     runs: Path
     build: Path | None
-    """The checkout's folder for images, where there is one."""
+    """The checkout's folder for images; None without a checkout."""
 
 
 def look(options: Options) -> list[Item]:
-    """All there is of these kinds, the largest first."""
+    """All items of these kinds, the largest first."""
     queue = squeue.Queue()
     states = _states(options.runs, queue)
     tried = {folder: _states(folder, queue) for folder in leftovers.tables(options.runs)}
@@ -69,10 +69,10 @@ def look(options: Options) -> list[Item]:
 
 
 def remove(item: Item) -> str:
-    """What went wrong, if anything. What has changed since it was listed stays."""
+    """Remove an item unless it changed since it was listed; what went wrong, or an empty text."""
     size, changed = measured(item.path)
     if (size, changed) != (item.whole, item.changed):
-        return "it has changed since it was listed"
+        return "it changed since it was listed"
     try:
         with leftovers.taken(item.lock) as free:
             if not free:
@@ -109,9 +109,9 @@ def _run(state: State, options: Options) -> Item:
     item = Item("runs", run, size, age, _holds(state), (run,), whole=size, changed=changed)
     if _goes_on(state):
         known = f": {state.where}" if state.where else ""
-        return item.stays("goes on, or nobody here knows" if state.kind == "unknown" else f"goes on{known}")
+        return item.stays("active, or this machine cannot tell" if state.kind == "unknown" else f"active{known}")
     if state.paths and not state.paths.result.exists() and age < _QUIET_DAYS:
-        return item.stays("has no result, and changed today")
+        return item.stays("has no result and changed today")
     if _models(run) and not options.checkpoints:
         compiled = run / run_folder.COMPILED
         if not _own(compiled):
@@ -122,35 +122,35 @@ def _run(state: State, options: Options) -> Item:
 
 
 def _table(folder: Path, runs: list[State], options: Options) -> Item:
-    """Of `dray tune`: whole, for without its runs it tells of what nobody can look at."""
+    """A table of `dray tune` with all its runs: without them its rows cannot be checked."""
     item = leftovers.item("tune", folder, f"a table of dray tune, {counted(len(runs), 'run')}")
     if any(map(_goes_on, runs)):
-        return item.stays("a run of it goes on, or nobody here knows")
+        return item.stays("one of its runs is active, or this machine cannot tell")
     complete = (table(folder / run_folder.TUNE, []) or {}).get("complete") is True
     if not complete and item.age < _QUIET_DAYS:
-        return item.stays("is not complete, and changed today")
+        return item.stays("is not complete and changed today")
     if not options.checkpoints and any(_models(state.run) for state in runs):
         return item.stays("has checkpoints or a model (--checkpoints)")
     return item
 
 
 def _study(folder: Path, queue: squeue.Queue) -> Item:
-    """Of `dray scale` and `dray sweep`: it goes after its runs, whose figures its table shows."""
+    """A study of `dray scale` or `dray sweep`, removed after its runs: the table shows their figures."""
     item = leftovers.item("studies", folder, "the table of a study")
     try:
         members = study.load(folder).members
         if any(os.path.lexists(folder.parent / member.run) for member in members):
-            return item.stays("its runs are here")
+            return item.stays("its runs still exist")
         jobs = {str(member.job) for member in members if member.job}
         if jobs and not jobs.isdisjoint(job.id.partition("_")[0] for job in queue.jobs()):
-            return item.stays("a job of it is in the queue")
+            return item.stays("one of its jobs is in the queue")
     except DrayError as failed:
         return item.stays(failed.problem)
     return item
 
 
 def _models(run: Path) -> bool:
-    """Whether there are checkpoints, a final model, an adapter or exports; also where nobody may look."""
+    """Whether there are checkpoints, a final model, an adapter or exports; True if the folder cannot be read."""
     folders = [run / name for name in (run_folder.CHECKPOINTS, "exports")]
     try:
         return any(any(folder.iterdir()) for folder in folders if folder.is_dir())
@@ -167,7 +167,7 @@ def _holds(state: State) -> str:
 
 
 def _needs(state: State) -> Iterator[str]:
-    """What a run that goes on has bound, starts and saves to. Its own folder is kept anyway."""
+    """The paths that an active run binds, starts and saves to, besides its own folder."""
     if state.paths is None:
         return
     with suppress(DrayError, OSError):
@@ -184,7 +184,7 @@ def _checked(item: Item, needed: list[Path], options: Options) -> Item:
         age = counted(options.days, "day") if options.days >= 1 else counted(round(options.days * 24), "hour")
         return item.stays(f"younger than {age}")
     if any(part == one or part in one.parents for part in item.parts for one in needed):
-        return item.stays("a run that goes on needs it")
+        return item.stays("an active run needs it")
     return item
 
 
@@ -197,7 +197,7 @@ def _tokens() -> Iterator[Item]:
         item = Item(
             "tokens", entry.folder, size, entry.unused, entry.dataset, (entry.folder,), whole=size, changed=changed
         )
-        yield item.stays("is being made") if entry.made_now else item
+        yield item.stays("is being written") if entry.made_now else item
 
 
 def _scratch() -> Iterator[Item]:
@@ -208,7 +208,7 @@ def _scratch() -> Iterator[Item]:
 
 
 def _stages(runs: list[Path]) -> list[Path]:
-    """Where the plans of these runs copy images to, on each node's own disk."""
+    """The folders on this node's disk to which the plans of these runs copy images."""
     found: set[str] = set()
     for run in runs:
         with suppress(OSError, DrayError):

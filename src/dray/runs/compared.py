@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs, and what that came to."""
+"""Compare two runs: their differences, and the effect on losses and speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 40
 
 
 class Compared(BaseModel):
-    """Two runs."""
+    """The comparison of two runs."""
 
     a: str
     b: str
@@ -31,7 +31,7 @@ class Compared(BaseModel):
 
 
 def compare(a: Path, b: Path) -> Compared:
-    """A run's folder, or an attempt's, which is then looked at alone."""
+    """Compare two runs, or single attempts if their folders are given."""
     sides = [newest_attempt(folder) for folder in (a, b)]
     read_ = [(plan := read(paths), capsule.of(paths, plan)) for paths in sides]
     every = [of_run(folder, paths) for folder, paths in zip((a, b), sides, strict=True)]
@@ -45,24 +45,24 @@ def compare(a: Path, b: Path) -> Compared:
 
 
 def of_run(folder: Path, newest: RunPaths) -> list[RunPaths]:
-    """All attempts of a run up to its newest plan, or the one that was named."""
+    """All attempts of a run, or the one attempt that was named."""
     if folder.absolute() == newest.folder:
         return [newest]
     return [RunPaths(newest.run, number) for number in attempts(newest.run)]
 
 
 def text(found: Compared) -> Iterator[str]:
-    """What differs, the likeliest to matter first; then losses, times and speed."""
+    """The differences, most important first; then losses, times and speed."""
     yield f"A: {found.a}"
     yield f"B: {found.b}"
     shown = found.differences[:_SHOWN]
-    yield "nothing differs that dray knows of" if not shown else "what differs, the likeliest to matter first:"
+    yield "dray found no differences" if not shown else "differences, most important first:"
     kinds = max((len(one.kind) for one in shown), default=0)
     names = max((len(one.name) for one in shown), default=0)
     for one in shown:
         yield f"  {one.kind:<{kinds}}  {one.name:<{names}}  {_short(one.a)} -> {_short(one.b)}"
     if more := len(found.differences) - len(shown):
-        yield f"  and {more} more: --json has all"
+        yield f"  and {more} more (--json lists all)"
     yield from (f"note: {note}" for note in found.notes)
     yield from losses_text(found.effect.parting)
     yield from _times(found.effect.a, found.effect.b)

@@ -1,6 +1,6 @@
-"""What attempts cost: nodes and GPUs for so long, and the energy that Slurm has counted. Nothing of it is estimated.
+"""The cost of attempts: time on nodes and GPUs, and the energy that Slurm counted. Nothing is estimated.
 
-runs/accounting.py finds it out.
+runs/accounting.py collects it.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ MOST_J = 1e13  # the energy of ten thousand nodes of 3 kW for four days
 
 
 class Cost(BaseModel):
-    """Of one attempt."""
+    """The cost of one attempt."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     seconds: Annotated[float, Field(ge=0, le=MOST)]
-    """From its planning to its end, by one clock."""
+    """Seconds from planning to end, by one clock."""
     nodes: Annotated[int, Field(ge=1, le=1 << 20)]
-    """All that the job had, spare nodes too."""
+    """All nodes of the job, spare nodes too."""
     gpus: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """On all of them together."""
+    """GPUs on all nodes."""
     joules: Annotated[float, Field(gt=0, le=MOST_J)] | None = None
-    """Of these nodes, by Slurm's accounting; None where that counts none."""
+    """Energy of these nodes in joules, by Slurm's accounting; None if Slurm does not count it."""
 
 
 class Spent(BaseModel):
-    """By all attempts together."""
+    """The cost of all attempts."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     node_hours: float
-    """Hours of a node."""
+    """Nodes times hours."""
     gpu_hours: float | None = None
-    """Hours of a GPU; None where the job had no GPUs."""
+    """GPUs times hours; None if the job had no GPUs."""
     kwh: float | None = None
-    """Energy of the nodes; None where Slurm's accounting has counted no energy, or not that of each attempt."""
+    """Energy of the nodes in kWh; None unless Slurm's accounting has it for every attempt."""
     unknown: list[int] = []
-    """Attempts whose cost nobody has written down: the figures are without them."""
+    """Attempts whose cost was not recorded; the figures do not include them."""
 
 
 def of(told: object) -> Cost | None:
-    """What a result has; None for a damaged one."""
+    """The cost in a result; None if it is damaged."""
     with suppress(ValidationError):
         return told if isinstance(told, Cost) else Cost.model_validate(told)
     return None
 
 
 def spent_of(told: object) -> Spent | None:
-    """Likewise, for all attempts."""
+    """The cost of all attempts in a result; None if it is damaged."""
     with suppress(ValidationError):
         return told if isinstance(told, Spent) else Spent.model_validate(told)
     return None
 
 
 def spent(attempts: Sequence[tuple[int, Cost | None]]) -> Spent | None:
-    """Of the attempts with these numbers; None where nothing is known of any."""
+    """The sum over attempts, each with its number; None if no cost is known."""
     known = [cost for _, cost in attempts if cost]
     if not known:
         return None
@@ -76,7 +76,7 @@ def spent(attempts: Sequence[tuple[int, Cost | None]]) -> Spent | None:
 
 
 def text(found: Spent | None) -> str:
-    """As `12.3 GPU-hours, 4.1 kWh`; empty where nothing is known."""
+    """`12.3 GPU-hours, 4.1 kWh`; empty if no cost is known."""
     if found is None:
         return ""
     hours = f"{_figure(found.node_hours)} node-hours" if found.gpu_hours is None else ""
@@ -87,7 +87,7 @@ def text(found: Spent | None) -> str:
 
 
 def short(found: Spent | None) -> str:
-    """As `12.3 GPU-h`; `>` where an attempt is not in it."""
+    """`12.3 GPU-h`, after a `>` if an attempt's cost is unknown."""
     if found is None:
         return ""
     value, unit = (found.node_hours, "node-h") if found.gpu_hours is None else (found.gpu_hours, "GPU-h")
@@ -95,6 +95,6 @@ def short(found: Spent | None) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three digits at least, and never more than are known."""
+    """The value with about three digits."""
     digits = 0 if value >= 100 or not math.isfinite(value) else 1 if value >= 10 else 2 if value >= 0.1 else 4
     return f"{value:,.{digits}f}"

@@ -1,4 +1,4 @@
-"""One job in the image, on this machine, for a recipe: before its run or after it."""
+"""Run one job of a recipe in the image on this machine, before its run or after it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from dray.runs.trust import foreign
 def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
     """The plan of a run of dray's trainer, and its newest attempt.
 
-    Of another user's run the plan has nothing that decides which code runs here, unless you trust it.
+    For another user's run, settings that decide which code runs here are removed, unless you trust the run.
     """
     paths = newest_attempt(run)
     plan = write.read(paths)
     if plan.recipe.command:
         raise ConfigError(
-            "this run is of a command, and dray knows the models of its own trainer alone",
+            "this run started a command, and dray knows only the models of its own trainer",
             where=paths.run,
             wanted="a run of a recipe with [train]",
             found=f"the command {plan.recipe.command.argv[0]}",
-            fix="load what your program saved with your program; dray recipe new mine.toml writes a recipe for the "
+            fix="load the model with your own program; or dray recipe new mine.toml, which writes a recipe for dray's "
             "trainer",
         )
     return plan if trust or not (found := foreign(paths)) else _harmless(plan, found), paths
@@ -46,9 +46,9 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
 def _harmless(plan: Plan, found: str) -> Plan:
     recipe = plan.recipe
     about = Finding(
-        "the run is another user's: its env, pass_env and model.trust_remote_code are not taken",
+        "the run is another user's, so its env, pass_env and model.trust_remote_code are ignored",
         found=found,
-        fix="--trust-run takes them: code of that user then runs as you",
+        fix="--trust-run uses them: code of that user then runs as you",
     )
     print(f"dray: {about.level}: {about}", file=sys.stderr)
     model = recipe.model.model_copy(update={"trust_remote_code": False})
@@ -56,22 +56,22 @@ def _harmless(plan: Plan, found: str) -> Plan:
 
 
 def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
-    """The plan of a run that has ended, and its model's folder."""
+    """The plan of an ended run, and the folder of its final model."""
     plan, paths = trained(run, trust=trust)
     if not paths.final_model.is_dir():
         raise ConfigError(
             "the run has no final model",
             where=paths.final_model,
             found="a run that has not ended",
-            fix="let it end: the same command again resumes from its checkpoints, where checkpoint.folder is set",
+            fix="let it end: with checkpoint.folder set, the same command resumes from its checkpoints",
         )
     links = [path for path in paths.final_model.rglob("*") if path.is_symlink()]
     if links and not trust and foreign(paths):
         raise ConfigError(
-            "links in another user's model may lead to files of yours",
+            "links in another user's model may lead to your own files",
             where=links[0],
             found=f"a link to {links[0].readlink()}",
-            fix="copy the run with its files: cp -rL; or --trust-run",
+            fix="copy the run with cp -rL, or use --trust-run",
         )
     return plan, paths.final_model
 
@@ -86,18 +86,18 @@ def once(
     sections: Sequence[str] = (),
     by_gpu: bool = False,
 ) -> int:
-    """Run one job of contract/jobs.py and show what it prints as it comes; its exit code.
+    """Run one job of contract/jobs.py and show its output as it comes; its exit code.
 
-    It is a run of one rank in `folder`, which leaves no run folder. Python takes no module from there: the folder may
-    be another user's model. A container sees that folder, and the files that the recipe's `sections` name. With
-    `by_gpu` it also sees the GPU that the recipe's image is for, where this machine has one.
+    The job is a run of one rank in `folder` that leaves no run folder. Python imports nothing from `folder`, which may
+    be another user's model. The container sees `folder` and the files that the recipe's `sections` name. With `by_gpu`
+    it also sees a GPU, if this machine has the kind that the recipe's image is for.
     """
     run = new_id(recipe.name)
     environment = {**recipe.env, **(env or {}), "PYTHONSAFEPATH": "1"}
     image = local.image_of(engine, recipe)
     visible = {name: getattr(recipe, name) for name in sections}
     if "data" in visible:
-        visible["data"] = recipe.data.model_copy(update={"streaming": False})  # which is how it was trained
+        visible["data"] = recipe.data.model_copy(update={"streaming": False})  # as in training
     gpus = int(by_gpu and node.has_gpu(ACCELERATORS[recipe.image]))
     facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=gpus, site="")
     with TemporaryDirectory(prefix="dray-") as runs:
@@ -119,6 +119,6 @@ def once(
         code = local.run(plan, paths, watch=output.look)
         output.look()
         result = finish(paths, code=code)
-        if result.cause and output.empty:  # it never began
+        if result.cause and output.empty:  # the job never started
             print("\n".join(result.cause.last_lines), file=sys.stderr)
         return result.exit_code

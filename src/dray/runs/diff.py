@@ -1,4 +1,4 @@
-"""What differs between two runs that could matter, the likeliest first."""
+"""The differences between two runs, most important first."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs.capsule_schema import Capsule
 
-# In the order of their likely effect. What one changes, those after it often follow: another number of nodes has
-# another gradient accumulation, another image other versions.
+# In the order of their likely effect. A difference often causes those after it: another image has other versions,
+# another number of nodes another gradient accumulation.
 KINDS = (
     "image", "versions", "code", "model", "training", "environment", "nodes", "transport", "batch", "data", "seed",
     "launch", "keeping",
@@ -24,8 +24,8 @@ _OF_NODES = (
     "cpu", "gpus", "driver", "threads", "cpus", "cores_of_ranks", "memory_gb", "numa", "kernel", "libc", "python",
 )  # fmt: skip
 _LONGEST = 200
-# Parts of a plan by the beginnings of their keys; the first that fits decides. None: what differs in every run, or what
-# another key says already.
+# The kind of each plan key, by its beginning; the first match decides. None: it differs in every run, or another key
+# shows it.
 _PLAN: tuple[tuple[str, str | None], ...] = (
     *((key, None) for key in (
         "run", "run_folder", "folder", "scratch", "attempt", "job", "user", "left_outside", "where", "sbatch", "site",
@@ -56,7 +56,7 @@ _PLAN: tuple[tuple[str, str | None], ...] = (
 
 
 class Difference(BaseModel):
-    """One thing that is not the same."""
+    """One difference between two runs."""
 
     kind: str
     name: str
@@ -65,7 +65,7 @@ class Difference(BaseModel):
 
 
 def differences(a: tuple[Plan, Capsule], b: tuple[Plan, Capsule]) -> list[Difference]:
-    """All of them, the likeliest to matter first."""
+    """All differences, most important first."""
     found = [
         *_of_capsules(a[1], b[1]),
         *_environment(a[0], b[0]),
@@ -99,7 +99,7 @@ def _of_plans(a: Plan, b: Plan) -> Iterator[Difference]:
 
 
 def _of_capsules(a: Capsule, b: Capsule) -> Iterator[Difference]:
-    """Only what both have told."""
+    """Differences in what both capsules have."""
     yield from _told("image", "inputs", a.image.inputs, b.image.inputs)
     yield from _told("versions", "torch", a.torch, b.torch)
     packages = (a.image.packages, b.image.packages)
@@ -151,7 +151,7 @@ def _one(kind: str, name: str, *values: Any) -> Iterator[Difference]:  # noqa: A
 
 
 def _transport(line: str | None) -> str:
-    """Of the preflight's line what is no measurement."""
+    """The preflight's line without its measurements."""
     return re.sub(r", [\d.]+ GB/s of bus bandwidth.*", "", line or "", flags=re.DOTALL)
 
 
@@ -163,7 +163,7 @@ def _text(value: Any) -> str:  # noqa: ANN401  any JSON value
 
 
 def _tables(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Those that only the other one has."""
+    """The tables that only the other plan has."""
     missing = (key for key, value in one.items() if value is None)
     yield from (key for key in missing if any(name.startswith(f"{key}.") for name in other))
 
@@ -185,7 +185,7 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _own(plan: Plan, text: str | None) -> str | None:
-    """Without what is each run's own."""
+    """The text without paths that differ in every run."""
     caches = f"{plan.run_folder.rpartition('/')[0]}/.cache-{plan.user.partition(':')[0]}"
     for own, name in ((plan.run_folder, "RUN"), (plan.scratch, "SCRATCH"), (caches, "CACHES")):
         text = text and text.replace(own, name)

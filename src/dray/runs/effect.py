@@ -1,4 +1,4 @@
-"""What two runs came to: where their losses part, and how fast they were."""
+"""The effect of two runs' differences: where their losses diverge, and how fast they were."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Curve(BaseModel):
     """One run's losses and times, by its metrics."""
 
     losses: dict[int, float | None] = {}
-    """By step; of a step that a later attempt took again, the later one. None was not finite."""
+    """Loss by step; if a later attempt repeated a step, the later loss. None: it was not finite."""
     median_s: float | None = None
-    """Of a step."""
+    """Median seconds of a step."""
     p95_s: float | None = None
     tokens_per_s: float | None = None
-    """The median of the lines."""
+    """The median over the logged steps."""
     start_s: float | None = None
-    """From the plan to the first logged step of the first attempt; None of a copy, whose files are younger."""
+    """Seconds from the plan to the first logged step of the first attempt; None for a copied run."""
     warnings: list[str] = []
 
 
 class Parting(BaseModel):
-    """How two runs' losses compare, of the steps that both have logged."""
+    """How two runs' losses compare, at the steps that both logged."""
 
     steps: int
     first: int | None = None
@@ -45,7 +45,7 @@ class Parting(BaseModel):
     last_a: float | None = None
     last_b: float | None = None
     only_a: int = 0
-    """Logged steps that the other one has not."""
+    """Steps that only A logged."""
     only_b: int = 0
 
     @property
@@ -55,7 +55,7 @@ class Parting(BaseModel):
 
 
 class Effect(BaseModel):
-    """Both, and how they part."""
+    """Both runs, and how their losses diverge."""
 
     a: Curve
     b: Curve
@@ -63,13 +63,13 @@ class Effect(BaseModel):
 
 
 def effect(a: Sequence[RunPaths], b: Sequence[RunPaths]) -> Effect:
-    """Of attempts of two runs, in their order."""
+    """Compare the attempts of two runs, each in order."""
     ours, theirs = curve(a), curve(b)
     return Effect(a=ours, b=theirs, parting=parting(ours, theirs))
 
 
 def curve(attempts: Sequence[RunPaths]) -> Curve:
-    """What the attempts of a run have logged."""
+    """The losses and times that the attempts of a run logged."""
     losses, seconds, speeds, warnings = dict[int, float | None](), list[float](), list[float](), list[str]()
     start: float | None = None
     for paths in attempts:
@@ -78,12 +78,12 @@ def curve(attempts: Sequence[RunPaths]) -> Curve:
             for event in metrics:
                 if event.get("event") != "step" or (step := whole(event, "step")) is None:
                     continue
-                losses.pop(step, None)  # so that steps stay in the order in which they were taken
+                losses.pop(step, None)  # so that steps stay in the order of training
                 losses[step] = number(event, "loss")
                 time = number(event, "time")
                 if start is None and time is not None and (planned := written(paths.plan)):
-                    start = time - planned  # negative in a copy, whose files are younger
-                if not first:  # the first line has the compiler's time in it
+                    start = time - planned  # negative in a copy, whose files are newer
+                if not first:  # the first line includes the time of the compiler
                     seconds += [value] if (value := number(event, "step_s")) is not None else []
                     speeds += [value] if (value := number(event, "tokens_per_s")) is not None else []
                 first = False
@@ -98,7 +98,7 @@ def curve(attempts: Sequence[RunPaths]) -> Curve:
 
 
 def parting(a: Curve, b: Curve) -> Parting:
-    """Equal to the last bit, or the first step that is not."""
+    """Compare the losses bit by bit: the first step that differs, and the largest difference."""
     common = sorted({*a.losses} & {*b.losses})
     pairs = [(step, a.losses[step], b.losses[step]) for step in common]
     other = next(((step, x, y) for step, x, y in pairs if x != y), (None, None, None))
@@ -113,9 +113,9 @@ def parting(a: Curve, b: Curve) -> Parting:
 
 
 def losses_text(found: Parting, a: str = "A", b: str = "B") -> list[str]:
-    """Whether losses are identical, and if not, where they part and how far."""
+    """Lines that say whether losses are identical, and if not, where and how far they differ."""
     if not found.steps:
-        return [f"losses: no step was logged by both: {a} has {found.only_a}, {b} has {found.only_b}"]
+        return [f"losses: no common step: {a} logged {found.only_a}, {b} logged {found.only_b}"]
     rest = [
         f"{counted(count, 'more step')} of {name} {'is' if count == 1 else 'are'} not in {other}"
         for count, name, other in ((found.only_a, a, b), (found.only_b, b, a))
@@ -125,17 +125,17 @@ def losses_text(found: Parting, a: str = "A", b: str = "B") -> list[str]:
         line = f"all {found.steps} losses are identical to the last bit"
         return [line.replace("all 1 losses are", "the one loss is"), *rest]
     x, y = _pair(found.first_a, found.first_b)
-    lines = [f"the first that differs is step {found.first}: {x} and {y}"]
+    lines = [f"losses first differ at step {found.first}: {x} and {y}"]
     if found.largest_step is not None:
         lines.append(f"largest relative difference {found.largest:.1e}, at step {found.largest_step}")
     if found.last is not None and found.last != found.first:
         x, y = _pair(found.last_a, found.last_b)
-        lines.append(f"at step {found.last}, the last of both: {x} and {y}")
+        lines.append(f"at step {found.last}, the last common step: {x} and {y}")
     return [*lines, *rest]
 
 
 def _pair(a: float | None, b: float | None) -> tuple[str, str]:
-    """With as many digits as it takes to tell them apart."""
+    """Both values, with enough digits to see the difference."""
     if a is None or b is None:
         return tuple("not finite" if one is None else f"{one:.4g}" for one in (a, b))  # type: ignore[return-value]
     shown = ((f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in range(4, 17))
@@ -143,5 +143,5 @@ def _pair(a: float | None, b: float | None) -> tuple[str, str]:
 
 
 def _share(values: list[float], share: float) -> float | None:
-    """The smallest value that this share of them does not exceed."""
+    """The quantile: the smallest value that this share of the values does not exceed."""
     return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else None

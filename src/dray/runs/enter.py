@@ -1,4 +1,4 @@
-"""A shell, or a command, in the container of a run that goes on: the plan's own engine, mounts and environment."""
+"""A shell or a command in the container of an active run, with the plan's engine, mounts and environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dray import engines, process, render
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.engines.docker import LABEL
 from dray.facts import Layer
 from dray.planning.schema import Plan
@@ -15,36 +15,39 @@ from dray.runs.paths import RunPaths
 from dray.runs.write import read
 
 _NOT_RUNNING = {
-    "queued": ("the run waits in the queue", "wait until it has begun"),
-    "starting": ("the run has no plan yet: its job begins", "try again in some seconds"),
+    "queued": ("the run waits in the queue", "wait until it has started"),
+    "starting": ("the run has no plan yet: its job is starting", "try again in a few seconds"),
     "ended": ("the run has ended", "start its next attempt: dray submit --run=NAME, or dray run --run=NAME"),
-    "unknown": ("nobody knows here whether the run goes on", "enter it on the machine where it was started"),
+    "unknown": (
+        "this machine cannot tell whether the run is active",
+        "run dray enter on the machine where the run was started",
+    ),
 }
 
 
 def plan_of(state: State) -> tuple[Plan, RunPaths]:
-    """Of the attempt that goes on; of no other there is a container."""
+    """The plan of the active attempt; ConfigError if none is running."""
     if state.kind != "running" or state.paths is None:
         problem, fix = _NOT_RUNNING.get(state.kind, _NOT_RUNNING["ended"])
-        raise ConfigError(problem, where=state.run, wanted="a run that goes on", found=state.where, fix=fix)
+        raise ConfigError(problem, where=state.run, wanted="an active run", found=state.where, fix=fix)
     return read(state.paths), state.paths
 
 
 def node_of(plan: Plan, word: str) -> str:
-    """The name of the node that is meant by its number or name; the first one's by nothing."""
+    """The name of the node with this number or name; the first node if `word` is empty."""
     names = [node.name for node in plan.world.nodes]
     if word in names:
         return word
     if word.isdecimal() and word.isascii() and len(word) < 8 and int(word) < len(names):
         return names[int(word)]
     if word:
-        wanted = f"0 to {len(names) - 1}, or one of {' '.join(names[:8])}{' ...' * (len(names) > 8)}"
+        wanted = f"0 to {len(names) - 1}, or one of {listed(names)}"
         raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
     return names[0]
 
 
 def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, layer: Layer | None = None) -> list[str]:
-    """What starts it. The script is written into the attempt's folder first; with a `layer` where the run has none."""
+    """The command line; writes its script into the attempt's folder. `layer` is used if the run has none."""
     plan, paths = plan_of(state)
     script = paths.enter_script
     if layer and plan.layer is None and engines.get(plan.engine).binds_layers:
@@ -72,7 +75,7 @@ def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, lay
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Without what another job's shell would have srun do."""
+    """The environment without Slurm's variables of this shell's own job, which would change srun."""
     return {
         name: value
         for name, value in env.items()
@@ -81,7 +84,7 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _beside(plan: Plan, node: str, command: Sequence[str], *, terminal: bool) -> list[str]:
-    """Docker and Podman start a process in the container itself."""
+    """The command line for Docker and Podman, which start a process in the container itself."""
     engine = plan.engine
     found = process.run([engine, "ps", "--quiet", f"--filter=label={LABEL}={plan.run}"], seconds=30).out.split()
     hosts = (
@@ -92,7 +95,10 @@ def _beside(plan: Plan, node: str, command: Sequence[str], *, terminal: bool) ->
     own = [one for one, host in zip(found, hosts, strict=True) if host == node or not plan.world.one_machine]
     if not own:
         raise ConfigError(
-            f"{engine} has no container of this node here", where=plan.run, wanted=node, found=" ".join(hosts) or "none"
+            f"{engine} has no container for this node on this machine",
+            where=plan.run,
+            wanted=node,
+            found=" ".join(hosts) or "none",
         )
     streams = ["--interactive", *(["--tty"] if terminal else [])]
     return [engine, "exec", *streams, f"--workdir={plan.where}", own[0], *command]

@@ -1,4 +1,4 @@
-"""How a run ended: result.json from what the nodes and ranks left behind, in whatever state that is."""
+"""How a run ended: make result.json from the files of nodes and ranks, even if they are damaged."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
 T = TypeVar("T")
-_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
+_ASKED = 1 << 16  # bytes of the stop file
 
 
 def finish(
     paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False, known: str = "",
     spent: Cost | None = None,
 ) -> Result:  # fmt: skip
-    """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it.
+    """Write result.json. `code` is the exit code of starting the nodes; the first cause's code wins over it.
 
-    It also decides what comes next; a `batch` job can go back into the queue. `known` is what Slurm and the job's
-    script tell of it; what a run without a job has `spent`, only this machine knows.
+    Also decide what comes next: a `batch` job can be requeued. `known` is what Slurm and the job's script tell;
+    `spent` is the cost of a run without a job.
 
-    It does not fail: what cannot be read is a warning, and where nothing can be written, the text is printed.
+    It never fails: a file that cannot be read is a warning, and a result that cannot be written is printed.
     """
     left = _Left(paths, code)
     plan = left.tried(paths.plan, lambda: read(paths))
-    # srun may tell of a node that it killed as that was ending.
+    # srun may report a failed node that it killed while the node was ending.
     if code not in (exit_codes.DONE, exit_codes.RETRY) and left.tried(paths.saved, paths.saved.is_file):
         left.code = code = exit_codes.RETRY
     failures = left.tried(paths.failures, left.restarts) or []
     first = failures[0][1] if failures else None
     by_user = left.asked_by_user()
-    if not stopped or by_user:  # its user wants it to end, whatever else ends it meanwhile
+    if not stopped or by_user:  # the user wants it to end, whatever else ends it too
         stopped = left.asked(by_user=by_user, heard=stopped is not None) or stopped
     status = "stopped" if stopped else "failed" if code else "done"
     checkpoint = left.newest_checkpoint(plan) if status != "done" else None
     saved = int(checkpoint.rpartition("-")[2]) if checkpoint else None
     figures = left.tried(paths.metrics, lambda: left.figures(None if status == "done" else saved or 0)) or {}
-    # Ranks that were stopped may die in any way; none of them is a cause.
+    # Stopped ranks may die in any way; none of them is the cause.
     ended = left.first_cause(paths.failures) if status == "failed" else None
     cause = (ended[1] if ended else left.unrecorded()) if status == "failed" else None
     if status == "done" and plan:
@@ -109,7 +109,7 @@ def finish(
         files.write_atomic(paths.result, text)
     except OSError as error:
         with suppress(OSError, ValueError):
-            problem = f"dray: {paths.result} cannot be written: {error.strerror}. This is its text:"
+            problem = f"dray: {paths.result} cannot be written: {error.strerror}. Its content is:"
             print(problem, text, sep="\n", file=sys.stderr)
         return result
     if wrong := capsule.ended(paths, plan, result):
@@ -125,7 +125,7 @@ def _dumped(found: BaseModel | None) -> dict[str, Any] | None:
 
 
 class _Left:
-    """What an attempt left, read piece by piece: none that cannot be read hides another."""
+    """The files that an attempt left, read one by one: an unreadable file does not hide another."""
 
     def __init__(self, paths: RunPaths, code: int) -> None:
         self.paths, self.code = paths, code
@@ -133,29 +133,28 @@ class _Left:
         self.warnings: list[str] = []
 
     def tried(self, what: Path, look: Callable[[], T]) -> T | None:
-        """What `look` returns; None, and a warning that names `what`, where it fails."""
+        """What `look` returns; if it fails, None and a warning that names `what`."""
         try:
             return look()
-        except Exception as error:  # the last words of a run are said whatever is in its folder
+        except Exception as error:  # the result is printed whatever is in the run folder
             self.warnings.append(f"{what} cannot be read: {reason(error)}")
             return None
 
     def restarts(self) -> list[tuple[float, Cause | None]]:
-        """What failed, and when, before each time that the runners have started all ranks again."""
+        """The failure before each restart of all ranks, and its time."""
         count = sum(path.is_dir() for path in self.paths.failures.glob("restart-*"))
         folders = [self.paths.folder / run_folder.restart(number) for number in range(1, count + 1)]
         return [self.first_cause(folder) or (written(folder) or 0.0, None) for folder in folders]
 
     def asked(self, *, by_user: bool, heard: bool) -> Stop | None:
-        """Whether ranks have ended since somebody had asked them to, in the file that is for that; or by a signal that
-        was `heard`."""
+        """The stop that ranks have followed: a request in the stop file, with or without a signal that was `heard`."""
         at = self._asked_at()
         now = run_folder.NOW.encode() in self._asked_lines()
         ended = heard or self.code == exit_codes.RETRY or (now and self.code != exit_codes.DONE)
         return Stop(run_folder.BY_USER if by_user else "a request", utc(at)) if at and ended else None
 
     def asked_by_user(self) -> bool:
-        """Whether `dray stop` has asked for it."""
+        """Whether `dray stop` asked the run to end."""
         return run_folder.BY_USER.encode() in self._asked_lines()
 
     def _asked_lines(self) -> list[bytes]:
@@ -170,7 +169,7 @@ class _Left:
         return None
 
     def recoveries(self, within: list[tuple[float, Cause | None]]) -> list[dict[str, Any]]:
-        """From the end of the attempt before this one, and from each restart."""
+        """The recoveries from the end of the previous attempt and from each restart."""
         own, before = self.paths, RunPaths(self.paths.run, self.paths.attempt - 1)
         failures, events = [], chain(self.metrics)
         if before.attempt and (ended := written(before.result)):
@@ -192,11 +191,11 @@ class _Left:
         return records.read(folder, self.paths.logs, code=self.code, warn=self.warn)
 
     def warn(self, text: str) -> None:
-        """Something of the run's files cannot be read."""
+        """Add a warning to the result."""
         self.warnings.append(text)
 
     def explained(self, cause: Cause) -> Cause:
-        """With its name, where one of runs/causes.toml fits; Slurm's own lines are evidence too."""
+        """The cause with its name from causes.toml, if one fits; Slurm's own lines count as evidence."""
         slurm = self.tried(self.paths.logs, lambda: records.by_slurm(self.paths.logs)) or []
         return causes.explained(cause.model_copy(update={"evidence": [*cause.evidence, *slurm]}))
 
@@ -204,13 +203,13 @@ class _Left:
         """The cause of a failure that nobody recorded."""
         logs = self.tried(self.paths.logs, lambda: sorted(self.paths.logs.glob("node-*.log"))) or []
         lines = [line for log in logs for line in files.tail(log)]
-        why = "no rank left a record: the node, the container or the launcher itself failed, or the job was stopped"
+        why = "no rank left a record: the node, the container or the launcher failed, or the job was stopped"
         log, code = str(self.paths.logs), self.code
         if not os.path.lexists(self.paths.folder):
             why = f"the folder of the attempt is gone: {self.paths.folder}"
         if self.tried(self.paths.folder, self._is_full):
             code = exit_codes.UNFIT
-            why = f"the disk is full, and neither logs nor records are whole: {self.paths.folder}"
+            why = f"the disk is full, so logs and records are incomplete: {self.paths.folder}"
         return Cause(node="", rank=None, code=code, why=why, log=log, last_lines=lines[-20:])
 
     def _is_full(self) -> bool:
@@ -218,7 +217,7 @@ class _Left:
         return disk.f_bavail * disk.f_frsize < RECORD // 16
 
     def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
-        """Rank 0 is the cause where a training ended with 0 and left less than one does that ended well."""
+        """Rank 0 as the cause, if training ended with exit code 0 but without its last metrics line or its model."""
         own, final = rank_log.find(self.paths.folder, 0), self.paths.final_model
         log = own.path
         here = plan.world.shared_folder or self.tried(log, log.is_file)  # else another machine has the files
@@ -228,24 +227,24 @@ class _Left:
         left = [] if ended else [f"no `end` in {self.paths.metrics.name}"]
         kept = plan.recipe.checkpoint.final
         left += [f"no model in {final}"] if kept and not self.tried(config, config.is_file) else []
-        why = f"it ended with exit code 0, and left {' and '.join(left)}"
+        why = f"it ended with exit code 0 but left {' and '.join(left)}"
         node, lines = plan.world.nodes[0].name, own.tail()
         cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)
         return cause if left else None
 
     def lone_ranks(self, plan: Plan) -> None:
-        """Warn of ranks that have joined no other."""
+        """Warn of ranks that joined no process group with the others."""
         if alone := self.tried(self.paths.process_group, lambda: process_group.warning(self.paths, plan)):
             self.warn(alone)
 
     def newest_checkpoint(self, plan: Plan | None) -> str | None:
-        """By the plan's folder, or the run's own."""
+        """The newest checkpoint in the plan's folder, or in the run's own."""
         folder = Path((plan.recipe.checkpoint.folder if plan else "") or self.paths.checkpoints)
         found = self.tried(folder, lambda: newest_checkpoint(folder))
         return str(found) if found else None
 
     def preflight(self) -> str | None:
-        """What the nodes proved before the launch, in a line."""
+        """The preflight's result in one line."""
         try:
             report = json.loads(files.read(self.paths.preflight_report, limit=RECORD))
         except FileNotFoundError:
@@ -257,14 +256,14 @@ class _Left:
         return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:
-        """What ranks told one another in the preflight is of use only where it failed, and empty logs never."""
+        """Remove files that a good run does not need: the preflight's rank files, and empty logs."""
         logs = (*self.paths.logs.glob("preflight-*.log"), self.paths.logs / records.SRUN_LOG)
         empty = (log for log in logs if log.exists() and not log.stat().st_size)
         for left in (*self.paths.preflight.glob("rank-*"), *empty):
             left.unlink()
 
     def figures(self, saved: int | None) -> dict[str, Any]:
-        """What the metrics tell of how far it came, how good it was, and how long it went on after what is `saved`."""
+        """The result's figures from the metrics: steps, losses, speed, and seconds of training after step `saved`."""
         found: dict[str, Any] = {}
         kept = last_time = None
         told = []

@@ -1,4 +1,4 @@
-"""Files of a run, followed while they grow."""
+"""Follow a run's files while they grow."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from pathlib import Path
 from dray.contract import files, rank_lines
 from dray.runs.rank_log import RankLog
 
-_MARK = 64  # bytes before the place, by which a file is known that was written anew
+_MARK = 64  # bytes before the position, which show whether the file was rewritten
 
 
 class Growing:
-    """A file that grows, and may not be there yet; `position` is where the last reading ended."""
+    """A growing file, which may not exist yet; `position` is where the last read ended."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path, self.position = path, position
         self.again = 0
-        """How often it was read from its beginning once more."""
+        """How often reading started again from the beginning."""
         self._file: tuple[int, int] | None = None
         self._mark = b""
 
     def open(self) -> BufferedReader:
-        """At the place where the last reading ended; at the beginning of another file of that name, or of one that was
-        cut or written anew. OSError as of a file that is read whole."""
+        """Open the file at the last position; at 0 if it was replaced, truncated or rewritten. May raise OSError."""
         file = files.open_regular(self.path)
         try:
             found = os.fstat(file.fileno())
@@ -45,8 +44,8 @@ class Growing:
         return file
 
     def lines(self, longest: int, *, whole: bool = False) -> Iterator[bytes]:
-        """Those that are new. One without its end is left for the next time, unless that is the `whole` file; one that
-        is longer comes in pieces."""
+        """New lines. An unfinished last line waits for the next call, unless this is the `whole` file; lines above
+        `longest` bytes come in pieces."""
         with self.open() as file:
             while line := file.readline(longest):
                 if not line.endswith(b"\n") and len(line) < longest and not whole:
@@ -59,7 +58,7 @@ class Growing:
         self._mark = data[-_MARK:]
 
     def read(self) -> bytes:
-        """What has come since the last time."""
+        """The bytes that are new since the last call."""
         try:
             with self.open() as file:
                 new = file.read()
@@ -71,7 +70,7 @@ class Growing:
 
 
 class Output:
-    """What a rank prints, byte for byte: a program may draw a bar of its own. Of its node's log, only its lines."""
+    """Shows a rank's output unchanged, with its progress bars; from a node's log only the rank's lines."""
 
     def __init__(self, log: RankLog) -> None:
         self._file, self._last = Growing(log.path), b"\n"
@@ -79,7 +78,7 @@ class Output:
         self.empty = True
 
     def look(self) -> None:
-        """Show what has come since the last look."""
+        """Print the output that is new since the last call."""
         new = self._file.read()
         if self._before:
             *lines, self._part = (self._part + new).split(b"\n")
@@ -92,7 +91,7 @@ class Output:
             sys.stdout.buffer.flush()
 
     def close(self) -> None:
-        """Leave the terminal at the beginning of a line."""
+        """End the last line."""
         if self._last != b"\n":
             self._last = b"\n"
             print(flush=True)

@@ -1,4 +1,4 @@
-"""How long checkpoints took: of an earlier run, for the plan of the next; of this one, beside its grace."""
+"""How long checkpoints took: in earlier runs, for the next plan; in this run, to check its grace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RUNS = 8  # the newest ones
 
 
 def earlier(runs: Path, name: str) -> list[str]:
-    """The runs of this recipe, the newest first."""
+    """The runs of this recipe, newest first."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-(\d+|[0-9a-f]{{6}})")
     with suppress(OSError):
         return sorted((path.name for path in runs.iterdir() if pattern.fullmatch(path.name)), reverse=True)
@@ -27,7 +27,7 @@ def earlier(runs: Path, name: str) -> list[str]:
 
 
 def slowest(runs: Path, names: Sequence[str]) -> tuple[float, str] | None:
-    """Seconds of the slowest checkpoint of the first of these runs that tells it, and which run that is."""
+    """Seconds of the slowest checkpoint, and the run's name, from the first of these runs that recorded it."""
     for run in (runs / one for one in names[:_RUNS]):
         with suppress(OSError):
             if run.lstat().st_uid == os.geteuid() and (seconds := _of(run)) is not None:
@@ -36,7 +36,7 @@ def slowest(runs: Path, names: Sequence[str]) -> tuple[float, str] | None:
 
 
 def _of(run: Path) -> float | None:
-    """By the results of its attempts."""
+    """Seconds of the run's slowest checkpoint, from the results of its attempts."""
     found = []
     for number in attempts(run):
         with suppress(OSError, ValueError):
@@ -46,14 +46,14 @@ def _of(run: Path) -> float | None:
 
 
 def given(stopped: Stop | None, plan: Plan | None) -> int | None:
-    """The grace that the job had; of one that was not told to end, that of the plan."""
+    """The grace that the job had; the plan's if the job was not asked to end."""
     if stopped and stopped.left_s is not None:
         return stopped.left_s
     return plan.grace_s if plan and plan.by_slurm else None
 
 
 def warning(result: Result, stopped: Stop | None) -> str | None:
-    """Of one that was too short, or is shorter than twice the slowest checkpoint."""
+    """A warning if the grace was too short, or is shorter than twice the slowest checkpoint."""
     given, save = result.grace_s, result.save_s
     if given is None or result.command:
         return None
@@ -61,9 +61,9 @@ def warning(result: Result, stopped: Stop | None) -> str | None:
     late = told and result.reason == TIME_LIMIT and result.exit_code != exit_codes.RETRY
     if not late and (save is None or given >= grace.wanted(save)):
         return None
-    took = f"the slowest checkpoint took {save:.1f} s" if save is not None else "no checkpoint was complete"
+    took = f"the slowest checkpoint took {save:.1f} s" if save is not None else "no checkpoint was completed"
     enough = max(grace.wanted(save or 0), 2 * round(given) if late else 0)
-    fix = f"grace_s={enough} with dray submit; with sbatch itself --signal=B:USR1@{enough}"
+    fix = f"set grace_s={enough} with dray submit, or --signal=B:USR1@{enough} with sbatch"
     if late:
-        return f"the grace was too short: {given:.0f} s before the time limit, and {took}; {fix}"
+        return f"the grace of {given:.0f} s before the time limit was too short: {took}; {fix}"
     return f"the grace of {given:.0f} s is shorter than twice the slowest checkpoint: {took}; {fix}"

@@ -1,4 +1,4 @@
-"""A run over machines without a scheduler: a file names them, and each finds its own line in it. No SSH."""
+"""Runs on machines without a scheduler: each machine finds its own line in a hostfile. No SSH."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ _SECRET_LENGTH = 32
 _NEW_SECRET = "(umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > ~/.dray-secret)"  # noqa: S105  a line to type
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?")  # or an IPv4 address
 _SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})")
-_FORM = "one line for each machine: its name or address, and slots=N for N ranks on it, as in `box1 slots=8`"
+_FORM = "one line per machine: its name or address, and slots=N for N ranks on it, such as `box1 slots=8`"
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines, in the file's order; the first is the master."""
+    """The machines in the file's order; the first is the master."""
 
     file: Path
     names: tuple[str, ...]
     slots: int | None
 
     def here(self, number: int | None = None) -> int:
-        """Which of them this machine is."""
+        """The number of this machine in the file."""
         if number is not None:
             if not 0 <= number < len(self.names):
                 raise ConfigError(
-                    "there is no such node", where=self.file, wanted=f"0 to {len(self.names) - 1}", found=number
+                    "the hostfile has no such node", where=self.file, wanted=f"0 to {len(self.names) - 1}", found=number
                 )
             return number
         own = [number for number, name in enumerate(self.names) if _is_here(name)]
         if len(own) != 1:
             raise ConfigError(
-                "several lines are this machine" if own else "no line is this machine",
+                "several lines match this machine" if own else "no line matches this machine",
                 where=self.file,
                 wanted="one line with this machine's name or with one of its addresses",
-                found=", ".join(self.names[one] for one in own) if own else f"{socket.gethostname()} is not there",
-                fix="say which it is: --node 0 for the first line, --node 1 for the second ...",
+                found=", ".join(self.names[one] for one in own) if own else f"{socket.gethostname()} is missing",
+                fix="name this machine's line: --node 0 for the first, --node 1 for the second ...",
             )
         return own[0]
 
     def run_id(self, recipe: Recipe) -> str:
-        """The same on every machine without asking any other: of the same recipe and file."""
+        """The run's name, which every machine with the same recipe and hostfile computes alone."""
         text = f"{self.names} {self.slots} {recipe.model_dump_json()}"
         return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int, site: str) -> Facts:
-        """What these machines are to the plan; it must be the same on each of them."""
+        """The facts for the plan, which must be the same on each machine."""
         gpus, count = gpus_per_node or self.slots or 0, len(self.names)
         here = local.facts(recipe, engine=engine, image=image, nodes=count, gpus_per_node=gpus, site=site)
         among = {
             "scheduler": "hosts",
             "nodelist": ",".join(self.names),
             "address": None,
-            "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine's own
+            "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine has its own
             "port": port_of(run),
         }
         return here.model_copy(update=among)
 
     def secret(self, file: Path | None) -> str:
-        """What the machines prove to one another, from a file of which each has a copy; one alone needs none."""
+        """The secret that the machines share, from a file that each has; empty for a single machine."""
         if file is None:
             if len(self.names) == 1:
                 return ""
             raise ConfigError(
-                "several machines need a secret, or anyone on the network could join or stop the run",
+                "a run on several machines needs a secret: without it anyone on the network could join or stop the run",
                 where=self.file,
                 wanted="--secret FILE, with the same content on each machine",
                 fix=f"{_NEW_SECRET}, then copy it to each machine and add --secret ~/.dray-secret",
@@ -107,7 +107,7 @@ class Hosts:
         return secret
 
     def commands(self, argv: Sequence[str], command: Sequence[str]) -> str:
-        """What to type on each machine."""
+        """The command to type on each machine."""
         width, folder = max(map(len, self.names)), shlex.quote(str(Path.cwd()))
         after = ["--", *command] if command else []
         lines = (shlex.join([*argv, "--node", str(number), *after]) for number in range(len(self.names)))
@@ -117,7 +117,7 @@ class Hosts:
 
 
 def read(path: Path) -> Hosts:
-    """The file, in the form that DeepSpeed and MPI have too."""
+    """The hostfile, in the form that DeepSpeed and MPI use too."""
     text = files.text(path, "the hostfile", wanted=_FORM)
     names: dict[str, None] = {}  # in their order
     slots: set[int | None] = set()
@@ -129,15 +129,15 @@ def read(path: Path) -> Hosts:
         count = _SLOTS.fullmatch(fields[1]) if fields[1:] else None
         if fields[0].count(":") > 1:
             raise ConfigError(
-                "an IPv6 address is in the hostfile", where=where, wanted="a name or an IPv4 address",
+                "the hostfile has an IPv6 address", where=where, wanted="a name or an IPv4 address",
                 found=ascii(fields[0][:80]), fix="write the machine's name, as `hostname` prints it there",
             )  # fmt: skip
         if len(fields) > 2 or not _NAME.fullmatch(fields[0]) or (fields[1:] and not count):
             raise ConfigError(
-                "a line of the hostfile is not understood", where=where, wanted=_FORM, found=ascii(raw.strip()[:80])
+                "a line of the hostfile is invalid", where=where, wanted=_FORM, found=ascii(raw.strip()[:80])
             )
         if fields[0] in names:
-            raise ConfigError("a machine is in the hostfile twice", where=where, found=fields[0])
+            raise ConfigError("the hostfile names a machine twice", where=where, found=fields[0])
         if len(names) == LIMIT:
             raise ConfigError("the hostfile names too many machines", where=where, wanted=f"at most {LIMIT:,}")
         names[fields[0]] = None
@@ -153,13 +153,13 @@ def read(path: Path) -> Hosts:
 
 
 def _is_here(name: str) -> bool:
-    """By name, or since this machine can listen at that address."""
+    """Whether it is this machine's name, or an address at which this machine can listen."""
     if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
         return True
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0]
         with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
             probe.bind(address[4])
-    except (OSError, UnicodeError):  # a part of more than 63 characters is no name
+    except (OSError, UnicodeError):  # a label of more than 63 characters is no host name
         return False
     return True

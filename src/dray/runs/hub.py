@@ -1,4 +1,4 @@
-"""How the hub is reached from here, and as whom: names of variables, whose values go no other way than by name."""
+"""Names of the variables for reaching the hub, and its token; their values are passed by name only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NETWORK = ("HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY"
 
 
 def passed() -> tuple[str, ...]:
-    """Those that are set. A token in a file (HF_TOKEN_PATH) becomes HF_TOKEN, if the file is nobody else's to read."""
+    """The variables that are set. HF_TOKEN is set from HF_TOKEN_PATH, if nobody else may read that file."""
     file = os.environ.get("HF_TOKEN_PATH")
     if file and not os.environ.get("HF_TOKEN"):
         os.environ["HF_TOKEN"] = _token(Path(file))
@@ -20,14 +20,14 @@ def passed() -> tuple[str, ...]:
 
 
 def _token(file: Path) -> str:
-    token = files.text(file, "the file of the hub's token").strip()
+    token = files.text(file, "the file with the hub's token").strip()
     mode = file.stat().st_mode & 0o777
     if mode & 0o077 or not token:
         raise ConfigError(
-            "others can read the hub's token" if token else "the file of the hub's token is empty",
+            "others can read the hub's token" if token else "the file with the hub's token is empty",
             where=f"HF_TOKEN_PATH={file}",
             wanted="mode 600" if token else "a token",
             found=f"mode {mode:o}" if token else "nothing",
-            fix=f"chmod 600 '{file}'" if token else "write the token into it",
+            fix=f"chmod 600 '{file}'" if token else "write the token into the file",
         )
     return token

@@ -1,4 +1,4 @@
-"""JupyterLab in a container, on the loopback of the machine that runs it, with a token that only this user can read."""
+"""JupyterLab in a container, on the loopback of its machine, with a token that only this user can read."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ PACKAGE = "jupyterlab"
 _ASK = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({PACKAGE!r}) else 3)"
 _LACKS = 3
 _LOOK_S = 0.3
-_MOST = 1 << 16  # bytes of what the server tells of itself
+_MOST = 1 << 16  # bytes of the server's own file
 _FOLDERS = ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 
 
 class Place(NamedTuple):
-    """Where it is to run."""
+    """Where JupyterLab runs."""
 
     start: Callable[[Sequence[str]], list[str]]
-    """The command line that runs a command there."""
+    """Makes the command line that runs a command there."""
     env: Mapping[str, str]
     python: str
     folder: Path
-    """Of this user alone; both sides see it."""
+    """A folder that only this user may read, visible on both sides."""
     root: str
-    """What JupyterLab shows."""
+    """The folder that JupyterLab shows."""
     host: str
     """The compute node; empty for this machine."""
     fix: str
-    """How JupyterLab gets there."""
+    """How to install JupyterLab there."""
 
 
 @contextmanager
 def private(parent: str | Path) -> Iterator[Path]:
-    """A folder of this user alone with the token, which goes at the end."""
+    """A private folder with the token, removed at the end."""
     folder = Path(mkdtemp(prefix="jupyter-", dir=parent))
     try:
         token = secrets.token_urlsafe(32)
@@ -66,22 +66,22 @@ def private(parent: str | Path) -> Iterator[Path]:
 
 
 def in_run(state: State, word: str, folder: Path) -> Place:
-    """On a node of a run that goes on, in an image as the run's is."""
+    """A node of an active run, in the run's image."""
     plan, _ = enter.plan_of(state)
     if engines.get(plan.engine).private_network:
         raise ConfigError(
-            f"the loopback of a container of {plan.engine} is its own, and no tunnel leads there",
-            wanted="a run by Slurm, or of --engine bare",
+            f"no tunnel reaches JupyterLab here: a container of {plan.engine} has a private loopback",
+            wanted="a run started by Slurm or with --engine bare",
             found=plan.engine,
-            fix="dray jupyter --image VARIANT, with Apptainer",
+            fix="dray jupyter --image VARIANT (needs Apptainer)",
         )
     name = enter.node_of(plan, word)
     layer = layers.made(plan.variant, PACKAGE)
     fix = f"dray image layer {plan.variant} --pip {PACKAGE}"
     if engines.get(plan.engine).image == "python":
         fix = f"{plan.image} -m pip install {PACKAGE}"
-    elif plan.layer:  # one layer alone is bound
-        fix = f"make the run's layer again with --pip {PACKAGE}: dray image layer {plan.variant} --upgrade ..."
+    elif plan.layer:  # only one layer can be bound
+        fix = f"build the run's layer again with --pip {PACKAGE}: dray image layer {plan.variant} --upgrade ..."
     return Place(
         start=lambda command: enter.argv(state, name, command, terminal=False, layer=layer),
         env=enter.environment(os.environ),
@@ -94,7 +94,7 @@ def in_run(state: State, word: str, folder: Path) -> Place:
 
 
 def in_image(image: str, folder: Path) -> Place:
-    """Here, in an image that sees the working folder."""
+    """This machine, in an image that sees the working folder."""
     file = store.named(checkout.root(), image)
     if not file.is_file():
         raise ConfigError("the image does not exist", wanted=file, fix=f"make image-{image}")
@@ -120,7 +120,7 @@ def in_image(image: str, folder: Path) -> Place:
 
 
 def serve(place: Place, port: int, *, say: Callable[[str], None], show_token: bool) -> None:
-    """Until it ends, or is interrupted."""
+    """Run JupyterLab until it ends or is interrupted."""
     log = place.folder / "server.log"
     with interrupts.stoppable(), log.open("ab") as output:
         asked = process.start(place.start([place.python, "-c", _ASK]), env=place.env, output=output)
@@ -136,14 +136,14 @@ def serve(place: Place, port: int, *, say: Callable[[str], None], show_token: bo
             for line in lines(place.host, given, (place.folder / "token").read_text() if show_token else ""):
                 say(line)
             if not show_token:
-                say(f"its token is in {place.folder / 'token'}, for you alone")
+                say(f"the token is in {place.folder / 'token'}, which only you can read")
             running.wait()
         finally:
             running.stop()
 
 
 def lines(host: str, port: int, token: str) -> Iterator[str]:
-    """What to type on one's own machine. The token is shown to a terminal alone."""
+    """What to type on your own machine. The token is shown only on a terminal."""
     user, here = getpass.getuser(), socket.getfqdn()
     way = f"-J {user}@{here} {user}@{host}" if host else f"{user}@{here}"
     yield f"JupyterLab runs on {host or 'this machine'}; Ctrl-C here ends it"
@@ -162,7 +162,7 @@ def _command(place: Place, port: int) -> list[str]:
 
 
 def _port(place: Place, running: process.Running, log: Path) -> int:
-    """The one that it has taken, which need not be the one that it was told to try first."""
+    """The port that the server took, which may differ from the requested one."""
     while running.code() is None:
         for told in place.folder.glob("jpserver-*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # not written yet

@@ -1,4 +1,4 @@
-"""The layer that a recipe names: where it is, what its record says, and whether it goes with the image."""
+"""The layer that a recipe names: its file, its record, and whether it fits the image."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NOBODY = 65534
 
 
 def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
-    """The line with which slurm/lib.sh is asked to let the planner's container see the layer; empty where it does."""
+    """The line that asks slurm/lib.sh to bind the layer into the planner's container; empty if that is done."""
     file = _file(recipe, site, facts)
     return f"layer={file}" if file and not facts.layer else ""
 
 
 def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
-    """The layer as its record describes it; none where the recipe names none, or the engine binds none."""
+    """The layer, from its record; None if the recipe names none or the engine cannot bind one."""
     file = _file(recipe, site, facts)
     if not file:
         return None
@@ -53,28 +53,28 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
     known = record.read(file)
     if known is None or not known.python:
         found = "no record beside it" if known is None else f"the record of an image: {record.path_for(file)}"
-        raise ConfigError("this is no layer that dray has made", where=file, found=found, fix=fix)
+        raise ConfigError("dray did not make this layer", where=file, found=found, fix=fix)
     digest = verify.digest(file)
     if digest != f"sha256:{known.sif.sha256}":
         raise ConfigError(
-            "the layer has another digest than its record",
+            "the layer's digest differs from its record",
             where=file,
             wanted=f"sha256:{known.sif.sha256}",
             found=digest,
-            fix="copy or make it again, with its record",
+            fix="copy the layer again with its record, or build it again",
         )
     changed = layer_lock.unfit(known.needs, _packages(variant))
     return Layer(file=str(file), digest=digest, variant=known.variant, packages=known.packages, changed=tuple(changed))
 
 
 def _is_hidden(file: Path) -> bool:
-    """Whether this container shows all other users as nobody. A job's script has looked at the owner outside of it."""
+    """Whether this container shows all other users as nobody; the job's script checked the owner outside."""
     found, users = file.stat(), Path("/proc/self/uid_map").read_text(encoding="ascii").split()
     return found.st_uid == _NOBODY and users[2:] == ["1"] and not found.st_mode & stat.S_IWOTH
 
 
 def made(variant: str, name: str) -> Layer | None:
-    """The layer of this name, if `dray image layer` has made it here."""
+    """The layer with this name; None if `dray image layer` did not make it here."""
     file = store.layer(checkout.root(), variant, name)
     known = record.read(file) if file.is_file() else None
     if known is None or not known.python:
@@ -90,7 +90,7 @@ def _file(recipe: Recipe, site: Site, facts: Facts) -> Path | None:
 
 
 def _packages(variant: str) -> dict[str, str]:
-    """What the image has: the one that this program runs in, or as the checkout's lock has it."""
+    """The image's packages, from the image around this program, or from the checkout's lock."""
     try:
         found = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))["packages"]
         return {re.sub(r"[-_.]+", "-", name).lower(): str(version) for name, version in found.items()}

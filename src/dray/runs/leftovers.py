@@ -1,4 +1,4 @@
-"""What is left on a disk beside run folders: staged images, layers, and what builds have left."""
+"""Other items on the disk: staged images, layers, and files of failed builds."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _LAYER = re.compile(r"dray-[a-z0-9_]+-[a-z0-9._-]+\.sif")
 
 
 class Item(NamedTuple):
-    """A thing on a disk."""
+    """A file or folder that dray may remove."""
 
     kind: str
     path: Path
     size: int
-    """Of what would go, or of all of what stays."""
+    """Bytes that would be freed, or of the whole item if it is kept."""
     age: float
     """Days since anything in it changed, or was used."""
     holds: str
     parts: tuple[Path, ...] = ()
-    """What of it goes; nothing where it is kept."""
+    """The parts that would be removed; empty if it is kept."""
     kept: str = ""
-    """Why it stays."""
+    """Why it is kept."""
     whole: int = 0
     changed: float = 0.0
     lock: Path | None = None
-    """Who holds it uses the item."""
+    """A process that holds this lock uses the item."""
 
     def stays(self, why: str) -> Item:
-        """The same, kept."""
+        """The same item, marked as kept."""
         return self._replace(parts=(), kept=why, size=self.whole)
 
     def data(self) -> dict[str, object]:
@@ -49,7 +49,7 @@ class Item(NamedTuple):
 
 
 def measured(path: Path) -> tuple[int, float]:
-    """Bytes on the disk, and when anything in it changed last; what a link leads to is not looked at."""
+    """Bytes on the disk, and the time of the last change; links are not followed."""
     found = path.lstat()
     size, changed = found.st_blocks * 512, found.st_mtime
     if not stat.S_ISDIR(found.st_mode):
@@ -63,13 +63,13 @@ def measured(path: Path) -> tuple[int, float]:
                     size, changed = size + about.st_blocks * 512, max(changed, about.st_mtime)
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(Path(entry.path))
-        except OSError:  # a folder that may not be read, or has gone
+        except OSError:  # an unreadable folder, or one that was removed
             continue
     return size, changed
 
 
 def item(kind: str, path: Path, holds: str, *parts: Path, used: float = 0.0) -> Item:
-    """With its size and age."""
+    """An item with its size and age."""
     both = [measured(part) for part in parts or (path,)]
     whole, changed = measured(path)
     age = (time.time() - max(used, *(one[1] for one in both))) / DAY
@@ -77,7 +77,7 @@ def item(kind: str, path: Path, holds: str, *parts: Path, used: float = 0.0) -> 
 
 
 def own(path: Path, *, folder: bool) -> bool:
-    """Whether it is this user's, and no link."""
+    """Whether it belongs to this user and is no link."""
     try:
         found = path.lstat()
     except OSError:
@@ -87,7 +87,7 @@ def own(path: Path, *, folder: bool) -> bool:
 
 
 def tables(runs: Path, file: str = run_folder.TUNE) -> list[Path]:
-    """Folders of `dray tune`, or of what else makes such a file in one of its own."""
+    """The folders with this file in them, such as those of `dray tune`."""
     with suppress(OSError):
         found = [path for path in runs.iterdir() if own(path, folder=True)]
         return sorted(path for path in found if own(path / file, folder=False))
@@ -95,8 +95,7 @@ def tables(runs: Path, file: str = run_folder.TUNE) -> list[Path]:
 
 
 def staged(folders: list[Path]) -> Iterator[Item]:
-    """Copies of images on this node's disk, which the last run that uses one takes away, unless it was killed; and what
-    one that was killed has of a copy, which it makes under a lock."""
+    """Copies of images on this node's disk, whole or half-written, that killed runs left."""
     for folder in (one for one in folders if own(one, folder=True)):
         for image in sorted(folder.glob("*.sif")):
             if not own(image, folder=False):
@@ -107,24 +106,24 @@ def staged(folders: list[Path]) -> Iterator[Item]:
             yield found.stays("a run on this machine uses it") if _held(lock) else found._replace(lock=lock)
         for part in sorted(one for one in folder.glob("*.sif.part") if own(one, folder=False)):
             lock = part.with_suffix(".making")
-            found = item("staged", part, "a copy that was broken off")
-            yield found.stays("a run on this machine makes it") if _held(lock) else found._replace(lock=lock)
+            found = item("staged", part, "an unfinished copy")
+            yield found.stays("a run on this machine is writing it") if _held(lock) else found._replace(lock=lock)
 
 
 def builds(build: Path | None) -> Iterator[Item]:
-    """Folders of builds that were killed, and what builds that failed have kept to look at."""
+    """Folders that killed builds left, and folders that failed builds kept for inspection."""
     if build is None or not own(build, folder=True):
         return
     busy = any(_held(log) for log in (build / "logs").glob("*.log"))
     killed = [path for path in build.iterdir() if _TEMPORARY.fullmatch(path.name)]
     failed = list((build / "failed").iterdir()) if own(build / "failed", folder=True) else []
     for path in (one for one in (*killed, *failed) if own(one, folder=True)):
-        found = item("builds", path, "left by a build that failed" if path in failed else "left by a build")
+        found = item("builds", path, "left by a failed build" if path in failed else "left by a killed build")
         yield found.stays("a build is running") if busy else found
 
 
 def layers(build: Path | None, *, waiting: bool) -> Iterator[Item]:
-    """Layers with their records; the lock stays, which makes the same bytes again."""
+    """Layers with their records; the lock stays, so that the same bytes can be built again."""
     if build is None or not own(build, folder=True):
         return
     for sif in sorted(build.glob("dray-*.sif")):
@@ -138,7 +137,7 @@ def layers(build: Path | None, *, waiting: bool) -> Iterator[Item]:
 
 @contextmanager
 def taken(lock: Path | None) -> Iterator[bool]:
-    """Hold it, where there is one; False: a process of this machine does."""
+    """Hold the lock, if there is one; False if another process on this machine holds it."""
     with ExitStack() as stack:
         free = True
         try:

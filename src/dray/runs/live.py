@@ -1,6 +1,6 @@
-"""Whether a run waits, goes on or has ended: by its folder, by Slurm, and by the process that runs it here.
+"""Decide whether a run waits, runs or has ended, from its folder, Slurm and its process on this machine.
 
-This is decided here alone; runs/look.py shows what was decided.
+Only this module decides; runs/look.py shows the decision.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ Kind = Literal["queued", "starting", "running", "ended", "unknown"]
 
 
 class State(NamedTuple):
-    """A run as it is now."""
+    """The current state of a run."""
 
     kind: Kind
     run: Path
     paths: RunPaths | None = None
-    """Its last attempt, if it has one."""
+    """The last attempt; None if there is none."""
     job: Job | None = None
     cluster: str = ""
-    """Of several that one Slurm knows; empty for this machine's."""
+    """The cluster's name, if Slurm knows several; empty for this machine's cluster."""
     process: int = 0
-    """What runs it on this machine."""
+    """The process that runs it on this machine."""
     why: str = ""
-    """Why nobody here knows."""
+    """Why this machine cannot tell."""
 
     @property
     def where(self) -> str:
-        """Who has it, in words."""
+        """The job or process that has the run, in words."""
         if self.job:
             return f"job {self.job.id}, {self.job.state}"
         return f"process {self.process}" if self.process else self.why
 
 
 class Left:
-    """What an attempt has left, or a run that has none yet: each file is read once, and only if somebody asks for it,
-    since there are lists of thousands of runs."""
+    """The files of an attempt, or of a run without one. Each file is read at most once, and only when needed, because
+    lists have thousands of runs."""
 
     def __init__(self, run: Path, number: int, numbers: list[int]) -> None:
         self.run, self.number, self.numbers = run, number, numbers
-        self.folder = f"{run}/{run_folder.attempt(number)}"  # text: a Path each would be half the time of a list
+        self.folder = f"{run}/{run_folder.attempt(number)}"  # a string: making a Path would take half of a list's time
         self.warnings: list[str] = []
         self.ended: float | None = None
-        """When its result was written, whatever is in that."""
+        """When the result was written, valid or not."""
         self.result: Table | None = None
         self.look_again()
 
     def look_again(self) -> None:
-        """Read the result, if it has come."""
+        """Read the result, if it is written by now."""
         if self.ended is None and self.number:
             file = f"{self.folder}/{run_folder.RESULT}"
             self.ended = written(file)
@@ -69,32 +69,32 @@ class Left:
 
     @cached_property
     def plan(self) -> Table:
-        """What a list needs of it; empty where there is none."""
+        """The plan's keys that a list needs; empty without a plan."""
         return (brief.plan(f"{self.folder}/{run_folder.PLAN}", self.warnings) if self.number else None) or {}
 
     @cached_property
     def paths(self) -> RunPaths:
-        """All of its files, of which an attempt that has ended needs two."""
+        """The paths of the attempt's files."""
         return RunPaths(self.run, self.number)
 
     @cached_property
     def began(self) -> float | None:
-        """When its plan was written."""
+        """When the plan was written."""
         return written(f"{self.folder}/{run_folder.PLAN}")
 
     @property
     def goes_on(self) -> bool:
-        """With the same job, which goes back into the queue or on with other nodes."""
+        """Whether the same job continues: requeued, or with other nodes."""
         return bool(dig(self.result, "next", "requeue") or dig(self.result, "next", "spare"))
 
     @cached_property
     def job(self) -> int:
-        """The number of the job that the attempt is in; 0 without Slurm, or where nothing tells."""
+        """The job number of the attempt; 0 without Slurm or if unknown."""
         return (metrics.whole(self.plan, "job") or job_of(self.folder)) if self.number else 0
 
     @cached_property
     def submitted(self) -> Queued | None:
-        """The job that was put into the queue for the run."""
+        """The job that was submitted for the run."""
         file = f"{self.run}/{run_folder.JOB}"
         if written(file) is not None:
             with suppress(OSError, ValueError):
@@ -103,7 +103,7 @@ class Left:
 
     @cached_property
     def queued(self) -> Queued | None:
-        """The same, unless it has begun an attempt."""
+        """The submitted job, unless it already started an attempt."""
         one = self.submitted
         if one is None or (one.task is None and one.job == self.job):
             return None
@@ -112,28 +112,28 @@ class Left:
 
     @property
     def cancelled(self) -> bool:
-        """Whether `dray stop` took it out of the queue before it began."""
+        """Whether `dray stop` cancelled the job before it started."""
         return not self.number and self.submitted is not None and self.submitted.stopped is not None
 
     @cached_property
     def owner(self) -> int:
-        """The user whose run it is."""
+        """The user who owns the run."""
         with suppress(OSError):
             return os.lstat(self.folder if self.number else self.run).st_uid
         return os.geteuid()
 
 
 def own(folder: Path) -> Path:
-    """The run whose folder, or whose attempt's, this is. Another user's is refused: it may name any job or program."""
+    """The run of this folder, or of this attempt's folder. Another user's run is refused: it may name any program."""
     run = folder if is_run(folder) else last_attempt(folder).run
     for path in (run, *([last_attempt(run).folder] if attempts(run) else [])):
         try:
             found, is_own = path.lstat(), files.is_own(path)
-        except OSError as refused:  # as of a link that leads nowhere
+        except OSError as refused:  # for example a broken link
             raise ConfigError("the run cannot be read", where=path, found=refused.strerror) from refused
         if found.st_uid != os.geteuid() or not is_own:
             raise ConfigError(
-                "the run is another user's, or others may write into it",
+                "the run belongs to another user, or others may write into it",
                 where=path,
                 wanted=f"a folder of user {os.geteuid()}",
                 found=f"of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}",
@@ -142,17 +142,17 @@ def own(folder: Path) -> Path:
 
 
 def look(run: Path, queue: Queue | None = None) -> State:
-    """As it is now; for many runs with one queue, which is asked once."""
+    """The current state; pass one `queue` for many runs, so that Slurm is asked once."""
     numbers = attempts(run)
     return decide(Left(run, max(numbers, default=0), numbers), queue or Queue())
 
 
 def decide(left: Left, queue: Queue) -> State:
-    """By its last attempt, and by the job that was submitted for the next one."""
+    """Decide from the last attempt and from the job submitted for the next one."""
     here = None if left.job or left.queued else _here(left)
     if here and here.kind != "ended":
         return here
-    # Another user's file is not followed to other clusters: Slurm lists none of their jobs here.
+    # Another user's file does not choose a cluster: Slurm does not list their jobs here.
     cluster = left.submitted.cluster if left.submitted else ""
     cluster = cluster if cluster and left.owner == os.geteuid() else ""
     paths = left.paths if left.number else None
@@ -169,19 +169,19 @@ def decide(left: Left, queue: Queue) -> State:
 
 
 def _found(left: Left, job: Job, queue: Queue, cluster: str) -> tuple[Kind, Job | None]:
-    """By the job that has the run."""
+    """Decide from the job that has the run."""
     if job.waits and not _is_new(left, queue, cluster):
         return "queued", job
     left.look_again()
     again = left.ended and (left.goes_on or (job.start or 0.0) > left.ended)
     if not left.number or job.number != left.job or again:  # an allocation by salloc outlives an attempt
         return "starting", job
-    # With a result, its last words are written, and Slurm is cleaning up.
+    # With a result, the run has ended, and Slurm is cleaning up.
     return ("ended", None) if left.ended else ("running", job)
 
 
 def _is_new(left: Left, queue: Queue, cluster: str) -> bool:
-    """Whether the attempt has begun since Slurm was asked, and goes on."""
+    """Whether the attempt started after Slurm was asked, and still runs."""
     if not left.number or not queue.is_older(left.began or 0.0, cluster):
         return False
     left.look_again()
@@ -189,34 +189,34 @@ def _is_new(left: Left, queue: Queue, cluster: str) -> bool:
 
 
 def _named(left: Left) -> dict[int | str, float]:
-    """The jobs by which the run may go on, and when each was written down. Slurm itself may put back one that has
-    ended, as after a preemption."""
+    """The jobs that may run it, and when each was recorded. Slurm itself may requeue an ended job, as after a
+    preemption."""
     named: dict[int | str, float] = {left.job: left.ended or left.began or 0.0} if left.job else {}
     return named | ({left.queued.id: left.queued.time} if left.queued else {})
 
 
 def _folders(left: Left) -> set[str]:
-    """The run's folder, by the names that a job may have been given."""
+    """The paths under which a job may know the run folder."""
     told = left.plan.get("run_folder")
     return {str(left.run), *([told] if isinstance(told, str) and told else [])}
 
 
 def _untold(left: Left, queue: Queue, cluster: str) -> str:
-    """Why it is no end that Slurm here does not tell of its job."""
-    if left.owner != os.geteuid():  # squeue was asked for this user's alone, and may list no other's
-        return f"its job is one of user {left.owner}'s"
+    """Why the run may be active although Slurm here does not list its job."""
+    if left.owner != os.geteuid():  # squeue was asked for this user's jobs only
+        return f"the job belongs to user {left.owner}"
     if left.queued and queue.is_older(left.queued.time, cluster, margin_s=JUST_S):
-        return f"job {left.queued.id} was submitted a moment ago, and squeue does not list it yet"
+        return f"job {left.queued.id} was submitted a moment ago, so squeue does not list it yet"
     if _is_new(left, queue, cluster):
-        return "its attempt began a moment ago, and squeue was asked before"
+        return "the attempt began a moment ago, after squeue was asked"
     name = cluster_of(left.folder) if left.number and not cluster else ""
-    if name and name != queue.cluster:  # which has the same disk
-        return f"its job is one of the cluster {name}'s, and Slurm here is {queue.cluster or 'of no name'}"
+    if name and name != queue.cluster:  # another cluster with the same disk
+        return f"the job is on cluster {name}, but Slurm here is {queue.cluster or 'without a name'}"
     return ""
 
 
 def _here(left: Left) -> State:
-    """Of a run without Slurm."""
+    """The state of a run without Slurm."""
     if not left.number:
         return State("ended", left.run)
     state = State("unknown", left.run, left.paths)
@@ -224,13 +224,17 @@ def _here(left: Left) -> State:
         return state._replace(kind="ended")
     process = _process(left.paths)
     if process is None:
-        return state._replace(why="no file tells which process runs it")
+        return state._replace(why="no file names the process that runs it")
     if not processes.here(process):
-        return state._replace(why="it was started on another machine, or before this one's last start")
+        return state._replace(why="it was started on another machine, or before this machine last booted")
     if not processes.gone(process):
         return state._replace(kind="running", process=process[2])
     held = scratch.held(left.plan.get("scratch"))
-    return state._replace(why="its runner goes on without it") if held else state._replace(kind="ended")
+    return (
+        state._replace(why="the process that started it ended, but its runner is alive")
+        if held
+        else state._replace(kind="ended")
+    )
 
 
 def _process(paths: RunPaths) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""Run a plan on this machine: every node is a process here (bare) or a container on a private network (docker)."""
+"""Run a plan on this machine: each node is a process (bare) or a container on a private network (docker)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
 
-_GRACE = 10.0  # seconds that the other nodes get to end by themselves once one has failed
+_GRACE = 10.0  # seconds for the other nodes to end by themselves after one has failed
 
 
 def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int, site: str) -> Facts:
-    """What this machine offers: as many nodes as asked for, all of them here."""
+    """The facts of this machine, with the requested number of nodes, all on it."""
     count = nodes or recipe.nodes
     on_loopback = not engines.get(engine).private_network
     return Facts(
@@ -50,7 +50,7 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
 
 
 def image_of(engine: Engine, recipe: Recipe) -> str:
-    """What this engine starts here for the recipe: an image, or for bare a Python that has the training stack."""
+    """The image that this engine starts for the recipe; for bare, a Python with the training packages."""
     kind = engines.get(engine).image
     if kind == "file":
         return str(store.required(checkout.root(), recipe.image_name, recipe.image_digest, engine).absolute())
@@ -58,9 +58,9 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
 
 
 def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -> None:
-    """Refuse what this Python has no package for. `again` is the command line of the user, with more options.
+    """Refuse a recipe whose packages this Python lacks. `again` makes the user's command line with more options.
 
-    The settings of a `fixed` one, as a replay is, stay as they are.
+    With `fixed`, as for a replay, the fix changes no settings.
     """
     missing = [one for one in packages.of(recipe) if find_spec(one.module) is None]
     build = f"dray image build {recipe.image} --format docker"
@@ -68,10 +68,10 @@ def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -
         names = " and ".join(dict.fromkeys(one.module for one in missing))
         other = [again(*dict.fromkeys(word for one in missing for word in one.without)) + f"  # without {names}"]
         raise ConfigError(
-            f"this Python lacks {names}, which the recipe needs",
+            f"the recipe needs {names}, which this Python does not have",
             where=sys.executable,
             wanted="\n".join(f"{one.module}, for {one.setting}" for one in missing),
-            found="not installed here; an image has all that a recipe needs",
+            found="not installed; an image has everything that a recipe needs",
             fix="\n".join(
                 [
                     *(other if not fixed and all(one.without for one in missing) else []),
@@ -82,9 +82,9 @@ def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -
     torch = find_spec("torch")
     if recipe.train and recipe.train.compile and torch and any(map(str.isspace, torch.origin or "")):
         raise ConfigError(
-            "torch.compile cannot compile where torch's own path has a space",
+            "torch.compile fails if torch's path contains a space",
             where=torch.origin,
-            wanted="a path without a space: Inductor gives it to the C++ compiler as it is",
+            wanted="a path without a space: Inductor passes it unquoted to the C++ compiler",
             found="train.compile = true",
             fix="\n".join(
                 [
@@ -96,7 +96,7 @@ def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -
 
 
 def hf_home() -> str | None:
-    """HF_HOME as the job has it, or the library's own place for it, if that exists (slurm/lib.sh does the same)."""
+    """HF_HOME of the job, or the library's default folder if it exists (slurm/lib.sh does the same)."""
     if named := os.environ.get("HF_HOME"):
         return named if named.startswith("/") else None
     usual = hub_cache()
@@ -104,7 +104,7 @@ def hf_home() -> str | None:
 
 
 def hub_cache() -> Path:
-    """Where Hugging Face's libraries keep what they download, if nobody sets HF_HOME."""
+    """The default download folder of the Hugging Face libraries."""
     return Path(os.environ.get("XDG_CACHE_HOME") or checkout.home() / ".cache", "huggingface")
 
 
@@ -116,15 +116,15 @@ def run(
     stopping: Callable[[], None] = lambda: None,
     only: int | None = None,
 ) -> int:
-    """Start every node, or only this one, and wait: the first failing node's code.
+    """Start every node, or only this one, and wait; the exit code of the first node that failed.
 
-    `watch` is called between looks, and `stopping` before an interrupt ends what was started.
+    `watch` is called while waiting, and `stopping` before an interrupt ends the nodes.
     """
     numbers = range(len(plan.world.nodes)) if only is None else [only]
     with ExitStack() as stack:
         stack.enter_context(interrupts.stoppable())
         stack.callback(shutil.rmtree, plan.scratch, ignore_errors=True)
-        if not only:  # of a hostfile's machines the first one, whose runner is asked to stop
+        if not only:  # with a hostfile only the first machine, whose runner is asked to stop
             files.write_atomic(paths.process, json.dumps(processes.mark(os.getpid())))
         if engines.get(plan.engine).private_network:
             private = network(plan.run) if plan.world.one_machine else None
@@ -163,7 +163,7 @@ def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]
         names["cpus"]: str(max(1, len(os.sched_getaffinity(0)) // beside)),
     }
     with paths.node_log(number).open("ab") as log:
-        # A shell inside a job has the variables of its own task, of which these nodes are none.
+        # Inside a job, the shell's SLURM_ variables describe its own task, not these nodes.
         own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         node = process.start(["bash", paths.node_script], env={**own, **me}, output=log)
     try:

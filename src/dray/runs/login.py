@@ -1,4 +1,4 @@
-"""Facts for a job that is not there yet: a Slurm cluster that gives what is asked for."""
+"""Facts for a job before it is submitted, assuming that Slurm gives what is requested."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dray.images import store
 from dray.planning import image
 from dray.runs import local, write
 
-ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
+ASSUMED = "assumed, because no node was probed: node names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
 _ACCOUNT = ("--account=", "-A")
 
 
 class Known(NamedTuple):
-    """What is the same for all runs of a study, and is asked once."""
+    """Facts that all runs of a study share, asked once."""
 
     conf: Mapping[str, str]
-    """What scontrol tells of its configuration."""
+    """Slurm's configuration, from scontrol."""
     choice: sites.Choice
 
 
 def known(site: str) -> Known:
-    """At this login node."""
+    """The facts of this login node."""
     return Known(scheduler.conf(), host.site(site))
 
 
@@ -45,7 +45,7 @@ def facts(
     gpu_memory: float | None,
     known: Known | None = None,
 ) -> tuple[Facts, sites.Choice]:
-    """What this login node can know, and the site."""
+    """The facts that this login node can know, and the site."""
     count = nodes or recipe.nodes
     conf = scheduler.conf() if known is None else known.conf
     given_image = os.environ.get("DRAY_IMAGE", "")
@@ -86,6 +86,6 @@ def facts(
 
 
 def _partitions(options: Sequence[str]) -> list[str]:
-    """Those that sbatch is told; none for the default one."""
+    """The partitions given to sbatch; none for the default partition."""
     given = [found[1] for option in options if (found := re.fullmatch(r"(?:--partition=|-p)(.+)", option))]
     return (given[-1] if given else os.environ.get("SBATCH_PARTITION", "")).replace(",", " ").split()

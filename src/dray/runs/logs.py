@@ -1,4 +1,4 @@
-"""The logs of an attempt's nodes and ranks, joined in the order of time as far as their lines tell it."""
+"""The logs of an attempt's nodes and ranks, merged in time order as far as their lines have times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dray.runs.follow import Growing
 from dray.runs.paths import RunPaths
 from dray.runs.reading import written
 
-_LONGEST = 1 << 16  # bytes of a line; what has more is shown as several
+_LONGEST = 1 << 16  # bytes of a line; a longer one is shown as several lines
 _CHUNK = 1 << 20
 _NAME = re.compile(r"(node|preflight|rank)-([0-9]{1,6})\.log")
 _ISO = re.compile(rb"(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|\+00:00)?")
@@ -32,7 +32,7 @@ Joined = tuple[float, "Log", bytes]
 
 
 class Log(Growing):
-    """One file, read from where the last reading ended."""
+    """One log file, read from the last position."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class Log(Growing):
     ) -> None:
         super().__init__(path)
         self.label, self.kind, self.number = label, kind, number
-        self.ranks = ranks  # whether it has the lines of its node's ranks too
-        self.only = only  # the rank whose lines alone are wanted of it
-        self.width = width  # letters of the longest name of one of these
+        self.ranks = ranks  # whether it also has the lines of the node's ranks
+        self.only = only  # show the lines of this rank only
+        self.width = width  # letters of the longest rank label
         self._of: dict[int, Log] = {}
 
     def split(self, line: bytes) -> tuple[Log, bytes] | None:
-        """Whose line it is, and what that has written; None for one that is not wanted."""
+        """The log that the line belongs to, and its text; None if it is filtered out."""
         rank, text = rank_lines.split(line) if self.ranks else (None, line)
         if self.only not in (None, rank):
             return None
@@ -64,7 +64,7 @@ class Log(Growing):
         return self._of[rank], text
 
     def new(self, *, whole: bool) -> Iterator[bytes]:
-        """The lines that have come since; one without its end only if that is the `whole` file."""
+        """New lines; an unfinished last line only if this is the `whole` file."""
         with suppress(FileNotFoundError):
             for line in self.lines(_LONGEST, whole=whole):
                 yield line.rstrip(b"\n")
@@ -73,9 +73,9 @@ class Log(Growing):
 def of(
     paths: RunPaths, *, node: int | None = None, rank: int | None = None, each: int = 1, by_node: bool = False
 ) -> list[Log]:
-    """Those of an attempt, nodes first; of one rank, or of one node with its ranks. `each` ranks are on a node.
+    """The logs of an attempt, nodes first; or of one rank, or of one node with its ranks. `each`: ranks per node.
 
-    In a run of many ranks their lines are in the logs of their nodes.
+    In a run of many ranks, their lines are in the node logs.
     """
     found = []
     if by_node and rank is not None and node in (None, rank // each):
@@ -94,7 +94,7 @@ def of(
 
 
 def of_job(run: Path) -> list[Log]:
-    """The output of jobs that `dray submit` has queued: all that there is before the first attempt."""
+    """The logs of submitted jobs, the only output before the first attempt."""
     return [
         Log(f"job {match[1]}", path, "job", int(match[2]))
         for path in sorted(run.glob("job-*.log"))
@@ -103,9 +103,9 @@ def of_job(run: Path) -> list[Log]:
 
 
 def joined(logs: list[Log], paths: RunPaths, *, since: float = 0.0, whole: bool = True) -> Iterator[tuple[Log, bytes]]:
-    """All lines, in the order of time. A line that tells none stays behind the one before it in its own log.
+    """All lines in time order. A line without a time follows the line before it in its own log.
 
-    A line of a step has the time that the metrics have for it.
+    A step's line gets the step's time in the metrics.
     """
     _require(len(logs))
     began = written(paths.plan) or 0.0
@@ -121,21 +121,21 @@ def _timed(log: Log, began: float, steps: _Steps, *, whole: bool) -> Iterator[Jo
         for line in log.new(whole=whole):
             if own := log.split(line):
                 yield clock.of(own[1]), *own
-    except OSError as error:  # the others are shown all the same
+    except OSError as error:  # the other logs are still shown
         yield began, log, f"dray: this log cannot be read: {error.strerror}".encode()
 
 
 def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
-    """What has come since, in the order of the logs."""
+    """New lines, in the order of the logs."""
     for log in logs:
         with suppress(OSError):
-            # A stat first: opening all of a thousand logs five times a second is a load for a shared disk.
+            # First stat: opening a thousand logs five times a second would load a shared disk.
             if log.path.stat().st_size != log.position:
                 yield from filter(None, map(log.split, log.new(whole=False)))
 
 
 class _Clock:
-    """The time of one log's lines, which never goes back."""
+    """The times of one log's lines, which never go back."""
 
     def __init__(self, began: float, ended: float, steps: _Steps) -> None:
         self._at, self._window = began, (began - _SLACK_S, ended + _SLACK_S)
@@ -143,7 +143,7 @@ class _Clock:
         self._steps, self._place = steps, 0
 
     def of(self, line: bytes) -> float:
-        """Of a line, or of the one before it."""
+        """The time of a line, or of the line before it."""
         told: float | None = None
         if found := _STEP.match(line):
             told, self._place = self._steps.find(int(found[1]), self._place)
@@ -157,7 +157,7 @@ class _Clock:
         return self._at
 
     def _of(self, parts: list[bytes | None]) -> float | None:
-        """In this machine's zone or in UTC, which an image has: what lies within the attempt."""
+        """The time in this machine's zone or in UTC (an image's zone), whichever is within the attempt."""
         year, month, day, hour, minute, second = (int(part or 0) for part in parts[:6])
         fraction = float(b"0." + (parts[6] or b"0"))
         when = (year, month, day, hour, minute, second, -1, -1, -1)
@@ -171,7 +171,7 @@ class _Clock:
 
 
 class _Steps:
-    """When each step was logged, by the metrics, read as far as somebody asks: 16 bytes for a line of them."""
+    """The time of each step from the metrics, read only as far as needed, in 16 bytes per line."""
 
     def __init__(self, metrics: Path) -> None:
         self._numbers, self._times = array("q"), array("d")
@@ -185,7 +185,7 @@ class _Steps:
                     yield int(found[2]), float(found[1])
 
     def find(self, step: int, place: int) -> tuple[float | None, int]:
-        """Its time, from a place in the metrics on, and the place after it: a run may go back to an earlier step."""
+        """The step's time, searched from a place in the metrics, and the next place: a run may repeat steps."""
         for at in range(place, place + _AHEAD):
             while at >= len(self._numbers):
                 number, when = next(self._lines, (-1, 0.0))
@@ -199,15 +199,15 @@ class _Steps:
 
 
 def _require(count: int) -> None:
-    """As many open files."""
+    """Allow this many open files, or refuse."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE
     if soft != resource.RLIM_INFINITY and wanted > soft:
         if hard != resource.RLIM_INFINITY and wanted > hard:
             raise ConfigError(
-                "so many logs cannot be read at once",
+                "the run has too many logs to read at once",
                 wanted=f"at most {counted(hard - _SPARE, 'log')} (ulimit -Hn)",
                 found=counted(count, "log"),
-                fix="--node or --rank chooses some of them",
+                fix="choose some of them with --node or --rank",
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

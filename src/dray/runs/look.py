@@ -1,4 +1,4 @@
-"""How a run is, as runs/live.py decides it, with what its files tell. It changes nothing."""
+"""The state of a run, as decided by runs/live.py, with details from its files. Read only."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOP
 from dray.runs.stop import TERM, Stop, asked, of_files, utc
 
 FRESH_S = 120.0
-"""What was written to since then is alive: the trainer touches its lease every 10 s, and NFS keeps what it knows of a
-file for up to a minute."""
+"""A run whose files changed within this time is alive: the trainer touches its lease every 10 s, and NFS caches a
+file's time for up to a minute."""
 _KILLED_S = 45.0
-"""The same of a run whose job got SIGTERM: Slurm kills what is left after KillWait, which is 30 s by default."""
+"""The same for a run whose job got SIGTERM: Slurm kills it after KillWait, 30 s by default."""
 _ASK_S, _NEXT_S, _UNKNOWN_S = 15.0, 45.0, 600.0
 _ALLOCATION = ("", "(null)")
 _WIDE = 400
@@ -36,8 +36,8 @@ Read = dict[Path, Rare]
 def look(
     run: Path, queue: Queue, *, closely: bool = False, read: Read | None = None, numbers: list[int] | None = None
 ) -> State:
-    """Of a run's folder, or of that of one of its attempts, whatever is in it. `read` keeps what it read of metrics;
-    `numbers` are its attempts, where somebody has seen them."""
+    """The state of a run or of one attempt, by its folder. `read` caches metrics between calls; `numbers` are the
+    attempts, if known."""
     run = run.absolute()
     numbers = attempts(run) if numbers is None else numbers
     if not numbers and not (run / run_folder.JOB).exists():
@@ -52,7 +52,7 @@ def _made(fields: Table) -> State:
 
 
 class Watched:
-    """A run that is looked at again and again, over its attempts."""
+    """A run that is watched over several attempts."""
 
     def __init__(self, run: Path) -> None:
         self.run, self._queue = run, Queue()
@@ -62,14 +62,14 @@ class Watched:
         self._unknown: float | None = None
 
     def look(self, *, closely: bool = False) -> State:
-        """Slurm is asked four times a minute at most, and no line of the metrics is read twice."""
+        """The current state; asks Slurm at most four times a minute, and reads each metrics line once."""
         if time.monotonic() > self._asked + _ASK_S:
             self._queue, self._asked = Queue(), time.monotonic()
         return look(self.run, self._queue, closely=closely, read=self._read)
 
     def over(self, seen: State) -> bool:
-        """Whether no more will come: the next attempt may be in the queue only some seconds after the one before."""
-        if seen.state == NO_RESULT:  # nobody here knows; a compiler may be silent for some minutes
+        """Whether the run is over; the next attempt may enter the queue some seconds after the previous one."""
+        if seen.state == NO_RESULT:  # unknown: a compiler may be silent for some minutes
             self._unknown = self._unknown or time.monotonic()
             return time.monotonic() > self._unknown + _UNKNOWN_S
         self._unknown = None
@@ -81,7 +81,7 @@ class Watched:
 
 
 def _queued(left: Left, queue: Queue) -> Table:
-    """Of a run that `dray submit` has made, before its job has begun an attempt."""
+    """The state of a submitted run before its first attempt."""
     told = table(left.run / run_folder.JOB, left.warnings) or {}
     argv = told.get("argv")
     named = [word[11:] for word in argv if str(word).startswith("--job-name=")] if isinstance(argv, list) else []
@@ -97,21 +97,21 @@ def _queued(left: Left, queue: Queue) -> Table:
     if decided.kind == "queued" and decided.job:
         return fields | {"state": QUEUED, "waiting": _waiting(decided.job)}
     if decided.kind == "ended":
-        why = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
+        why = f"job {job} ended before its first attempt: see its output, job-{job}.log"
         if left.cancelled:
-            why = f"dray stop took job {job} out of the queue; nothing has run"
+            why = f"dray stop cancelled job {job} in the queue; the run never started"
         return fields | {"state": STOPPED if left.cancelled else LOST, "why": why}
     if decided.kind == "unknown":
-        why = f"whether job {job} waits, runs or has ended is not known here: this machine has no Slurm"
+        why = f"this machine has no Slurm, so it cannot tell whether job {job} waits, runs or has ended"
         return fields | ({"why": why} if queue.is_absent else {"state": QUEUED})
-    return fields | {"state": RUNNING, "live": Live(stage="the job plans the run")}
+    return fields | {"state": RUNNING, "live": Live(stage="the job is planning the run")}
 
 
 class _Attempt(Left):
-    """One attempt, and what its files tell."""
+    """One attempt and its files."""
 
     def fields(self, queue: Queue, read: Read | None, *, closely: bool) -> Table:
-        """Of the whole state."""
+        """All fields of the state."""
         state, job = self._state(queue)
         plan = self.plan
         result = self.result if self._status() else None
@@ -138,7 +138,7 @@ class _Attempt(Left):
         }
         if result:
             found["goes_on"] = self.goes_on
-            found["live"] = Live(stage="the job plans the next attempt") if state == RUNNING else None
+            found["live"] = Live(stage="the job is planning the next attempt") if state == RUNNING else None
             return found | _ended(result, closely=closely)
         if state == STOPPED and self._cancelled:
             found |= {"why": self._cancelled.reason, "finished": self._cancelled.at}
@@ -147,12 +147,12 @@ class _Attempt(Left):
         return found | self._reached(state, read, closely=closely)
 
     def _waited(self, job: Job | None) -> float | None:
-        """Seconds in the queue, by Slurm's clock; a later attempt may be of the same job."""
+        """Seconds in the queue by Slurm's clock; only for the first attempt, since later ones may share the job."""
         first = self.number == 1 and job is not None and job.command not in _ALLOCATION
         return job.start - job.submitted if first and job and job.start and job.submitted else None
 
     def _status(self) -> str | None:
-        """By the result, once there is one."""
+        """The status in the result; None without one."""
         status = (self.result or {}).get("status")
         return status if isinstance(status, str) else None
 
@@ -160,24 +160,24 @@ class _Attempt(Left):
         return status if (status := self._status()) in (DONE, FAILED, STOPPED) and status else NO_RESULT
 
     def _state(self, queue: Queue) -> tuple[str, Job | None]:
-        """And the job by which the run goes on."""
-        if self.number < max(self.numbers, default=0):  # what Slurm has goes on with a later attempt
+        """The state's name, and the job that has the run."""
+        if self.number < max(self.numbers, default=0):  # Slurm's job belongs to a later attempt
             return (self._ended() if self.ended else self._lost()), None
         decided = live.decide(self, queue)
         job, ended, kind = decided.job, self.ended, decided.kind
         if kind == "queued":
             return QUEUED, job
         if job and kind == "starting" and ended and job.number == self.job and not dig(self.result, "next", "spare"):
-            return (RUNNING if (job.start or 0.0) > ended else self._ended()), job  # it goes back into the queue
+            return (RUNNING if (job.start or 0.0) > ended else self._ended()), job  # the job is being requeued
         if (job and job.command not in _ALLOCATION) or kind == "starting" or decided.process:
             return RUNNING, job
         if ended:
             return (QUEUED if kind == "unknown" and self.queued and not queue.is_absent else self._ended()), None
-        return (self._lost() if kind == "ended" else self._by_files()), job  # one by salloc outlives a run in it
+        return (self._lost() if kind == "ended" else self._by_files()), job  # an salloc allocation outlives its runs
 
     @cached_property
     def _cancelled(self) -> Stop | None:
-        """What ended it before it could write a result."""
+        """What ended the attempt before it could write a result."""
         if told := of_files(self.paths.folder, self.job, self.began or 0.0):
             return told
         reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": TERM}
@@ -186,11 +186,11 @@ class _Attempt(Left):
 
     @cached_property
     def _asked(self) -> list[str]:
-        """Who has asked it to end."""
+        """Who asked the attempt to end."""
         return asked(self.paths.folder)
 
     def _lost(self) -> str:
-        """Of one that is gone: a node that failed is nobody's wish."""
+        """The state of an attempt that is gone: stopped if somebody asked for it, else lost."""
         return STOPPED if self._cancelled and self._cancelled.by_wish else LOST
 
     def _by_files(self) -> str:
@@ -209,7 +209,7 @@ class _Attempt(Left):
         return STOPPED if "TERM" in self._asked else NO_RESULT
 
     def _reached(self, state: str, read: Read | None, *, closely: bool) -> Table:
-        """By the metrics of one without a result."""
+        """Progress from the metrics of an attempt without a result."""
         file, step = f"{self.folder}/{run_folder.METRICS}", metrics.Event()
         steps = metrics.whole(dig(self.plan, "recipe", "train") or {}, "steps")
         try:

@@ -1,8 +1,7 @@
-"""What this machine's disk holds of what a recipe names, looked up once for the plan."""
+"""The models, datasets and programs of a recipe that exist on this machine, looked up once for the plan."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from dray.config import checkout
 from dray.config.recipe import Command, Recipe
 from dray.contract import exit_codes
 from dray.contract.files import parse_json, read
-from dray.contract.findings import ConfigError, DrayError, Finding
+from dray.contract.findings import ConfigError, DrayError, Finding, nearest
 from dray.facts import Counted, Facts, Files
 from dray.planning import activations, memory
 
@@ -27,9 +26,9 @@ _TYPES = Path(__file__).with_name("model_types.toml")
 
 
 def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
-    """A job's planner runs in a container that sees HF_HOME alone: other paths are checked on the nodes.
+    """What the plan needs to know of files. A job's planner sees only HF_HOME: the nodes check other paths.
 
-    In an image, or if `exact`, the model itself is asked what it keeps; not for a compiled one, which keeps others.
+    In an image, or with `exact`, the model's saved activations are counted, but not for a compiled model.
     """
     if recipe.command:
         return Files(findings=tuple(_program(recipe.command, facts)))
@@ -42,7 +41,7 @@ def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
     ask = configuration and (exact or in_image) and not recipe.train.compile
     found = list(_model_type(recipe, facts, configuration))
     if exact and recipe.train.compile:
-        problem = "--exact counts models that are not compiled; the memory is an estimate"
+        problem = "--exact cannot count a compiled model, so the memory is an estimate"
         found.append(Finding(problem, found="train.compile = true", fix="--exact train.compile=false", kind="note"))
     return Files(
         configuration=configuration,
@@ -62,12 +61,12 @@ def _configuration(recipe: Recipe, home: str) -> dict[str, Any] | None:
             vocabulary = tokenizer.get("vocab_size", 257)  # one for each byte
             return {"model_type": model.type, "vocab_size": vocabulary, **model.config}
         return {**_json(model.name, model.revision, home), **model.config}
-    except (OSError, ConfigError, ValueError):  # the nodes say what is wrong with it
+    except (OSError, ConfigError, ValueError):  # the nodes report what is wrong
         return None
 
 
 def _require_sizes(recipe: Recipe, configuration: dict[str, Any]) -> None:
-    """Refuse a configuration with a text, say, in the place of a size."""
+    """Refuse a configuration whose sizes are no numbers."""
     model = recipe.model
     try:
         memory.shape(configuration)
@@ -77,12 +76,12 @@ def _require_sizes(recipe: Recipe, configuration: dict[str, Any]) -> None:
             wrong.amend(where=f"recipe model.config.{name}", fix=f"set model.config.{name} to a whole number")
         else:
             file = f"config.json of {model.name or model.tokenizer}"
-            wrong.amend(where=file, fix=f"correct {name} there, or set model.config.{name} in the recipe")
+            wrong.amend(where=file, fix=f"correct {name} in that file, or set model.config.{name} in the recipe")
         raise
 
 
 def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> Counted | None:
-    """By a program that needs torch; where it does not end well, only `exact` makes that an error."""
+    """The activations that the model saves, counted by a program that needs torch; it may fail unless `exact`."""
     assert recipe.train is not None
     use = memory.use(recipe, flex=configuration.get("model_type") not in activations.WITHOUT_FLEX)
     question = {
@@ -103,7 +102,7 @@ def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> C
         lines = [line for line in done.err.splitlines() if line.strip()]
         raise ConfigError(
             "--exact cannot build this model here",
-            wanted="a Python with torch and transformers, and a type of model that transformers knows",
+            wanted="a Python with torch and transformers, and a model type that transformers knows",
             found=lines[-1][:200] if lines else f"exit code {done.code}",
             fix="leave out --exact for an estimate, or plan in the image",
         )
@@ -111,7 +110,7 @@ def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> C
 
 
 def _json(name: str, revision: str, home: str) -> dict[str, Any]:
-    """The config.json of a folder, or of the hub's cache."""
+    """The config.json of a folder or of the hub's cache."""
     folder = Path(name)
     if not name.startswith(("/", ".")):
         cached = _cached(home, "models", name)
@@ -119,12 +118,12 @@ def _json(name: str, revision: str, home: str) -> dict[str, Any]:
         folder = cached / "snapshots" / (read(ref).decode().strip() if ref.is_file() else revision)
     found = parse_json(read(folder / "config.json").decode(), "the model", folder)
     if not isinstance(found, dict):
-        raise ConfigError("the model's config.json is no table", where=folder)
+        raise ConfigError("the model's config.json is no JSON object", where=folder)
     return found
 
 
 def _cached(home: str, kind: str, name: str) -> Path:
-    """Where the hub's cache keeps it; without HF_HOME the job has no cache, not even a home's."""
+    """The folder in the hub's cache; without HF_HOME the job has no cache."""
     return Path(home or "/nonexistent", "hub", f"{kind}--{name.replace('/', '--')}")
 
 
@@ -140,14 +139,14 @@ def _missing_on_hub(recipe: Recipe, home: str) -> list[str]:
 
 
 def _program(command: Command, facts: Facts) -> Iterator[Finding]:
-    """What keeps the first word of a command from being started, as far as this machine can know."""
+    """Why the command's program cannot be started, as far as this machine can tell."""
     bare = engines.get(facts.engine).image == "python"
     word, script = command.argv[0], command.argv[0].endswith(".py")
     path = Path(command.folder, word)
     why, fix = "", ""
     if facts.scheduler == "slurm" and not facts.login:
-        pass  # the nodes say it; here the planner is in a container
-    elif "/" not in word and not script:  # from PATH, and an image has its own
+        pass  # the nodes report it; this planner runs in a container
+    elif "/" not in word and not script:  # from PATH, which an image sets itself
         why = f"{word} is not on PATH" if bare and not process.which(word) else ""
     elif word.startswith("/") and not bare and not path.is_relative_to(command.folder):
         pass  # it may be in the image
@@ -155,37 +154,37 @@ def _program(command: Command, facts: Facts) -> Iterator[Finding]:
         why = f"{path} is a folder"
     elif not path.exists():
         names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
-        why, fix = f"{path} does not exist", f"did you mean {near[0]}?" if near else ""
+        near = nearest(path.name, names)
+        why, fix = f"{path} does not exist", f"did you mean {near}?" if near else ""
     elif not script and not os.access(path, os.X_OK):
         why, fix = f"{path} may not be executed", shlex.join(["chmod", "+x", str(path)])
     if why:
-        fix = fix or "correct the path; a relative one starts where you stand, or at the recipe's folder"
-        wanted = "a program that this machine, and the image, can start"
+        fix = fix or "correct the path; a relative path starts in the current folder, or in the recipe's folder"
+        wanted = "a program that can be started on this machine and in the image"
         yield Finding("the command cannot be started", wanted=wanted, found=why, fix=fix, code=exit_codes.CONFIG)
 
 
 def _model_type(recipe: Recipe, facts: Facts, configuration: dict[str, Any] | None) -> Iterator[Finding]:
-    """What the trainer's transformers cannot build; nothing where another version of it may be in use."""
+    """A finding if the trainer's transformers lacks this model type; none if the version in use is unknown."""
     if recipe.train is None or configuration is None or recipe.model.trust_remote_code:
         return
     known = tomllib.loads(_TYPES.read_text(encoding="utf-8"))
     kind = configuration.get("model_type")
     if kind in known["types"] or known["transformers"] != _transformers(recipe, facts):
         return
-    near = difflib.get_close_matches(str(kind), known["types"], n=3)
+    near = nearest(str(kind), known["types"])
     yield Finding(
         f"transformers {known['transformers']} has no language model of this type",
         where=f"config.json of {recipe.model.name}" if recipe.model.name else "recipe model.type",
-        wanted="a type that AutoModelForCausalLM or AutoModelForMaskedLM has",
+        wanted="a type that AutoModelForCausalLM or AutoModelForMaskedLM supports",
         found=str(kind),
-        fix=f"did you mean {' or '.join(near)}?" if near else "model.type=gpt2",
+        fix=f"did you mean {near}?" if near else "model.type=gpt2",
         code=exit_codes.CONFIG,
     )
 
 
 def _transformers(recipe: Recipe, facts: Facts) -> str:
-    """The version that will build the model: this Python's, or that of the image's lock; empty where nobody knows."""
+    """The version that builds the model: this Python's or the one in the image's lock; empty if unknown."""
     try:
         if engines.get(facts.engine).image == "python":
             return version("transformers")
@@ -197,7 +196,7 @@ def _transformers(recipe: Recipe, facts: Facts) -> str:
 
 
 def missing_paths(recipe: Recipe) -> dict[str, str]:
-    """The files and folders that the recipe's keys name, and that are not on this machine."""
+    """The files and folders that the recipe names and this machine does not have, by key."""
     return {key: path for key, path in recipe.places().items() if not (Path(path).exists() or _fits(Path(path)))}
 
 

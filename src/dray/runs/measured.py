@@ -1,4 +1,4 @@
-"""What a short run shows of a setting: the time of its steps after the warm-up, memory, losses, or why it has none."""
+"""What a short run measured for a setting: step time after the warm-up, memory and losses, or why it failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LETTERS = 300
 
 
 class Row(BaseModel):
-    """One candidate, and what came of it."""
+    """One candidate and its result."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,21 +28,21 @@ class Row(BaseModel):
     state: str
     why: str = ""
     run: str = ""
-    """Its folder's name; empty where nothing was started."""
+    """The name of its run folder; empty if it was not started."""
     step_s: float | None = Field(default=None, gt=0)
-    """The median of its steps after the warm-up."""
+    """Median step time after the warm-up."""
     spread: float = Field(default=0.0, ge=0)
-    """The median distance from that median, as a share of it."""
+    """Median deviation from that median, relative to it."""
     tokens_per_s: float | None = None
-    """Of all ranks, in a step of that time."""
+    """Speed of all ranks at that step time."""
     memory_gb: float | None = None
-    """The most that rank 0 ever had."""
+    """Peak memory of rank 0."""
     losses: list[float] = []
-    """Of each step, the warm-up's too."""
+    """Loss of each step, with the warm-up."""
 
 
 def of_run(run: Path, code: int, log: Path, *, warm_up: int) -> Row:
-    """What it left; `log` is all that it printed."""
+    """The row of a run that ended; `log` is everything that it printed."""
     found = attempts(run)
     if not found:
         return Row(values={}, state=REFUSED if code == exit_codes.CONFIG else FAILED, why=_printed(log, code))
@@ -58,9 +58,9 @@ def of_run(run: Path, code: int, log: Path, *, warm_up: int) -> Row:
     losses = [loss for event in steps if (loss := number(event, "loss")) is not None]
     measured = [event for event in steps[warm_up:] if (number(event, "step_s") or 0) > 0]
     if len(losses) != len(steps):
-        return Row(values={}, state=FAILED, why="a step's loss is no number")
+        return Row(values={}, state=FAILED, why="the loss of a step is not a number")
     if not measured:
-        return Row(values={}, state=FAILED, why=f"its metrics have no step after the first {warm_up}")
+        return Row(values={}, state=FAILED, why=f"the metrics have no step after the first {warm_up}")
     seconds = [event["step_s"] for event in measured]
     step_s, tokens = statistics.median(seconds), statistics.median(e["tokens_per_s"] * e["step_s"] for e in measured)
     return Row(
@@ -75,13 +75,13 @@ def of_run(run: Path, code: int, log: Path, *, warm_up: int) -> Row:
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """The median distance from the median, as a share of it: one slow step of ten does not move it."""
+    """Median deviation from the median, relative to it; one slow step in ten does not change it."""
     middle = statistics.median(seconds)
     return statistics.median(abs(one - middle) for one in seconds) / middle
 
 
 def apart(one: Sequence[float], other: Sequence[float], most: float) -> tuple[int, float] | None:
-    """The first step at which two runs' losses are further apart than `most`, relative to their value, and how far."""
+    """The first step whose relative loss difference exceeds `most`, and that difference."""
     for step, (a, b) in enumerate(zip(one, other, strict=False), 1):
         if (far := abs(b / (a or 1e-30) - 1)) > most:
             return step, far
@@ -97,7 +97,7 @@ def _why(result: Result | None) -> str:
 
 
 def _printed(log: Path, code: int) -> str:
-    """The refusal that it printed; else its last line."""
+    """The refusal that the run printed, or its last line."""
     lines = [line for line in files.tail(log, 60) if line.strip()]
     refused = [number for number, line in enumerate(lines) if line.startswith("dray: ")]
     if not refused:

@@ -1,4 +1,4 @@
-"""metrics.jsonl, read in whatever state it is: half-written, damaged, missing. Schema: docs/reference/metrics.md."""
+"""Read metrics.jsonl, also if it is half-written, damaged or missing. Schema: docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEPT = 4096
 
 
 class Metrics:
-    """The events of one attempt, in their order. A line that is still being written is left out."""
+    """The events of one attempt in order, without an unfinished last line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -42,18 +42,18 @@ class Metrics:
                     self._damaged += line.endswith(b"\n") or len(line) == RECORD
 
     def warnings(self) -> list[str]:
-        """What of it could not be read, the last time."""
+        """Warnings about damaged lines in the last read."""
         return [f"{self._path}: {counted(self._damaged, 'damaged line')} left out"] if self._damaged else []
 
 
 def tail(path: Path) -> list[Event]:
-    """The events in the end of the file."""
+    """The events at the end of the file."""
     return list(filter(None, map(parsed, _end(path, _TAIL).split(b"\n"))))
 
 
 def last_step(path: Path | str) -> Event:
-    """The last one, in the end of the file; empty where there is none. Other lines are not parsed: there are lists of
-    thousands of runs."""
+    """The last step in the file; empty if there is none. Only the file's end is read, because lists have thousands of
+    runs."""
     for most in (_FEW, _TAIL, _TAIL + RECORD):
         end = _end(path, most)
         found, begin = len(end), b'\n{"event": "step",'
@@ -64,14 +64,14 @@ def last_step(path: Path | str) -> Event:
 
 
 def first(path: Path | str) -> Event:
-    """The start, with which a file begins."""
+    """The first event of the file."""
     with suppress(FileNotFoundError), files.open_regular(path) as file:
         return parsed(file.readline(RECORD)) or {}
     return {}
 
 
 def _end(path: Path | str, most: int) -> bytes:
-    """From the beginning of a line on; a step of thousands of nodes is a longer line than many of others are."""
+    """The end of the file, from the beginning of a line; a step of thousands of nodes makes a very long line."""
     with suppress(FileNotFoundError):
         for much in (most, _TAIL + RECORD):
             end, whole = files.end(path, much)
@@ -83,17 +83,17 @@ def _end(path: Path | str, most: int) -> bytes:
 
 
 class Rare:
-    """The events of a file that grows beside its steps, of which there may be a million: their lines are not parsed.
-    Each look reads on from where the last one ended."""
+    """The events of a growing file except steps, whose lines (up to a million) are not parsed. Each look reads only
+    what is new."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._again = Growing(path), 0
         self.events: deque[Event] = deque(maxlen=_KEPT)
         self.first: dict[str, Event] = {}
-        """The first start, and the first step."""
+        """The first start event and the first step event."""
 
     def look(self) -> None:
-        """Read what has come. OSError says why it cannot be read; one that is not there has nothing."""
+        """Read new lines. Raises OSError if the file cannot be read; a missing file has no events."""
         with suppress(FileNotFoundError):
             for line in self._file.lines(RECORD):
                 self._renew()
@@ -107,7 +107,7 @@ class Rare:
         self._renew()
 
     def _renew(self) -> None:
-        """Forget what was in a file that is another one now."""
+        """Forget the events if the file was replaced."""
         if self._again != self._file.again:
             self._again = self._file.again
             self.events.clear()
@@ -115,29 +115,29 @@ class Rare:
 
 
 def rare(path: Path) -> Iterator[Event]:
-    """All events that are no steps."""
+    """All events except steps."""
     read = Rare(path)
     read.look()
     yield from read.events
 
 
 def parsed(line: bytes) -> Event | None:
-    """One line; None where it is damaged."""
+    """The event of a line; None if it is damaged."""
     try:
-        event = from_json(line)  # pydantic's parser: three times as quick as json's, and floats to the same last bit
+        event = from_json(line)  # pydantic's parser is three times as fast as json's, and its floats are bit-identical
     except ValueError:
         return None
     return event if isinstance(event, dict) else None
 
 
 def whole(event: Event, name: str) -> int | None:
-    """A count."""
+    """The value as a count; None if it is none."""
     value = event.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
 
 
 def number(event: Event, name: str) -> float | None:
-    """A number that JSON can hold."""
+    """The value as a finite number; None if it is none."""
     value = event.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

@@ -1,8 +1,7 @@
-"""Which run is meant: a folder, a run's name or its beginning, a job's number, or nothing, for the newest."""
+"""Find a run by its folder, its name or the beginning of it, or a job number; by default the newest run."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 from dray.runs.paths import attempts, default_runs, numbered
 
-_SHOWN = 6
 _ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 _JOB = re.compile(rb"^job=([0-9]{1,18})$", re.MULTILINE)
 _TASK = re.compile(rb"^task=([0-9]{1,18}_[0-9]{1,18})$", re.MULTILINE)
@@ -24,7 +22,7 @@ _MOST = 1 << 20  # bytes of a file that is read for a job's number
 
 
 def find(named: str = "", runs: Path | None = None) -> Path:
-    """The folder of a run, or of one of its attempts if that was named."""
+    """The folder of a run, or of an attempt if that was named."""
     runs = (runs or default_runs()).absolute()
     if not named:
         return _newest(runs)
@@ -43,50 +41,50 @@ def find(named: str = "", runs: Path | None = None) -> Path:
 
 
 class Seen(NamedTuple):
-    """A run, by one look into its folder: there are thousands in a list."""
+    """A run, from one listing of its folder: a list has thousands of runs."""
 
     began: float
-    """When its last attempt began; of one that has none, when its job was submitted."""
+    """When the last attempt began, or, without one, when the job was submitted."""
     folder: str
     attempts: list[int]
 
 
 def seen(runs: Path) -> Iterator[Seen]:
-    """The runs in a folder, in no order."""
+    """The runs in a folder, unordered."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
             folder, names = entry.path, list[str]()
-            with suppress(OSError):  # of a link that leads in a circle, or to where this user may not look
+            with suppress(OSError):  # a circular link, or a folder that this user may not read
                 names = os.listdir(folder) if entry.is_dir() else []  # noqa: PTH208
             if (numbers := numbered(names)) or run_folder.JOB in names:
                 yield Seen(_began(folder, numbers), folder, numbers)
 
 
 def every(runs: Path) -> Iterator[Path]:
-    """Their folders."""
+    """The folders of all runs, unordered."""
     return (Path(run.folder) for run in seen(runs))
 
 
 def newest_first(runs: Path) -> list[Path]:
-    """As `find` takes the newest."""
+    """The folders of all runs, newest first."""
     return [Path(run.folder) for run in sorted(seen(runs), reverse=True)]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it has an attempt, or a job that will begin one."""
+    """Whether the folder has an attempt, or a job that will begin one."""
     with suppress(OSError):
         return bool(attempts(folder)) or (folder / run_folder.JOB).exists()
     return False
 
 
 def jobs(run: Path) -> list[int]:
-    """The numbers of its jobs: of each attempt, the newest first, then the one that was submitted."""
+    """The run's job numbers: of each attempt, newest first, then of the submitted job."""
     found = [job_of(run / run_folder.attempt(number)) for number in reversed(attempts(run))]
     return [job for job in dict.fromkeys([*found, _submitted(run)[0]]) if job]
 
 
 def _submitted(run: Path) -> tuple[int, str]:
-    """The job that was submitted, and its name if it is a task of an array."""
+    """The submitted job, and its task name if it is in an array."""
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         queued = json.loads(files.read(run / run_folder.JOB, limit=_MOST))
         number, task = int(queued["job"]), queued.get("task")
@@ -95,41 +93,40 @@ def _submitted(run: Path) -> tuple[int, str]:
 
 
 def _tasks(run: Path) -> set[str]:
-    """What Slurm calls its jobs that are tasks of arrays."""
+    """The run's array tasks, as 12_3."""
     found = {str(id_of(run / run_folder.attempt(number))) for number in attempts(run)} | {_submitted(run)[1]}
     return {name for name in found if "_" in name}
 
 
 def _of_job(named: str, runs: Path) -> Path | None:
-    """The newest run of this job, or of this task of an array. An array has several runs, and none of them is meant."""
+    """The newest run of this job or array task. The number of a whole array is refused: it has several runs."""
     if "_" in named:
         return next((run for run in newest_first(runs) if named in _tasks(run)), None)
     found = [run for run in newest_first(runs) if int(named) in jobs(run)][::-1]
     of_array = {task: run for run in found for task in _tasks(run) if task.startswith(f"{named}_")}
     if len(of_array) > 1 and found[-1] in of_array.values():
         tasks = sorted(of_array, key=lambda task: int(task.partition("_")[2]))
-        shown = ", ".join(tasks[:_SHOWN]) + ", ..." * (len(tasks) > _SHOWN)
         raise ConfigError(
-            "the job is an array, and each of its tasks is a run", where=runs, wanted="one task", found=named,
-            fix=f"one of {shown}; dray scale --table STUDY shows them all",
+            "the job is an array, and each task is a run", where=runs, wanted=f"one task: {listed(tasks)}",
+            found=named, fix="dray scale --table STUDY shows all tasks",
         )  # fmt: skip
     return found[-1] if found else None
 
 
 def job_of(attempt: Path | str) -> int:
-    """The job that this attempt is in, by its folder; 0 without Slurm, or where that does not tell."""
+    """The attempt's job number, from its folder; 0 without Slurm or if unknown."""
     return _number(_facts(attempt))
 
 
 def id_of(attempt: Path | str) -> int | str:
-    """What Slurm calls that job: its number, or 12_3 where it is a task of an array."""
+    """The job's id in Slurm: its number, or 12_3 for an array task."""
     facts = _facts(attempt)
     found = _TASK.search(facts)
     return found[1].decode() if found else _number(facts)
 
 
 def cluster_of(attempt: Path | str) -> str:
-    """What Slurm calls the cluster of its job; empty where its folder does not tell."""
+    """The cluster of the attempt's job; empty if unknown."""
     found = _CLUSTER.search(_facts(attempt))
     return found[1].decode(errors="replace") if found else ""
 
@@ -146,7 +143,7 @@ def _number(facts: bytes) -> int:
 
 
 def _began(folder: str, attempts: list[int]) -> float:
-    """By a file that is written once: a shell in a run's container, or JupyterLab, changes the folders."""
+    """The time of a file that is written once; the folder's own time changes with dray enter or JupyterLab."""
     planned = [f"{folder}/{run_folder.attempt(attempts[-1])}/{run_folder.PLAN}"] if attempts else []
     for path in (*planned, f"{folder}/{run_folder.JOB}", folder):
         with suppress(OSError):
@@ -158,11 +155,11 @@ def _newest(runs: Path) -> Path:
     found = max(seen(runs), default=None)
     if found is None:
         raise ConfigError(
-            "there is no run",
+            "there are no runs",
             where=runs,
-            wanted=f"a folder with run folders, each with {run_folder.attempt(1)} in it",
-            found="none in it" if runs.is_dir() else "no folder",
-            fix="name the `run folder:` of the run's last line, or --runs",
+            wanted=f"a folder of run folders, each with {run_folder.attempt(1)} in it",
+            found="no run folder" if runs.is_dir() else "the folder does not exist",
+            fix="give the `run folder:` that the run printed last, or --runs=FOLDER",
         )
     return Path(found.folder)
 
@@ -170,10 +167,10 @@ def _newest(runs: Path) -> Path:
 def _unclear(named: str, runs: Path, names: list[str], fitting: list[str]) -> ConfigError:
     wanted = "a run's folder, its name or the beginning of it, or the number of its job"
     if fitting:
-        shown = ", ".join(fitting[:_SHOWN]) + ", ..." * (len(fitting) > _SHOWN)
         return ConfigError(
-            "several runs begin like this", where=runs, wanted=wanted, found=f"{named!r}: {shown}", fix="add letters"
-        )
-    near = difflib.get_close_matches(named, names, n=1)
-    fix = f"did you mean {near[0]}?" if near else "dray runs lists them; --runs names another folder"
+            "several runs begin with this name", where=runs, wanted=wanted, found=f"{named!r}: {listed(fitting)}",
+            fix="type more letters",
+        )  # fmt: skip
+    near = nearest(named, names)
+    fix = f"did you mean {near}?" if near else "dray runs lists them; --runs=FOLDER names another folder"
     return ConfigError("there is no such run", where=runs, wanted=wanted, found=ascii(named), fix=fix)

@@ -1,4 +1,4 @@
-"""A capsule as one file to hand on, without secrets; and such a file opened again."""
+"""Pack a capsule into one file without secrets, and open such a file."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from dray.runs.capsule_schema import File
 from dray.runs.named import find
 from dray.runs.paths import RunPaths, attempts, last_attempt, run_name
 
-_MOST = 64 << 20  # bytes of a file, in which all losses are
-_ALL, _FILES = 512 << 20, 20_000  # of an archive that somebody else has made
+_MOST = 64 << 20  # bytes of one file; metrics are packed whole
+_ALL, _FILES = 512 << 20, 20_000  # the largest archive that is opened
 _HEADER = 1 << 16  # bytes of a member's headers
 _LOGS = 24
 _INSIDE = re.compile(r"[\w.-]+/(attempt-[1-9][0-9]{0,8}/(?:[\w.-]+/)?[\w.-]+)", re.ASCII)
 _ABOUT = """\
 The capsule of the run {run}: what is needed to repeat it. Made by dray {dray}.
 
-dray capsule show FILE, dray replay FILE and dray diff FILE RUN take it as it is.
-Replaced: values of pass_env and of variables whose names hold secrets, as they are in the environment of who made this,
-by [NAME]; what has the shape of a secret, and in the diff of code what is given to a name that holds secrets, by
-[secret]. Not replaced: names of nodes, users and projects, paths, the command, all else in the diff, and what else
-programs printed. Read it before you send it.
-Not in it: checkpoints, models, datasets, secrets, files that git does not know. Of logs the ends.
+dray capsule show FILE, dray replay FILE and dray diff FILE RUN read this file as it is.
+Replaced:
+  by [NAME]: values of pass_env and of secret variables such as HF_TOKEN, as they were set when the archive was made
+  by [secret]: text that looks like a secret, and in the diff of code values of names such as PASSWORD or token
+Not replaced: names of nodes, users and projects, paths, the command, the rest of the diff, other output of programs.
+Left out: checkpoints, models, datasets, secrets, files that git does not track. Of logs only the ends are here.
+Read the files before you send them.
 
 {names}
 """
 
 
 class Packed(BaseModel):
-    """What was made."""
+    """The file that was written."""
 
     file: str
     size: int
@@ -52,14 +53,14 @@ class Packed(BaseModel):
 
 
 def make(run: Path, out: Path) -> Packed:
-    """Write it, for this user alone; all attempts are in it. A file that is there already stays as it is."""
+    """Write a file with all attempts, readable by this user alone; an existing file is never overwritten."""
     content, left_out = dict[str, str](), list[str]()
     for number in attempts(run):
         paths = RunPaths(run, number)
         if paths.capsule.exists():
             content |= _attempt(paths, left_out)
     if not content:
-        capsule.read(last_attempt(run))  # which says what is missing
+        capsule.read(last_attempt(run))  # raises the error that says what is missing
     named = [*content, *(f"({line}, left out)" for line in left_out)]
     content["README"] = printable(_ABOUT.format(run=run.name, dray=__version__, names="\n".join(named)))
     bundle.write_out(out, bundle.packed(f"dray-capsule-{bundle.plain(run.name)}", content))
@@ -67,21 +68,21 @@ def make(run: Path, out: Path) -> Packed:
 
 
 def text(made: Packed) -> str:
-    """What is in it, and what to do before it is sent."""
+    """List the packed files, and say what to do before sending them."""
     out = [f"{made.file}: {made.size:,} bytes, {len(made.names)} files:", *(f"  {name}" for name in made.names)]
     out += [f"left out: {line}" for line in made.left_out]
-    return "\n".join([*out, "Read it before you send it: its README says what was replaced, and what was not."])
+    return "\n".join([*out, "Read it before you send it: its README lists what was replaced and what was not."])
 
 
 def _attempt(paths: RunPaths, left_out: list[str]) -> dict[str, str]:
-    """The files that the capsule names, without secrets; it then names them as they are in the archive."""
+    """The capsule's files without secrets, and the capsule with the checksums of these."""
     made, clean = capsule.read(paths), bundle.cleaner(paths, homes=False)
     folder, content, listed = paths.folder.name, dict[str, str](), list[File]()
 
     def take(name: str, *, end: bool) -> bytes | None:
         path = f"{folder}/{name}"
         if not _INSIDE.fullmatch(f"x/{path}"):
-            left_out.append(printable(f"{path}: no name of a file of dray's"))
+            left_out.append(printable(f"{path}: dray writes no file with this name"))
             return None
         try:
             text = clean(bundle.text_of(paths.folder / name, paths.run, most=_MOST, end=end))
@@ -103,7 +104,7 @@ def _attempt(paths: RunPaths, left_out: list[str]) -> dict[str, str]:
 
 @contextmanager
 def opened(named: str, runs: Path | None = None) -> Iterator[Path]:
-    """The run that is meant, as `find` has it, or that a packed capsule's file has; a run's folder, or an attempt's."""
+    """The folder of a run or attempt, found as by `find`, or unpacked from a capsule's file."""
     found = find(named, runs)
     if not found.is_file():
         yield found
@@ -123,18 +124,18 @@ def opened(named: str, runs: Path | None = None) -> Iterator[Path]:
 
 
 def _no_capsule(file: Path, found: str) -> ConfigError:
-    wanted, fix = "a file that dray capsule pack has made, or a run", "dray capsule pack RUN makes one"
-    return ConfigError("this is no capsule", where=file, wanted=wanted, found=printable(found)[:300], fix=fix)
+    wanted, fix = "a file from dray capsule pack, or a run", "dray capsule pack RUN makes one"
+    return ConfigError("this file is no capsule", where=file, wanted=wanted, found=printable(found)[:300], fix=fix)
 
 
 class _Bounded(gzip.GzipFile):
-    """An archive of which a header is read only if it is small: tarfile takes the whole of it into memory."""
+    """An archive that refuses large headers, because tarfile reads a header into memory."""
 
     left = _HEADER
-    """Bytes that may be read until it is set again."""
+    """Bytes that may still be read."""
 
     def read(self, size: int | None = -1) -> bytes:
-        """So many bytes. ValueError: more than may be read."""
+        """Read `size` bytes; ValueError if that is more than allowed."""
         if size is None or not 0 <= size <= self.left:
             raise ValueError(f"a header of more than {_HEADER >> 10} KiB")
         self.left -= size
@@ -142,7 +143,7 @@ class _Bounded(gzip.GzipFile):
 
 
 def _unpack(archive: tarfile.TarFile, stream: _Bounded, folder: Path) -> None:
-    """Plain files by plain names; whatever else an archive may hold is not taken."""
+    """Unpack plain files with plain names, and nothing else."""
     left = _ALL
     for number, member in enumerate(archive):
         left -= member.size

@@ -1,4 +1,4 @@
-"""The folder of a run and those of its attempts. On the host this class owns every path in them."""
+"""The folders of a run and its attempts; on the host this class owns every path in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class _In:
-    """A name in an attempt's folder. A path is made only where somebody asks for it: there are lists of thousands."""
+    """A name in an attempt's folder; the path is made only when needed, because lists have thousands of runs."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,29 +62,29 @@ class RunPaths:
 
     @cached_property
     def folder(self) -> Path:
-        """All names are in it, but for those that attempts share."""
+        """The attempt's own folder."""
         return self.run / names.attempt(self.attempt)
 
     @property
     def checkpoints(self) -> Path:
-        """Of all attempts."""
+        """The checkpoints, which all attempts share."""
         return self.run / names.CHECKPOINTS
 
     @property
     def final_model(self) -> Path:
-        """What is there once the training has ended."""
+        """The folder of the model, after the training has ended."""
         return self.checkpoints / names.FINAL_MODEL
 
     def node_log(self, node: int) -> Path:
-        """What the runner and the launcher of a node write."""
+        """The log of a node's runner and launcher."""
         return self.folder / names.node_log(node)
 
     def rank_log(self, rank: int) -> Path:
-        """Both streams of a rank."""
+        """The log of a rank, with stdout and stderr."""
         return self.folder / names.rank_log(rank)
 
     def create(self, *, new: bool, share: str = "none") -> None:
-        """Make the folder of this attempt. FileExistsError: another has it, or the run, which was to be `new`."""
+        """Make the attempt's folder. Raises FileExistsError if it exists, or if a `new` run exists."""
         make_run_folder(self.run, new=new, share=share)
         self.folder.mkdir()
         for inner in (self.logs, self.failures, self.checkpoints):
@@ -92,32 +92,32 @@ class RunPaths:
 
 
 def run_name(name: str) -> str:
-    """The name of a run, if its folder is in the folder of the runs, and its containers and network can have it."""
+    """The name, if a run's folder, containers and network can have it; else ConfigError."""
     if name and not _NAME.fullmatch(name):
         raise ConfigError(
-            "a run cannot have this name",
+            "this is no valid name for a run",
             where="--run",
-            wanted="letters, digits, `.`, `_` and `-`, at most 128, the first a letter or a digit",
+            wanted="at most 128 letters, digits, `.`, `_` and `-`; the first is a letter or a digit",
             found=ascii(name),
-            fix="--run=NAME; --runs=FOLDER names the folder that it is in",
+            fix="--run=NAME, and --runs=FOLDER for the folder above it",
         )
     return name
 
 
 def run_named(runs: Path, word: str) -> Path | None:
-    """The folder of the run that `--run` names, there already or not; None where nothing is named."""
+    """The folder of the run that `--run` names, existing or not; None if `word` is empty."""
     if not word:
         return None
     folder = Path(word).absolute() if "/" in word else runs / run_name(word)
-    run = folder.parent if _number(folder.name) else folder  # the folder of an attempt is its run's
+    run = folder.parent if _number(folder.name) else folder  # an attempt's folder stands for its run
     run_name(run.name or "/")
     return run
 
 
 def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None:
-    """Make the folder of a run, before it has an attempt: this user's alone, or with its group as a reader.
+    """Make a run's folder, readable by this user alone, or by the group too (`share`).
 
-    With the group, what this process and those that it starts write from then on is the group's to read.
+    With share="group", the umask changes, so that the group can read all later files of this process and its children.
     """
     try:
         run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None
                     where=run,
                     wanted=f"a folder of user {os.geteuid()}",
                     found=f"{what} of user {found.st_uid}",
-                    fix="give the run another name (--run), or another folder (--runs)",
+                    fix="choose another name (--run) or another folder (--runs)",
                 )
         run.chmod(names.MODES[share] | run.stat().st_mode & stat.S_ISGID)
         if share == "group":
@@ -139,18 +139,18 @@ def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None
         if isinstance(error, FileExistsError) and run.is_dir():
             raise
         raise ConfigError(
-            "the run folder cannot be made",
+            "the run folder cannot be created",
             where=run.parent,
-            wanted="a folder that this user may write, on a disk that all nodes share",
+            wanted="a folder where you may write, on a disk that all nodes share",
             found=error.strerror or error,
-            fix="set DRAY_RUNS to such a folder, or give --runs",
+            fix="set DRAY_RUNS to such a folder, or use --runs=FOLDER",
         ) from error
 
 
 def _require_kept(runs: Path) -> None:
-    """Refuse a folder in which everybody may rename what is there: another user's run could take a run's place.
+    """Refuse a folder in which everybody may rename files: another user could replace a run.
 
-    Not one that a group may write, as projects have: who starts a run looks at the owner of what is started.
+    A folder that a group may write, as projects have, is allowed: the owner is checked before a run starts.
     """
     mode = runs.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -166,14 +166,14 @@ def _require_kept(runs: Path) -> None:
 
 
 def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
-    """Sorts by time; never given twice: a job's number is its cluster's own, and without one chance decides."""
+    """A new run name, which sorts by time and ends with the job number or, without Slurm, random letters."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return f"{stamp}-{name}-{job or secrets.token_hex(3)}"
 
 
 def of_job(runs: Path, name: str, job: int) -> list[str]:
-    """The runs that this job has begun, in an attempt of Slurm's before this one; the newest first, since Slurm gives
-    the numbers again when it is installed anew."""
+    """The runs that this job started before it was requeued, newest first, because a new Slurm installation reuses job
+    numbers."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
     found = [path.name for path in runs.glob(f"*-{name}-{job}*") if pattern.fullmatch(path.name) and _own(path)]
     return sorted(found, reverse=True)
@@ -182,14 +182,14 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
 def _own(path: Path) -> bool:
     try:
         return path.stat().st_uid == os.geteuid()
-    except OSError as error:  # a link that leads nowhere, or a folder that was removed since
+    except OSError as error:  # a broken link, or a folder that was removed meanwhile
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
             raise
         return False
 
 
 def attempts(run: Path) -> list[int]:
-    """The attempts of a run, in their order."""
+    """The attempt numbers of a run, in order."""
     try:
         return numbered(os.listdir(run))  # noqa: PTH208  of 5,000 runs
     except (FileNotFoundError, NotADirectoryError):
@@ -197,34 +197,34 @@ def attempts(run: Path) -> list[int]:
 
 
 def numbered(names: list[str]) -> list[int]:
-    """The attempts among the names in a run's folder, in their order."""
+    """The attempt numbers among these file names, in order."""
     return sorted(filter(None, map(_number, names)))
 
 
 def _number(name: str) -> int | None:
-    """Of the attempt whose own folder has this name."""
+    """The attempt's number in a folder name; None if it is no attempt."""
     found = _ATTEMPT.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def next_attempt(run: Path) -> RunPaths:
-    """The attempt after the newest one."""
+    """The attempt after the newest."""
     return RunPaths(run, max(attempts(run), default=0) + 1)
 
 
 def default_runs() -> Path:
-    """Where run folders go: DRAY_RUNS, else `runs` in the working directory."""
+    """The folder for run folders: DRAY_RUNS, else `runs` in the working directory."""
     return Path(os.environ.get("DRAY_RUNS") or "runs").absolute()
 
 
 def attempt_at(folder: Path) -> RunPaths:
-    """The attempt whose own folder this is, whatever is in it; else the newest of a run."""
+    """The attempt of this folder, whatever is in it; for a run's folder, the newest planned attempt."""
     number = _number(folder.absolute().name)
     return RunPaths(folder.absolute().parent, number) if number else newest_attempt(folder)
 
 
 def last_attempt(folder: Path) -> RunPaths:
-    """The attempt whose own folder this is, or a run's last, whatever is in it: reading what failed needs no plan."""
+    """The attempt of this folder, or a run's last attempt, with or without a plan."""
     folder = folder.absolute()
     if number := _number(folder.name):
         if not os.path.lexists(folder):
@@ -246,13 +246,13 @@ def first_attempt(run: Path) -> RunPaths | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """One gets its name when it is complete. OSError where the folder cannot be read."""
+    """The newest complete checkpoint; None if there is none. Raises OSError if the folder cannot be read."""
     found = [path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
 def newest_attempt(folder: Path) -> RunPaths:
-    """The newest attempt of a run, or that whose own folder this is."""
+    """The newest planned attempt of a run, or the attempt of this folder."""
     folder = folder.absolute()
     if (number := _number(folder.name)) and (folder / names.PLAN).is_file():
         return RunPaths(folder.parent, number)
@@ -263,14 +263,14 @@ def newest_attempt(folder: Path) -> RunPaths:
         raise ConfigError(
             "the run has no attempt yet",
             where=folder,
-            wanted="a run whose job has begun",
-            found=f"{names.JOB}, and no {names.attempt(1)}",
+            wanted="a run whose job has started",
+            found=f"{names.JOB}, but no {names.attempt(1)}",
             fix=f"dray why {shlex.quote(str(folder))}",
         )
     raise ConfigError(
         "this is not a run folder",
         where=folder,
         wanted=f"a folder with {names.attempt(1)}/{names.PLAN} in it",
-        found="a folder without" if folder.is_dir() else "a file" if folder.exists() else "nothing there",
-        fix="name the `run folder:` of the run's last line; a job that is still in the queue has no plan yet",
+        found="a folder without it" if folder.is_dir() else "a file" if folder.exists() else "it does not exist",
+        fix="give the `run folder:` that the run printed last; a job that is still in the queue has no plan yet",
     )

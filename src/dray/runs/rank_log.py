@@ -1,4 +1,4 @@
-"""Where the lines of a rank are: in its own log, or in that of its node, in a run of many ranks."""
+"""Find a rank's log lines: in its own log, or, in a run of many ranks, in its node's log."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _PLAN = 64 << 20
 
 
 class RankLog(NamedTuple):
-    """A log, and whose lines of it."""
+    """A log file, and the rank whose lines count."""
 
     path: Path
     rank: int | None = None
-    """None: all of them."""
+    """None: all lines."""
 
     def tail(self, lines: int = 20) -> list[str]:
-        """The last ones."""
+        """The last lines."""
         return rank_lines.tail(self.path, self.rank, lines)
 
 
 def planned(paths: RunPaths, rank: int, *, by_node: bool, each: int) -> RankLog:
-    """As the plan has it."""
+    """The rank's log by the plan's settings."""
     return RankLog(paths.node_log(rank // each), rank) if by_node else RankLog(paths.rank_log(rank))
 
 
 def find(folder: Path, rank: int) -> RankLog:
-    """In the folder of an attempt, whatever state its plan is in."""
+    """The rank's log in an attempt's folder, also if the plan is damaged."""
     own = folder / run_folder.rank_log(rank)
     if os.path.lexists(own):
         return RankLog(own)

@@ -1,4 +1,4 @@
-"""A run's files, read in whatever state they are. It needs no model of theirs, since a list has thousands of runs."""
+"""Read a run's JSON files, damaged or not, as plain tables: validation would be slow for thousands of runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RECORD = 1 << 20
 LIMIT = 4 << 20
 """Bytes of a plan or a result."""
 VERSION = 1
-"""Of result.json."""
+"""The version of result.json."""
 Table = dict[str, Any]
 
 
 def table(
     path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
 ) -> Table | None:
-    """A file's JSON object; None where there is none, and a warning where it cannot be read."""
+    """The file's JSON object; None if the file is missing, or, with a warning, if it cannot be read."""
     try:
         found = from_json(files.read(path, limit=LIMIT))
         if not isinstance(found, dict):
@@ -40,22 +40,22 @@ def table(
 
 
 def require_version(found: object, path: Path | str) -> None:
-    """OSError: the result is no object, or another version of dray wrote it."""
+    """Raise OSError if the result is no JSON object or has another version."""
     version = found.get("version", VERSION) if isinstance(found, dict) else None
     if version != VERSION:
-        wrong = f"result version {ascii(version)[:40]}, and this dray reads {VERSION}"
+        wrong = f"result version {ascii(version)[:40]}, but this dray reads {VERSION}"
         raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
 
 
 def dig(value: Any, *names: str) -> Any:  # noqa: ANN401  any JSON value
-    """What is in a table of a table; None where there is nothing."""
+    """The value at a path of names in nested tables; None if it is missing."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
 def written(path: Path | str) -> float | None:
-    """When a file was last written to."""
+    """When the file was last written; None if it is missing."""
     try:
         return os.lstat(path).st_mtime
     except (OSError, ValueError):
@@ -63,7 +63,7 @@ def written(path: Path | str) -> float | None:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, in a line."""
+    """The error in one line."""
     if isinstance(error, DrayError):
         text = ": ".join(filter(None, [error.problem, error.finding.found]))
     else:

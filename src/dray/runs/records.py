@@ -1,4 +1,4 @@
-"""The failures that nodes and ranks have recorded, the first one first."""
+"""The failures that nodes and ranks recorded, earliest first."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _SLURM = re.compile(
 
 
 class Record(NamedTuple):
-    """One record."""
+    """The record of one failure."""
 
     time: float
     cause: Cause
     lost: bool
-    """Whether it is that a node was lost, as another tells."""
+    """Whether another node reported that this node was lost."""
 
 
 def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) -> list[Record]:
-    """In their order; `code` is that of a damaged record.
+    """The records in order of cause; a damaged record gets `code`.
 
-    A node that was lost comes before what died of that; the rest is contract/failures.py's.
+    A lost node comes before the ranks that failed because of it; contract/failures.py orders the rest.
     """
     paths = [path for path in sorted(folder.iterdir())[:_MOST] if path.suffix == ".json"]
     found = [_record(path, logs, code, warn) for path in paths]
@@ -44,7 +44,7 @@ def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) ->
     first = min((one.time for one in found), default=0.0)
 
     def order(one: Record) -> float:
-        if one.cause.node in lost:  # what its own ranks recorded says more than that it was lost
+        if one.cause.node in lost:  # the records of its own ranks say more
             return one.time - failures.UNNOTICED_S
         return failures.order(one.time, first, lambda: causes.explained(one.cause).name == causes.FOLLOWS)
 
@@ -52,14 +52,14 @@ def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) ->
 
 
 def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> Record:
-    """A damaged one still tells who failed."""
+    """The record in a file; a damaged one still says who failed."""
     try:
         record = json.loads(files.read(path, limit=RECORD))
         time = float(record["time"])
         if not math.isfinite(time):
             raise ValueError(f"its time is {time}")
         cause = Cause.model_validate(record)
-        if cause.log is None and cause.rank is not None:  # its supervisor could write no more than a line
+        if cause.log is None and cause.rank is not None:  # its supervisor could write only one line
             own = rank_log.find(logs.parent, cause.rank)
             cause = cause.model_copy(update={"log": str(own.path), "last_lines": own.tail()})
         return Record(time, cause, bool(record.get("lost")))
@@ -68,7 +68,7 @@ def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> R
     kind, _, number = path.stem.partition("-")
     rank = int(number) if kind == "rank" and re.fullmatch("[0-9]{1,9}", number) else None
     own = RankLog(logs / f"{path.stem}.log") if rank is None else rank_log.find(logs.parent, rank)
-    why = f"it failed, and its record is damaged ({path.name})"
+    why = f"it failed, but its record is damaged ({path.name})"
     log, lines = own.path, own.tail()
     code = code or exit_codes.FAILED
     cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines)
@@ -76,13 +76,13 @@ def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> R
 
 
 def by_slurm(logs: Path) -> list[str]:
-    """What Slurm itself wrote of why it ended the nodes, into their logs and as srun's own messages."""
+    """Slurm's own messages about the end of the nodes, from their logs and srun's."""
     lines = [line for log in [*sorted(logs.glob("node-*.log"))[:256], logs / SRUN_LOG] for line in files.tail(log)]
     return list(dict.fromkeys(f"Slurm: {line[:300]}" for line in lines if _SLURM.match(line[:1000])))[:4]
 
 
 def redacted(cause: Cause, plan: Plan | None) -> Cause:
-    """Without what pass_env handed in: a launcher's or an engine's own lines pass no filter of the ranks'."""
+    """The cause without values of pass_env, which lines of a launcher or an engine may contain."""
     values = secrets.passed(plan.recipe.pass_env if plan else (), os.environ)
 
     def clean(lines: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What follows a failure, and how long it took to the next step, by the times in a run's own files."""
+"""How a run recovered from failures, and how long it took, from the times in its files."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Recovery(BaseModel):
-    """One failure that the run went on from. Times are seconds."""
+    """One failure from which the run recovered. Times are in seconds."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     why: str
     """What failed."""
     step: int
-    """The first step that was logged after it."""
+    """The first step logged after it."""
     detect_s: float
-    """From the last logged step to the record of the failure: it was noticed within this time."""
+    """From the last logged step to the record of the failure; it was noticed within this time."""
     stop_s: float
     """Until all ranks had ended."""
     queue_s: float = 0.0
-    """Until Slurm started the next attempt; 0 where the ranks were started again within the job."""
+    """Until Slurm started the next attempt; 0 if the ranks restarted within the job."""
     start_s: float
     """Until the model was built: container, rendezvous, imports and datasets."""
     load_s: float
-    """Reading the checkpoint, which is part of no other."""
+    """Reading the checkpoint, not part of another time."""
     step_s: float
     """Until the first step was logged."""
 
@@ -43,33 +43,33 @@ class Recovery(BaseModel):
 
 
 class Next(BaseModel):
-    """Whether the job goes back into the queue, or on with other nodes or fewer, and why."""
+    """Whether and why the job is requeued, or continues with other or fewer nodes."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     requeue: bool
-    """Whether the job goes back into the queue."""
+    """Whether the job is requeued."""
     spare: bool = False
-    """Whether the job goes on at once, with spare nodes or with fewer."""
+    """Whether the job continues at once, with spare nodes or with fewer nodes."""
     exclude: Annotated[list[str], BeforeValidator(lambda names: [] if names is None else names)] = []
-    """Nodes that were lost or found unfit, and that the next attempt is not to have; null in older files."""
+    """Lost or unfit nodes that the next attempt must not use; null in older files."""
     why: str
-    """Why the job goes on, or does not."""
+    """Why the job continues, or does not."""
 
 
 class Failure(NamedTuple):
-    """What the ranks before ended with, and when."""
+    """What the previous ranks ended with, and when."""
 
     why: str
     time: float
     ended: float
-    """When nothing of them was left."""
+    """When all of them had ended."""
     began: float | None = None
-    """When the next attempt began; None where it is the same attempt."""
+    """When the next attempt began; None for a restart within the attempt."""
 
 
 def recoveries(failures: Iterable[Failure], events: Iterable[dict[str, Any]]) -> list[Recovery]:
-    """Of failures in the order of time, and the metrics of the attempts with them; only those that a step followed."""
+    """The recoveries after failures (in time order), from the attempts' metrics; only if a step followed."""
     left, found = list(failures), []
     last = start = None
     for event in events:

@@ -1,18 +1,17 @@
-"""What sbatch refuses to queue, told with what the cluster has in its place."""
+"""Explain sbatch's refusals, with what the cluster offers."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dray.contract.findings import ConfigError, DrayError, counted
+from dray.contract.findings import ConfigError, DrayError, counted, listed, nearest
 from dray.fitness import scheduler
 from dray.fitness.scheduler import Partition
 
-_SHOWN = 12
+_SHOWN = 6
 _SIZES = (
     "Requested node configuration is not available", "Node count specification invalid", "Invalid generic resource",
     "More processors requested than permitted", "Requested partition configuration not available",
@@ -20,7 +19,7 @@ _SIZES = (
 
 
 class _Name(NamedTuple):
-    """An option of sbatch that names something of the cluster."""
+    """An option of sbatch whose value must exist on the cluster."""
 
     long: str
     short: str
@@ -41,7 +40,7 @@ _NAMES = {
 
 
 def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
-    """The refusal of a command of sbatch, with what exists and the nearest; as it is where Slurm tells no more."""
+    """sbatch's refusal with the valid values and the nearest one; unchanged if Slurm tells no more."""
     message = refused.finding.found
     for text, name in _NAMES.items():
         if text in message:
@@ -54,7 +53,7 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
             "Slurm refuses this --time",
             wanted="\n".join(f"{name}: at most {limit}" for name, limit in [*limits.items()][:_SHOWN]),
             found=message,
-            fix="--sbatch=--time=HH:MM:SS, within the limit of the partition",
+            fix="use --sbatch=--time=HH:MM:SS within the partition's limit",
         )
     return refused
 
@@ -62,23 +61,23 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
 def _named(message: str, name: _Name, argv: Sequence[str]) -> ConfigError:
     known, given = name.known(), _value(argv, name.long, name.short)
     article = "an" if name.long[0] in "aeiou" else "a"
-    near = difflib.get_close_matches(given, known, n=1) or known[:1]
+    near = nearest(given, known) or "".join(known[:1])
     return ConfigError(
-        f"Slurm refuses this {name.long}" if given else f"Slurm wants {article} {name.long}",
-        wanted=f"one of {', '.join(known[:_SHOWN])}" if known else f"{article} {name.long} of this cluster",
+        f"Slurm refuses this {name.long}" if given else f"Slurm needs {article} {name.long}",
+        wanted=f"one of {listed(known)}" if known else f"{article} {name.long} of this cluster",
         found=f"--{name.long}={given}\n{message}" if given else message,
-        fix=f"--sbatch=--{name.long}={near[0] if near else name.long.upper()}",
+        fix=f"--sbatch=--{name.long}={near or name.long.upper()}",
     )
 
 
 def _sized(message: str, argv: Sequence[str]) -> ConfigError:
-    """Nodes and GPUs that no partition has, or not this one."""
+    """Explain the refusal of nodes and GPUs that the partition does not have."""
     partitions = scheduler.partitions()
     nodes, gpus = _number(argv, "nodes"), max(_number(argv, "gpus-per-node"), _number(argv, "gres"))
     named = _value(argv, "partition", "p").split(",")
     asked = [one for one in partitions if one.name in named] or partitions[:1]
     return ConfigError(
-        "no nodes of the cluster are as this job wants them",
+        "no nodes of the partition match what this job requests",
         wanted="\n".join(f"{one.name}: {_size(one)}" for one in partitions[:_SHOWN]),
         found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{message}",
         fix=_fix(nodes, gpus, asked, partitions),
@@ -96,14 +95,14 @@ def _fix(nodes: int, gpus: int, asked: Sequence[Partition], partitions: Iterable
     if most := max((one.gpus for one in asked if one.gpus < gpus), default=0):
         return f"--gpus-per-node {most}"
     if gpus and not any(one.gpus for one in asked):
-        return "leave out --gpus-per-node and set image=cpu: these nodes have no GPUs"
+        return "these nodes have no GPUs: leave out --gpus-per-node and set image=cpu"
     if most := max((one.nodes for one in asked if one.nodes < nodes), default=0):
         return f"--nodes {most}"
-    return "ask for less of what --sbatch names, such as --sbatch=--cpus-per-task=N or --mem"
+    return "request less with --sbatch, for example --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
 
 
 def _value(argv: Sequence[str], long: str, short: str) -> str:
-    """The last one that sbatch is given, or its environment's."""
+    """The option's last value on the command line, or in sbatch's environment."""
     value = os.environ.get(f"SBATCH_{long.upper()}", "")
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         if word.startswith(f"--{long}="):

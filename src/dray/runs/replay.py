@@ -1,4 +1,4 @@
-"""The same run again, from its capsule: the recipe as it was decided, and what cannot be the same."""
+"""Replay a run from its capsule: the recipe as decided, and the differences that remain."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dray.runs.effect import Parting
 from dray.runs.paths import RunPaths
 from dray.runs.write import read
 
-# What may differ without another bit in a loss.
+# Differences that do not change the losses.
 _KINDS = ("keeping", "launch")
 _NODES = {
     "names", "started by", "site", "memory_gb", "kernel", "cpus", "numa", "cores_of_ranks", "world.one_machine",
     "world.shared_folder", "world.cores",
 }  # fmt: skip
-_IMAGE = {"engine", "image", "stage", "signers"}  # where its digest and its packages are the same
+_IMAGE = {"engine", "image", "stage", "signers"}  # if its digest and packages are the same
 _NUMERIC = {
     "accelerate", "aihwkit-lightning", "datasets", "deepspeed", "dray", "numpy", "peft", "python", "libc", "tokenizers",
     "torch", "transformers", "triton",
@@ -36,7 +36,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def recipe_of(plan: Plan, made: Capsule) -> Recipe:
-    """As it was decided, with as many threads a rank, without what would resume, push, queue or change it again."""
+    """The recipe as decided, with the same threads per rank, and without resuming, mirrors, requeues and trackers."""
     recipe = plan.recipe
     checkpoint = recipe.checkpoint.model_copy(update={"folder": "", "mirror": ""})
     given = {node.threads for node in made.nodes} - {None}
@@ -52,30 +52,30 @@ def recipe_of(plan: Plan, made: Capsule) -> Recipe:
 
 
 def require_here(plan: Plan, engine: str) -> str:
-    """The engine that starts it on this machine: the run's own, or the one that was named."""
+    """The engine for this machine: the run's own, or the one that was named."""
     own, known = engine or plan.engine, engines.names("local")
     if engine and own not in known:
         raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(known)}", found=engine)
     if not engine and (plan.by_slurm or own not in known):
         raise ConfigError(
-            "this run was started by Slurm" if plan.by_slurm else "this run had several machines",
+            "this run was started by Slurm" if plan.by_slurm else "this run used several machines",
             where=plan.run,
-            wanted="sbatch, an engine that starts it on this machine, or --recipe FILE, to submit it elsewhere",
+            wanted="Slurm's sbatch, an engine for this machine, or --recipe FILE to submit it elsewhere",
             found=f"engine {plan.engine}, {counted(len(plan.world.nodes), 'node')}",
-            fix=f"the same on a login node; --engine docker or --engine bare; or dray replay {plan.run} --recipe "
+            fix=f"run this on a login node; add --engine docker or --engine bare; or dray replay {plan.run} --recipe "
             "again.toml",
         )
     return own
 
 
 def differences(before: tuple[Plan, Capsule], paths: RunPaths, plan: Plan, *, ended: bool) -> list[Difference]:
-    """What is not the same in the replay; of one that has not begun, as far as this machine can tell."""
+    """What differs in the replay; before it has started, as far as this machine can tell."""
     made = capsule.of(paths, plan)
     if not ended:
         own = engines.get(plan.engine).image == "python"
         seen = hardware.look(ACCELERATORS[plan.variant], {}, packages=own)
         packages = seen.pop("packages", {})
-        if not own:  # the image's, which its nodes will tell
+        if not own:  # these belong to the image, and its nodes will record them
             seen |= {"python": "", "libc": ""}
         here = Node.model_validate({"node": 0, "name": "", **seen})
         image = made.image.model_copy(update={"packages": packages})
@@ -84,7 +84,7 @@ def differences(before: tuple[Plan, Capsule], paths: RunPaths, plan: Plan, *, en
 
 
 def _meant(one: Difference) -> bool:
-    """What the replay itself leaves out or sets."""
+    """Whether the replay itself sets or removes this."""
     threads = one.kind == "environment" and one.name == _THREADS and one.a == differ.ABSENT
     return threads or (
         one.kind == "keeping" and one.name.startswith(("checkpoint.", "spares", "max_requeues", "train.tr"))
@@ -92,7 +92,7 @@ def _meant(one: Difference) -> bool:
 
 
 def worlds(attempts: Iterable[RunPaths], plan: Plan) -> list[Difference]:
-    """Attempts of other sizes: what they have summed, no replay sums in the same order."""
+    """The attempts with another number of ranks, whose sums a replay adds in another order."""
     found = []
     for paths in attempts:
         if paths.plan.is_file() and (size := read(paths).world.size) != plan.world.size:
@@ -102,8 +102,8 @@ def worlds(attempts: Iterable[RunPaths], plan: Plan) -> list[Difference]:
 
 
 def breaks(found: Iterable[Difference], recipe: Recipe, made: Capsule) -> list[str]:
-    """Why losses need not be equal to the last bit; none where they must be."""
-    why = [] if made.image.packages and made.nodes else ["versions: the run has recorded neither packages nor nodes"]
+    """Why losses may differ; empty if they must be bit-identical."""
+    why = [] if made.image.packages and made.nodes else ["versions: the run recorded no packages or no nodes"]
     for one in found:
         if one.kind in _KINDS or (one.kind == "nodes" and one.name in _NODES):
             continue
@@ -118,14 +118,14 @@ def breaks(found: Iterable[Difference], recipe: Recipe, made: Capsule) -> list[s
 
 
 def same(found: Parting) -> bool:
-    """Whether each loss that the run has logged is that of the replay."""
+    """Whether the replay logged the same loss for each step of the run."""
     return found.first is None and found.steps > 0 and not found.only_a
 
 
 def as_files(recipe: Recipe, stem: str, *, whole: bool = True) -> dict[str, str]:
-    """The recipe as a file, which dray submit takes, and those that it names: in the plan it has their text.
+    """The recipe as a file for dray submit, with the files that it names; the plan has their text.
 
-    Not `whole`: without what it leaves to the defaults.
+    Without `whole`, keys with default values are left out.
     """
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_unset=not whole)
     files = dict[str, str]()
@@ -154,7 +154,7 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:  # noqa: ANN401  any JSON value
-    """JSON's texts, numbers and lists are TOML's too."""
+    """The value as TOML, which writes strings, numbers and lists as JSON does."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(name)} = {_value(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list):

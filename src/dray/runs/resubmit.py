@@ -1,4 +1,4 @@
-"""A run that Slurm made, put into the queue again: with the options of its job, until its end."""
+"""Submit a replay of a Slurm run with its job's options, and wait for its end."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from dray.runs.result import Result, result_of
 _LIMIT = 1 << 20
 _STEM = "replay"
 _SCRIPTS = ("multinode.sh", "singlenode.sh")
-# What the replay decides itself, what meant other jobs or another time, and what would hide the job's number.
+# Options that the replay sets itself, that concern other jobs or another time, or that hide the job's number.
 _OWN = (
     "--parsable", "--output", "--nodes", "--gpus-per-node", "--dependency", "--no-kill", "--begin", "--deadline",
     "--array", "--wait", "--hold", "--test-only", "--quiet",
 )  # fmt: skip
 _SHORT = ("-o", "-N", "-d", "-k", "-b", "-a", "-W", "-H", "-Q")
-# Of the nodes only this is decided before Slurm has chosen them.
+# Facts about nodes that are known before Slurm has chosen them.
 _NODES = ("nodes", "site", "started by", "world.size", "world.ranks_per_node")
 _LOOK_S, _ASK_S = 1.0, 15.0
 
 
 class Asked(NamedTuple):
-    """What the run's own job was asked for."""
+    """The options of the run's own job."""
 
     options: tuple[str, ...] = ()
-    """Of sbatch, without what belonged to that job alone."""
+    """Options of sbatch, without those for that job alone."""
     site: str = ""
     gpu_memory: float | None = None
 
@@ -58,8 +58,8 @@ class Job(NamedTuple):
 
 
 def asked(run: Path) -> Asked | None:
-    """By the command in the run's folder. None where it has none, as after a bare sbatch, or where others may have
-    written it: options of sbatch name files, which the job would overwrite."""
+    """The options from the run's job.json. None if it is missing, as after a plain sbatch, or if others may have
+    written it: options of sbatch name files that the job would overwrite."""
     file = run / run_folder.JOB
     with suppress(OSError, ValidationError, ValueError):
         if not files.is_own(run) or not files.is_own(file):
@@ -79,7 +79,7 @@ def asked(run: Path) -> Asked | None:
 def _kept(options: Sequence[str]) -> Iterator[str]:
     dropped = False
     for option in options:
-        if option.startswith("-") or not dropped:  # else the value of one that is dropped
+        if option.startswith("-") or not dropped:  # else the value of a dropped option
             name = option.partition("=")[0]
             # sbatch takes the beginning of a name, too.
             long = len(name) > len("--") and any(own.startswith(name) for own in _OWN)
@@ -90,7 +90,7 @@ def _kept(options: Sequence[str]) -> Iterator[str]:
 
 
 def job(recipe: Recipe, before: Plan, made: Asked | None, runs: Path, more: Sequence[str]) -> Job:
-    """The whole command: GPUs as before, nodes by the recipe; options of sbatch in `more` win over the run's."""
+    """The replay with its sbatch command: GPUs as before, nodes from the recipe; options in `more` win."""
     queue.check(more)
     gpus = before.world.ranks_per_node if before.variant != "cpu" else 0
     old, folder = made or Asked(), runs / new_id(recipe.name)
@@ -105,28 +105,28 @@ def job(recipe: Recipe, before: Plan, made: Asked | None, runs: Path, more: Sequ
 
 
 def start(made: Job) -> str:
-    """Submit it, with its recipe in its own folder; the number of the job."""
+    """Submit the replay, with its recipe in its folder; the job's number."""
     code = Path(made.recipe.command.folder) if made.recipe.command else checkout.root()
     return queue.submit(made.argv, made.folder, made.recipe.runs.share, code, as_files(made.recipe, _STEM))
 
 
 def decided(found: Sequence[Difference]) -> list[Difference]:
-    """Without what is assumed before Slurm has chosen the nodes, and the digest of an image that only they read."""
+    """The differences that are known before Slurm has chosen the nodes."""
     known = [one for one in found if (one.name, one.b) != ("image_sha256", ABSENT)]
     return [one for one in known if one.kind not in ("nodes", "transport") or one.name in _NODES]
 
 
 def require_ended(run: Path) -> None:
-    """Refuse to compare a replay that still waits or goes on: it has not logged all its losses."""
+    """Refuse to compare a replay that still waits or runs: some losses are missing."""
     if run.is_dir() and (state := live.look(run)).kind in ("queued", "starting", "running"):
         raise ConfigError(
             "the replay has not ended", where=run, wanted="a run that has ended", found=state.where,
-            fix=f"dray top {shlex.quote(str(run))} shows it until its end; then the same again",
+            fix=f"wait for its end with dray top {shlex.quote(str(run))}, then run this again",
         )  # fmt: skip
 
 
 def wait(run: Path, sleep: Callable[[float], None] = time.sleep) -> Result:
-    """Until the run has ended, over its next attempts too. DrayError: it left no result."""
+    """Wait until the run has ended, with all its attempts; its result. DrayError if it left none."""
     passed, gone = 0.0, False
     while True:
         found = _last(run)
@@ -134,13 +134,13 @@ def wait(run: Path, sleep: Callable[[float], None] = time.sleep) -> Result:
             return found
         if passed % _ASK_S == 0:  # Slurm serves many users
             ended = live.look(run).kind == "ended"
-            if ended and gone:  # a disk that machines share may show the result later than Slurm the job's end
+            if ended and gone:  # on a shared disk the result may appear after Slurm shows the job's end
                 if found := _last(run):
                     return found
                 raise DrayError(
-                    "the replay has ended, and left no result", where=run,
-                    found="an attempt without a result" if attempts(run) else "no attempt: its job never began",
-                    fix=f"dray why {shlex.quote(str(run))} shows more" if attempts(run) else "see its job-*.log there",
+                    "the replay ended without a result", where=run,
+                    found="an attempt without a result" if attempts(run) else "no attempt: its job never started",
+                    fix=f"dray why {shlex.quote(str(run))}" if attempts(run) else "see job-*.log in that folder",
                 )  # fmt: skip
             gone = ended
         sleep(_LOOK_S)

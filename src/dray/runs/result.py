@@ -1,4 +1,4 @@
-"""result.json, and the last words of a run that it is made of."""
+"""result.json, and the summary that a run prints last."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ def _host_list(hosts: Any) -> Any:  # noqa: ANN401  any JSON value
 
 
 class Cause(BaseModel):
-    """Why a run failed: the first node or rank that died by itself."""
+    """Why a run failed: the node or rank that failed first."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     node: str
     """The name of the node."""
     rank: Annotated[int, Field(ge=0)] | None
-    """The rank; null where the node itself failed."""
+    """The rank; null if the node itself failed."""
     code: Annotated[int, Field(ge=1, le=255)]
-    """A shell would cut any other, and 256 to a 0."""
+    """The exit code, from 1 to 255 as in a shell."""
     why: str
-    """What happened, as it was recorded."""
+    """What happened, as recorded."""
     log: str | None
     """The log of the rank or the node."""
     last_lines: list[str]
-    """The last lines of that log, from those on that tell of the cause."""
+    """The last lines of that log, from the line where the failure shows."""
     evidence: Annotated[list[str], BeforeValidator(_evidence)] = []
     """What the node saw when it failed: memory, kernel log, disks."""
     name: str = UNKNOWN
-    """Of runs/causes.toml."""
+    """The cause's name in runs/causes.toml, or unknown."""
     fix: str = ""
-    """What to do about it, where the cause is known by name."""
+    """What to do, if the cause is known."""
     source: str = ""
-    """Where the sign comes from by which it was named."""
+    """The program or document that the matched text comes from."""
 
 
 class Attempt(BaseModel):
-    """What later attempts keep of an earlier one."""
+    """The summary of an earlier attempt in later results."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
@@ -79,21 +79,21 @@ class Attempt(BaseModel):
     why: str | None = None
     """The first line of its cause, or what stopped it."""
     hosts: Annotated[str, BeforeValidator(_host_list)] = ""
-    """The names of its nodes, as Slurm writes a list: n[1-3,7]. Each later result has them."""
+    """The names of its nodes, as Slurm writes a list: n[1-3,7]."""
     first_step: int | None = None
-    """The step from which it went on; 0 from the beginning."""
+    """The step from which it resumed; 0 from the beginning."""
     steps: int | None = None
     """The last step that it logged."""
     saved_step: int | None = None
     """The step of its newest checkpoint."""
     lost_s: float | None = None
-    """Seconds of training after that checkpoint, which were lost."""
+    """Seconds of training after that checkpoint, which are lost."""
     finished: str | None = None
     """When it ended, in UTC."""
     requeued: bool = False
-    """Whether dray put the job back into the queue after it."""
+    """Whether dray requeued the job after it."""
     cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
-    """What it cost; None where nobody knows."""
+    """The cost of the attempt; null if unknown."""
 
 
 class SlowRank(BaseModel):
@@ -106,9 +106,9 @@ class SlowRank(BaseModel):
     node: str
     """The name of its node."""
     times: float
-    """How many times as long as the median rank's its own part of a step took."""
+    """The rank's own time in a step, divided by the median rank's."""
     step: int | None
-    """When it was named."""
+    """The step at which it was reported."""
 
 
 class Result(BaseModel):
@@ -117,7 +117,7 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     version: Literal[1] = 1
-    """Increases when a valid file becomes invalid; files of before it have none."""
+    """Version of the format; it increases when a valid file becomes invalid. Old files have none."""
     run: str
     """The run's name."""
     status: str
@@ -127,11 +127,11 @@ class Result(BaseModel):
     finished: str
     """When it ended, in UTC."""
     world_size: int | None
-    """How many ranks all nodes start together; null where the plan cannot be read."""
+    """The number of ranks on all nodes; null if the plan cannot be read."""
     hosts: list[str]
     """The names of the nodes in the plan."""
     first_step: int | None = None
-    """The step of the checkpoint that it resumed from; 0 for a run from the beginning."""
+    """The step from which it resumed; 0 from the beginning."""
     steps: int | None = None
     """The last step that was logged."""
     loss_first: float | None = None
@@ -139,72 +139,72 @@ class Result(BaseModel):
     loss_last: float | None = None
     """The last loss that was logged."""
     perplexity: float | None = None
-    """Of the last evaluation."""
+    """Perplexity in the last evaluation."""
     tokens_per_s: float | None = None
     """Tokens a second, from the first step to the last."""
     train_seconds: float | None = None
-    """Seconds that the steps took."""
+    """Seconds of all training steps."""
     sample: str | None = None
     """Text that the model wrote after the training."""
     slow_ranks: list[SlowRank] = []
     """Ranks that were steadily slower than the others."""
     preflight: str | None = None
-    """What the nodes proved before the launch, in a line."""
+    """The preflight's result in one line."""
     cause: Cause | None = None
     failing_nodes: list[str] = []
-    """Nodes that their own check before the rendezvous has found unfit."""
+    """Nodes that failed their node check before the rendezvous."""
     restarts: int = 0
-    """How often the runners have started all ranks again."""
+    """How often the runners restarted all ranks."""
     restart_cause: Cause | None = None
-    """What failed before the first restart; `cause` is what ended the run."""
+    """The failure before the first restart; `cause` is what ended the run."""
     reason: str | None = None
-    """What stopped it."""
+    """What stopped the run."""
     at: str | None = None
-    """When it was stopped."""
+    """When the run was stopped, in UTC."""
     checkpoint: str | None = None
-    """The newest checkpoint of a run that was stopped or failed."""
+    """The newest checkpoint of a stopped or failed run."""
     saved_step: int | None = None
     """The step of that checkpoint."""
     lost_s: float | None = None
-    """Seconds of training that were not saved."""
+    """Seconds of training after that checkpoint, which are lost."""
     recoveries: list[Recovery] = []
-    """How long it took from each failure to the next step; the first is of the attempt before, where there is one."""
+    """The recoveries from failures; the first may be from the previous attempt's failure."""
     save_s: float | None = None
-    """Seconds that the slowest checkpoint took, to its name."""
+    """Seconds that the slowest checkpoint took until it was complete."""
     grace_s: float | None = None
-    """Seconds before the time limit at which the run was asked to save; of one that was not asked, as planned."""
+    """Grace in seconds: measured if the run was signalled, else as planned."""
     next: Next | None = None
-    """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
+    """Whether the job continues by itself; null if the run ended or another attempt would not help."""
     history: list[Attempt] = []
     """The attempts before this one."""
     startup: Annotated[Startup | None, BeforeValidator(startups.of)] = None
-    """How long each part of the start took; None where nothing was measured."""
+    """How long each part of the start took; null if nothing was measured."""
     cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
-    """What this attempt cost; None where nobody knows."""
+    """The cost of this attempt; null if unknown."""
     spent: Annotated[Spent | None, BeforeValidator(costs.spent_of)] = None
-    """What all attempts together cost, this one too."""
+    """The cost of all attempts, with this one."""
     command: bool = False
-    """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
+    """Whether a command ran instead of dray's trainer; dray does not know what it saves."""
     warnings: list[str] = []
-    """What of the run's files could not be read; what its metrics warn of; a grace that is too short."""
+    """Unreadable files, warnings in the metrics, and a grace that is too short."""
 
 
 def read(path: Path | str) -> Result:
-    """A result, of this version or of before there was one. OSError and ValueError say what is wrong with it."""
+    """Read a result; OSError or ValueError if it is damaged or of another version."""
     found = from_json(files.read(path, limit=LIMIT))
     require_version(found, path)
     return Result.model_validate(printable(found))
 
 
 def result_of(paths: RunPaths) -> Result | None:
-    """How the attempt has ended; None while it goes on, or where nobody has written it down."""
+    """The attempt's result; None while it runs, or if none was written."""
     with suppress(OSError, ValueError):
         return read(paths.result)
     return None
 
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
-    """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
+    """The summary that a run prints last. `again` is the command for its next attempt; rank `shown` was on screen."""
     again = again or next_command(paths)
     ended, go_on = _ended(result, paths, again, shown), comes_next(result)
     lines = [*ended, *restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
@@ -217,7 +217,7 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
 
 
 def next_command(paths: RunPaths) -> str:
-    """What puts the next attempt of a run into the queue; one without Slurm is started as it was."""
+    """The command that starts the next attempt of a run."""
     run = shlex.quote(str(paths.run))
     if not job_of(paths.folder):
         return f"the same command with --run={run}"
@@ -242,7 +242,7 @@ def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> li
 
 
 def named(cause: Cause) -> list[str]:
-    """The cause by its name; the fix, unless the message has a better one of its own."""
+    """The cause's name, and its fix unless the message has its own."""
     if cause.name == UNKNOWN:
         return []
     own = any(line.startswith("  fix:") for line in cause.why.splitlines() + cause.last_lines)
@@ -250,22 +250,22 @@ def named(cause: Cause) -> list[str]:
 
 
 def who(cause: Cause) -> str:
-    """Whose failure it is."""
+    """The rank or node that failed."""
     rank = f"rank {cause.rank}" if cause.rank is not None else "the launch"
     return f"{rank}{' on ' + cause.node if cause.node else ''}"
 
 
 def restarts(result: Result) -> list[str]:
-    """How often all ranks were started again, and why the first time."""
+    """How often all ranks restarted, and the first reason."""
     if not result.restarts:
         return []
     first = result.restart_cause
-    why = f", the first time after {who(first)}: {first.why.partition(chr(10))[0]}" if first else ""
+    why = f", first after {who(first)}: {first.why.partition(chr(10))[0]}" if first else ""
     return [f"restarts: {result.restarts}{why}"]
 
 
 def comes_next(result: Result) -> list[str]:
-    """Whether it goes on by itself."""
+    """Whether the job continues by itself, as a line."""
     if not result.next:
         return []
     without = f", without {' '.join(result.next.exclude)}" if result.next.exclude else ""
@@ -293,15 +293,15 @@ def _done(result: Result) -> list[str]:
 
 
 def _stopped(result: Result, again: str) -> list[str]:
-    """What stopped it, how far it was, what is safe, and how to go on."""
+    """What stopped the run, how far it came, what is saved, and how to resume."""
     reached = f", after step {result.steps}" if result.steps else ", before the first step was logged"
     return [f"stopped by {result.reason} at {result.at}{'' if result.command else reached}", *left(result, again)]
 
 
 def left(result: Result, again: str) -> list[str]:
-    """What is safe, and how to go on."""
+    """What is saved, and how to resume."""
     if result.checkpoint:
         step = result.checkpoint.rpartition("-")[2]
         return [f"  safe:   all up to step {step}, in {result.checkpoint}", f"  resume: {again}"]
-    own, none = "what the command itself has saved", "nothing yet; checkpoint.every=N saves every N steps"
+    own, none = "what the command itself saved", "nothing yet; checkpoint.every=N saves every N steps"
     return [f"  safe:   {own if result.command else none}", f"  again:  {again}"]

@@ -1,4 +1,4 @@
-"""The user's own code as git knows it: the commit, and what the working tree has beside it."""
+"""The user's code as git sees it: the commit, and the changes in the working tree."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dray.contract.values import printable
 
 LIMIT = 1 << 20
 """Bytes of a diff that are kept."""
-_SHOWN = 200  # names of files that git does not know
+_SHOWN = 200  # names of untracked files
 _SECONDS = 10.0  # a network disk that hangs must not hold up a run
-# A repository's own configuration may name programs. None of them runs: neither to watch files, nor as a hook, a diff
-# or a converter of one; and nothing is fetched or written.
+# A repository's configuration may name programs. None of them runs: no file watcher, hook, diff program or filter;
+# and git fetches and writes nothing.
 _QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
 _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=all")
 _FILTER = ("clean=", "process=", "required=false")
@@ -27,7 +27,7 @@ _ENV = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_EXTERNAL_DIFF
 
 
 class Source(BaseModel):
-    """Code that a run was started from."""
+    """The code that a run was started from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -36,17 +36,17 @@ class Source(BaseModel):
     commit: str
     """The commit that was checked out."""
     branch: str = ""
-    """The branch, where one was checked out."""
+    """The branch that was checked out; empty if none was."""
     changed: bool | None = None
-    """Whether the working tree had more than the commit; then source.diff has it. Null where git took too long."""
+    """Whether the working tree had changes, which source.diff contains; null if git took too long."""
     cut: bool = False
     """Whether source.diff is cut at 1 MiB."""
     untracked: tuple[str, ...] = ()
-    """Files that git does not know, at most 200: their content is recorded nowhere."""
+    """Untracked files, at most 200; their content is not recorded."""
 
 
 def look(folder: Path) -> tuple[Source, str] | None:
-    """The code in this folder and its diff; None where git knows nothing of it, or it is another user's."""
+    """The code in this folder and its diff; None if it is no git repository of this user."""
     found: Source | None = None
     with suppress(DrayError, OSError, ValueError):
         if not process.which("git"):
@@ -60,7 +60,7 @@ def look(folder: Path) -> tuple[Source, str] | None:
     if found is None:
         return None
     diff = ""
-    with suppress(DrayError, OSError, ValueError):  # too slow, and what is known already is told
+    with suppress(DrayError, OSError, ValueError):  # if git is too slow, keep what is known
         diff, cut = _short(_redacted(_git(root, *_DIFF, quiet=_unfiltered(root))))
         found = found.model_copy(update={"changed": bool(diff), "cut": cut})
         names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
@@ -70,13 +70,13 @@ def look(folder: Path) -> tuple[Source, str] | None:
 
 
 def keep(run: Path, found: tuple[Source, str]) -> None:
-    """In the folder of a run that is submitted: dray's images have no git."""
+    """Save the code's state in the run folder at submission, because dray's images have no git."""
     files.write_atomic(run / run_folder.SOURCE, found[0].model_dump_json(indent=1) + "\n", mode=0o600)
     files.write_atomic(run / run_folder.SOURCE_DIFF, found[1], mode=0o600)
 
 
 def kept(run: Path) -> tuple[Source, str] | None:
-    """What `keep` has written there."""
+    """The code's state that `keep` saved; None if there is none."""
     with suppress(OSError, ValueError):
         found = Source.model_validate_json(files.read(run / run_folder.SOURCE, limit=LIMIT))
         return found, files.read(run / run_folder.SOURCE_DIFF, limit=LIMIT).decode("utf-8", "replace")
@@ -84,14 +84,14 @@ def kept(run: Path) -> tuple[Source, str] | None:
 
 
 def text(source: Source) -> str:
-    """In a line."""
+    """The code's state in one line."""
     branch = f" ({source.branch})" if source.branch else ""
     changed = (
         f", changed: {run_folder.SOURCE_DIFF}{', cut at 1 MiB' * source.cut}"
         if source.changed
         else ", changes unknown" * (source.changed is None)
     )
-    unknown = f", {len(source.untracked)} files that git does not know" if source.untracked else ""
+    unknown = f", {len(source.untracked)} untracked files" if source.untracked else ""
     return f"{source.commit[:12]}{branch} of {source.folder}{changed}{unknown}"
 
 
@@ -100,7 +100,7 @@ def _git(folder: Path, *argv: str, quiet: Sequence[str] = ()) -> str:
 
 
 def _unfiltered(root: Path) -> list[str]:
-    """Options against filters that the repository's own configuration names; the user's own, as LFS, stay."""
+    """Options that disable filters of the repository's own configuration; the user's own filters, such as LFS, stay."""
     argv = ("config", "--local", "--includes", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
     asked = process.run(["git", "-C", root, *_QUIET, *argv], env=_ENV, seconds=_SECONDS, check=False)
     names = {key.rpartition(".")[0] for key in asked.out.splitlines()}
@@ -113,7 +113,7 @@ def _redacted(diff: str) -> str:
 
 
 def _short(diff: str) -> tuple[str, bool]:
-    """Whole lines of it."""
+    """The diff, cut after a whole line if it is too long, and whether it was cut."""
     data = diff.encode("utf-8", "replace")
     if len(data) <= LIMIT:
         return diff, False

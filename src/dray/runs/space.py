@@ -1,4 +1,4 @@
-"""Where `dray tune` measures, and which candidates could run there: each is planned before it is started."""
+"""Where `dray tune` measures, and which candidates can run there; each is planned before it starts."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _LETTERS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     nodes: int | None = None
     gpus_per_node: int = 0
     gpu_memory: float | None = None
     engine: Engine = "bare"
     on_this_machine: bool = False
-    """Also inside an allocation."""
+    """Use this machine even inside an allocation."""
     site: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The nodes on which all candidates run, one after another."""
+    """The nodes where all candidates run, one after another."""
 
     facts: Facts
     choice: Choice
     options: tuple[str, ...]
-    """What `dray run` is told."""
+    """The options for `dray run`."""
     env: Mapping[str, str]
 
     def plan(self, recipe: Recipe, folder: Path) -> Plan:
-        """With all that is wrong in it."""
+        """The plan of a candidate, with its findings."""
         return write.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
 
     def first(self, recipe: Recipe, folder: Path) -> Plan:
-        """Of the recipe's own setting; where its micro-batch does not fit these ranks, of the largest that does."""
+        """The plan of the recipe's own setting; if its micro-batch does not fit the ranks, of the largest that does."""
         try:
             return self.plan(recipe, folder)
         except ConfigError:
@@ -58,7 +58,7 @@ class Place:
             return self.plan(recipe.model_copy(update={"batch": free}), folder)
 
     def refusal(self, recipe: Recipe, folder: Path) -> str:
-        """Why it would not start, such as a model that does not fit; empty if it would."""
+        """Why the candidate cannot start, such as a model that is too large; empty if it can."""
         try:
             if engines.get(self.facts.engine).image == "python":
                 local.require(recipe, lambda *_: "")
@@ -72,7 +72,7 @@ class Place:
 
 
 def reason(finding: Finding) -> str:
-    """A refusal in one line."""
+    """The refusal in one line."""
     lines = [finding.problem, *finding.found.splitlines()[:1], *finding.wanted.splitlines()[:1]]
     found, wanted = bool(finding.found), bool(finding.wanted)
     marks = ["", *(["found "] if found else []), *(["wanted "] if wanted else [])]
@@ -80,29 +80,31 @@ def reason(finding: Finding) -> str:
 
 
 def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
-    """The nodes of this shell's allocation, also in a batch script; else this machine."""
+    """The nodes of this shell's allocation, also inside a batch script; else this machine."""
     if task := env.get("SLURM_ARRAY_TASK_ID"):
         raise ConfigError(
-            "each job of an array would measure the same, and write the same file",
-            where=f"job {env.get('SLURM_ARRAY_JOB_ID', '')}_{task}", wanted="one job", found="a job of an array",
-            fix="sbatch without --array",
+            "every task of a job array would measure the same and write the same file",
+            where=f"job {env.get('SLURM_ARRAY_JOB_ID', '')}_{task}", wanted="one job", found="a task of a job array",
+            fix="use sbatch without --array",
         )  # fmt: skip
-    env = {name: value for name, value in env.items() if name != "ENVIRONMENT"}  # a batch script's own run it is not
+    env = {
+        name: value for name, value in env.items() if name != "ENVIRONMENT"
+    }  # it is no run of the batch script itself
     allocated = allocation.found(env)
     in_a_step = env.get("SLURM_JOB_ID") and env.get("SLURM_STEP_ID") and not allocated
     if in_a_step and not asked.on_this_machine:
         raise ConfigError(
-            "each task of a step would measure the same", where=f"step {env['SLURM_STEP_ID']}",
+            "every task of an srun step would measure the same", where=f"step {env['SLURM_STEP_ID']}",
             wanted="one dray tune, which starts the tasks itself",
-            fix="leave out srun; --local measures on this machine alone",
+            fix="leave out srun, or use --local to measure on this machine only",
         )  # fmt: skip
     named = (f"--site={asked.site}",) if asked.site else ()
     if allocated and not asked.on_this_machine:
         return _allocated(recipe, asked, allocated, named, env)
     if asked.engine not in engines.names("local"):
         raise ConfigError(
-            f"--engine {asked.engine} is for several machines", wanted=f"one of {', '.join(engines.names('local'))}",
-            found=asked.engine, fix="leave it out; an salloc has the site's engine",
+            f"dray tune cannot use --engine {asked.engine} here", wanted=f"one of {', '.join(engines.names('local'))}",
+            found=asked.engine, fix="leave out --engine; inside salloc the site's engine is used",
         )  # fmt: skip
     gpus = asked.gpus_per_node or (recipe.ranks_per_node or 0 if recipe.image != "cpu" else 0)
     facts = local.facts(
@@ -117,10 +119,10 @@ def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
 def _allocated(
     recipe: Recipe, asked: Asked, allocated: allocation.Allocation, named: tuple[str, ...], env: Mapping[str, str]
 ) -> Place:
-    """As slurm/probe.sh finds it in the job."""
+    """The nodes of the allocation, with the facts that slurm/probe.sh finds in a job."""
     allocation.require_nodes(allocated, asked.nodes)
     if asked.gpus_per_node:
-        raise ConfigError("--gpus-per-node is what salloc was given; --ranks sets the ranks", fix="leave it out")
+        raise ConfigError("salloc already set --gpus-per-node", fix="leave out --gpus-per-node; --ranks sets the ranks")
     gpus = (env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0").rpartition(":")[2]
     facts, choice = login.facts(
         recipe, int(allocated.nodes), 0, asked.site, ranks=None, options=(), gpu_memory=asked.gpu_memory
@@ -131,14 +133,14 @@ def _allocated(
 
 
 def text(plan: Plan, place: Place) -> str:
-    """Where it was measured, for a reader."""
+    """Where the candidates were measured, for the reader."""
     ranks, nodes = counted(plan.world.size, "rank"), counted(len(plan.world.nodes), "node")
     job = f" of job {place.facts.job}" if place.facts.job else ""
     return f"{ranks} on {nodes}{job} ({plan.engine}, {plan.site})"
 
 
 def short(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int, steps: int, checked: bool) -> Recipe:
-    """The recipe with a setting, for so many steps. It trains the same, and keeps, evaluates and repeats nothing."""
+    """The recipe with a candidate's setting for some steps, without checkpoints, evaluation and restarts."""
     made = applied(recipe, candidate, start, ranks=ranks)
     table = made.model_dump(mode="json", exclude_unset=True)
     assert made.train is not None

@@ -1,4 +1,4 @@
-"""What an attempt that runs has reached, by what each stage leaves in its folder, and how its nodes are."""
+"""The stage that a running attempt has reached, from the files of each stage, and the state of its nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dray.runs.metrics import Event, Rare
 from dray.runs.paths import RunPaths
 from dray.runs.reading import dig, table, written
 
-_HEAD = 1 << 18  # bytes of a node's log in which the first lines are
+_HEAD = 1 << 18  # bytes at the beginning of a node's log
 _MOST = 16  # warnings, and slow ranks
 _LAUNCHED = b'"launched": '
 _JOINED, _PROVED = b"dray: cores of each rank: ", b"dray: preflight took "
@@ -25,30 +25,30 @@ _QUIET_S = 120.0
 
 
 class Stage(BaseModel):
-    """A stage that the attempt has left behind."""
+    """A completed stage."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     s: float
-    """Seconds from the attempt's beginning to the stage's end."""
+    """Seconds from the attempt's start to the stage's end."""
 
 
 class Node(BaseModel):
-    """A node, by what its ranks and its runner leave."""
+    """A node, from the files of its ranks and its runner."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     ranks: list[int]
     quiet_s: float | None = None
-    """Seconds since one of its logs was written to; None where it has none."""
+    """Seconds since one of its logs was last written; None without logs."""
     notes: list[str] = []
-    """Failures, and ranks that are slow."""
+    """Failures and slow ranks."""
 
 
 class Live(BaseModel):
-    """An attempt that runs."""
+    """A running attempt."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,17 +56,17 @@ class Live(BaseModel):
     stages: list[Stage] = []
     nodes: list[Node] = []
     quiet_s: float | None = None
-    """Seconds since anything of it was written."""
+    """Seconds since any of its files was last written."""
     restarts: int = 0
     notes: list[str] = []
-    """Slow ranks, checkpoints that were not saved, a loss that jumped, a request to end."""
+    """Slow ranks, failed saves, loss jumps, and a request to end."""
 
 
 def live(paths: RunPaths, plan: dict[str, Any], rare: Rare) -> Live:
-    """`rare` has what earlier looks have read of its metrics."""
+    """The state of a running attempt; `rare` caches its metrics between calls."""
     began = written(paths.plan) or time.time()
     tail = list[Event]()
-    with suppress(OSError):  # the state has a warning of it
+    with suppress(OSError):  # the state warns of it
         rare.look()
         tail = metrics.tail(paths.metrics)
     told = _told(rare)
@@ -80,9 +80,9 @@ def live(paths: RunPaths, plan: dict[str, Any], rare: Rare) -> Live:
     notes = [text for _, text in told[-_MOST:]]
     with suppress(OSError):
         if asked := files.read(paths.folder / run_folder.STOP, limit=_HEAD).decode(errors="replace").split():
-            notes.append(f"it was asked to save and end ({asked[0][:40]})")
+            notes.append(f"asked to save and end ({asked[0][:40]})")
     if quiet is not None and quiet > _QUIET_S:
-        notes.append(f"nothing was written for {duration(quiet)}")
+        notes.append(f"no output for {duration(quiet)}")
     return Live(
         stage=_stage(paths, plan, tail),
         stages=_stages(paths, began, rare),
@@ -98,15 +98,15 @@ def _stage(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> str:
     restarted = max(filter(None, map(written, _restarts(paths))), default=0.0)
     if tail and (metrics.number(last, "time") or 0.0) >= restarted:
         kind = last.get("event")
-        done = "the steps are done: it evaluates, saves and writes the result"
+        done = "all steps are done: it evaluates, saves and writes the result"
         if kind == "end" or (kind == "step" and last.get("step") == _steps(plan, tail)):
             return done
-        return "compiling, up to the first step" if kind == "start" else "training"
-    return "all ranks are started again" if restarted else _started(paths, plan)
+        return "compiling before the first step" if kind == "start" else "training"
+    return "all ranks are restarting" if restarted else _started(paths, plan)
 
 
 def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
-    """Before the trainer's first line of metrics, and of a command, which has none."""
+    """The stage before the first line of metrics, or of a command, which writes none."""
     log, rendezvous = _head(paths.node_log(0)), paths.folder / run_folder.RENDEZVOUS
     by_node = dig(plan, "world", "logs_by_node") is True
     proved = not plan.get("preflight") or _PROVED in log
@@ -123,7 +123,7 @@ def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
 
 
 def _stages(paths: RunPaths, began: float, rare: Rare) -> list[Stage]:
-    """Those that leave a time."""
+    """The completed stages whose time is recorded."""
     at = {
         "image started": _image_started(paths.folder / run_folder.RENDEZVOUS),
         "preflight passed": written(paths.preflight_report),
@@ -133,7 +133,7 @@ def _stages(paths: RunPaths, began: float, rare: Rare) -> list[Stage]:
 
 
 def _image_started(rendezvous: Path) -> float | None:
-    """When the first node's runner began. After the preflight it writes the file again, with that time in it."""
+    """When the first node's runner began; after the preflight the file is rewritten with that time in it."""
     told = table(rendezvous, []) or {}
     return metrics.number(dig(told, "times") or {}, "runner") or written(rendezvous)
 
@@ -142,7 +142,7 @@ _BY_EVENT = {"start": "model built", "step": "first step"}
 
 
 def _told(rare: Rare) -> list[tuple[str, str]]:
-    """What its metrics have beside steps that is worth a line, with the node that it is about."""
+    """Notes from the metrics, each with its node's name."""
     found: list[tuple[str, str]] = []
     unsaved: dict[str, str] = {}
     for event in rare.events:
@@ -182,11 +182,11 @@ def _nodes(paths: RunPaths, plan: dict[str, Any], told: list[tuple[str, str]]) -
 def _silent(node: Node) -> Node:
     if node.quiet_s is None or node.quiet_s <= _QUIET_S:
         return node
-    return node.model_copy(update={"notes": [*node.notes, f"silent for {duration(node.quiet_s)}, unlike others"]})
+    return node.model_copy(update={"notes": [*node.notes, f"silent for {duration(node.quiet_s)}, unlike the others"]})
 
 
 def _listed(folder: Path) -> dict[str, float]:
-    """The files of a folder, and when each was written to."""
+    """The files of a folder, and when each was last written."""
     found = {}
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -211,7 +211,7 @@ def _head(path: Path) -> bytes:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units: `3 h 12 min`."""
+    """The duration in its two largest units: `3 h 12 min`."""
     whole = int(seconds)
     for size, unit, small, of in ((86400, "d", "h", 3600), (3600, "h", "min", 60), (60, "min", "s", 1)):
         if whole >= size:

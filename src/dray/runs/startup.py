@@ -1,4 +1,4 @@
-"""How long each part of an attempt's start took: on the first node, whose clock is the whole's, and on each other."""
+"""How long each part of an attempt's start took, on the first node (for the run as a whole) and on each node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slowest(BaseModel):
     node: str
     """The node's name."""
     s: float
-    """What was measured there."""
+    """The value measured there."""
 
 
 def _parts(told: Any) -> dict[str, float]:  # noqa: ANN401  any JSON value
@@ -36,30 +36,30 @@ def _parts(told: Any) -> dict[str, float]:  # noqa: ANN401  any JSON value
 
 
 class Startup(BaseModel):
-    """What was measured; a part that is missing was not, or there was none."""
+    """The measured parts of the start; a missing part was not measured or did not happen."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     parts: Annotated[dict[str, float], BeforeValidator(_parts)]
-    """Seconds of the run as a whole: the queue by Slurm's clock, all else by the first node's. Where that waits for
-    other nodes, it is in `rendezvous`, `preflight`, `process_groups`, `model` and `first_step`."""
+    """Seconds of the run as a whole: the queue by Slurm's clock, the rest by the first node's clock. Waiting for other
+    nodes is part of `rendezvous`, `preflight`, `process_groups`, `model` and `first_step`."""
     slowest: dict[str, Slowest] = {}
-    """The node that took the longest, for each part that a node does by itself."""
+    """The slowest node, for each part that a node does by itself."""
     nodes: dict[str, Annotated[dict[str, float], BeforeValidator(_parts)]] = {}
-    """The parts of each node, of 256 nodes at most; startup.json has those of all."""
+    """The parts of each node, for at most 256 nodes; startup.json has all nodes."""
     tflops: Slowest | None = None
-    """What the slowest GPU gave in matrix products, in 16 bits: TFLOP/s, before the launch."""
+    """TFLOP/s of the slowest GPU in 16-bit matrix products, before the launch."""
 
 
 def of(told: object) -> Startup | None:
-    """What a result has; None for a damaged one, which hides nothing else."""
+    """The start-up in a result; None if it is damaged."""
     with suppress(ValidationError):
         return told if isinstance(told, Startup) else Startup.model_validate(told)
     return None
 
 
 def read(paths: RunPaths, names: Sequence[str], queue_s: float | None = None) -> Startup | None:
-    """Of an attempt with nodes of these names, in whatever state it is; None where nothing was measured."""
+    """The start-up of an attempt with these nodes, finished or not; None if nothing was measured."""
     told: Any = None
     with suppress(OSError, ValueError, RecursionError):
         told = json.loads(files.read(paths.startup, limit=_LIMIT))
@@ -82,7 +82,7 @@ def read(paths: RunPaths, names: Sequence[str], queue_s: float | None = None) ->
 
 
 def step(paths: RunPaths) -> str:
-    """Slurm's number of the step that the nodes ran in."""
+    """Slurm's number of the step that ran the nodes."""
     with suppress(OSError, ValueError, RecursionError):
         told = json.loads(files.read(paths.startup, limit=_LIMIT))
         return str(told.get("step", "")) if isinstance(told, dict) else ""
@@ -95,7 +95,7 @@ def _longest(nodes: dict[str, dict[str, float]], part: str) -> Slowest | None:
 
 
 def lines(found: Startup | None) -> list[str]:
-    """The whole, and each node where there are few; of many those that took longer than the first one."""
+    """Lines for the whole run and for each node; of more than 8 nodes only those slower than the first node."""
     if found is None:
         return []
     told = [f"start-up: {_text(found.parts)}"] if found.parts else []
@@ -106,7 +106,7 @@ def lines(found: Startup | None) -> list[str]:
         for part, one in found.slowest.items()
         if part in NAMES and one.s > found.parts.get(part, one.s)
     ]
-    return [*told, *([f"slowest nodes of the start: {', '.join(slower)}"] if slower else [])]
+    return [*told, *([f"slowest nodes at start-up: {', '.join(slower)}"] if slower else [])]
 
 
 def _text(parts: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""How a run is, as data: what `dray runs`, `status`, `logs` and `top` show, and print with --json."""
+"""The state of a run as data, for `dray runs`, `status`, `logs` and `top`, and for --json."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
 
 
 class Waiting(BaseModel):
-    """What Slurm tells of the job that a run waits for."""
+    """The waiting job of a run, as Slurm shows it."""
 
     model_config = ConfigDict(frozen=True)
 
     job: int
     id: str = ""
-    """The same as Slurm's commands take it."""
+    """The id for Slurm's commands."""
     state: str
     reason: str
     meaning: str = ""
-    """The reason in plain words; empty where it is unknown here."""
+    """The reason in plain words; empty if it is unknown."""
     start: str | None = None
-    """When Slurm expects to start it, or may at the earliest."""
+    """The start that Slurm expects, or the earliest possible."""
 
 
 class State(BaseModel):
-    """One run, as it was a moment ago."""
+    """One run at the time of the query."""
 
     model_config = ConfigDict(frozen=True)
 
     run: str
     folder: str
     state: str
-    """queued, running, done, failed, stopped, lost (its job is gone and left no result), or `no result`: it runs, or
-    was killed before it could write one."""
+    """queued, running, done, failed, stopped, lost (the job ended without a result), or `no result` (it runs, or was
+    killed before it could write one)."""
     recipe: str | None = None
     command: bool = False
-    """Whether a command runs in the place of dray's trainer."""
+    """Whether a command runs instead of dray's trainer."""
     job: int | None = None
     job_id: str | None = None
-    """The same as Slurm's commands take it: 12, or 12_3 where it is a task of an array."""
+    """The id for Slurm's commands: 12, or 12_3 for an array task."""
     attempt: int | None = None
     attempts: int = 0
     nodes: list[str] = []
     ranks: int | None = None
     started: str | None = None
-    """When the first attempt began; of one that has none, when it was submitted."""
+    """When the first attempt began, or, without one, when the run was submitted."""
     attempt_started: str | None = None
     finished: str | None = None
     step: int | None = None
@@ -60,14 +60,14 @@ class State(BaseModel):
     left_s: float | None = None
     exit_code: int | None = None
     why: str | None = None
-    """What failed, or what stopped it."""
+    """What failed, or what stopped the run."""
     goes_on: bool = False
-    """Whether its last attempt ended with another one to follow."""
+    """Whether another attempt follows the last one."""
     waiting: Waiting | None = None
     live: Live | None = None
-    """Of one that runs, where it was looked at closely."""
+    """Details of a running attempt, if requested."""
     startup: Startup | None = None
-    """How long each part of the last attempt's start took, where it was looked at closely."""
+    """How long each part of the last attempt's start took, if requested."""
     spent: Spent | None = None
-    """What all attempts together cost, of one whose last attempt has ended."""
+    """The cost of all attempts, if the last one has ended."""
     warnings: list[str] = []

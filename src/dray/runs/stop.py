@@ -1,4 +1,4 @@
-"""Why a job was stopped, as far as Slurm tells, or the files of a run that was killed before it wrote a result."""
+"""Why a job was stopped, from Slurm, or from the files of a run that was killed before it wrote a result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dray.contract import files, run_folder
 
-# What scontrol shows as the state of a job or its reason; while a job is ending its state is COMPLETING.
+# States and reasons that scontrol shows; the state of an ending job is COMPLETING.
 TIME_LIMIT, PREEMPTION, REQUEUE, TERM = "the time limit", "preemption", "scontrol requeue", "SIGTERM"
 _BY_STATE = {
     "TIMEOUT": TIME_LIMIT,
@@ -21,9 +21,9 @@ _BY_STATE = {
     "OUT_OF_MEMORY": "the memory limit",
 }
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
-_EARLY_S = 120  # Slurm may send a signal a minute early, and its time limit has minutes
+_EARLY_S = 120  # Slurm may send a signal a minute early, and counts time limits in minutes
 _NEVER = ("", "None", "N/A", "Unknown")
-# A step is also cancelled by srun, once a task of it has failed; then the batch script goes on, and writes a result.
+# srun also cancels a step after a task has failed; then the batch script continues and writes a result.
 _CANCELLED = re.compile(
     r"\*\*\* (?:JOB|STEP) \S{1,60} ON \S{1,300} CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
     r"(?: DUE TO ([A-Z ]{1,40}\b))?"
@@ -32,8 +32,8 @@ _DUE_TO = {
     "": "scancel", "TIME LIMIT": TIME_LIMIT, "PREEMPTION": PREEMPTION, "NODE FAILURE": "a node failure",
     "JOB REQUEUE": REQUEUE,
 }  # fmt: skip
-_CLOCKS_S = 10.0  # between a node's clock and that of the disk
-_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
+_CLOCKS_S = 10.0  # between the clocks of a node and of the disk
+_ASKED = 1 << 16  # bytes of the stop file
 
 
 class Stop(NamedTuple):
@@ -46,19 +46,19 @@ class Stop(NamedTuple):
 
     @property
     def by_wish(self) -> bool:
-        """Whether somebody wanted the end, or a limit that was known."""
+        """Whether somebody, or a known limit, asked for the end."""
         return self.reason not in ("a node failure", "the memory limit")
 
     @property
     def by_slurm(self) -> bool:
-        """Whether Slurm itself has told so."""
+        """Whether Slurm itself gave this reason."""
         return self.reason in (REQUEUE, *_BY_STATE.values())
 
 
 def parse(text: str, *, now: float, grace: int) -> Stop:
-    """From `signal=NAME at=SECONDS end=SECONDS restarts=COUNT` and, if the controller answered, `scontrol show job`.
+    """The stop, from `signal=NAME at=SECONDS end=SECONDS restarts=COUNT` and, if Slurm answered, `scontrol show job`.
 
-    SIGUSR1 about `grace` seconds before the end is the time limit's.
+    SIGUSR1 about `grace` seconds before the end means the time limit.
     """
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
     at = _seconds(fields, "at") or now
@@ -68,28 +68,28 @@ def parse(text: str, *, now: float, grace: int) -> Stop:
 
 
 def of_state(state: str) -> str:
-    """What stopped a job in this state of sacct's, such as `CANCELLED by 1000`; empty where it stopped by itself."""
+    """What stopped a job with this sacct state, such as `CANCELLED by 1000`; empty if it ended by itself."""
     return _BY_STATE.get(state.split(" ", maxsplit=1)[0], "")
 
 
 def of_job(text: str) -> str:
-    """The same by what `scontrol show job` tells of it; Slurm knows a job that has ended for some minutes."""
+    """What stopped a job, from `scontrol show job`, which knows an ended job for some minutes."""
     return _BY_STATE.get(_state(dict(re.findall(r"(\w+)=(\S*)", text))), "")
 
 
 def asked(attempt: Path) -> list[str]:
-    """Who has asked an attempt to end: `dray stop`, or the signals that its batch script heard."""
+    """Who asked an attempt to end: `dray stop`, or the signals that its batch script received."""
     with suppress(OSError):
         file = attempt / run_folder.STOP
-        # Most are empty, and there are lists of thousands of runs.
+        # Most stop files are empty, and lists have thousands of runs.
         return files.read(file, limit=_ASKED).decode(errors="replace").splitlines() if file.stat().st_size else []
     return []
 
 
 def of_files(attempt: Path, job: int, began: float) -> Stop | None:
-    """What ended an attempt without a result, by what Slurm wrote into its logs as it was cancelled.
+    """What ended an attempt without a result, from Slurm's messages in its logs.
 
-    Of `dray stop` Slurm tells as of scancel. The job's log also has what ended its attempts before this one `began`.
+    Slurm shows `dray stop` as scancel. Messages from before the attempt `began` belong to earlier attempts.
     """
     logs = (attempt.parent / f"job-{job}.log", attempt / run_folder.LOGS / "srun.log", attempt / run_folder.node_log(0))
     for line in (line for log in logs if log.is_file() for line in files.tail(log)):
@@ -102,18 +102,18 @@ def of_files(attempt: Path, job: int, began: float) -> Stop | None:
 
 
 def of_a_batch_job(text: str) -> bool:
-    """Whether Slurm can put the job back into its queue, unlike one by salloc."""
+    """Whether Slurm can requeue the job: a batch job, not an salloc allocation."""
     return re.search(r"(?m)(?:^|\s)BatchFlag=1(?:\s|$)", text) is not None
 
 
 def _seconds(fields: dict[str, str], name: str) -> int | None:
-    """A time since 1970, and none of another form."""
+    """The field as seconds since 1970; None if it has another form."""
     value = fields.get(name, "")
     return int(value) if re.fullmatch("[0-9]{1,11}", value) else None
 
 
 def _state(fields: dict[str, str]) -> str:
-    """By its state and its reason."""
+    """The job's state, from its state and reason."""
     state = "PREEMPTED" if fields.get("PreemptTime", "") not in _NEVER else fields.get("JobState", "")
     return _BY_REASON.get(fields.get("Reason", ""), state)
 
@@ -130,10 +130,10 @@ def _reason(fields: dict[str, str], at: float, grace: int) -> str:
     before, now = _seconds(fields, "restarts"), _seconds(fields, "Restarts")
     if before is not None and now is not None and now > before:
         return REQUEUE
-    # A job that nothing else ends was cancelled; one that runs on got a signal alone.
+    # An ending job without another reason was cancelled; a job that still runs only got a signal.
     return _BY_STATE["CANCELLED"] if state == "COMPLETING" else f"SIG{fields.get('signal') or 'TERM'}"
 
 
 def utc(seconds: float | None = None) -> str:
-    """A time as result.json has it."""
+    """The time in UTC, as in result.json."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

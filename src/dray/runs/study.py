@@ -1,4 +1,4 @@
-"""A study: several runs of one recipe, which differ in the number of ranks or in settings, and what they show."""
+"""A study: several runs of one recipe that differ in ranks or settings, and their table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dray.config.model import explained
 from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError, listed
 from dray.runs import look as looking
 from dray.runs import state, write
 from dray.runs.metrics import Event, Metrics, number, whole
@@ -23,87 +23,87 @@ from dray.runs.paths import RunPaths, attempts, make_run_folder
 from dray.runs.squeue import Queue
 
 PARITY = 1e-4
-"""The largest relative difference of losses that fp32 makes by adding in another order."""
+"""The largest relative loss difference that fp32 sums in another order can cause."""
 MOST = 256
-"""Runs of one study."""
+"""The most runs in a study."""
 _VERSION = 1
 
 
 class Member(BaseModel):
-    """One of its runs."""
+    """One run of a study."""
 
     model_config = ConfigDict(frozen=True)
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
-    """Its folder's name, beside the study's own."""
+    """The name of its folder, beside the study's folder."""
     ranks: Annotated[int, Field(ge=0, le=10**9)] = 0
     settings: Annotated[list[Annotated[str, Field(max_length=1 << 16)]], Field(max_length=MOST)] = []
-    """What it has that the others have not."""
+    """The settings of this run alone."""
     job: Annotated[int, Field(ge=1, lt=10**18)] | None = None
     task: Annotated[int, Field(ge=0, lt=10**18)] | None = None
-    """Of the array that the job is."""
+    """The task number, if the job is an array."""
 
     @property
     def job_id(self) -> str | None:
-        """As Slurm's commands take it: 12, or 12_3."""
+        """The id for Slurm's commands: 12, or 12_3."""
         task = "" if self.task is None else f"_{self.task}"
         return f"{self.job}{task}" if self.job else None
 
 
 class Study(BaseModel):
-    """study.json."""
+    """The content of study.json."""
 
     model_config = ConfigDict(frozen=True)
 
     version: int = _VERSION
     kind: Literal["strong", "weak", "sweep"]
-    """strong: one global batch on any number of ranks; weak: one batch of a rank; sweep: other settings."""
+    """strong: the same global batch on any number of ranks; weak: the same batch per rank; sweep: other settings."""
     recipe: str
     members: Annotated[list[Member], Field(max_length=MOST)] = []
 
 
 class Row(BaseModel):
-    """What one run shows so far."""
+    """The figures of one run so far."""
 
     run: str
     ranks: int
     settings: list[str]
     state: str
-    """As `dray status` has it; `no run` where it never began."""
+    """The state as in `dray status`; `no run` if it never started."""
     job_id: str | None = None
-    """As Slurm's commands take it: 12, or 12_3."""
+    """The id for Slurm's commands: 12, or 12_3."""
     seconds: float | None = None
-    """Of the training."""
+    """Seconds of training."""
     step_s: float | None = None
     tokens_per_s: float | None = None
-    """Of all ranks; medians of the log's lines but the first, which has the warm-up."""
+    """Speed of all ranks: the median over the logged lines except the first, which has the warm-up."""
     speedup: float | None = None
     efficiency: float | None = None
-    """Of a rank, beside the run with the fewest ranks."""
+    """Speed per rank, relative to the run with the fewest ranks."""
     loss: float | None = None
     eval_loss: float | None = None
 
 
 class Parity(BaseModel):
-    """How far the losses of a strong study's runs are apart, step by step."""
+    """How far the losses of a strong study's runs differ, step by step."""
 
     checked: bool
-    """Only fp32 has to agree."""
+    """Whether losses must agree, as they must in fp32 only."""
     steps: int = 0
-    """Of a run, that were compared with the run with the fewest ranks; of all runs together."""
+    """Steps compared with the run with the fewest ranks, over all runs."""
     largest: float = 0.0
     broken: list[str] = []
 
 
 def save(folder: Path, study: Study) -> None:
-    """Write it; the first time with its folder."""
+    """Write study.json; the first time make its folder."""
     if not folder.is_dir():
         make_run_folder(folder)
     files.write_atomic(folder / run_folder.STUDY, study.model_dump_json(indent=1) + "\n")
 
 
 def keep(folder: Path, study: Study, members: Sequence[Member]) -> Study:
-    """The same with these runs, on the disk too; without a run there is no study."""
+    """Save the study with these members; without members, remove it."""
     study = study.model_copy(update={"members": list(members)})
     if members:
         save(folder, study)
@@ -115,7 +115,7 @@ def keep(folder: Path, study: Study, members: Sequence[Member]) -> Study:
 
 
 def load(folder: Path) -> Study:
-    """Of a folder that has one."""
+    """The study in a folder."""
     path = folder / run_folder.STUDY
     text = files.text(path, "the study", fix="name a folder with study.json in it: dray scale --table STUDY")
     found = files.parse_json(text, "the study", path)
@@ -132,7 +132,7 @@ def load(folder: Path) -> Study:
 
 
 def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
-    """A study by its folder, its name or the beginning of it; `file` is what makes a folder one."""
+    """The study's folder, by its path, its name or the beginning of it; `file` marks such a folder."""
     folder = Path(named).absolute()
     if "/" in named or os.path.lexists(folder / file):
         return folder
@@ -140,15 +140,15 @@ def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
     fitting = [name for name in names if name == named] or [name for name in names if name.startswith(named)]
     if len(fitting) != 1:
         raise ConfigError(
-            "several studies begin like this" if fitting else "there is no such study",
-            where=runs, found=ascii(named), wanted=", ".join((fitting or names)[-6:]),
-            fix="--runs names another folder",
+            "several studies begin with this name" if fitting else "there is no such study",
+            where=runs, found=ascii(named), wanted=listed((fitting or names)[::-1]),
+            fix="--runs=FOLDER names another folder",
         )  # fmt: skip
     return runs / fitting[0]
 
 
 def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
-    """Its runs as they are now, in the order of their ranks, and whether their losses agree."""
+    """The current rows in order of ranks, and whether their losses agree."""
     members = study.members if study.kind == "sweep" else sorted(study.members, key=lambda one: one.ranks)
     rows, losses, queue = [], {}, Queue()
     for member in members:
@@ -161,7 +161,7 @@ def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
 
 
 def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, dict[int, float]]:
-    """One run, and its loss by the step."""
+    """The row of one run, and its losses by step."""
     row = Row(run=member.run, ranks=member.ranks, settings=member.settings, state="no run", job_id=member.job_id)
     losses: dict[int, float] = {}
     lines: list[Event] = []
@@ -173,7 +173,9 @@ def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, dict[int, float]
                 kind = event.get("event")
                 if kind == "step" and (step := whole(event, "step")) and "loss" in event:
                     row.loss = number(event, "loss")
-                    losses[step] = math.nan if row.loss is None else row.loss  # null is what is not finite
+                    losses[step] = (
+                        math.nan if row.loss is None else row.loss
+                    )  # null stands for a loss that is not finite
                     lines.append(event)
                 elif kind == "eval":
                     row.eval_loss = number(event, "loss")
@@ -193,7 +195,7 @@ def _median(lines: list[Event], name: str) -> float | None:
 
 
 def _compare(rows: list[Row]) -> None:
-    """Speed beside the run with the fewest ranks."""
+    """Set speed-up and efficiency, relative to the run with the fewest ranks."""
     first = next((row for row in rows if row.tokens_per_s and row.ranks), None)
     for row in rows:
         if first and first.tokens_per_s and row.tokens_per_s and row.ranks:
@@ -218,7 +220,7 @@ def _parity(rows: list[Row], losses: dict[str, dict[int, float]], *, checked: bo
 
 
 def _apart(one: float, other: float) -> float:
-    """Their relative difference, without end where one alone is finite."""
+    """The relative difference of two losses; infinite if only one is finite."""
     if math.isfinite(one) and math.isfinite(other):
         return abs(other / (one or 1e-30) - 1)
     return math.inf if math.isfinite(one) or math.isfinite(other) else 0.0

@@ -1,4 +1,4 @@
-"""Hand a run to Slurm."""
+"""Submit a run to Slurm."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
 
 
 class Asked(NamedTuple):
-    """What a job is asked for. What is 0, empty or None, the recipe decides, and the site."""
+    """The request for a job; for 0, empty or None the recipe or the site decides."""
 
     arguments: Sequence[str]
     """The recipe and its settings, as the job reads them."""
     command: Sequence[str] = ()
     nodes: int | None = None
     ranks: int = 0
-    """Of a node."""
+    """Ranks per node."""
     gpus: int = 0
-    """Of a node."""
+    """GPUs per node."""
     site: str = ""
     gpu_memory: float | None = None
     options: Sequence[str] = ()
-    """Of sbatch; they win over dray's own."""
+    """Options of sbatch, which win over dray's own."""
     before: Sequence[str] | None = None
-    """Of an earlier job's sbatch, in place of dray's own but for its size."""
+    """Options of an earlier job, instead of dray's own except the size."""
 
 
 class Job(NamedTuple):
-    """A run that can be submitted."""
+    """A planned run, ready to submit."""
 
     plan: Plan
     argv: list[str]
-    """Of sbatch."""
+    """The sbatch command."""
 
 
 def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known | None = None) -> Job:
-    """The plan of the attempt, and the command that submits it. ConfigError: it is refused."""
+    """The attempt's plan, and the command that submits it. ConfigError if the plan is refused."""
     facts, choice = login.facts(
         recipe, asked.nodes, asked.gpus, asked.site, ranks=asked.ranks or None,
         options=(*(asked.before or ()), *asked.options), gpu_memory=asked.gpu_memory, known=known,
@@ -77,28 +77,28 @@ def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known 
 
 
 def check(options: Sequence[str]) -> None:
-    """Refuse options of sbatch that the plan must know of, or that are no options."""
+    """Refuse options of sbatch that the plan must know, or that are malformed."""
     for option in options:
         if option.startswith(("-a", "--ar")):
             raise ConfigError(
-                "all tasks of an array would be one run", found=f"--sbatch {option}",
-                fix="dray sweep RECIPE key=a,b submits an array, with a run for each of its tasks",
+                "--array would put all tasks into one run", found=f"--sbatch {option}",
+                fix="use dray sweep RECIPE key=a,b, which submits an array with one run per task",
             )  # fmt: skip
         if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
             raise ConfigError(
-                "the plan would not know of this option of sbatch",
+                "dray must plan with this option, so it cannot be given by --sbatch",
                 found=f"--sbatch {option}",
-                fix="give --nodes and --gpus-per-node to dray submit itself; a cluster that wants --gres=gpu:N has "
-                'gpu_option = "gres" in its site file (docs/launch.md)',
+                fix="give --nodes and --gpus-per-node to dray submit itself; if the cluster needs --gres=gpu:N, set "
+                'gpu_option = "gres" in the site file (docs/launch.md)',
             )
         if " " in option and not option.partition(" ")[0].count("="):
             raise ConfigError(
-                "an option of sbatch is one word", found=f"--sbatch={option!r}", fix="--sbatch=--time=08:00:00"
+                "an option of sbatch must be one word", found=f"--sbatch={option!r}", fix="--sbatch=--time=08:00:00"
             )
 
 
 def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[str]:
-    """What `dray submit` adds to sbatch; a later option of the user's wins over these."""
+    """The options that `dray submit` adds to sbatch; the user's options come later and win."""
     asked = {"gpus-per-node": f"--gpus-per-node={gpus}", "gres": f"--gres=gpu:{gpus}"}
     return [
         f"--job-name={recipe.name}",
@@ -113,7 +113,7 @@ def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[st
 
 
 def site_word(site: Site) -> str:
-    """The site as the job is told of it: some sites export no environment to jobs."""
+    """The site's name for the job's command line; some sites export no environment to jobs."""
     return "" if site.name == sites.GENERIC else sites.portable(site.name)
 
 
@@ -127,7 +127,7 @@ def sbatch(
     recipe: Sequence[str],
     command: Sequence[str],
 ) -> list[str]:
-    """The whole command. What was decided at the login node goes along in it."""
+    """The whole sbatch command, with what was decided on the login node."""
     script = checkout.root() / "slurm" / ("multinode.sh" if len(plan.world.nodes) > 1 else "singlenode.sh")
     log = plan.run_folder.replace("%", "%%") + "/job-%j.log"
     decided = [f"--run={plan.run_folder}", f"--image={image}", f"--site={site}"]
@@ -139,14 +139,14 @@ def sbatch(
 
 
 def require_free(run: Path, options: Sequence[str]) -> None:
-    """Refuse a second job for a run that has one, unless it waits for another (`--dependency`)."""
+    """Refuse a second job for an active run, unless it waits for the first (`--dependency`)."""
     state = live.look(run) if named.is_run(run) else None
-    # A job that Slurm here does not know may be another cluster's, on the same disk.
+    # A job that Slurm here does not know may be on another cluster with the same disk.
     may_go_on = state and (state.kind != "unknown" or state.paths is None or named.job_of(state.paths.folder))
     if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
-        after = f"; or after it: --sbatch=--dependency=afterany:{state.job.id}" if state.job else ""
+        after = f"; or wait for it: --sbatch=--dependency=afterany:{state.job.id}" if state.job else ""
         raise ConfigError(
-            f"the run {'may go' if state.kind == 'unknown' else 'goes'} on: two jobs would write into it",
+            f"the run {'may be' if state.kind == 'unknown' else 'is'} active: two jobs would write into its folder",
             where=run,
             wanted="a run that has ended",
             found=state.where,
@@ -161,9 +161,9 @@ def _waits(option: str) -> bool:
 def submit(
     argv: Sequence[str], folder: Path, share: str, code: Path, beside: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Make the run folder, if it is not there, queue the job and return its number. A refused job leaves no new one.
+    """Make the run folder if needed, submit the job, and return its number. If sbatch refuses, a new folder is removed.
 
-    The capsule describes the `code` in that folder. Files `beside` are in the run folder before the job begins.
+    The capsule records the `code` in that folder. Files `beside` are in the run folder before the job begins.
     """
     seen = source.look(code)
     new = not folder.exists()
@@ -178,13 +178,13 @@ def submit(
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
         if isinstance(refused, DrayError) and not process.which(argv[0]):
-            refused.amend(fix="submit on a login node of the cluster; without Slurm: dray run, or make cluster")
+            refused.amend(fix="submit on a login node of the cluster; without Slurm use dray run or make cluster")
         if isinstance(refused, DrayError):
             raise refusal.explained(refused, argv) from None
         raise
     number, _, cluster = done.out.strip().partition(";")
     queued = Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))
-    with suppress(OSError):  # the job is in the queue all the same
+    with suppress(OSError):  # the job is in the queue anyway
         files.write_atomic(folder / run_folder.JOB, queued.model_dump_json(indent=1))
         if seen:
             source.keep(folder, seen)

@@ -1,4 +1,4 @@
-"""The tokens of datasets that runs keep on this machine."""
+"""The cached tokens of datasets on this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 _TOKENS = re.compile(r"[0-9a-f]{24}(\.part-[0-9a-f]{16})?")
 _DAY = 86400
-_WRITES = 3600  # seconds after which a run that makes tokens has written again
+_WRITES = 3600  # seconds within which a run that makes tokens writes again
 
 
 class Entry(NamedTuple):
-    """The tokens of a dataset."""
+    """The cached tokens of one dataset."""
 
     folder: Path
     dataset: str
@@ -28,12 +28,12 @@ class Entry(NamedTuple):
 
     @property
     def made_now(self) -> bool:
-        """Whether a run may still be writing it."""
+        """Whether a run may still be writing the tokens."""
         return ".part-" in self.folder.name and self.unused * _DAY < _WRITES
 
 
 def entries(cache: Path) -> Iterator[Entry]:
-    """All that are in a cache, also half made ones."""
+    """All entries of a cache, with unfinished ones."""
     for folder in cache.iterdir() if cache.is_dir() else ():
         if not _TOKENS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
             continue

@@ -1,4 +1,4 @@
-"""Whose run it is, and which code of somebody else's it would run here."""
+"""Who owns a run, and which code of another user it would run here."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dray.runs.paths import RunPaths
 
 _HARMLESS = re.compile("(?:[A-Z]+_NUM_THREADS|HF_[A-Z]+_OFFLINE|TOKENIZERS_PARALLELISM)")
 _OF_TRAINING = {"zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing"}
-"""Sections of DeepSpeed's configuration that hold nothing but numbers and switches."""
+"""Sections of DeepSpeed's configuration with only numbers and switches."""
 
 
 def foreign(paths: RunPaths) -> str:
-    """What of a run another user owns, or may write, in words; empty for this user's and for root's."""
+    """The part of a run that another user owns or may write, in words; empty if only this user and root do."""
     for path in (paths.run, paths.folder, paths.plan):
         if not files.is_own(path):
             found = path.stat()
@@ -26,19 +26,19 @@ def foreign(paths: RunPaths) -> str:
 
 
 def require(code: Sequence[str], where: str, *, does: str) -> None:
-    """Refuse the code of another user's run, which `does` would run here."""
+    """Refuse to run the code of another user's run; `does` names what would run it."""
     if code:
         raise ConfigError(
-            f"this run was not recorded here by you, and {does} runs code that it names",
+            f"you did not record this run here, and {does} runs code that it names",
             where=where,
-            wanted="--trust-run, once you have read it",
+            wanted="--trust-run, after you have read that code",
             found="\n".join(code),
-            fix="the same with --trust-run",
+            fix="add --trust-run to the command",
         )
 
 
 def code_of(recipe: Recipe) -> list[str]:
-    """What a replay of it would run, a line each. A layer by its name is this user's own."""
+    """The code that a replay would run, one line each. A layer given by name is this user's own."""
     found = [f"command: {' '.join(recipe.command.argv)}"] if recipe.command else []
     found += functions(recipe.maps().items())
     found += ["model.trust_remote_code = true"] if recipe.model.trust_remote_code else []
@@ -49,12 +49,12 @@ def code_of(recipe: Recipe) -> list[str]:
 
 
 def functions(maps: Iterable[tuple[str, str]]) -> list[str]:
-    """Functions on rows, which run wherever datasets are read, a line each."""
+    """The row functions, which run wherever datasets are read, one line each."""
     return [f"{key}: {text.partition(chr(10))[0]}" for key, text in sorted(maps)]
 
 
 def _of_deepspeed(text: str) -> list[str]:
-    """What of its configuration may name files and programs: profilers and monitors write where they are told."""
+    """The parts of DeepSpeed's configuration that may name files and programs, such as profilers and monitors."""
     file = files.parse_json(text, "DeepSpeed's configuration in the capsule", "train.deepspeed")
     if not isinstance(file, dict):
         return [f"train.deepspeed: {text[:200]}"]

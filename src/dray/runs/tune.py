@@ -1,4 +1,4 @@
-"""Measure candidates one after another, each by a short run of its own, and keep the table after each."""
+"""Measure candidates one after another, each in its own short run, and save the table after each."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dray.runs.tuned import Tuning
 
 _TRIES = 8
 _PLANS = 512
-"""So many runs may fail, or candidates be left out, before one runs."""
+"""dray gives up after this many candidates were left out without a success, or after `_TRIES` failed runs."""
 _GRACE = 30.0  # seconds for each of two signals; a run ends its ranks by itself
 
 
 class Tuner:
-    """Answers the search, and never measures the same twice."""
+    """Measures candidates for the search, each only once."""
 
     def __init__(
         self, folder: Path, tuning: Tuning, recipe: Recipe, where: space.Place, *, program: Sequence[str],
         limit: float, tell: Callable[[int, Row], None],
     ) -> None:  # fmt: skip
-        """`limit` is how many seconds a candidate may take; `tell` shows what came of one."""
+        """`limit` is the seconds that a candidate may take; `tell` shows each row."""
         self.tuning = tuning
         self._folder, self._recipe, self._where = folder, recipe, where
         self._program, self._limit, self._tell = program, limit, tell
@@ -39,7 +39,7 @@ class Tuner:
         self._known: dict[Candidate, Row] = {}
 
     def all(self, candidates: Space) -> None:
-        """The whole grid, or what the search asks for."""
+        """Measure the whole grid, or the candidates that the search chooses."""
         tuned.save(self._folder, self.tuning)
         with stoppable():
             if self.tuning.every:
@@ -50,7 +50,7 @@ class Tuner:
         self._keep(self.tuning.model_copy(update={"complete": True}))
 
     def figure(self, candidate: Candidate) -> Figure | None:
-        """How fast it is; None where it cannot run, or trains something else."""
+        """The candidate's speed; None if it cannot run or its losses differ."""
         if candidate not in self._known:
             self._require_hope()
             row = self._row(candidate).model_copy(update={"values": dict(candidate.values)})
@@ -68,7 +68,7 @@ class Tuner:
             raise none_runs(self.tuning, self._folder)
 
     def _keep(self, tuning: Tuning) -> None:
-        """At once: what was measured is in the table, however this program ends."""
+        """Save the table now, so that no measurement is lost."""
         self.tuning = tuning
         tuned.save(self._folder, tuning)
 
@@ -87,7 +87,7 @@ class Tuner:
         return self._agreed(row).model_copy(update={"run": name})
 
     def _run(self, name: str, recipe: Recipe) -> Row:
-        """Started as a user would: by `dray run`, of a recipe that stays beside the table."""
+        """Measure by `dray run`, with a recipe that stays beside the table."""
         for file, text in replay.as_files(recipe, name, whole=False).items():
             files.write_atomic(self._folder / file, text)
         options = [f"--run={name}", f"--runs={self._folder}", *self._where.options]
@@ -95,11 +95,11 @@ class Tuner:
         log = self._folder / f"{name}.log"
         code = self._ended(argv, log)
         if code is None:
-            return Row(values={}, state=HANGS, why=f"it had not ended after {self._limit:g} s (--limit)")
+            return Row(values={}, state=HANGS, why=f"it did not end within {self._limit:g} s (--limit)")
         return measured.of_run(self._folder / name, code, log, warm_up=self.tuning.warm_up)
 
     def _ended(self, argv: Sequence[str], log: Path) -> int | None:
-        """Its exit code; None where it took too long. None of its processes is left, also after Ctrl-C."""
+        """The exit code; None if it took too long. All its processes are ended, also after Ctrl-C."""
         with log.open("wb") as output, held_back() as begun:
             running = process.start(argv, env=self._where.env, output=output)
             try:
@@ -110,13 +110,13 @@ class Tuner:
                 hurry_on_signals()
                 raise
             finally:
-                # The batch script saves what it has at TERM, and ends its nodes at INT.
+                # The batch script ends its nodes at INT, and saves first at TERM.
                 if running.code() is None and not running.ask(signal.SIGINT, _GRACE):
                     running.ask(signal.SIGTERM, _GRACE)
                 running.stop()
 
     def _agreed(self, row: Row) -> Row:
-        """A setting that changes what is trained is none, however fast it is."""
+        """The row, rejected if its losses differ from the first candidate's."""
         first = next((known for known in self._known.values() if known.state == DONE), None)
         if row.state != DONE or first is None:
             return row
@@ -132,12 +132,12 @@ class Tuner:
 
 
 def none_runs(tuning: Tuning, folder: Path) -> DrayError:
-    """The error of a table without a candidate that is done."""
+    """The error for a table in which no candidate succeeded."""
     begun = [row for row in tuning.rows if row.run]
     if not begun:
         return ConfigError(
-            "no candidate fits", wanted="one that could be started", found=tuning.rows[0].why if tuning.rows else "",
-            fix="more nodes, a smaller model or [lora]",
+            "no candidate fits", wanted="a candidate that can start", found=tuning.rows[0].why if tuning.rows else "",
+            fix="use more nodes, a smaller model or [lora]",
         )  # fmt: skip
     return DrayError(
         "no candidate runs", where=str(folder), found="\n".join(dict.fromkeys(row.why for row in begun)),

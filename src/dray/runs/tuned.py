@@ -1,4 +1,4 @@
-"""tune.json: what `dray tune` has measured so far, and the recipe that the best of it makes."""
+"""tune.json: what `dray tune` has measured so far, and the recipe with the best setting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VERSION = 1
 
 
 class Tuning(BaseModel):
-    """tune.json."""
+    """The content of tune.json."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,25 +36,25 @@ class Tuning(BaseModel):
     """The recipe, with the settings of the command line."""
     ranks: int
     where: str
-    """What it was measured on, for a reader."""
+    """Where it was measured, for the reader."""
     grid: int
-    """How many candidates there are."""
+    """The number of candidates."""
     every: bool
     """Whether all of them are measured."""
     tolerance: float
     why: str
-    """Of that tolerance."""
+    """The reason for that tolerance."""
     start: dict[str, str | int | bool]
     """The recipe's own setting."""
     warm_up: int
     steps: int
-    """Measured after the warm-up."""
+    """Steps measured after the warm-up."""
     complete: bool = False
     rows: list[Row] = []
 
     @property
     def best(self) -> Row | None:
-        """The fastest, or of those that noise does not tell apart the one with the fewest changes."""
+        """The fastest row; among rows equal within noise, the row with the fewest changes."""
         found = {candidate(row.values): row for row in self.rows if row.state == DONE}
         chosen = search.best(((one, figure(row)) for one, row in found.items()), candidate(self.start))
         return found[chosen] if chosen else None
@@ -65,7 +65,7 @@ class Tuning(BaseModel):
         made = applied(recipe, candidate(row.values), candidate(self.start), ranks=self.ranks)
         assert made.batch is not None
         table = made.model_dump(mode="json", exclude_unset=True)
-        # On another number of ranks the accumulation follows; what [tiny] has set is in the other tables by now.
+        # The accumulation depends on the number of ranks; the settings of [tiny] are already in the other tables.
         table["batch"].pop("gradient_accumulation_steps")
         for key in ("scale", "tiny"):
             table.pop(key, None)
@@ -73,25 +73,25 @@ class Tuning(BaseModel):
 
 
 def candidate(values: dict[str, str | int | bool]) -> Candidate:
-    """Of a row's values."""
+    """The candidate with these values."""
     return Candidate(tuple(values.items()))
 
 
 def figure(row: Row) -> Figure:
-    """Of a row that is done."""
+    """The speed of a successful row."""
     assert row.tokens_per_s is not None
     return Figure(row.tokens_per_s, row.tokens_per_s * row.spread, row.memory_gb or 0.0)
 
 
 def save(folder: Path, tuning: Tuning) -> None:
-    """Write it; the first time with its folder."""
+    """Write tune.json; the first time make its folder."""
     if not folder.is_dir():
         make_run_folder(folder)
     files.write_atomic(folder / run_folder.TUNE, tuning.model_dump_json(indent=1) + "\n")
 
 
 def load(folder: Path) -> Tuning:
-    """Of a folder that has one."""
+    """The table in a folder."""
     path = folder / run_folder.TUNE
     text = files.text(path, "the table", fix=f"name a folder with {path.name} in it: dray tune --table STUDY")
     found = files.parse_json(text, "the table", path)
@@ -110,7 +110,7 @@ def load(folder: Path) -> Tuning:
 
 
 def as_files(tuning: Tuning, row: Row, file: Path, lines: list[str]) -> dict[Path, str]:
-    """The recipe with that setting, these lines above it as comments, and the files that it names."""
+    """The recipe with the row's setting, under these lines as comments, and the files that it names."""
     found = replay.as_files(tuning.tuned(row), file.stem, whole=False)
     comments = "".join(f"# {line}".rstrip() + "\n" for line in printable("\n".join(lines)).split("\n"))
     return {
@@ -120,17 +120,19 @@ def as_files(tuning: Tuning, row: Row, file: Path, lines: list[str]) -> dict[Pat
 
 
 def require_place(file: Path, *, force: bool) -> None:
-    """A file that can be written, before anything is measured."""
+    """Check that the file can be written, before anything is measured."""
     wrong, fix = "", "name another FILE"
     if file.suffix != ".toml":
         wrong, fix = "it does not end in .toml", f"--out {file}.toml"
     elif not file.parent.is_dir():
-        wrong, fix = f"{file.parent} is no folder", f"mkdir {file.parent}"
+        wrong, fix = f"{file.parent} is not a folder", f"mkdir {file.parent}"
     elif file.is_dir():
         wrong = "it is a folder"
     elif os.path.lexists(file) and not force:
-        wrong, fix = "it is there already", "--force replaces it; or name another FILE"
+        wrong, fix = "it already exists", "use --force to replace it, or name another FILE"
     elif not os.access(file.parent, os.W_OK):
         wrong = f"you may not write in {file.parent}"
     if wrong:
-        raise ConfigError("the best setting could not be written", where=f"--out {file}", found=wrong, fix=fix)
+        raise ConfigError(
+            "the best setting cannot be written to this file", where=f"--out {file}", found=wrong, fix=fix
+        )

@@ -1,4 +1,4 @@
-"""Whether a capsule's files are those that were recorded; and the capsule in half a page."""
+"""Check a capsule's files against its record, and show the capsule in half a page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 6
 
 
 class Checked(BaseModel):
-    """A file, held against what was recorded."""
+    """A file compared with its record."""
 
     path: str
     state: State
@@ -28,7 +28,7 @@ class Checked(BaseModel):
 
 
 class Verified(BaseModel):
-    """An attempt's files, and its image where it is here."""
+    """An attempt's checked files, and its image if it is on this machine."""
 
     run: str
     attempt: int
@@ -38,12 +38,12 @@ class Verified(BaseModel):
 
     @property
     def same(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all files are as recorded."""
         return all(one.state == "same" for one in self.files) and (self.image is None or self.image.state != "changed")
 
 
 def verify(paths: RunPaths) -> Verified:
-    """Read every file of an attempt that its capsule names."""
+    """Check every file that the attempt's capsule names."""
     made = capsule.read(paths)
     return Verified(
         run=made.run,
@@ -55,10 +55,10 @@ def verify(paths: RunPaths) -> Verified:
 
 
 def verified(found: Verified) -> Iterator[str]:
-    """A line a file."""
+    """A line for each file."""
     wrong = sum(one.state != "same" for one in found.files)
     told = f"{counted(wrong, 'file')} not as recorded" if wrong else "all as recorded"
-    ended = "" if found.finished else "; it has not ended, so this is what was planned"
+    ended = "" if found.finished else "; the attempt has not ended, so these are the planned files"
     yield f"{found.run}, attempt {found.attempt}: {counted(len(found.files), 'file')}, {told}{ended}"
     for one in (*found.files, *([found.image] if found.image else [])):
         yield f"  {one.state:<8} {one.path}{f' ({one.why})' if one.why else ''}"
@@ -66,7 +66,7 @@ def verified(found: Verified) -> Iterator[str]:
 
 def _checked(path: Path, name: str, sha256: str) -> Checked:
     if name.startswith("/") or ".." in Path(name).parts:
-        return Checked(path=name, state="missing", why="no file of this folder")
+        return Checked(path=name, state="missing", why="outside of the folder")
     try:
         found, _ = capsule.digest(path)
     except FileNotFoundError:
@@ -79,7 +79,7 @@ def _checked(path: Path, name: str, sha256: str) -> Checked:
 
 
 def _image(made: Capsule) -> Checked | None:
-    """Of an image in a file, which may have been built anew since."""
+    """Check the image's file, which may have been rebuilt since."""
     file = made.image.file
     if not made.image.sha256 or not file.startswith("/"):
         return None
@@ -90,37 +90,37 @@ def _image(made: Capsule) -> Checked | None:
 
 
 def page(made: Capsule, plan: Plan | None) -> Iterator[str]:
-    """Half a page."""
-    status = made.status or ("not ended" if made.files else "no capsule; what plan and metrics tell")
+    """The capsule in half a page."""
+    status = made.status or ("not ended" if made.files else "no capsule; from plan and metrics")
     yield f"{made.run}, attempt {made.attempt}: {status}"
     yield f"planned:   {made.planned}{f', ended {made.finished}' if made.finished else ''}"
     yield f"software:  dray {made.dray}{f', torch {made.torch}' if made.torch else ''}, {_packages(made)}"
     known = f" sha256:{made.image.sha256[:12]}" if made.image.sha256 else ""
     layer = f", layer {made.image.layer[:19]}" if made.image.layer else ""
     yield f"image:     {made.image.variant} by {made.image.engine}, {made.image.file}{known}{layer}"
-    yield f"source:    {source.text(made.source) if made.source else 'unknown to git'}"
+    yield f"source:    {source.text(made.source) if made.source else 'not in git'}"
     yield f"site:      {made.site}; {counted(made.world_size, 'rank')}{f', job {made.job}' if made.job else ''}"
     for like, group in groupby(made.nodes, key=node):
         names = [one.name for one in group]
         shown = " ".join(names[:_SHOWN]) + " ..." * (len(names) > _SHOWN)
         yield f"nodes:     {shown}: {like}"
     if not made.nodes:
-        yield "nodes:     none has told what it is"
+        yield "nodes:     no node has recorded itself"
     yield from (f"data:      {name} {sha256[:16]}" for name, sha256 in made.data.items())
     if made.preflight:
         yield f"preflight: {made.preflight}"
     if plan:
-        secret = f"; by name alone: {' '.join(plan.pass_env)}" if plan.pass_env else ""
-        yield f"variables: {len(plan.env)}, each with its source in plan.json{secret}"
+        secret = f"; passed by name only: {' '.join(plan.pass_env)}" if plan.pass_env else ""
+        yield f"variables: {len(plan.env)}, with their sources in plan.json{secret}"
     for one in made.attempts:
         steps = f", step {one.steps}" if one.steps else ""
         yield f"attempt {one.attempt}: {one.status}{f', {one.why}' if one.why else ''}{steps}"
     if made.files:
-        yield f"files:     {len(made.files)}; dray capsule verify looks at each"
+        yield f"files:     {len(made.files)}; dray capsule verify checks them"
 
 
 def node(one: Node) -> str:
-    """What it is, in a line."""
+    """The node's hardware and software in one line."""
     numa = f", {counted(len(one.numa), 'NUMA node')}" if one.numa else ""
     memory = f", {one.memory_gb:g} GB" if one.memory_gb else ""
     threads = f", {counted(one.threads, 'thread')} a rank" if one.threads else ""

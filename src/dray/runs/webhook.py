@@ -1,4 +1,4 @@
-"""Tells a chat, or any other service, how a run ended: one POST to the URL in the user's own file."""
+"""Report how a run ended to a chat or another service: one POST to the URL in the user's own file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SECONDS = 5  # Slurm kills a job soon after its time limit
 
 
 def tell(url: str, result: Result, text: str) -> str | None:
-    """Why it could not be told. The URL is a secret: no message has it."""
+    """Send the report; why it failed, or None. The URL is a secret and appears in no message."""
     answers: list[str | None] = []
-    # A thread: no deadline of a socket's bounds the search for its address, which takes half a minute without a DNS.
+    # In a thread, because a socket's timeout does not limit the DNS lookup, which can take half a minute.
     asked = Thread(target=lambda: answers.append(_told(url, result, text)), daemon=True)
     asked.start()
     asked.join(_SECONDS + 1)
@@ -39,22 +39,24 @@ def _told(url: str, result: Result, text: str) -> str | None:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=_SECONDS):
             return None
     except urllib.error.HTTPError as error:
-        return f"the webhook answered {error.code} {responses.get(error.code, '')}".rstrip()  # never in its own words
-    except Exception as error:  # whatever it is, the run has ended well without it
+        return (
+            f"the webhook answered {error.code} {responses.get(error.code, '')}".rstrip()
+        )  # without the answer's own text
+    except Exception as error:  # the run's end does not depend on it
         inner = getattr(error, "reason", None) or error
         reason = getattr(inner, "strerror", None) or type(inner).__name__
         return f"the webhook cannot be reached from this node: {reason}"
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """What answers elsewhere was not what the user named."""
+    """Refuses redirects: only the URL that the user named gets the report."""
 
     def redirect_request(self, *_: object) -> None:
-        """None: an error of the first answer's code."""
+        """Do not follow; the first answer's code is the error."""
 
 
 def _refused(url: str) -> str:
-    """Plain HTTP shows the URL, which is the only secret there is, to the whole network."""
+    """Why the URL is refused; plain HTTP would show this secret to the whole network."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -63,7 +65,7 @@ def _refused(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
         return "the file has no https URL"
     if parts.scheme == "http" and host != "localhost" and not _is_loopback(host):
-        return "its URL is not https"
+        return "the URL is not https"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Why a run failed, from what is in its folder, whatever state that is in. It reads and changes nothing."""
+"""Explain why a run failed, from the files in its folder. Read only."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ NO_RESULT = state.NO_RESULT
 
 
 class Report(BaseModel):
-    """What `dray why` tells."""
+    """The answer of `dray why`."""
 
     model_config = ConfigDict(frozen=True)
 
     run: str
     attempt: int
-    """0 before the first one."""
+    """The attempt's number; 0 before the first."""
     folder: str
     status: str
     """done, failed, stopped, or `no result`; before the first attempt also queued, running or lost."""
     now: str = ""
-    """What it does, without a result."""
+    """What the run is doing, if it has no result."""
     exit_code: int | None = None
     reason: str | None = None
-    """What stopped it."""
+    """What stopped the run."""
     at: str | None = None
     cause: Cause | None = None
     """The first failure."""
     after: list[str] = []
-    """The others that ended after it, and are no cause."""
+    """Failures after the first, which are no causes."""
     name: str = UNKNOWN
-    """The cause's, or that of what stopped it."""
+    """The name of the cause, or of what stopped the run."""
     fix: str = ""
     source: str = ""
     evidence: list[str] = []
     notes: list[str] = []
-    """Restarts, and whether the job goes on by itself."""
+    """Restarts, and whether the job continues by itself."""
     history: list[Attempt] = []
     warnings: list[str] = []
 
 
 def of(folder: Path) -> tuple[RunPaths, Report]:
-    """Of a run, or of one of its attempts."""
+    """The report of a run, or of one attempt."""
     if is_run(folder) and not attempts(folder):
         return RunPaths(folder), _before(folder)
     paths = last_attempt(folder)
@@ -77,7 +77,7 @@ def of(folder: Path) -> tuple[RunPaths, Report]:
 
 
 def _before(run: Path) -> Report:
-    """Where its job is, and the end of the job's log: a job may end before it begins an attempt."""
+    """The report of a run without an attempt: its job, and the end of the job's log."""
     seen, submitted = looking.look(run, Queue(), closely=True), Left(run, 0, []).submitted
     slurm, evidence = "", list[str]()
     if submitted and seen.state == state.LOST:
@@ -101,7 +101,7 @@ def _before(run: Path) -> Report:
 
 
 def look(paths: RunPaths) -> Report:
-    """Read an attempt's folder."""
+    """The report of an attempt."""
     warnings: list[str] = []
     result, plan = read_result(paths, warnings), read_plan(paths, warnings)
     found: list[records.Record] = []
@@ -119,7 +119,7 @@ def look(paths: RunPaths) -> Report:
         slurm, reason = _asked(paths)
         if seen and seen.state == state.STOPPED and not (reason and seen.why == stop.TERM):
             reason = seen.why
-        if reason and Stop(reason, "").by_wish:  # ranks that were stopped may die in any way; none of them is a cause
+        if reason and Stop(reason, "").by_wish:  # stopped ranks may die in any way; none of them is the cause
             status, cause = state.STOPPED, None
     told = Report(
         run=result.run if result else paths.run.name,
@@ -149,7 +149,7 @@ def _named(cause: Cause | None, reason: str | None) -> dict[str, str]:
 
 
 def read_result(paths: RunPaths, warnings: list[str]) -> Result | None:
-    """None where there is none, or with a warning of what is wrong with it."""
+    """The result; None if it is missing, or, with a warning, if it is damaged."""
     try:
         return results.read(paths.result)
     except FileNotFoundError:
@@ -169,15 +169,15 @@ def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
 
 
 def _seen(paths: RunPaths) -> state.State | None:
-    """As `dray status` sees an attempt without a result."""
+    """The state of an attempt without a result, as in `dray status`."""
     with suppress(OSError):  # another user's folder
         return looking.look(paths.folder, Queue(), closely=True)
     return None
 
 
 def _now(seen: state.State | None) -> str:
-    """What it does."""
-    return (_doing(seen) if seen else "") or "it runs, or it was killed before it could write one"
+    """What the attempt is doing."""
+    return (_doing(seen) if seen else "") or "it still runs, or was killed before it could write a result"
 
 
 def _doing(seen: state.State) -> str:
@@ -189,12 +189,12 @@ def _doing(seen: state.State) -> str:
             waits = f" {seen.waiting.state}" if seen.waiting else ""
             return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
         case state.LOST:
-            return "it was killed before it could write one"
+            return "it was killed before it could write a result"
     return ""
 
 
 def _asked(paths: RunPaths) -> tuple[str, str | None]:
-    """What Slurm tells of the job of a run without a result, where this machine can ask it."""
+    """Slurm's state of the run's job, if this machine can ask Slurm."""
     with suppress(DrayError, OSError, ValueError):
         known = facts.parse(files.read(paths.facts, limit=_LIMIT).decode(errors="replace"), where=str(paths.facts))
         if known.job:
@@ -231,7 +231,7 @@ def _notes(result: Result | None) -> list[str]:
 
 
 def text(report: Report) -> str:
-    """Half a page."""
+    """The report in half a page."""
     return "\n".join(line if len(line) <= _WIDE else f"{line[:_WIDE]} ..." for line in _lines(report))
 
 
@@ -241,7 +241,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _first(report.cause)
         if report.after:
             shown = ", ".join(report.after[:_AFTER]) + ", ..." * (len(report.after) > _AFTER)
-            yield f"{counted(len(report.after), 'other')} ended after it, which is no cause: {shown}"
+            yield f"{counted(len(report.after), 'other')} failed later, which is not the cause: {shown}"
     if report.cause or report.name != UNKNOWN:
         yield f"cause: {report.name}"
         yield from (f"  {name + ':':<8}{value}" for name, value in _details(report) if value)

@@ -1,4 +1,4 @@
-"""Plan a run and write it down: after this the run folder holds all that a node needs."""
+"""Plan a run and write its folder, with everything that a node needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
 def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:
     """The recipe with the command line's overrides; a command alone is a recipe too.
 
-    Relative paths in a recipe start beside it, wherever we stand; a command on the command line runs where we stand.
+    Relative paths in a recipe start in the recipe's folder; a command on the command line runs in the current folder.
     """
     if path is None:
         table = {"name": recipe_name(PurePosixPath(command[0]).stem), "command": {"argv": [*command]}}
@@ -55,32 +55,32 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
 
 
 def recipe_name(word: str) -> str:
-    """A name that a recipe can have, as close to the word as can be."""
+    """A valid recipe name, as close to the word as possible."""
     return re.sub("[^a-z0-9._-]", "-", word.lower()).lstrip("._-")[:63] or "run"
 
 
 def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """A run's own recipe with the command line's overrides, whose relative paths start where we stand."""
+    """A run's recipe with the command line's overrides, whose relative paths start in the current folder."""
     table = recipe.model_dump(exclude_unset=True)
     return _placed(validate(Recipe, table, overrides, what="the run's recipe"), Path.cwd())
 
 
 class Last(NamedTuple):
-    """The last attempt of a run, from which its next one is planned where nothing else is named."""
+    """The last attempt of a run, from which the next one is planned by default."""
 
     plan: Plan
     recipe: Recipe
-    """With the nodes that its job had at first."""
+    """The recipe with the job's original number of nodes."""
     gpus: int
-    """Of a node."""
+    """GPUs per node."""
 
 
 def last(run: Path) -> Last:
-    """ConfigError: the run has no plan that can be read, or is not this user's: what it names would run as you."""
+    """The last attempt; ConfigError without a readable plan, or for another user's run, which would run as you."""
     paths = newest_attempt(live.own(run))
     plan = read(paths)
     seen = probed.parse(files.text(paths.facts, "the run's facts"), where=str(paths.facts))
-    # A job that has lost a node goes on with fewer (min_nodes), and its next one is to have them all.
+    # A job that lost a node continues with fewer (min_nodes); the next job gets all nodes again.
     known = [RunPaths(paths.run, number) for number in attempts(paths.run)]
     plans = [read(one) for one in known if one.plan.is_file()]
     sizes = [len(one.world.nodes) for one in plans if one.job == plan.job]
@@ -89,7 +89,7 @@ def last(run: Path) -> Last:
 
 
 def _placed(recipe: Recipe, beside: Path) -> Recipe:
-    """With relative places that start there, and the text of functions on rows."""
+    """The recipe with absolute paths, and the text of row functions."""
     places = recipe.all_places() | ({"command.folder": recipe.command.folder} if recipe.command else {})
     if recipe.layer and recipe.layer.endswith(".sif"):
         places["layer"] = recipe.layer
@@ -99,7 +99,7 @@ def _placed(recipe: Recipe, beside: Path) -> Recipe:
         placed = dataset.parse(datasets[key]).at(placed) if key in datasets else placed
         recipe = _with(recipe, key.split("."), placed)
     for key, named in recipe.maps().items():
-        if "\n" not in named:  # else the plan's, which has the text
+        if "\n" not in named:  # else it is from a plan, which has the text
             file = beside / named.rpartition(":")[0]
             text = maps.written_out(named, _copied(file, f"the file of {key}", recipe), file)
             recipe = _with(recipe, key.split("."), text)
@@ -107,7 +107,7 @@ def _placed(recipe: Recipe, beside: Path) -> Recipe:
 
 
 def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  a spec, or a table of specs
-    """The same with another value in that place."""
+    """The table with another value at this path of keys."""
     key, *rest = keys
     if isinstance(table, dict):
         return {**table, key: _with(table[key], rest, value)}
@@ -115,11 +115,11 @@ def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  
 
 
 def _copied(path: Path, what: str, recipe: Recipe) -> str:
-    """A configuration, which the run folder gets a copy of: a recipe of another user's may name any file of yours."""
+    """The text of a file for the run folder; another user's recipe may name any of your files."""
     text = files.text(path, what, limit=_LIMIT)
     if recipe.runs.share != "none" and not path.stat().st_mode & 0o044:
         raise ConfigError(
-            "a private file would be copied into a run folder that your group reads",
+            "your private file would be copied into a run folder that your group can read",
             where=f"{what}: {path}",
             wanted="runs.share = none, or a file that your group may read",
             found=f"mode {path.stat().st_mode & 0o777:o}",
@@ -129,17 +129,16 @@ def _copied(path: Path, what: str, recipe: Recipe) -> str:
 
 
 def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, sites.Choice]:
-    """The site that the facts name, or one that is chosen already, and the facts with the job's values of the variables
-    in its paths."""
+    """The facts, with the values of variables in the site's paths, and the site, given or named by the facts."""
     choice = choice or sites.choose(facts)
-    if facts.shell and (facts.login or facts.scheduler != "slurm"):  # a job's probe is asked for them
+    if facts.shell and (facts.login or facts.scheduler != "slurm"):  # in a job, the probe finds them
         facts = facts.model_copy(update={"variables": sites.path_variables(choice.site, facts.shell)})
     return facts, choice
 
 
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
-    """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
-    # What a model keeps depends on the variant and the precision that the plan chooses.
+    """The plan of this recipe on these facts at this site, with its findings."""
+    # The model's activations depend on the chosen variant and precision.
     chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = caches.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
@@ -165,11 +164,11 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
 def write(
     recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, secret: str = "", beside: Path | None = None
 ) -> tuple[Plan, RunPaths]:
-    """Decide first, so that a run that is refused leaves no folder; then write all that a node needs.
+    """Plan the run, then write its folder; a refused run leaves no folder.
 
-    With the id of a run this is its next attempt, whether it has one yet or not; else it is a new run, unless Slurm has
-    requeued the job that began it. Nodes that share no folder are given their `secret`, others a new one. `beside` is
-    where the recipe is, whose code the capsule describes.
+    With `run`, make the next attempt of that run; else a new run, or the next attempt of the run that this requeued job
+    began. `secret` is for nodes without a shared folder; others get a new one. `beside` is the recipe's folder, whose
+    code the capsule records.
     """
     return begin(recipe, *at_site(facts), runs=runs, run=run, secret=secret, beside=beside)
 
@@ -178,7 +177,7 @@ def begin(
     recipe: Recipe, facts: Facts, choice: sites.Choice, *, runs: Path, run: str | None = None, secret: str = "",
     beside: Path | None = None,
 ) -> tuple[Plan, RunPaths]:  # fmt: skip
-    """The same, at a site that is chosen already."""
+    """As `write`, at a site that is already chosen."""
     recipe = image.chosen(recipe, choice.site, facts).value
     facts = members.chosen(recipe, facts)
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
@@ -199,7 +198,7 @@ def begin(
 
 
 def _make_cache(folder: Path, decided: Plan) -> None:
-    """For what libraries download. Where several users share the folder of runs, another one may have made it."""
+    """Make the cache folder for downloads; refuse another user's, which may exist in a shared folder of runs."""
     if not any(bind.path == str(folder) for bind in decided.binds):
         return
     with suppress(FileExistsError):
@@ -207,11 +206,11 @@ def _make_cache(folder: Path, decided: Plan) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(
-            "the folder for caches is not yours",
+            "the cache folder belongs to another user",
             where=folder,
             wanted=f"a folder of user {os.geteuid()}",
             found=f"a file or folder of user {found.st_uid}",
-            fix="remove it; or keep runs in a folder of your own (DRAY_RUNS)",
+            fix="remove it, or set DRAY_RUNS to a folder of your own",
         )
 
 
@@ -232,9 +231,9 @@ def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: 
 
 
 def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) -> str | None:
-    """The run that this job began before Slurm requeued it; a job may have several, of other recipes."""
+    """The run that this job began before Slurm requeued it; the job may have runs of other recipes too."""
     for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
-        # Its plan has the recipe with what was decided for it; a later attempt may have had fewer nodes.
+        # The first plan has the recipe as decided; a later attempt may have had fewer nodes.
         first = first_attempt(runs / name)
         if first and read(first).recipe == decide(recipe, facts, choice, first).recipe:
             return name
@@ -242,7 +241,7 @@ def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) ->
 
 
 def read(paths: RunPaths) -> Plan:
-    """The plan of an attempt, where this version of dray reads it."""
+    """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
     text = files.text(paths.plan, "the run's plan")
     plan = files.parse_json(text, "the run's plan", paths.plan)
     found, version = plan.get("version") if isinstance(plan, dict) else None, Plan.model_fields["version"].default
@@ -252,7 +251,7 @@ def read(paths: RunPaths) -> Plan:
             where=paths.plan,
             wanted=f"plan version {version}",
             found=f"plan version {found}",
-            fix="use that version of dray, or begin an attempt with this one: dray run RECIPE "
+            fix="use that version of dray, or start an attempt with this one: dray run RECIPE "
             f"--runs={paths.run.parent} --run={paths.run.name}",
         )
     try:

@@ -1,4 +1,4 @@
-"""A report of one run or several: gathered from their folders, written as one HTML page or as Markdown.
+"""A report of one or several runs, from their folders, as one HTML page or as Markdown.
 
-`data` reads the folders, `sections` says what stands in a report, `html`, `svg` and `markdown` write it.
+`data` reads the folders, `sections` chooses the content, `html`, `figures` and `markdown` write it.
 """

@@ -1,4 +1,4 @@
-"""Where an axis has its marks, and what stands there."""
+"""Axes with their ticks and labels."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 @dataclass(frozen=True)
 class Axis:
-    """From the least value to the greatest."""
+    """An axis from its lowest to its highest value."""
 
     least: float
     most: float
     ticks: tuple[tuple[float, str], ...]
-    """Values, and their labels."""
+    """Values and their labels."""
 
     def share(self, value: float) -> float:
-        """Where a value is, from 0 to 1."""
+        """The position of a value, from 0 to 1."""
         return min(1.0, max(0.0, (value - self.least) / (self.most - self.least)))
 
 
 def of(values: Sequence[float], *, about: int = 4, from_zero: bool = False, tight: bool = False) -> Axis:
-    """For these values; it ends at a tick, unless it is `tight`."""
+    """An axis for these values, which ends at ticks unless `tight`."""
     least, most = (0.0 if from_zero else min(values)), max(values)
     if not most > least:
         spread = abs(least) or 1.0
@@ -44,20 +44,20 @@ def of(values: Sequence[float], *, about: int = 4, from_zero: bool = False, tigh
 
 
 def of_seconds(most: float) -> Axis:
-    """From 0 on, in the unit in which a reader would say it."""
+    """An axis from 0, in a readable unit of time."""
     unit, name = next(((size, name) for size, name in _UNITS if most >= 2 * size), (1.0, "s"))
     axis = of([0.0, max(most, 1e-3) / unit], tight=True)
     return Axis(0.0, max(most, 1e-3), tuple((tick * unit, f"{shown} {name}") for tick, shown in axis.ticks))
 
 
 def _round(step: float) -> float:
-    """1, 2 or 5 times a power of ten, not less than this."""
+    """The next 1, 2 or 5 times a power of ten, at least `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(times * power for times in (1, 2, 5, 10) if times * power >= step * (1 - 1e-9))
 
 
 def sampled(series: Sequence[Series], axis: Axis, most: int) -> list[tuple[float, tuple[float | None, ...]]]:
-    """The curves at so many places of the axis, or at all of their own where these are fewer; their newest values."""
+    """The curves' last values at `most` places of the axis, or at all their points if these are fewer."""
     places = sorted({x for one in series for x, _ in one.points})
     rows: dict[int, tuple[float, list[float | None]]] = {}
     exact = {x: number for number, x in enumerate(places)} if len(places) <= most else {}

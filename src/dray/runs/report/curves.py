@@ -1,4 +1,4 @@
-"""The metrics of all attempts of a run as curves: joined where it resumed, and reduced to what a page can show."""
+"""The metrics of a run's attempts as curves, joined at each resume and reduced for a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dray.runs.metrics import Event, number, whole
 from dray.runs.report.document import Point
 
 MOST = 2000
-"""Points of a curve in a report."""
+"""The most points of a curve in a report."""
 _EVENTS = 500  # of each kind that is kept
 _EVALS = 50_000  # of each dataset
 _NODES = 4096
@@ -24,28 +24,28 @@ _NONE = float("nan")
 
 @dataclass
 class Trace:
-    """One column of numbers for each key of a `step`. A step that was taken again has its last numbers."""
+    """One column of numbers for each key of a `step` event. A repeated step has its last numbers."""
 
     columns: dict[str, array[float]] = field(
         default_factory=lambda: {name: array("d") for name in ("step", "time", *COLUMNS)}
     )
     again: int = 0
-    """Lines of steps that were taken again after a resume."""
+    """The number of steps repeated after a resume."""
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data_s", "checkpoint_s"), 0.0))
-    """Seconds, also of steps that were taken again."""
+    """Total seconds, with repeated steps."""
     evals: dict[str, dict[int, Event]] = field(default_factory=dict)
-    """By the name of the dataset, by step."""
+    """Evaluations by dataset and step."""
     events: list[Event] = field(default_factory=list)
-    """Starts, checkpoints, slow ranks, divergences and ends; each has the number of its `attempt`."""
+    """Starts, checkpoints, slow ranks, divergences and ends, each with its `attempt`."""
     counted: Counter[str] = field(default_factory=Counter)
     nodes: dict[str, array[float]] = field(default_factory=dict)
-    """Each node's own seconds of a step, by its name."""
+    """Each node's own seconds per step, by name."""
 
     steps: dict[int, tuple[Event, Event]] = field(default_factory=dict)
-    """The first and the last one of each attempt."""
+    """The first and the last step of each attempt."""
 
     def read(self, attempt: int, events: Iterable[Event]) -> None:
-        """Add an attempt."""
+        """Add the events of an attempt."""
         hosts: list[str] = []
         for event in events:
             kind = event.get("event")
@@ -88,7 +88,7 @@ class Trace:
                     self.nodes.setdefault(host, array("d")).append(seconds)
 
     def points(self, name: str) -> list[Point]:
-        """Where the column has a number."""
+        """The steps at which the column has a number, with that number."""
         return [(x, y) for x, y in zip(self.columns["step"], self.columns[name], strict=True) if y == y]  # noqa: PLR0124  not NaN
 
     def values(self, name: str) -> list[float]:
@@ -96,7 +96,7 @@ class Trace:
         return [value for value in self.columns[name] if value == value]  # noqa: PLR0124  not NaN
 
     def median(self, name: str) -> float | None:
-        """Of a column."""
+        """The median of a column."""
         return statistics.median(values) if (values := self.values(name)) else None
 
     def of(self, kind: str, attempt: int | None = None) -> list[Event]:
@@ -111,7 +111,7 @@ def _hosts(event: Event) -> list[str]:
 
 
 def reduced(points: list[Point], most: int = MOST) -> tuple[Point, ...]:
-    """At most so many, in equal parts of the curve: of each part the least and the greatest value, so none is lost."""
+    """At most `most` points: from equal parts of the curve the lowest and the highest value, so that peaks remain."""
     if len(points) <= most:
         return tuple(points)
     parts = most // 2 - 1

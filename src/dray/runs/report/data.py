@@ -1,4 +1,4 @@
-"""What a report needs of a run, gathered from its folder in whatever state that is. It changes nothing."""
+"""The data of a run for a report, read from its folder, damaged or not. Read only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LINE = "\n"
 
 @dataclass(frozen=True)
 class Failed:
-    """A failure that an attempt went on from, or ended with."""
+    """A failure from which an attempt recovered, or with which it ended."""
 
     time: float
     why: str
@@ -46,14 +46,14 @@ class Try:
     why: str
     hosts: tuple[str, ...]
     began: float
-    """When it was planned; 0 where nobody knows."""
+    """When it was planned; 0 if unknown."""
     ended: float
     steps: tuple[int | None, int | None]
-    """The first and the last one."""
+    """The first and the last step."""
     lost_s: float | None
     startup: tuple[startup.Part, ...]
     nodes: Startup | None
-    """What was measured of its start, on each node."""
+    """The measured start-up of each node."""
     failures: tuple[Failed, ...]
     recoveries: tuple[Recovery, ...]
     preflight: dict[str, Any]
@@ -61,12 +61,12 @@ class Try:
 
 @dataclass(frozen=True)
 class Run:
-    """One run."""
+    """One run, with all its attempts."""
 
     name: str
     folder: str
     paths: RunPaths
-    """Of its last attempt."""
+    """The files of its last attempt."""
     told: why.Report
     """How its last attempt ended."""
     result: Result | None
@@ -77,7 +77,7 @@ class Run:
 
 
 def gather(folder: Path) -> Run:
-    """Read all attempts of a run, or one if its own folder was named."""
+    """Read all attempts of a run, or one attempt if its folder was given."""
     last = last_attempt(folder)
     one = folder.absolute() == last.folder
     numbers = [last.attempt] if one else [n for n in attempts(last.run) if n <= last.attempt][-_ATTEMPTS:]
@@ -117,7 +117,7 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
     starts = trace.of("start", paths.attempt)
     first, latest = trace.steps.get(paths.attempt, (None, None))
     began = written(paths.plan) or 0.0
-    if first and began > (number(first, "time") or began):  # the folder is a copy, with the times of that
+    if first and began > (number(first, "time") or began):  # the folder is a copy, with new file times
         began = 0.0
     ended = _seconds(known.finished) if known.finished else (number(latest, "time") if latest else 0.0) or 0.0
     result = why.read_result(paths, [])
@@ -151,14 +151,14 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
 
 
 def _measured(paths: RunPaths, plan: Plan | None, result: Result | None) -> Startup | None:
-    """Of all nodes, as the first one wrote it; the queue, and all of a run whose file is gone, by the result."""
+    """The start-up of all nodes, from the first node's file; the queue, or all if the file is gone, from the result."""
     kept = result.startup if result else None
     names = [node.name for node in plan.world.nodes] if plan else []
     return measured.read(paths, names, kept.parts.get("queue") if kept else None) or kept
 
 
 def _failures(paths: RunPaths) -> list[Failed]:
-    """The first failure before each restart, and the one that ended the attempt."""
+    """The first failure before each restart, and the failure that ended the attempt."""
     found = []
     for folder in [*sorted(paths.failures.glob("restart-*"))[:_ATTEMPTS], paths.failures]:
         with suppress(OSError):
@@ -185,7 +185,7 @@ def _preflight(paths: RunPaths) -> dict[str, Any]:
 
 
 def _seconds(at: str) -> float:
-    """Of a time as result.json has it."""
+    """Seconds since 1970 of a time in result.json."""
     with suppress(ValueError, OverflowError):
         return float(calendar.timegm(time.strptime(at, "%Y-%m-%dT%H:%M:%SZ")))
     return 0.0

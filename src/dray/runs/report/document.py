@@ -1,4 +1,4 @@
-"""What a report is made of: sections of sentences, tables and plots, which HTML and Markdown both write."""
+"""The parts of a report (sections with sentences, tables and plots), for HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Text:
 
     text: str
     kind: str = ""
-    """`warning` or `failure`, where it is one."""
+    """`warning`, `failure` or empty."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under heads; the first cell of a row is its name."""
+    """A table with a header; the first cell of a row is its name."""
 
     caption: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     folded: bool = False
-    """Whether a page shows only the caption until it is asked for more."""
+    """Whether the page shows only the caption until the reader opens it."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Series:
     name: str
     points: tuple[Point, ...]
     dots: bool = False
-    """Whether the points are few and stand alone."""
+    """Whether to draw single points instead of a line."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over one axis. Marks are events at a place of that axis."""
+    """Curves over one axis, with marks for events."""
 
     title: str
     x: str
@@ -53,7 +53,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram: for each name, how many of its values are in each bin."""
+    """A histogram for each name."""
 
     title: str
     x: str
@@ -64,7 +64,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a row of a time line, in seconds since its beginning."""
+    """A bar in a time line, in seconds from its start."""
 
     begin: float
     end: float
@@ -73,12 +73,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Spans:
-    """A time line: for each name, what took how long; marks are events of a row."""
+    """A time line with a row of spans for each name; marks are events in a row."""
 
     title: str
     rows: tuple[tuple[str, tuple[Span, ...]], ...]
     marks: tuple[tuple[int, float, str], ...] = ()
-    """Row, time, and what happened."""
+    """Row, time and event."""
     alt: str = ""
 
 
@@ -87,7 +87,7 @@ Item = Text | Table | Lines | Bars | Spans
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, and what is under it."""
+    """A heading with its content."""
 
     heading: str
     items: tuple[Item, ...]
@@ -101,5 +101,5 @@ class Document:
     lead: tuple[Text, ...]
     sections: tuple[Section, ...] = field(default=())
     names: tuple[str, ...] = ()
-    """The runs, in the order of their colours."""
+    """The runs in the order of their colours."""
     made: str = ""

@@ -1,4 +1,4 @@
-"""Checkpoints, attempts and what failed in them, and how long each start took."""
+"""The report's sections on checkpoints, attempts with their failures, and start-up times."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _NODES = 64
 
 
 def checkpoints(runs: Sequence[Run]) -> Iterator[Item]:
-    """How long they took, and how long the training waited for them."""
-    yield per_run("Checkpoints, and how long the training waited for them", runs, (
+    """How long checkpoints took, and how long training waited for them."""
+    yield per_run("Checkpoints, and how long training waited for them", runs, (
         ("saved", lambda run: figure(len(_saved(run)))),
         ("not saved", lambda run: figure(len(run.trace.of("checkpoint")) - len(_saved(run)))),
-        ("slowest, to its name", lambda run: seconds(max(map(_took, _saved(run)), default=None), "no checkpoint")),
+        ("slowest, until complete", lambda run: seconds(max(map(_took, _saved(run)), default=None), "no checkpoint")),
         ("training waited", lambda run: seconds(run.trace.spent["checkpoint_s"] or None, "not at all")),
-        ("of the training's time", _share),
+        ("share of training time", _share),
     ))  # fmt: skip
     if any(run.trace.spent["checkpoint_s"] for run in runs):
-        yield curve(runs, "checkpoint_s", "Waiting for checkpoints", "seconds since the last line", from_zero=True)
+        yield curve(
+            runs, "checkpoint_s", "Waiting for checkpoints", "seconds since the last logged step", from_zero=True
+        )
     rows = [
         (*((run.name,) if len(runs) > 1 else ()), figure(number(one, "checkpoint")), str(one["attempt"]),
          "yes" if one.get("saved") is True else f"no: {str(one.get('why'))[:200]}", seconds(number(one, "seconds")))
@@ -53,13 +55,13 @@ def _share(run: Run) -> str:
 
 
 def attempts(runs: Sequence[Run]) -> Iterator[Item]:
-    """On a time line, and as tables."""
+    """The attempts as a time line and tables."""
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
         begin = min((row[0].begin for one in run.tries if (row := _row(run, one))), default=None)
         if begin is not None:
             yield _time_line(run, f"Attempts{of}, from {utc(begin)}", begin)
-        yield Table(f"Attempts{of}", ("attempt", "ended", "nodes", "steps", "began", "to", "not saved"), tuple(
+        yield Table(f"Attempts{of}", ("attempt", "status", "nodes", "steps", "began", "ended", "lost training"), tuple(
             (f"attempt {one.number}", f"{one.status}{': ' + one.why[:200] if one.why else ''}",
              " ".join(one.hosts[:8]) or MISSING,
              f"{figure(one.steps[0])} to {figure(one.steps[1])}" if one.steps[1] is not None else "none",
@@ -69,10 +71,10 @@ def attempts(runs: Sequence[Run]) -> Iterator[Item]:
         failures = [(one.number, failed) for one in run.tries for failed in one.failures]
         if failures:
             rows = tuple((_clock(failed.time), f"attempt {n}", failed.why) for n, failed in failures[-_LISTED:])
-            yield Table(f"Failures{of}, the first of each", ("when", "attempt", "what failed"), rows)
+            yield Table(f"First failures of attempts and restarts{of}", ("when", "attempt", "what failed"), rows)
         recoveries = [found for one in run.tries for found in one.recoveries]
         if recoveries:
-            head = ("after", "at step", "noticed within", "stop", "queue", "start", "load", "to the step", "together")
+            head = ("failure", "next step", "noticed within", "stop", "queue", "start", "load", "first step", "total")
             yield Table(f"Recoveries{of}", head, tuple(
                 (found.why.partition("\n")[0][:200], figure(found.step), *map(seconds, (
                     found.detect_s, found.stop_s, found.queue_s, found.start_s, found.load_s, found.step_s,
@@ -86,14 +88,14 @@ def _clock(time: float) -> str:
 
 
 def _trained(run: Run, one: Try) -> tuple[float, float]:
-    """From its first logged step to its last."""
+    """The times of the attempt's first and last logged step."""
     found = run.trace.steps.get(one.number, ({}, {}))
     begin, end = (number(event, "time") or 0.0 for event in found)
     return begin, max(begin, end)
 
 
 def _row(run: Run, one: Try) -> list[Span]:
-    """Queue, start-up, training, and what came after the last step."""
+    """The attempt's spans: queue, start-up, training, and the time after the last step."""
     begin, end = _trained(run, one)
     queue = [part for part in one.startup if part.name == "queue"]
     rest = [part for part in one.startup if part.name != "queue"]
@@ -125,14 +127,14 @@ def _time_line(run: Run, title: str, begin: float) -> Spans:
 
 
 def _nodes(of: str, one: Try) -> Iterator[Table]:
-    """The parts of each node's start; of many nodes those that took the longest for what a node does by itself."""
+    """A table of each node's start-up; of many nodes only the slowest."""
     if one.nodes is None or len(one.nodes.nodes) < 2:
         return
     found, shown = one.nodes.nodes, [name for name in NAMES if any(name in row for row in one.nodes.nodes.values())]
     rest = [name for name in one.nodes.slowest if name in NAMES]
     names = sorted(found, key=lambda node: -sum(found[node].get(part, 0.0) for part in rest))[:_NODES]
-    kept = f": the {_NODES} of {len(found)} nodes whose own parts took the longest" if len(found) > _NODES else ""
-    yield Table(f"Each node's start, {of}{kept}", ("node", *(NAMES[part] for part in shown)), tuple(
+    kept = f": the {_NODES} slowest of {len(found)} nodes" if len(found) > _NODES else ""
+    yield Table(f"Start-up of each node, {of}{kept}", ("node", *(NAMES[part] for part in shown)), tuple(
         (node, *(seconds(found[node].get(part), "") for part in shown)) for node in names
     ), folded=True)  # fmt: skip
 
@@ -140,11 +142,11 @@ def _nodes(of: str, one: Try) -> Iterator[Table]:
 def _happened(event: Event) -> str:
     if event.get("event") == "slow":
         return f"rank {figure(number(event, 'rank'))} on {str(event.get('node'))[:100]} is slow"
-    return f"the loss: {str(event.get('kind'))[:40]}, step {figure(number(event, 'first_step'))}"
+    return f"loss {str(event.get('kind'))[:40]} at step {figure(number(event, 'first_step'))}"
 
 
 def startups(runs: Sequence[Run]) -> Iterator[Item]:
-    """What each start was made of."""
+    """The parts of each start-up, as a time line and tables."""
     rows, table = [], []
     for run in runs:
         for one in run.tries:
@@ -155,25 +157,25 @@ def startups(runs: Sequence[Run]) -> Iterator[Item]:
                     (name, tuple(Span(part.begin - begin, part.end - begin, part.name) for part in one.startup))
                 )
                 table += [(name, part.name, seconds(part.seconds)) for part in one.startup]
-                table.append((name, "together", seconds(one.startup[-1].end - begin)))
+                table.append((name, "total", seconds(one.startup[-1].end - begin)))
     if not rows:
-        yield Text("No start was measured.")
+        yield Text("No start-up was measured.")
         return
     told = "; ".join(
         f"{name}: {', '.join(f'{span.name} {seconds(span.end - span.begin)}' for span in row)}" for name, row in rows
     )
     yield Spans("From the queue to the first step", tuple(rows[:48]), alt=f"From the queue to the first step. {told}.")
-    yield Table("Parts of each start", ("attempt", "part", "took"), tuple(table[: _LISTED * 2]))
+    yield Table("Parts of each start-up", ("attempt", "part", "took"), tuple(table[: _LISTED * 2]))
     yield Text(
-        "The queue is by Slurm's clock, all else by that of the first node: where that waits for other nodes, it is in "
-        "rendezvous, preflight, process groups, datasets and model, and first step. What a run does not have, such as "
-        "a queue or a preflight, is left out."
+        "The queue is measured by Slurm's clock, all other parts by the first node's clock. Waiting for other nodes is "
+        "part of rendezvous, preflight, process groups, datasets and model, and first step. Parts that a run does not "
+        "have, such as a queue or a preflight, are left out."
     )
     if any(one.startup and not (one.nodes and one.nodes.nodes) for run in runs for one in run.tries):
         yield Text(
-            "Of an older version's attempt, where parts stand together, nothing has measured them apart. Its queue has "
-            "the job's planning too, and its container has srun's start. Its compile is the time to the first step "
-            "beyond a usual one, where train.compile is set."
+            "For attempts of an older dray, parts named together were not measured separately. Their queue includes "
+            "the job's planning, and their container includes the start of srun. Their compile is the time of the "
+            "first step beyond a median step, if train.compile is set."
         )
     for run in runs:
         for one in run.tries:
@@ -183,6 +185,6 @@ def startups(runs: Sequence[Run]) -> Iterator[Item]:
             parts = one.preflight.get("seconds")
             if isinstance(parts, dict) and parts:
                 of = f"{run.name}, " * (len(runs) > 1) + f"attempt {one.number}"
-                yield Table(f"The preflight of {of}", ("part", "took"), tuple(
+                yield Table(f"Preflight of {of}", ("part", "took"), tuple(
                     (str(name)[:100], seconds(number(parts, name))) for name in [*parts][:50]
                 ), folded=True)  # fmt: skip

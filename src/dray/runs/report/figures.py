@@ -1,4 +1,4 @@
-"""Plots as HTML and SVG: no script, text that keeps its size at any width, colours for light and for dark."""
+"""Plots as HTML and SVG, without scripts, for any width, in light and dark colours."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dray.runs.report.numbers import figure, seconds
 
 _SIZE = 1000  # of a drawing, which CSS stretches
 _COLOURS = 8
-_PLACES, _ROWS = 80, 40  # of a curve that show their numbers under the pointer, and in the table
+_PLACES, _ROWS = 80, 40  # places of a curve with numbers under the pointer, and rows of its table
 
 
 def lines(plot: Lines, colours: Sequence[str] = ()) -> Element:
-    """Curves; a name in `colours` has the colour of its place there."""
+    """Curves; a name in `colours` gets the colour of its position there."""
     across = axis.of([x for one in plot.series for x, _ in one.points], tight=True)
     up = axis.of([y for one in plot.series for _, y in one.points], from_zero=plot.from_zero)
     names = {one.name: _colour(colours.index(one.name) if one.name in colours else number)
              for number, one in enumerate(plot.series)}  # fmt: skip
-    # Of curves that lie on one another, as those of equal losses do, the lower ones are wider, and all are seen.
+    # Lower curves are wider, so that all curves of equal losses are visible.
     wide = [1.75 + 2 * min(3, len(plot.series) - place) for place in range(1, len(plot.series) + 1)]
     drawn = [_curve(one, across, up, names[one.name], px) for one, px in zip(plot.series, wide, strict=True)]
     where = [(across.share(x), name) for x, name in plot.marks]
@@ -44,7 +44,7 @@ def lines(plot: Lines, colours: Sequence[str] = ()) -> Element:
 
 
 def bars(plot: Bars) -> Element:
-    """A histogram for each name, below one another on one axis."""
+    """A histogram for each name, stacked on one axis."""
     across = axis.of(plot.edges, tight=True)
     rows = []
     for number, (name, counts) in enumerate(plot.counts):
@@ -69,7 +69,7 @@ def bars(plot: Bars) -> Element:
     return _figure(
         plot.title, plot.alt, _image(plot.alt or plot.title, tag("div", *rows, class_="rows")),
         tag("p", plot.x, class_="unit across"),
-        folded("Numbers", table(f"{plot.title}: lines in each bar", head, numbers)),
+        folded("Numbers", table(f"{plot.title}: logged steps in each bar", head, numbers)),
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _figure(title: str, alt: str, *inside: Element | None) -> Element:
 
 
 def _image(alt: str, inside: Element) -> Element:
-    """What a screen reader takes as one picture; its numbers are in the table that follows."""
+    """One picture for screen readers; its numbers are in the table below."""
     return tag("div", inside, role="img", aria_label=alt)
 
 
@@ -119,7 +119,7 @@ def _line(points: Sequence[Point], kind: str, style: str | None = None) -> Eleme
 
 def _curve(one: Series, across: Axis, up: Axis, colour: str, wide: float) -> Element:
     at = [(across.share(x) * _SIZE, (1 - up.share(y)) * _SIZE) for x, y in one.points]
-    if one.dots or len(at) == 1:  # a line without a length and with round ends is a dot of any drawing's proportions
+    if one.dots or len(at) == 1:  # a line of no length with round ends is a dot at any aspect ratio
         path = " ".join(f"M{x:.1f},{y:.1f}h0" for x, y in at)
         return tag("path", d=path, class_=f"dots {colour}")
     return _line(at, f"curve {colour}", f"stroke-width:{wide}px")
@@ -132,7 +132,7 @@ def _labels(of: Axis, kind: str) -> Iterator[Element]:
 
 
 def _readout(plot: Lines, across: Axis) -> Element:
-    """The numbers at the place under the pointer, without a script."""
+    """The numbers under the pointer, without a script."""
     columns = []
     found = {min(_PLACES - 1, int(across.share(x) * _PLACES)): (x, values)
              for x, values in axis.sampled(plot.series, across, _PLACES)}  # fmt: skip
@@ -148,7 +148,7 @@ def _readout(plot: Lines, across: Axis) -> Element:
 
 
 def _colour(number: int) -> str:
-    """Eight colours, then the same dashed and dotted."""
+    """The CSS classes of a colour: eight colours, then the same dashed and dotted."""
     return f"c{number % _COLOURS} d{number // _COLOURS % 3}"
 
 

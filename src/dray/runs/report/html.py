@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else."""
+"""A report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dray.runs.report.markup import folded, serialized, table, tag
 
 
 def page(document: Document) -> str:
-    """The whole page."""
+    """The report as HTML."""
     template = resources.files("dray.runs.report").joinpath("page.html").read_text(encoding="utf-8")
     links = (tag("li", tag("a", one.heading, href=f"#{_anchor(one)}")) for one in document.sections)
     header = tag("header", tag("h1", document.title), *(_text(one) for one in document.lead))

@@ -1,4 +1,4 @@
-"""A report as Markdown: its sentences and tables, and each plot in words."""
+"""A report as Markdown: sentences, tables, and each plot in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST = re.compile(r"^(\d+(?=[.)](?: |$)))?([-+=>.)])")  # of a list, a quotati
 
 
 def page(document: Document) -> str:
-    """The whole page."""
+    """The report as Markdown."""
     blocks = [f"# {_plain(document.title)}", *map(_item, document.lead)]
     for section in document.sections:
         blocks += [f"## {section.heading}", *filter(None, map(_item, section.items))]
@@ -21,7 +21,7 @@ def page(document: Document) -> str:
 
 
 def _plain(text: str) -> str:
-    """As text of one line: nothing of it is taken for Markdown or HTML."""
+    """The text in one line, with Markdown and HTML escaped."""
     shown = _SPECIAL.sub(r"\\\1", " ".join(printable(text).split()))
     return _FIRST.sub(r"\1\\\2", shown)
 

@@ -1,4 +1,4 @@
-"""HTML as a tree: what a run folder says can only ever be text in it."""
+"""HTML as a tree, in which content of a run folder can only be text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Child = Element | str | None
 
 
 def tag(name: str, *children: Child, **attributes: object) -> Element:
-    """An element. `class_` is the attribute class, `aria_label` aria-label; None is left out."""
+    """An element. `class_` is the attribute class, `aria_label` is aria-label; attributes with None are left out."""
     made = Element(name, {
         key.rstrip("_").replace("_", "-"): printable(str(value))
         for key, value in attributes.items() if value is not None
@@ -26,12 +26,12 @@ def tag(name: str, *children: Child, **attributes: object) -> Element:
 
 
 def serialized(element: Element) -> str:
-    """As HTML."""
+    """The element as HTML."""
     return tostring(element, encoding="unicode", method="html")
 
 
 def table(caption: str, head: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> Element:
-    """With a scope for each head, in a region that can be scrolled by keyboard where it is too wide."""
+    """A table with header scopes, in a region that scrolls by keyboard."""
     columns = tag("tr", *(tag("th", name, scope="col") for name in head))
     body = (tag("tr", *(tag("td", cell) if place else tag("th", cell, scope="row") for place, cell in enumerate(row)))
             for row in rows)  # fmt: skip
@@ -41,5 +41,5 @@ def table(caption: str, head: tuple[str, ...], rows: tuple[tuple[str, ...], ...]
 
 
 def folded(summary: str, inside: Element) -> Element:
-    """Shown when it is asked for."""
+    """Content that the reader can open."""
     return tag("details", tag("summary", summary), inside)

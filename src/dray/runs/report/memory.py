@@ -1,4 +1,4 @@
-"""The memory that a run had, beside the plan's estimate."""
+"""The report's memory section: measured and estimated memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GPU, _HOST = "on each GPU", "on each node's host"
 
 
 def items(runs: Sequence[Run]) -> Iterator[Item]:
-    """A table, and the peak over the steps."""
+    """A table, and the peak memory over the steps."""
     yield per_run("Memory, estimated by the plan and measured", runs, (
         ("estimate, on each GPU", lambda run: _estimate(run, _GPU)),
         ("its parts", lambda run: _parts(run, _GPU)),
@@ -26,8 +26,8 @@ def items(runs: Sequence[Run]) -> Iterator[Item]:
     ))  # fmt: skip
     if any(run.plan and run.plan.variant == "cpu" for run in runs):
         yield Text(
-            "Without a GPU the peak is that of rank 0's process, with Python and torch, which the estimate leaves out; "
-            "the estimate is of all ranks of a node."
+            "Without a GPU the peak is the memory of rank 0's process, including Python and torch. The estimate is for "
+            "all ranks of a node and does not include these."
         )
     yield curve(runs, "memory_gb", "Peak memory of rank 0", "GB", from_zero=True)
 

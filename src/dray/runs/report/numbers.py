@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them, and tables with a column for each run."""
+"""Readable numbers, and tables with a column for each run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Cell = tuple[str, Callable[[Run], str]]
 
 
 def per_run(caption: str, runs: Sequence[Run], rows: Sequence[Cell]) -> Table:
-    """A row for each measure. Of one run the column says what it is; of several, whose."""
+    """A table with a row for each measure and a column for each run."""
     names = ("value",) if len(runs) == 1 else tuple(run.name for run in runs)
     return Table(caption, ("measure", *names), tuple((name, *(cell(run) for run in runs)) for name, cell in rows))
 
 
 def figure(value: float | None, digits: int = 0) -> str:
-    """With at most so many digits behind the point: fewer in large numbers; small ones with their first ones."""
+    """The number with at most `digits` decimals; fewer in large numbers, three significant digits in small ones."""
     if value is None:
         return MISSING
     size = abs(value)
@@ -27,7 +27,7 @@ def figure(value: float | None, digits: int = 0) -> str:
 
 
 def seconds(value: float | None, none: str = MISSING) -> str:
-    """Such as `340 ms`, `2.5 s`, `3 min 20 s`, `4 h 12 min`."""
+    """A duration, such as `340 ms`, `2.5 s`, `3 min 20 s`, `4 h 12 min`."""
     if value is None:
         return none
     if value < 1:
@@ -43,12 +43,12 @@ def seconds(value: float | None, none: str = MISSING) -> str:
 
 
 def at_the_ends(values: Sequence[float], digits: int) -> tuple[str, ...]:
-    """The first and the last."""
+    """The first and the last value."""
     return (figure(values[0], digits), figure(values[-1], digits)) if values else ()
 
 
 def steps_of(run: Run) -> str:
-    """Taken, of those that were asked for."""
+    """The steps taken, of the planned steps."""
     taken = run.trace.columns["step"][-1] if run.trace.columns["step"] else None
     starts = run.trace.of("start")
     asked = starts[-1].get("steps") if starts else None

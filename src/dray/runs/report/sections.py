@@ -1,4 +1,4 @@
-"""What stands in a report of one run or several."""
+"""The sections of a report of one or several runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dray.runs.report.plots import curve, told
 from dray.runs.result import who
 from dray.runs.why import text
 
-_DEEP = 400  # letters of a line of why a run failed
+_DEEP = 400  # letters of a line about a failure
 
 
 def document(runs: Sequence[Run], made: str) -> Document:
@@ -30,9 +30,7 @@ def document(runs: Sequence[Run], made: str) -> Document:
         Section("Memory", tuple(memory.items(runs))),
         Section("Checkpoints", tuple(faults.checkpoints(runs))),
     ]
-    untrained = Section(
-        "Training", (Text("dray's trainer has logged no step: a loss, a speed and the like are unknown."),)
-    )
+    untrained = Section("Training", (Text("dray's trainer logged no step, so losses and speed are unknown."),))
     sections = [
         *(trained if any(run.trace.columns["step"] for run in runs) else [untrained]),
         Section("Attempts and faults", tuple(faults.attempts(runs))),
@@ -59,7 +57,7 @@ def _lead(runs: Sequence[Run]) -> Iterator[Text]:
 
 
 def _done(run: Run) -> Iterator[str]:
-    """Of all attempts together."""
+    """The summary of a successful run, over all attempts."""
     result, losses = run.result, at_the_ends(run.trace.values("loss"), 3)
     if not losses:
         yield "done: exit code 0"
@@ -83,7 +81,7 @@ def _warnings(runs: Sequence[Run]) -> Iterator[Text]:
 
 
 def _summary(runs: Sequence[Run]) -> Table:
-    made = per_run("What ran, and how fast" if len(runs) == 1 else "The runs beside one another", runs, (
+    made = per_run("What ran, and how fast" if len(runs) == 1 else "The runs compared", runs, (
         ("status", lambda run: run.told.status),
         ("attempts", lambda run: str(run.told.attempt)),
         ("nodes", _hosts),
@@ -107,7 +105,7 @@ def _summary(runs: Sequence[Run]) -> Table:
 
 
 def _loss(runs: Sequence[Run]) -> Iterator[Item]:
-    yield curve(runs, "loss", "Training loss", "loss, mean over all labels since the last line")
+    yield curve(runs, "loss", "Training loss", "loss, mean over all labels since the last logged step")
     rows = []
     for run in runs:
         for name, found in run.trace.evals.items():
@@ -130,19 +128,21 @@ def _loss(runs: Sequence[Run]) -> Iterator[Item]:
 
 
 def _speed(runs: Sequence[Run]) -> Iterator[Item]:
-    yield curve(runs, "tokens_per_s", "Tokens per second", "tokens/s, all ranks, since the last line", from_zero=True)
+    yield curve(
+        runs, "tokens_per_s", "Tokens per second", "tokens/s, all ranks, since the last logged step", from_zero=True
+    )
     if any(run.trace.values("mfu") for run in runs):
         yield curve(runs, "mfu", "Model FLOPs utilization (MFU)", "MFU", from_zero=True)
     yield Text(
-        "MFU = tokens/s / ranks x FLOPs per token / the maker's peak. FLOPs per token = 6 x weights that are "
-        "multiplied - 2 x frozen ones + 12 x layers x hidden size x sequence length. The peak is what the maker says "
-        "of dense products in the run's 16-bit type."
+        "MFU = tokens/s / ranks x FLOPs per token / the vendor's peak. FLOPs per token = 6 x weights in matrix "
+        "products - 2 x frozen weights + 12 x layers x hidden size x sequence length. The peak is the vendor's figure "
+        "for dense matrix products in the run's 16-bit type."
     )
-    yield per_run("What MFU is made of", runs, (
+    yield per_run("Parts of MFU", runs, (
         ("MFU, median", lambda run: _percent(run.trace.median("mfu"))),
         ("GPU", lambda run: _device(run) or ("none: MFU is for GPUs" if _on_cpu(run) else MISSING)),
-        ("maker's peak", _peak),
-        ("ceiling", _ceiling),
+        ("vendor's peak", _peak),
+        ("measured peak", _ceiling),
         ("FLOPs per token", lambda run: _of_start(run, "flops_per_token")),
         ("bus bandwidth, preflight", _bandwidth),
     ))  # fmt: skip
@@ -161,14 +161,11 @@ def _settings(runs: Sequence[Run]) -> Iterator[Item]:
 def _about(runs: Sequence[Run]) -> Iterator[Item]:
     again = sum(run.trace.again for run in runs)
     yield Text(
-        f"A curve of more than {MOST:,} points is reduced to at most so many: of each part the least and the greatest "
-        "value stay. Medians and sums are of all lines. All times are UTC."
+        f"A curve with more than {MOST:,} points is reduced to that number; each part keeps its lowest and its highest "
+        "value. Medians and sums use all logged steps. All times are UTC."
     )
     if again:
-        yield Text(
-            f"{counted(again, 'line')} of steps that were taken again after a resume "
-            f"{'are' if again > 1 else 'is'} left out of the curves: a step has its last numbers."
-        )
+        yield Text(f"{counted(again, 'logged step')} repeated after a resume: the curves show the last values.")
 
 
 def _waited(run: Run, key: str) -> str:
@@ -199,11 +196,11 @@ def _peak(run: Run) -> str:
 
 
 def _ceiling(run: Run) -> str:
-    """What the slowest of its GPUs gave before the launch of the last attempt for which that was measured."""
+    """The speed of the slowest GPU, measured before the launch of the last attempt that has it."""
     found = next((one.nodes.tflops for one in reversed(run.tries) if one.nodes and one.nodes.tflops), None)
     if found is None:
         return "no GPU" if _on_cpu(run) else f"{MISSING}; python -m dray.checks measures it"
-    return f"{found.s:.0f} TFLOP/s, measured before the launch, of the slowest GPU (on {found.node})"
+    return f"{found.s:.0f} TFLOP/s on the slowest GPU (on {found.node}), measured before the launch"
 
 
 def _bandwidth(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""How long each part of a start took, by the times in an attempt's own files."""
+"""How long each part of a start-up took, from the times in an attempt's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMIT = 1 << 16
 
 @dataclass(frozen=True)
 class Part:
-    """One part, or several that nothing has measured apart."""
+    """One part of the start-up, or several that were not measured separately."""
 
     name: str
     begin: float
@@ -31,7 +31,7 @@ class Part:
 
 
 def times(paths: RunPaths) -> dict[str, float]:
-    """What the first node's runner wrote into rendezvous.json: when it began, all nodes were there, ranks started."""
+    """Times from the first node's rendezvous.json: runner started, all nodes joined, ranks launched."""
     told: Any = None
     with suppress(OSError, ValueError, RecursionError):
         told = json.loads(files.read(paths.folder / run_folder.RENDEZVOUS, limit=_LIMIT))
@@ -44,9 +44,9 @@ def times(paths: RunPaths) -> dict[str, float]:
 
 
 def measured(found: dict[str, float], *, planned: float, first: Event | None) -> tuple[Part, ...]:
-    """In their order, with the durations that each was measured to have, up to the first step where there is one.
+    """The parts in order with their measured durations, up to the first step if there is one.
 
-    Their place in time is another clock's, and only for a drawing.
+    Their positions in time are only for the drawing.
     """
     rest = {name: seconds for name, seconds in found.items() if name != "queue"}
     end = number(first or {}, "time") or planned + sum(rest.values())
@@ -69,9 +69,9 @@ def parts(
     first: Event | None,
     usual: float,
 ) -> tuple[Part, ...]:
-    """In their order, from the queue to the first step of an attempt.
+    """The parts in order, from the queue to the first step of an attempt.
 
-    `queued` and `planned` are the times of the submission and of the plan, 0 where unknown; `usual` is the median step.
+    `queued` and `planned` are the times of submission and plan, 0 if unknown; `usual` is the median step.
     """
     start, first = start or {}, first or {}
     began, built = number(start, "imported") or 0.0, number(start, "time") or 0.0
@@ -94,7 +94,7 @@ def parts(
 
 
 def _joined(moments: list[tuple[str, float]], since: float) -> list[Part]:
-    """A part without a time of its own becomes one with the part that follows."""
+    """Join a part without its own time with the next part."""
     found: list[Part] = []
     names: list[str] = []
     for name, time in moments:

@@ -1,4 +1,4 @@
-"""How long steps took, on each node, and which ranks were slow."""
+"""The report's section on step times, per node, and on slow ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LISTED = 512
 
 
 def items(runs: Sequence[Run]) -> Iterator[Item]:
-    """The steps of each run, then each node's own part of them."""
+    """The step times of each run, then the own times of each node."""
     whole = [(run.name if len(runs) > 1 else "all steps", run.trace.values("step_s")) for run in runs]
     if found := [(name, values) for name, values in whole if values]:
-        yield _bars("Seconds of a step", found)
+        yield _bars("Seconds per step", found)
         yield _quantiles("How long a step took", "run" if len(runs) > 1 else "of", found)
     else:
         yield Text("No step was logged.")
@@ -33,15 +33,13 @@ def _nodes(run: Run, of: str) -> Iterator[Item]:
     if nodes:
         rest = f", the {_DRAWN} slowest of {len(nodes)}" if len(nodes) > _DRAWN else ""
         yield Text(
-            "All ranks wait for one another in a step, so its time is the same on all nodes. A node's own time is the "
-            "forward pass and the waiting for data of its slowest rank, in which it waits for no other."
+            "All ranks wait for one another in each step, so the step time is the same on all nodes. A node's own time "
+            "is the forward pass and the wait for data of its slowest rank, without waiting for other ranks."
         )
-        yield _bars(f"Each node's own seconds of a step{of}{rest}", nodes[:_DRAWN])
-        yield _quantiles(f"How long each node's own part of a step{of} took", "node", nodes[:_LISTED])
+        yield _bars(f"Own seconds per step of each node{of}{rest}", nodes[:_DRAWN])
+        yield _quantiles(f"Own step time of each node{of}", "node", nodes[:_LISTED])
     elif run.trace.columns["step"]:
-        yield Text(
-            f"Each node's own part of a step{of}: not measured. It is with several ranks and ddp, zero1 or zero2."
-        )
+        yield Text(f"Own step time of each node{of}: not measured. It needs several ranks and ddp, zero1 or zero2.")
     slow = run.trace.of("slow")
     if slow:
         rows = tuple(
@@ -49,7 +47,7 @@ def _nodes(run: Run, of: str) -> Iterator[Item]:
              _whole(one, "step"), str(one["attempt"]))
             for one in slow
         )  # fmt: skip
-        head = ("rank", "node", "times the median rank", "named at step", "attempt")
+        head = ("rank", "node", "times the median rank", "reported at step", "attempt")
         yield Table(f"Slow ranks{of}", head, rows)
     elif nodes:
         yield Text(f"No rank{of} was steadily slower than the others (1.25 times the median rank).")
@@ -65,7 +63,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _bars(title: str, named: Sequence[tuple[str, Sequence[float]]]) -> Bars:
-    """The same bins for all; what is above the 99th percentile is in the last one."""
+    """Histograms with common bins; the last bin has all values above the 99th percentile."""
     every = sorted(value for _, values in named for value in values)
     least, most = every[0], every[min(len(every) - 1, int(len(every) * 0.99))]
     width = (most - least) / _BINS or max(least, 1e-9) / _BINS
@@ -77,7 +75,7 @@ def _bars(title: str, named: Sequence[tuple[str, Sequence[float]]]) -> Bars:
             bins[min(_BINS - 1, bisect_right(edges, value) - 1)] += 1
         counts.append((name, tuple(bins)))
     told = "; ".join(f"{name}: median {seconds(_median(values))}" for name, values in named)
-    return Bars(title, "seconds; the last bar has all above", edges, tuple(counts), f"{title}. {told}.")
+    return Bars(title, "seconds; the last bar has all larger values", edges, tuple(counts), f"{title}. {told}.")
 
 
 def _quantiles(caption: str, head: str, named: Sequence[tuple[str, Sequence[float]]]) -> Table:
@@ -87,4 +85,4 @@ def _quantiles(caption: str, head: str, named: Sequence[tuple[str, Sequence[floa
         at = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.95, 0.99)]
         shown = (ordered[0], _median(ordered), *at, ordered[-1])
         rows.append((name, f"{len(ordered):,}", *map(seconds, shown)))
-    return Table(caption, (head, "lines", "least", "median", "95 %", "99 %", "most"), tuple(rows))
+    return Table(caption, (head, "logged steps", "minimum", "median", "95 %", "99 %", "maximum"), tuple(rows))
