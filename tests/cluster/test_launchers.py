@@ -164,7 +164,7 @@ def test_a_node_with_another_image(sbatch, cluster, sif: Path) -> None:
         for node in ("n1", "n2"):
             cluster.exec(["rm", "-f", "/tmp/own.sif"], node=node)
     assert ended.code == 78, ended.output
-    assert ended.result()["cause"]["why"].splitlines()[0] == "node 1 (n2) holds another image"
+    assert ended.result()["cause"]["why"].splitlines()[0] == "node 1 (n2) has a different image"
 
 
 def test_a_node_without_the_image(sbatch, cluster, sif: Path) -> None:

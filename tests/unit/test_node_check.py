@@ -143,7 +143,7 @@ class TestParts:
         assert time.monotonic() - begun < LIMIT_S + 10
         assert found == Finding(
             "GPU 3: no answer within 5 s",
-            wanted="a check that comes to its end",
+            wanted="a check that ends in time",
             found="hangs in: matmul",
             fix="leave this node out (sbatch --exclude), and tell the administrators",
             code=69,
@@ -164,8 +164,8 @@ class TestParts:
     def test_one_that_dies(self, capsys: pytest.CaptureFixture[str]) -> None:
         dies = 'print(\'{"phase": "device"}\', flush=True)\nimport os; os.kill(os.getpid(), 11)'
         (killed,), (raised,) = self.found(dies, "print('[1]\\n{\\n[[[', flush=True); raise ImportError('libx.so')")
-        assert (killed.problem, killed.found) == ("GPU 3: the check ended with killed by SIGSEGV", "in: device")
-        assert (raised.problem, raised.code) == ("GPU 3: the check ended with exit code 1", 69)
+        assert (killed.problem, killed.found) == ("GPU 3: the check ended: killed by SIGSEGV", "in: device")
+        assert (raised.problem, raised.code) == ("GPU 3: the check ended: exit code 1", 69)
         assert raised.found == "in: its start: ImportError: libx.so"
         assert "dray: GPU 3: ImportError: libx.so" in capsys.readouterr().out
 

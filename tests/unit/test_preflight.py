@@ -153,7 +153,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
     assert code == 69
     assert said.splitlines()[:3] == [
         "rank 1 on n2 failed",
-        "  wanted: a rank that comes through the preflight",
+        "  wanted: a rank that passes the preflight",
         "  found:  ImportError: libgone.so: no such file, in: import torch",
     ]
 
@@ -178,7 +178,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path, port: in
     assert nodes[1].returncode == 69
     assert out.splitlines()[:3] == [
         "rank 1 on n2 was killed by SIGSEGV",
-        "  wanted: a rank that comes through the preflight",
+        "  wanted: a rank that passes the preflight",
         "  found:  in: import torch",
     ]
 
@@ -242,7 +242,7 @@ class TestWhoIsToBlame:
         assert self.blame(ranks) == ("rank 1 on n1 failed", "n1", 1)
 
     def test_without_any_word(self) -> None:
-        assert self.blame({}) == ("the preflight ended without a word", "", None)
+        assert self.blame({}) == ("the preflight failed without a report", "", None)
 
 
 # Lines as the libraries write them; each log ends in what is decisive.
