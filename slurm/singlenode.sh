@@ -21,7 +21,7 @@ if [[ -z "${DRAY_HOME:-}" ]]; then
   DRAY_HOME="${script%%/slurm/singlenode.sh*}"
 fi
 if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then
-  echo "dray: the checkout was not found from ${script:-DRAY_HOME}; set DRAY_HOME to it before sbatch" >&2
+  echo "dray: there is no checkout of dray at ${script:-DRAY_HOME}: export DRAY_HOME=CHECKOUT before sbatch" >&2
   exit 78
 fi
 export DRAY_HOME

@@ -143,13 +143,13 @@ def test_a_run_inside_an_salloc_and_two_at_once(cluster, root: Path, folder: Pat
 def test_a_heterogeneous_job_is_refused(sbatch) -> None:
     ended = sbatch("--nodes=1", ":", "--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml")
     assert ended.code == 78, ended.output
-    assert "dray: a heterogeneous job has no one node list, and one part would train alone\n" in ended.output
+    assert "dray: a heterogeneous job has several node lists, and one part would train alone\n" in ended.output
 
 
 def test_half_of_slurms_variables(sbatch) -> None:
     ended = sbatch("--wrap=unset SLURM_JOB_NODELIST; exec bash slurm/multinode.sh recipes/smoke-cpu.toml")
     assert ended.code == 78, ended.output
-    assert "dray: this is not a whole Slurm job: SLURM_JOB_NODELIST is not set\n" in ended.output
+    assert "dray: this is not a complete Slurm job: SLURM_JOB_NODELIST is not set\n" in ended.output
 
 
 def test_a_node_with_another_image(sbatch, cluster, sif: Path) -> None:

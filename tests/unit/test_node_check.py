@@ -400,8 +400,8 @@ FINE = {"uncorrected": "0", "pages": "No", "clocks": "0x0000000000000001", "rows
         ({"clocks": "0x0000000000000004"}, None, None),  # the power limit, which every busy GPU comes to
         ({"clocks": "Active"}, None, None),
         ({"rows_failed": "Yes"}, "a row of its memory cannot be remapped", "error"),
-        ({"rows_pending": "Yes"}, "its memory has errors, and it was not reset since", "error"),
-        ({"pages": "Yes"}, "its memory has errors, and it was not reset since", "error"),
+        ({"rows_pending": "Yes"}, "its memory has errors, and it has not been reset since", "error"),
+        ({"pages": "Yes"}, "its memory has errors, and it has not been reset since", "error"),
         ({"uncorrected": "3"}, "its memory had errors that ECC did not correct", "warning"),
         ({"clocks": "0x0000000000000048"}, "it is slower than it should be", "warning"),
     ],

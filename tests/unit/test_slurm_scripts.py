@@ -155,7 +155,7 @@ class TestCorrections:
     def test_a_bind_of_the_users_shell_is_named_and_not_used(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", APPTAINER_BIND="/data")
         assert ended.returncode == 0, ended.stderr
-        told = "dray: warning: APPTAINER_BIND is not used: [[binds]] of a site file name what else the container sees\n"
+        told = "dray: warning: APPTAINER_BIND is not used: add paths to the container with [[binds]] in a site file\n"
         assert told in ended.stderr
 
     @pytest.mark.parametrize("line", ['engine = "pyxis"', "  'engine'\t= '''pyxis'''"])

@@ -1,4 +1,4 @@
-"""`python -m dray.checks.abi [LIBRARY...]`: check whether the host's libraries fit this image, and which copy is loaded.
+"""`python -m dray.checks.abi [LIBRARY...]`: check that the host's libraries fit this image, and which copy is loaded.
 
 It reads their headers and loads nothing: NCCL hides the loader's errors.
 """

@@ -58,9 +58,7 @@ def _asked(program: str, uuid: str, option: str, field: str) -> str:
 def nvidia(told: dict[str, str]) -> Iterator[Finding]:
     """The findings in these answers of nvidia-smi."""
     if told["rows_failed"] == "Yes":
-        yield _unfit(
-            "a row of its memory cannot be remapped", "remapped_rows.failure = Yes: the GPU has to be replaced"
-        )
+        yield _unfit("a row of its memory cannot be remapped", "remapped_rows.failure = Yes: replace the GPU")
     pending = [_FIELDS[name][1] for name in ("pages", "rows_pending") if told[name] == "Yes"]
     if pending:
         yield _unfit("its memory has errors, and it has not been reset since", f"{' and '.join(pending)} = Yes")
