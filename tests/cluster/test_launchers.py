@@ -175,7 +175,7 @@ def test_a_node_without_the_image(sbatch, cluster, sif: Path) -> None:
         cluster.exec(["rm", "-f", "/tmp/own.sif"], node="n1")
     assert ended.code == 69, ended.output
     cause = ended.result()["cause"]
-    assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif is not there\n  wanted: the image")
+    assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif does not exist\n  wanted: the image")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])

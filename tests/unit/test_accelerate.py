@@ -169,7 +169,7 @@ def test_the_users_file_decides_and_keeps_what_only_accelerate_knows(tmp_path: P
 
 def cpu(name: str, strategy: str) -> Finding:
     return Finding(
-        f"accelerate ignores {name} on a CPU, and does not tell",
+        f"on a CPU accelerate silently ignores {name}",
         where="image = cpu",
         wanted=f"GPUs, for command.strategy = {strategy}",
         found="plain data parallelism: each rank has the whole model",
@@ -320,7 +320,7 @@ def test_what_contradicts_the_plan_is_refused_by_its_key(tmp_path: Path, line: s
     key = "deepspeed_multinode_launcher" if "pdsh" in line else line.partition(":")[0]
     (found,) = [one for one in made.findings if one.code]
     assert found._replace(found="") == Finding(
-        f"accelerate's file sets {key} otherwise than the plan", where=f"accelerate: {key}", wanted=wanted,
+        f"accelerate's file contradicts the plan: {key}", where=f"accelerate: {key}", wanted=wanted,
         fix=f"remove {key} from the file{fix}", code=78,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=key):

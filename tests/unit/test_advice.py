@@ -114,7 +114,10 @@ def test_a_fabric_that_wants_a_plugin(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--openai-community--gpt2").mkdir(parents=True)
     (note,) = notes(name="gpt2-wikitext-ddp", home=tmp_path)
-    assert (note.problem, note.fix) == ("the job is offline, and needs what is not downloaded", "dray prefetch RECIPE")
+    assert (note.problem, note.fix) == (
+        "the job is offline, and files that it needs are not downloaded",
+        "dray prefetch RECIPE",
+    )
     assert note.found == f"not in HF_HOME ({tmp_path}): Salesforce/wikitext"
     (note,) = notes(name="gpt2-wikitext-ddp")
     assert note.found == "not in HF_HOME (/runs/.cache-0/huggingface): openai-community/gpt2, Salesforce/wikitext"

@@ -323,7 +323,7 @@ class TestPlaces:
     def test_what_is_required_stops_the_node(self, node, tmp_path: Path) -> None:
         code, out, err = node(SiteBind(path=f"{tmp_path}/flash", why="fast data"))
         assert (code, out) == (69, [])
-        assert err == f"dray: {tmp_path}/flash is not there\n  wanted: site s: fast data\n  where:  node n1\n"
+        assert err == f"dray: {tmp_path}/flash does not exist\n  wanted: site s: fast data\n  where:  node n1\n"
         record = json.loads((tmp_path / "run/attempt-1/failures/node-0.json").read_text())
         assert (record["node"], record["code"]) == ("n1", 69)
 
@@ -349,7 +349,7 @@ class TestPlaces:
     def test_a_part_of_the_fabric_that_is_missing_stops_the_node(self, node, tmp_path: Path) -> None:
         code, out, err = node(fabric=Fabric(strategy="host", plugin=f"{tmp_path}/lib/librccl-net*.so"))
         assert (code, out) == (69, [])
-        assert err.splitlines()[0] == f"dray: {tmp_path}/lib/librccl-net*.so is not there"
+        assert err.splitlines()[0] == f"dray: {tmp_path}/lib/librccl-net*.so does not exist"
         assert "fall back to TCP" in err
 
 

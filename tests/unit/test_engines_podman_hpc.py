@@ -103,7 +103,7 @@ def test_modules_are_asked_for_where_they_are_of_use(words: list[str], nodes: in
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ConfigError, match="podman-hpc does not check who signed an image"):
+    with pytest.raises(ConfigError, match="podman-hpc cannot check who signed an image"):
         made("image=cuda", f'image_signers=["{"A" * 40}"]').refuse()
     with pytest.raises(ConfigError, match="image_digest pins a SIF"):
         made("image=cuda", f"image_digest=sha256:{'0' * 64}").refuse()

@@ -106,7 +106,7 @@ def test_modules(words: list[str], nodes: int, site: dict[str, object], module: 
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ConfigError, match="shifter does not check who signed an image"):
+    with pytest.raises(ConfigError, match="shifter cannot check who signed an image"):
         made("image=cuda", f'image_signers=["{"A" * 40}"]').refuse()
     with pytest.raises(ConfigError, match="image_digest pins a SIF"):
         made("image=cuda", f"image_digest=sha256:{'0' * 64}").refuse()

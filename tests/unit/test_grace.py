@@ -232,19 +232,19 @@ class TestBefore:
         left = {"preempt_mode": "REQUEUE", "preempt_grace_s": 20, "kill_wait_s": 30, "preempt_signal": True}
         first, second, third = found(**left)
         assert second == Finding(
-            "a checkpoint takes longer than preemption leaves",
+            "a checkpoint takes longer than preemption allows",
             wanted="70.0 s, which a checkpoint of run r1 took",
             found="PreemptMode=REQUEUE, GraceTime 20 s, KillWait 30 s",
-            fix="save often (checkpoint.every), or take a partition that is not preempted",
+            fix="save often (checkpoint.every), or use a partition without preemption",
         )
-        assert (third.problem, third.level) == ("scancel leaves less time than a checkpoint takes", "note")
+        assert (third.problem, third.level) == ("scancel allows less time than a checkpoint takes", "note")
         assert found(save=20.0, **left) == []
         assert found(**{**left, "preempt_mode": "OFF"}) == [first, third]
         assert found(**{**left, "preempt_mode": "GANG,SUSPEND"}) == [first, third]
         assert found(save=None, earlier=True, **{**left, "preempt_signal": False}) == []
         (silent,) = found(save=None, **{**left, "preempt_signal": False})
         assert (silent.level, silent.problem) == (
-            "note", "preemption here comes without the signal that asks a run to save",
+            "note", "on this partition preemption does not send the signal that asks a run to save",
         )  # fmt: skip
 
     def test_by_an_earlier_run(self, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def chosen(made: Recipe, configuration: dict[str, Any] | None = None, each: int 
          "full: this model changes logits after its head (logit_scale = 0.0625)"),
         ({}, {**LLAMA, "logits_scaling": 1.0, "final_logit_softcapping": None}, 8,
          "chunked: whole logits of 8,192 tokens x 128,256 words would take 6.3 GB"),
-        ({"train": {"loss": "chunked"}}, None, 8, "chunked: the recipe says so"),
-        ({"train": {"loss": "triton"}}, LLAMA, 1, "triton: the recipe says so"),
+        ({"train": {"loss": "chunked"}}, None, 8, "chunked: set in the recipe"),
+        ({"train": {"loss": "triton"}}, LLAMA, 1, "triton: set in the recipe"),
     ],
 )  # fmt: skip
 def test_the_loss_is_chosen_with_its_reason(

@@ -458,8 +458,8 @@ def test_without_a_gpu_the_node_is_unfit(several: dict[str, Any], tmp_path: Path
     found = check.node(several, 1)
     assert found
     assert (found.code, found.node) == (69, "node2")
-    assert found.problem == "GPU 0: torch does not see it, and 1 more finding"
-    assert "GPU 1: torch does not see it: 0" in found.found
+    assert found.problem == "GPU 0: torch does not see this GPU, and 1 more finding"
+    assert "GPU 1: torch does not see this GPU: 0" in found.found
 
 
 @pytest.mark.torch

@@ -344,7 +344,7 @@ def test_copies_through_the_hosts_memory_are_seen(lines: tuple[str, ...], found:
     assert (slow and slow.found) == found
     if slow:
         assert (slow.level, slow.problem) == (
-            "warning", "GPU Direct RDMA is disabled: all that goes between nodes is copied through the host's memory",
+            "warning", "GPU Direct RDMA is disabled: data between nodes is copied through the host's memory",
         )  # fmt: skip
 
 
@@ -365,7 +365,7 @@ class TestLibraries:
         assert unfit.value.finding._replace(fix="") == Finding(
             "/opt/none/libnccl-net-ofi.so of n2 does not fit this image",
             wanted="a library that the image can load (site s)",
-            found="is not there",
+            found="does not exist",
             code=69,
         )
         self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so", local="1")  # the first has said it
@@ -400,10 +400,10 @@ class TestTheSitesFabric:
         with pytest.raises(UnfitError) as unfit:
             self.require(transport.used(LOGS["silent fallback, new"]))
         assert unfit.value.finding == Finding(
-            "transport: cxi required between nodes, rank 1 on n2 uses another",
+            "transport: cxi required between nodes, rank 1 on n2 uses another one",
             wanted="cxi (site s)",
             found="Socket: NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
-            fix="if this network needs a plugin, name its file in fabric.plugin: none is in the container",
+            fix="the container has no NCCL plugin: if this network needs one, name its file in fabric.plugin",
             code=69,
             node="n2",
             rank=1,

@@ -108,7 +108,11 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
     """The world of a run, and the reasons of the choices by name."""
     hosts = facts.hosts()
     ranks, chosen_port = ranks_per_node(recipe, facts), _port(recipe, facts)
-    asked = "from the scheduler" if len(hosts) == recipe.nodes else f"from the scheduler; the recipe has {recipe.nodes}"
+    asked = (
+        "from the scheduler"
+        if len(hosts) == recipe.nodes
+        else f"from the scheduler; the recipe has nodes = {recipe.nodes}"
+    )
     if (recipe.spares or facts.lost) and not facts.login:
         asked += f"; spare: {' '.join(facts.spares) or 'none'}{'; failed: ' * bool(facts.lost)}{' '.join(facts.lost)}"
     asked += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})" * bool(facts.missing)

@@ -15,7 +15,7 @@ node::signed() { # ENGINE image|layer FILE RECORD KEY...
       done
       found="it is signed with another key"
     else
-      found="its parts are in several groups, each with signatures of its own"
+      found="its parts are not in one group, and each group has signatures of its own"
     fi
   else
     found="$(grep '^FATAL' <<<"$found" || tail --lines=3 <<<"$found")"
