@@ -118,7 +118,7 @@ def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
             "bind": ["/tmp/only here does not exist", "  wanted: site mine: data"],
             "plugin": [
                 "/tmp/only here/librccl-net*.so does not exist",
-                "  wanted: a part of the fabric (site mine); without it ranks would fall back to TCP without a warning",
+                "  wanted: a part of the fabric (site mine), without which ranks silently use TCP",
             ],
         }[what]
     )

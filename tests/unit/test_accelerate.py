@@ -298,12 +298,12 @@ def test_what_does_not_agree_or_is_none(
 @pytest.mark.parametrize(
     ("line", "wanted", "fix"),
     [
-        ("num_machines: 3", "2, the nodes of the plan", ", or start it on as many: nodes=3"),
+        ("num_machines: 3", "2, the nodes of the plan", ", or start as many nodes: nodes=3"),
         ("num_processes: 16", "8, the ranks of the plan on all nodes", ""),
         ("machine_rank: 1", "none: one file serves all nodes, and each has its own rank", ""),
         ("main_process_ip: 10.0.0.1", "none: the first node tells its address at the rendezvous", ""),
         ("main_process_port: 29500", "0 or the recipe's port", ", or port=29500"),
-        ("rdzv_backend: etcd", "static: dray's own takes its place", ""),
+        ("rdzv_backend: etcd", "static: dray uses a backend of its own", ""),
         ("gpu_ids: 0,1", "all: the scheduler says which GPUs a node has", ""),
         ("use_cpu: true", "false: the image is for GPUs", ", or image=cpu"),
         ("enable_cpu_affinity: true", "false: dray binds each rank to its cores", ""),

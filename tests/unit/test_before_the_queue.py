@@ -61,7 +61,8 @@ class TestV100:
         (refusal,) = (one for one in self.made("train.precision=bf16", site=site).findings if one.code)
         assert refusal._replace(where="") == Finding(
             "the GPUs of this site emulate bf16, without tensor cores",
-            wanted="train.precision=fp16, or fp32", found="train.precision = bf16", fix="train.precision=fp16", code=78,
+            wanted="train.precision = fp16 or fp32", found="train.precision = bf16", fix="train.precision=fp16",
+            code=78,
         )  # fmt: skip
         assert refusal.where == f"site {site}: {sites.find(site).about}"
 
@@ -207,7 +208,7 @@ class TestRanks:
     def test_one_option_on_cpus_and_on_gpus(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
         words = ("plan", "--ranks", "4", "--format", "json", "--sbatch=--account=p")
-        for site, gpus in (("generic", "4: set in the recipe; no GPUs are used"),
+        for site, gpus in (("generic", "4: set in the recipe, since no GPUs are used"),
                            ("lumi", "4: one for each GPU that the scheduler gave")):  # fmt: skip
             code, out, _ = dray(tmp_path, *words, "--site", site, "--", "train.py")
             made = json.loads(out)

@@ -133,7 +133,7 @@ class TestStage:
         finally:
             subprocess.run(["umount", small], check=True)
         assert (node.returncode, out.split("  ")[1]) == (0, f"{tmp_path}/my image.sif\n")
-        assert "dray: no room for the image in" in err
+        assert "dray: no room for a copy of the image in" in err
         assert (tmp_path / "my image.sif").read_bytes() == IMAGE * 64
         assert ".part\n" not in err
         assert ".part" in left
@@ -397,5 +397,5 @@ def test_amd_gpus_are_seen_without_the_hosts_rocm(
     assert ended.returncode == 0, ended.stderr
     wanted = [word.replace("DEV", f"{tmp_path}/dev") for word in bound]
     assert [word for word in words if word.startswith(("--rocm", "--bind"))] == wanted
-    said = "/dev/kfd and /dev/dri, without --rocm: it binds the host's ROCm libraries over those of the wheels"
+    said = "/dev/kfd and /dev/dri, without --rocm, which would bind the host's ROCm libraries over the wheels'"
     assert f"\n  GPUs       {said}\n" in render.text(decided)

@@ -259,7 +259,7 @@ class TestWords:
         ended = start(decided, tools=str(tools), HELP="", MY_TOKEN="hush\nPATH=/evil")
         assert (ended.returncode, ended.stdout) == (78, "")
         assert ended.stderr == (
-            "dray: MY_TOKEN has a line break, which charliecloud cannot hand in\n  where:  node n1\n"
+            "dray: MY_TOKEN has a line break, which charliecloud cannot pass on\n  where:  node n1\n"
             "  fix:    leave it out of pass_env\n"
         )
 

@@ -83,7 +83,7 @@ def test_the_whole_command_on_slingshot() -> None:
     ]  # fmt: skip
     text = render.text(decided)
     assert "  GPUs       the site's module for podman-hpc, by --gpu\n" in text
-    assert "nothing is put in: the site's module for podman-hpc does it, by --nccl\n" in text
+    assert "nothing is added: the site's module for podman-hpc does it, by --nccl\n" in text
     assert decided.fabric.transport == ("cxi",)  # the preflight proves it
     assert "NCCL_NET_PLUGIN" not in {variable.name for variable in decided.env}
 

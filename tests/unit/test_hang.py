@@ -402,8 +402,8 @@ def test_a_limit_that_is_none_is_refused(value: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ((), "a step that takes ten times the slowest, at least 600 s; half an hour to compile"),
-        (("hang_timeout_s=60",), "a step that takes 60 s (hang_timeout_s); half an hour to compile"),
+        ((), "a step may take ten times the slowest one, at least 600 s; compiling, saving or"),
+        (("hang_timeout_s=60",), "a step may take 60 s (hang_timeout_s); compiling, saving or"),
         (("hang_timeout_s=0",), "never: hang_timeout_s = 0"),
     ],
 )

@@ -400,7 +400,7 @@ class TestTheSitesFabric:
         with pytest.raises(UnfitError) as unfit:
             self.require(transport.used(LOGS["silent fallback, new"]))
         assert unfit.value.finding == Finding(
-            "transport: cxi required between nodes, rank 1 on n2 uses another one",
+            "transport: cxi required between nodes, rank 1 on n2 uses another",
             wanted="cxi (site s)",
             found="Socket: NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
             fix="the container has no NCCL plugin: if this network needs one, name its file in fabric.plugin",

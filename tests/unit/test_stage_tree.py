@@ -127,7 +127,7 @@ def test_a_node_between_that_does_harm(tree: Tree, harm: str, code: int) -> None
     assert codes == {0: 0, 1: code, 2: 0, 3: 0, 4: 0, 5: 0}
     assert tree.whole() >= {0, 2, 3, 4, 5}
     told = "".join(printed.values())
-    assert "does not come from 127.0.0.1: " in told
+    assert "did not come from 127.0.0.1: " in told
     assert "asking another node\n" in told
     assert ("chunk 5 was changed on its way" in told) == (harm == "flips")
 
@@ -245,8 +245,8 @@ def head(link: Channel, number: int, length: int, data: bytes) -> bytes:
         (lambda link: head(link, 0, 1 << 31, b""), "of another length"),
         (lambda link: head(link, 0, 77, b"x" * 77) + b"y" * 77, "chunk 0 was changed on its way"),
         (lambda link: head(link, 0, 0, b"") * 2 + b"z" * 76, "a chunk without a valid proof"),
-        (lambda link: head(link, 0, 77, b"x" * 77) + b"x" * 76, "it closed the connection"),
-        (lambda link: b"", "it closed the connection"),
+        (lambda link: head(link, 0, 77, b"x" * 77) + b"x" * 76, "the other end closed the connection"),
+        (lambda link: b"", "the other end closed the connection"),
         (lambda link: head(Channel(link.line, b"other", host=True), 0, 77, b"x" * 77), "a chunk without a valid proof"),
         (lambda link: head(Channel(link.line, b"key", host=False), 0, 77, b"x" * 77), "a chunk without a valid proof"),
     ],
@@ -264,7 +264,7 @@ def test_a_peer_that_only_waits_has_its_time(tmp_path: Path, pair, monkeypatch) 
     monkeypatch.setattr(chunks, "STALLED_S", -1.0)
     here, there = pair
     here.line.sendall(head(here, 0, 0, b""))
-    with (tmp_path / "copy").open("w+b") as copy, pytest.raises(chunks.StalledError, match="no chunk came in"):
+    with (tmp_path / "copy").open("w+b") as copy, pytest.raises(chunks.StalledError, match="no chunk arrived in"):
         chunks.fetch(there, chunks.File(copy.fileno(), 77), time.monotonic() + 60)
 
 

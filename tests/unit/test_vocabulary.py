@@ -32,7 +32,7 @@ def recipe(**tables: Any) -> Recipe:
         ({}, ROUND, 128, f"padded in the head to a multiple of 128 (128,256 words -> 128,256): {SLOW}"),
         ({"image": "rocm"}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"train": {"strategy": "fsdp"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
-        ({"image": "cpu"}, GPT, 1, "not padded: it makes nothing faster on a CPU"),
+        ({"image": "cpu"}, GPT, 1, "not padded: padding makes nothing faster on a CPU"),
         ({"train": {"strategy": "zero3"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"train": {"loss": "triton"}}, GPT, 1, "not padded: Triton's kernels take any size"),
         ({"analog": {"enabled": True}}, GPT, 1, "not padded: the head may be analog"),

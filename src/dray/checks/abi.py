@@ -84,7 +84,7 @@ def _without_drivers(verbs: Path, libraries: Iterable[Path], folders: Iterable[s
     lacking = [_lacking(_VERBS, elf.read(driver).needed_versions.get(_VERBS, ()), str(verbs)) for driver in own + bound]
     if not lacking or not all(lacking):
         return []
-    return [f"it fits no driver of a network card: {own[0].name if own else bound[0].name} {lacking[0]}"]
+    return [f"no driver of a network card fits it: {own[0].name if own else bound[0].name} {lacking[0]}"]
 
 
 def image_folders() -> list[str]:

@@ -157,7 +157,7 @@ def _require_fabric(
         expected = " or ".join(fabric["transport"])
         if used is None or used.name.casefold() not in {name.casefold() for name in fabric["transport"]}:
             raise UnfitError(
-                f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another one",
+                f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
                 wanted=f"{expected} ({rank.plan['site']})",
                 found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
                 fix=(used and used.fix) or f"see {rank.logs} in the run folder, and docs/fabric.md",

@@ -101,7 +101,7 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
         for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
             yield ours(name, f"{scratch}/miopen", "MIOpen's SQLite locks fail on a shared disk")
     if recipe.image == "cpu":
-        yield ours("ACCELERATE_USE_CPU", "true", "else accelerate looks for GPUs")
+        yield ours("ACCELERATE_USE_CPU", "true", "without it accelerate looks for GPUs")
         yield ours("CUDA_VISIBLE_DEVICES", "", "the cpu image cannot use GPUs that the node may have")
 
 

@@ -80,7 +80,7 @@ def _ray(job: Job) -> tuple[str, ...]:
     return _python(dataclasses.replace(job, each=1))
 
 
-_BY_HANDLER = "the launcher joins it as its rendezvous, and its ranks through the launcher"
+_BY_HANDLER = "the launcher joins it as its rendezvous, and its ranks as the launcher's own"
 _BY_VARIABLE = "ranks join it by TORCHELASTIC_USE_AGENT_STORE"
 LAUNCHERS = {
     "torchrun": Launcher(argv=_torchrun, store=_BY_HANDLER),

@@ -68,7 +68,7 @@ def refusals(recipe: Recipe, site: Site, files: Files) -> Iterator[Finding]:
         )
     if changes := _changes(files):
         yield Finding(
-            f"train.loss = {kind} cannot compute this model's loss",
+            f"train.loss = {kind} does not compute this model's loss",
             where="recipe [train]",
             wanted="a model that does not change logits after its head",
             found=changes,

@@ -166,9 +166,9 @@ def _hang(recipe: Recipe) -> str:
         return "never: hang_timeout_s = 0"
     if recipe.train is None:
         return f"no heartbeat or line in a log for {limit} s (hang_timeout_s)" if limit else "never: no hang_timeout_s"
-    step = f"{limit} s (hang_timeout_s)" if limit else "ten times the slowest one (600 s or more)"
-    rest = "half an hour to compile, save or evaluate; an hour to start or end; or ten times the longest so far"
-    return f"if a step takes {step}; {rest}"
+    step = f"{limit} s (hang_timeout_s)" if limit else "ten times the slowest one, at least 600 s"
+    rest = "compiling, saving or evaluating 30 minutes, starting or ending 60, or ten times the longest so far"
+    return f"a step may take {step}; {rest}"
 
 
 def _attention(recipe: Recipe) -> str:

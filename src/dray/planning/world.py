@@ -162,8 +162,8 @@ def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
             fix=_MORE_GPUS["login" if facts.login else facts.scheduler],
         )
     if recipe.ranks_per_node:
-        return Choice(recipe.ranks_per_node, "set in the recipe; no GPUs are used")
-    return Choice(1, "no GPUs are used, and ranks_per_node is not set")
+        return Choice(recipe.ranks_per_node, "set in the recipe, since no GPUs are used")
+    return Choice(1, "the default, since no GPUs are used")
 
 
 def _logs(ranks: int, most: int) -> str:

@@ -215,7 +215,7 @@ def _bind(bind: Bind, plan: Plan) -> Iterator[str]:
 
 
 def _fabric(plan: Plan) -> Iterator[str]:
-    wanted = f"this part of the fabric ({plan.site}), without which ranks silently use TCP"
+    wanted = f"a part of the fabric ({plan.site}), without which ranks silently use TCP"
     yield f"\n{_file('fabric')}\n"
     for pattern in plan.fabric.libraries:
         yield _call("library", pattern, wanted)
