@@ -19,7 +19,7 @@ node::now began
 unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
 unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
 
-# dray: else accelerate looks for GPUs
+# dray: without it accelerate looks for GPUs
 export APPTAINERENV_ACCELERATE_USE_CPU=true
 # dray: the cpu image cannot use GPUs that the node may have
 export APPTAINERENV_CUDA_VISIBLE_DEVICES=''

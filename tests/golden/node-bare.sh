@@ -15,7 +15,7 @@ node::now() { # NAME
 started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
 node::now began
 
-# dray: else accelerate looks for GPUs
+# dray: without it accelerate looks for GPUs
 export ACCELERATE_USE_CPU=true
 # dray: the cpu image cannot use GPUs that the node may have
 export CUDA_VISIBLE_DEVICES=''
