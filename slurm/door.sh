@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# In the image, by the name of a program of Slurm's: login.sh runs that program outside, and this one shows what it has printed.
+# In the image, under the name of a program of Slurm: login.sh runs that program outside, and this script prints its output.
 set -euo pipefail
 
 door="${0%/*/*}"

@@ -87,7 +87,7 @@ end::requeue() { # [NODE...]: this job, without these nodes
   if [[ "$(end::field JobState)" == PENDING || "$(end::field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ]]; then
     echo "requeued: by Slurm itself; job $id goes on in this run folder"
   elif ((code == 124)) || [[ -z "$shown" ]]; then # a job beside one that was put back would do the same work
-    echo "not known whether job $id was put back, since Slurm does not answer: squeue --job=$id shows it"
+    echo "unknown whether job $id was requeued, since Slurm does not answer; look with squeue --job=$id"
   else
     echo "not requeued: $answer"
     end::follow "$without"
@@ -106,7 +106,7 @@ end::exclude() { # ID NODE,NODE...: for the next start of a job that waits in th
   shown="$(timeout 20 scontrol show job "$1" 2>/dev/null)" || true
   before="$(end::field ExcNodeList)"
   timeout 20 scontrol update job="$1" ExcNodeList="${before:+$before,}$2" >/dev/null ||
-    echo "warning: Slurm may give this job the unfit $2 again"
+    echo "warning: ExcNodeList cannot be set: Slurm may give this job $2 again"
 }
 
 end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another one with the same options, once this one has ended

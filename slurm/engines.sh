@@ -19,9 +19,9 @@ engine::found() { # what is on this node; the planner says so where the site has
   ! command -v podman-hpc >/dev/null || { echo podman-hpc; return; }
   ! command -v shifter >/dev/null || { echo shifter; return; }
   ! command -v ch-run >/dev/null || { echo charliecloud; return; }
-  lib::die 69 "no container engine is on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
+  lib::die 69 "there is no container engine on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
     "wanted: apptainer, singularity, podman-hpc, shifter or ch-run, or an srun with --environment or --container-image" \
-    "fix:    load the site's module before sbatch, or add it to your shell's start-up"
+    "fix:    load the site's module before sbatch, or in your ~/.bash_profile"
 }
 
 engine::traits() { # sets `formats`, the kinds of image it starts, `suffix` of the usual one, and `never`, which no path of a mount has
@@ -128,7 +128,7 @@ engine::pyxis() { # COMMAND...
 
 engine::edf() { # COMMAND...: what the container is, srun reads from a file
   local edf folder code=0
-  edf="$(mktemp --suffix=.toml -- "$runs/.edf-XXXXXX")" || lib::die 69 "the container's description cannot be written" \
+  edf="$(mktemp --suffix=.toml -- "$runs/.edf-XXXXXX")" || lib::die 69 "the container's EDF cannot be written" \
     "where:  $runs" "fix:    free space on that disk"
   {
     printf 'image = %s\nworkdir = %s\nentrypoint = false\nmounts = [\n' "$(engine::text "$image")" "$(engine::text "$where")"

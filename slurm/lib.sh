@@ -61,8 +61,8 @@ lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from o
 lib::hub() { # HF_HOME, as the library has it where nobody sets it, if this user has such a cache
   local -r usual="${XDG_CACHE_HOME:-${HOME:-}/.cache}/huggingface"
   [[ -n "${HF_HOME:-}" || ! -d "$usual" ]] || export HF_HOME="$usual"
-  [[ "${HF_HOME:-}" != /* || -d "$HF_HOME" ]] || mkdir -p -- "$HF_HOME" || lib::die 78 "HF_HOME names a folder that cannot be made" \
-    "where:  $HF_HOME on node $(</proc/sys/kernel/hostname)" "fix:    export HF_HOME=FOLDER, one that you may write and that all nodes share"
+  [[ "${HF_HOME:-}" != /* || -d "$HF_HOME" ]] || mkdir -p -- "$HF_HOME" || lib::die 78 "the folder of HF_HOME cannot be made" \
+    "where:  $HF_HOME on node $(</proc/sys/kernel/hostname)" "fix:    export HF_HOME=FOLDER, with a folder that you may write and that all nodes share"
 }
 
 lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
@@ -73,10 +73,10 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   local word mode="" wrong=""
   shift
   lib::plain --tasks "$file" SLURM_ARRAY_TASK_ID "$task"
-  [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "this job is no task of an array, and --tasks is for those" \
-    "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    dray sweep and dray scale submit such a job; leave it out and name a recipe"
+  [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "--tasks works only in a task of a job array" \
+    "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    leave --tasks out and name a recipe; dray sweep and dray scale submit job arrays"
   if [[ "$file" != /*/*/* ]]; then
-    wrong="no whole path of a file in the folder of a study"
+    wrong="not the absolute path of a file in a study's folder"
   elif [[ -L "$file" ]]; then
     wrong="a link"
   elif [[ ! -f "$file" ]]; then
@@ -94,8 +94,8 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   for word in "${words[@]:1}"; do
     [[ "$word" =~ ^[a-z][^=]*= ]] || wrong="$(printf '%q' "${lines[0]}")" # no option, and no -- before a command
   done
-  [[ -z "$wrong" ]] || lib::die 78 "the array's file does not tell what this task runs" "where:  $file, line $task" \
-    "wanted: a run's name, and its settings behind tabs" "found:  ${wrong:0:200}" "fix:    submit the study again"
+  [[ -z "$wrong" ]] || lib::die 78 "the file with the tasks of this array has no valid line for this task" "where:  $file, line $task" \
+    "wanted: a run's name, then its settings, separated by tabs" "found:  ${wrong:0:200}" "fix:    submit the study again"
   given=("--run=${file%/*/*}/${words[0]}")
   while (($#)) && [[ "$1" != -- ]]; do
     given+=("$1")
@@ -110,7 +110,7 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
     [[ -f "$candidate" ]] && { realpath -- "$candidate"; return; }
   done
   lib::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \
-    "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
+    "wanted: a recipe file of yours, or one of $(cd "$DRAY_HOME/recipes" && echo *.toml | cut --delimiter=' ' --fields=1-5) ..."
 }
 
 lib::setting() { # KEY=VALUE: as the planner takes it; a SIF by its whole path
@@ -278,13 +278,13 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   end::finish "$code"
 }
 
-lib::slurm() { # what Slurm hands to a job; half of it would start half a world
+lib::slurm() { # refuses a job without all that Slurm sets: the run would start on some of its nodes
   local name
   for name in SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES; do
-    [[ -n "${!name:-}" ]] || lib::die 78 "this is not a whole Slurm job: $name is not set" \
+    [[ -n "${!name:-}" ]] || lib::die 78 "this is not a complete Slurm job: $name is not set" \
       "wanted: sbatch slurm/multinode.sh RECIPE, or the same with bash in an salloc" "fix:    do not set or unset SLURM_ variables yourself"
   done
-  [[ -z "${SLURM_HET_SIZE:-}" ]] || lib::die 78 "a heterogeneous job has no one node list, and one part would train alone" \
+  [[ -z "${SLURM_HET_SIZE:-}" ]] || lib::die 78 "a heterogeneous job has several node lists, and one part would train alone" \
     "found:  SLURM_HET_SIZE=$SLURM_HET_SIZE" "fix:    submit without --het-group and without : between options"
 }
 
@@ -304,7 +304,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
       --site=*) site="${1#*=}" ;;
       --gpu-memory=*) gpu_memory="${1#*=}" ;;
       *) lib::die 78 "unknown option $1" "wanted: --run=, --image=, --site= or --gpu-memory=, then RECIPE [key=value ...]" \
-        "fix:    options for sbatch stand before the script" ;;
+        "fix:    put the options for sbatch before the script" ;;
     esac
     shift
   done
@@ -340,7 +340,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   image="$(plan::guess "$@")"
   # What the engine hands in by these, no plan would show.
   for word in {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT}; do
-    [[ -z "${!word:-}" ]] || echo "dray: warning: $word is not used: [[binds]] of a site file name what else the container sees" >&2
+    [[ -z "${!word:-}" ]] || echo "dray: warning: $word is not used: add paths to the container with [[binds]] in a site file" >&2
   done
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \

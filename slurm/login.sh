@@ -86,7 +86,7 @@ login::end() {
 
 login::brought() { # the one file that the verb has written: its name, and then its bytes
   local -a found=("$made"/*)
-  [[ ${#found[@]} == 1 && -f "${found[0]}" ]] || lib::die 1 "the verb has written no file" "where:  $made"
+  [[ ${#found[@]} == 1 && -f "${found[0]}" ]] || lib::die 1 "the command has written no file" "where:  $made"
   printf '%s\n' "${found[0]##*/}"
   cat -- "${found[0]}"
 }
@@ -103,12 +103,12 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   elif command -v singularity >/dev/null; then
     engine=singularity
   else
-    lib::die 69 "neither apptainer nor singularity is at the login node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
+    lib::die 69 "there is neither apptainer nor singularity on login node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
       "fix:    load the site's module in your ~/.bash_profile there"
   fi
-  [[ "$1" != submit ]] || command -v sbatch >/dev/null || lib::die 69 "there is no sbatch at $(</proc/sys/kernel/hostname)" \
+  [[ "$1" != submit ]] || command -v sbatch >/dev/null || lib::die 69 "there is no sbatch on $(</proc/sys/kernel/hostname)" \
     "where:  PATH=$PATH" "fix:    name a login node of the cluster, or load its module in your ~/.bash_profile there"
-  # What the engine hands in by these, nobody has asked for; squeue would hide jobs.
+  # The engine would pass these on unasked; with SQUEUE_ variables squeue would hide jobs.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" "${!SQUEUE_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   lib::hub
   trap login::end EXIT

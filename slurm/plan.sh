@@ -117,7 +117,7 @@ plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine an
           "fix:    name a squashfs, or leave it out: image_digest="
         digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
         ;;
-      *) lib::die 78 "the planner answers what this checkout does not know" "where:  $image" "found:  $answer" \
+      *) lib::die 78 "this checkout does not know the planner's answer" "where:  $image" "found:  $answer" \
         "fix:    use an image and a checkout of the same version of dray" ;;
     esac
   done

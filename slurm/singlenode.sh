@@ -23,7 +23,7 @@ fi
 [[ "$DRAY_HOME" == /* ]] || DRAY_HOME="${SLURM_SUBMIT_DIR:-$PWD}/$DRAY_HOME" # Slurm records a path as it was typed
 DRAY_HOME="$(realpath --no-symlinks -- "$DRAY_HOME")"
 if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then
-  echo "dray: the checkout was not found from ${script:-DRAY_HOME}; set DRAY_HOME to it before sbatch" >&2
+  echo "dray: there is no checkout of dray at ${script:-DRAY_HOME}: export DRAY_HOME=CHECKOUT before sbatch" >&2
   exit 78
 fi
 export DRAY_HOME

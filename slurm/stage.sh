@@ -96,7 +96,7 @@ stage::counted() { # what the nodes say, in words
   for answer in there busy full none differs; do
     [[ -z "${answers[$answer]:-}" ]] || text+="${text:+, }${answers[$answer]} of $SLURM_JOB_NUM_NODES nodes ${meant[$answer]}"
   done
-  printf '%s' "${text:-the nodes do not answer alike}"
+  printf '%s' "${text:-the nodes give different answers}"
 }
 
 stage::without() { # WHY

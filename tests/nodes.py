@@ -107,7 +107,7 @@ def start(plan: dict[str, Any], tmp_path: Path):
 
 
 # What a node says that was given one core for its two ranks.
-UNBOUND = "dray: cores of each rank: not bound (1 for 2 ranks: ask for more, --cpus-per-task); OMP_NUM_THREADS=1"
+UNBOUND = "dray: cores of each rank: not bound (1 for 2 ranks: ask for more with --cpus-per-task); OMP_NUM_THREADS=1"
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Signals that end this program: when they may interrupt it, and that the `finally` blocks run."""
+"""Signals that end this program: when they may interrupt it, so that the `finally` blocks run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Interrupts:
-    """Whether a signal must wait, and which one does; whether one came while all is being stopped."""
+    """Whether a signal must wait, and which one waits; whether one came during the stop."""
 
     wait = False
     pending = 0
@@ -17,7 +17,7 @@ class Interrupts:
 
 @contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
-    """Hold a signal back until the caller says that its command has begun.
+    """Hold signals back until the caller says that its command has started.
 
     An interrupt in the middle of Popen would leave a child that nobody waits for, and its pipes open.
     """
@@ -56,7 +56,7 @@ def stoppable() -> Iterator[None]:
 
 
 def hurry_on_signals() -> None:
-    """Until `stoppable` ends, a signal raises nothing: what is being stopped is killed at once, and none is left."""
+    """Until `stoppable` ends, a signal raises nothing, but kills at once what is being stopped."""
 
     def note(_number: int, _frame: object) -> None:
         Interrupts.hurry = True

@@ -125,7 +125,7 @@ def test_any_other_does_not(cluster, checked, signed: Signed, image: str, env: d
     assert (ended.code, lines[:3]) == (
         69,
         [
-            "dray: the image is not signed as it must be",
+            "dray: the image lacks the required signature",
             f"where: {image}.sif on node n2",
             f"wanted: a signature with one of {signed.keys[0]} {NOBODY}",
         ],
@@ -153,7 +153,7 @@ def test_a_job_starts_a_signed_image_and_no_other(sbatch, cluster, sif: Path, si
     result = ended.result()
     assert (result["cause"]["node"], result["cause"]["why"].splitlines()[0]) == (
         "n2",
-        f"{image} is not signed as it must be",
+        f"{image} lacks the required signature",
     )
     log = (ended.attempt / "logs" / "node-1.log").read_text()
     assert "unknown entity" in log

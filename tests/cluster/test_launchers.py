@@ -143,13 +143,13 @@ def test_a_run_inside_an_salloc_and_two_at_once(cluster, root: Path, folder: Pat
 def test_a_heterogeneous_job_is_refused(sbatch) -> None:
     ended = sbatch("--nodes=1", ":", "--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml")
     assert ended.code == 78, ended.output
-    assert "dray: a heterogeneous job has no one node list, and one part would train alone\n" in ended.output
+    assert "dray: a heterogeneous job has several node lists, and one part would train alone\n" in ended.output
 
 
 def test_half_of_slurms_variables(sbatch) -> None:
     ended = sbatch("--wrap=unset SLURM_JOB_NODELIST; exec bash slurm/multinode.sh recipes/smoke-cpu.toml")
     assert ended.code == 78, ended.output
-    assert "dray: this is not a whole Slurm job: SLURM_JOB_NODELIST is not set\n" in ended.output
+    assert "dray: this is not a complete Slurm job: SLURM_JOB_NODELIST is not set\n" in ended.output
 
 
 def test_a_node_with_another_image(sbatch, cluster, sif: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_node_with_another_image(sbatch, cluster, sif: Path) -> None:
         for node in ("n1", "n2"):
             cluster.exec(["rm", "-f", "/tmp/own.sif"], node=node)
     assert ended.code == 78, ended.output
-    assert ended.result()["cause"]["why"].splitlines()[0] == "node 1 (n2) holds another image"
+    assert ended.result()["cause"]["why"].splitlines()[0] == "node 1 (n2) has a different image"
 
 
 def test_a_node_without_the_image(sbatch, cluster, sif: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_node_without_the_image(sbatch, cluster, sif: Path) -> None:
         cluster.exec(["rm", "-f", "/tmp/own.sif"], node="n1")
     assert ended.code == 69, ended.output
     cause = ended.result()["cause"]
-    assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif is not there\n  wanted: the image")
+    assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif does not exist\n  wanted: the image")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])

@@ -115,10 +115,10 @@ def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
     assert (
         cause["why"].splitlines()
         == {
-            "bind": ["/tmp/only here is not there", "  wanted: site mine: data"],
+            "bind": ["/tmp/only here does not exist", "  wanted: site mine: data"],
             "plugin": [
-                "/tmp/only here/librccl-net*.so is not there",
-                "  wanted: a part of the fabric (site mine); without it ranks would fall back to TCP without a warning",
+                "/tmp/only here/librccl-net*.so does not exist",
+                "  wanted: a part of the fabric (site mine), without which ranks silently use TCP",
             ],
         }[what]
     )

@@ -35,7 +35,7 @@ def test_another_image_than_the_recipe_s_stops_before_it_starts(sbatch, sif) -> 
     digest = f"sha256:{hashlib.sha256(sif.read_bytes()).hexdigest()}"
     ended = sbatch(*RECIPE, f"image_digest={digest[:-1]}{'0' if digest[-1] != '0' else '1'}")
     assert ended.code == 78
-    assert "dray: the image is not the recipe's" in ended.output
+    assert "dray: the image has another digest than the recipe" in ended.output
     assert f"  found:  {digest}" in ended.output
     assert ended.folder is None
 
@@ -45,7 +45,7 @@ def test_a_place_that_the_nodes_lack(sbatch) -> None:
     assert ended.code == 69
     cause = ended.result()["cause"]
     assert (cause["node"] in ("n1", "n2"), cause["rank"]) == (True, None)
-    assert cause["why"] == "/no/such/text.txt is not there\n  wanted: recipe data.train: the training dataset"
+    assert cause["why"] == "/no/such/text.txt does not exist\n  wanted: recipe data.train: the training dataset"
 
 
 def test_a_busy_port_is_try_again(sbatch, cluster) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
+# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe instead.
 set -euo pipefail
 
 # When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
@@ -15,27 +15,27 @@ node::now() { # NAME
 started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
 node::now began
 
-# The engine would hand these in as well, and no plan would show them.
+# The engine would pass these on too, and no plan would show them.
 unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
 unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
 
-# dray: else accelerate looks for GPUs
+# dray: without it accelerate looks for GPUs
 export APPTAINERENV_ACCELERATE_USE_CPU=true
-# dray: the cpu image has no use for GPUs that the node may have
+# dray: the cpu image cannot use GPUs that the node may have
 export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
 export APPTAINERENV_HF_HOME='/shared/my work/runs/.cache-UID/huggingface'
-# dray: offline, a missing name costs 48 s of retries; compute nodes are offline
+# dray: compute nodes are offline; without it each missing file costs 48 s of retries
 export APPTAINERENV_HF_HUB_OFFLINE=1
-# dray: its list of fonts, which takes seconds to make
+# dray: matplotlib's list of fonts takes seconds to make
 export APPTAINERENV_MPLCONFIGDIR=/tmp/dray-7-r/matplotlib
 # site harbour: the fast network
 export APPTAINERENV_NCCL_SOCKET_IFNAME=hsn0,hsn1
 # recipe
 export APPTAINERENV_OMP_NUM_THREADS=1
-# dray: a crash or a hang shows where each thread was, in the rank's log
+# dray: a crash or a hang writes the stack of each thread to the rank's log
 export APPTAINERENV_PYTHONFAULTHANDLER=1
-# dray: packages in ~/.local must not beat the image's
+# dray: packages in ~/.local must not hide the image's
 export APPTAINERENV_PYTHONNOUSERSITE=1
 # dray: a rank's last lines must be in its log when it dies
 export APPTAINERENV_PYTHONUNBUFFERED=1
@@ -138,7 +138,7 @@ number=SLURM_NODEID name=SLURMD_NODENAME read_only=ro
 declare -a binds=() mounts=()
 
 node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
+  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
   node::record "$3"
 }
 
@@ -176,7 +176,7 @@ node::mounts() { # fills `mounts`, the options that the engine gets
   done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 }
 
-# How Apptainer, Docker and Podman are told of a mount. node.sh contains this file after places.sh.
+# The option of Apptainer, Docker and Podman for a mount. node.sh contains this file after places.sh.
 # shellcheck disable=SC2154,SC2034
 
 node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
@@ -187,11 +187,11 @@ node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
 }
 
 cd '/shared/my work/runs/r1/attempt-1' || exit 69
-node::need '/shared/my work/build/dray-cpu.sif' 'the image' '"rank": null, "code": 69, "why": "/shared/my work/build/dray-cpu.sif is not there\n  wanted: the image", "log": null, "last_lines": []'
+node::need '/shared/my work/build/dray-cpu.sif' 'the image' '"rank": null, "code": 69, "why": "/shared/my work/build/dray-cpu.sif does not exist\n  wanted: the image", "log": null, "last_lines": []'
 node::bind '/shared/my work/runs/r1' rw
-node::need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
+node::need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch does not exist\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 node::bind /scratch rw
-node::need '/shared/my work/runs/.cache-UID' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-UID is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
+node::need '/shared/my work/runs/.cache-UID' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-UID does not exist\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
 node::bind '/shared/my work/runs/.cache-UID' rw
 node::mounts
 

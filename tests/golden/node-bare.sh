@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
+# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe instead.
 set -euo pipefail
 
 # When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
@@ -15,21 +15,21 @@ node::now() { # NAME
 started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
 node::now began
 
-# dray: else accelerate looks for GPUs
+# dray: without it accelerate looks for GPUs
 export ACCELERATE_USE_CPU=true
-# dray: the cpu image has no use for GPUs that the node may have
+# dray: the cpu image cannot use GPUs that the node may have
 export CUDA_VISIBLE_DEVICES=''
-# dray: offline, a missing name costs 48 s of retries; compute nodes are offline
+# dray: compute nodes are offline; without it each missing file costs 48 s of retries
 export HF_HUB_OFFLINE=1
-# dray: its list of fonts, which takes seconds to make
+# dray: matplotlib's list of fonts takes seconds to make
 export MPLCONFIGDIR=/tmp/dray-7-r/matplotlib
 # site harbour: the fast network
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 # recipe
 export OMP_NUM_THREADS=1
-# dray: a crash or a hang shows where each thread was, in the rank's log
+# dray: a crash or a hang writes the stack of each thread to the rank's log
 export PYTHONFAULTHANDLER=1
-# dray: packages in ~/.local must not beat the image's
+# dray: packages in ~/.local must not hide the image's
 export PYTHONNOUSERSITE=1
 # dray: a rank's last lines must be in its log when it dies
 export PYTHONUNBUFFERED=1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
+# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe instead.
 set -euo pipefail
 
 # When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
@@ -15,23 +15,23 @@ node::now() { # NAME
 started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
 node::now began
 
-# dray: else accelerate looks for GPUs
+# dray: without it accelerate looks for GPUs
 export ACCELERATE_USE_CPU=true
-# dray: the cpu image has no use for GPUs that the node may have
+# dray: the cpu image cannot use GPUs that the node may have
 export CUDA_VISIBLE_DEVICES=''
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
 export HF_HOME='/shared/my work/runs/.cache-UID/huggingface'
-# dray: offline, a missing name costs 48 s of retries; compute nodes are offline
+# dray: compute nodes are offline; without it each missing file costs 48 s of retries
 export HF_HUB_OFFLINE=1
-# dray: its list of fonts, which takes seconds to make
+# dray: matplotlib's list of fonts takes seconds to make
 export MPLCONFIGDIR=/tmp/dray-7-r/matplotlib
 # site harbour: the fast network
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 # recipe
 export OMP_NUM_THREADS=1
-# dray: a crash or a hang shows where each thread was, in the rank's log
+# dray: a crash or a hang writes the stack of each thread to the rank's log
 export PYTHONFAULTHANDLER=1
-# dray: packages in ~/.local must not beat the image's
+# dray: packages in ~/.local must not hide the image's
 export PYTHONNOUSERSITE=1
 # dray: a rank's last lines must be in its log when it dies
 export PYTHONUNBUFFERED=1
@@ -67,7 +67,7 @@ number=DRAY_NODE name=DRAY_NODE_NAME read_only=readonly
 declare -a binds=() mounts=()
 
 node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
+  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
   node::record "$3"
 }
 
@@ -105,7 +105,7 @@ node::mounts() { # fills `mounts`, the options that the engine gets
   done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 }
 
-# How Apptainer, Docker and Podman are told of a mount. node.sh contains this file after places.sh.
+# The option of Apptainer, Docker and Podman for a mount. node.sh contains this file after places.sh.
 # shellcheck disable=SC2154,SC2034
 
 node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
@@ -117,9 +117,9 @@ node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
 
 cd '/shared/my work/runs/r1/attempt-1' || exit 69
 node::bind '/shared/my work/runs/r1' rw
-node::need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
+node::need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch does not exist\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 node::bind /scratch rw
-node::need '/shared/my work/runs/.cache-UID' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-UID is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
+node::need '/shared/my work/runs/.cache-UID' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-UID does not exist\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
 node::bind '/shared/my work/runs/.cache-UID' rw
 node::mounts
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts run r on one node. dray 0 wrote it from plan.json: change the recipe, not it.
+# Starts run r on one node. dray 0 wrote it from plan.json: change the recipe instead.
 set -euo pipefail
 
 # When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
@@ -15,25 +15,25 @@ node::now() { # NAME
 started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
 node::now began
 
-# The engine would hand these in as well, and no plan would show them.
+# The engine would pass these on too, and no plan would show them.
 unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
 unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
 
-# dray: else accelerate looks for GPUs
+# dray: without it accelerate looks for GPUs
 export APPTAINERENV_ACCELERATE_USE_CPU=true
-# dray: the cpu image has no use for GPUs that the node may have
+# dray: the cpu image cannot use GPUs that the node may have
 export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
 export APPTAINERENV_HF_HOME=/runs/.cache-UID/huggingface
-# dray: offline, a missing name costs 48 s of retries; compute nodes are offline
+# dray: compute nodes are offline; without it each missing file costs 48 s of retries
 export APPTAINERENV_HF_HUB_OFFLINE=1
-# dray: its list of fonts, which takes seconds to make
+# dray: matplotlib's list of fonts takes seconds to make
 export APPTAINERENV_MPLCONFIGDIR=/tmp/dray-7-r/matplotlib
 # recipe
 export APPTAINERENV_OMP_NUM_THREADS=1
-# dray: a crash or a hang shows where each thread was, in the rank's log
+# dray: a crash or a hang writes the stack of each thread to the rank's log
 export APPTAINERENV_PYTHONFAULTHANDLER=1
-# dray: packages in ~/.local must not beat the image's
+# dray: packages in ~/.local must not hide the image's
 export APPTAINERENV_PYTHONNOUSERSITE=1
 # dray: a rank's last lines must be in its log when it dies
 export APPTAINERENV_PYTHONUNBUFFERED=1
@@ -136,7 +136,7 @@ number=SLURM_NODEID name=SLURMD_NODENAME read_only=ro
 declare -a binds=() mounts=()
 
 node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
+  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
   node::record "$3"
 }
 
@@ -174,7 +174,7 @@ node::mounts() { # fills `mounts`, the options that the engine gets
   done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 }
 
-# How Apptainer, Docker and Podman are told of a mount. node.sh contains this file after places.sh.
+# The option of Apptainer, Docker and Podman for a mount. node.sh contains this file after places.sh.
 # shellcheck disable=SC2154,SC2034
 
 node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
@@ -185,9 +185,9 @@ node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
 }
 
 cd /runs/r/attempt-1 || exit 69
-node::need '/my images/i.sif' 'the image' '"rank": null, "code": 69, "why": "/my images/i.sif is not there\n  wanted: the image", "log": null, "last_lines": []'
+node::need '/my images/i.sif' 'the image' '"rank": null, "code": 69, "why": "/my images/i.sif does not exist\n  wanted: the image", "log": null, "last_lines": []'
 node::bind /runs/r rw
-node::need /runs/.cache-UID 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/runs/.cache-UID is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
+node::need /runs/.cache-UID 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/runs/.cache-UID does not exist\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
 node::bind /runs/.cache-UID rw
 node::mounts
 
@@ -217,7 +217,7 @@ node::disk() { # IMAGE FOLDER SHA256: sets `copy`, which only this user can make
   # In a folder that another user has made, another user's image may wait. One look: nobody can change the file between two.
   found="$(LC_ALL=C stat --format='%F of user %u' -- "$folder" 2>&1)" || true
   if [[ "$found" != "directory of user $UID" ]] || ! chmod 700 -- "$folder"; then
-    printf 'dray: the image cannot be copied to this node: it is read from the shared file\n  where:  %s\n  wanted: %s\n  found:  %s\n' \
+    printf 'dray: the image is not copied to this node, and is read from the shared file\n  where:  %s\n  wanted: %s\n  found:  %s\n' \
       "$folder" "directory of user $UID" "$found" >&2
     return 1
   fi
@@ -277,7 +277,7 @@ node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one whe
 }
 
 node::full() { # IMAGE
-  echo "dray: no room for the image in ${copy%/*}: started from $1" >&2
+  echo "dray: no room for a copy of the image in ${copy%/*}: it is read from $1" >&2
 }
 
 # shellcheck disable=SC2317 # node::clean calls it

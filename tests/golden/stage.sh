@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stages run r on one node. dray 0 wrote it from plan.json: change the recipe, not it.
+# Stages run r on one node. dray 0 wrote it from plan.json: change the recipe instead.
 set -euo pipefail
 image_id=''
 
@@ -14,7 +14,7 @@ node::disk() { # IMAGE FOLDER SHA256: sets `copy`, which only this user can make
   # In a folder that another user has made, another user's image may wait. One look: nobody can change the file between two.
   found="$(LC_ALL=C stat --format='%F of user %u' -- "$folder" 2>&1)" || true
   if [[ "$found" != "directory of user $UID" ]] || ! chmod 700 -- "$folder"; then
-    printf 'dray: the image cannot be copied to this node: it is read from the shared file\n  where:  %s\n  wanted: %s\n  found:  %s\n' \
+    printf 'dray: the image is not copied to this node, and is read from the shared file\n  where:  %s\n  wanted: %s\n  found:  %s\n' \
       "$folder" "directory of user $UID" "$found" >&2
     return 1
   fi

@@ -169,7 +169,7 @@ def test_the_users_file_decides_and_keeps_what_only_accelerate_knows(tmp_path: P
 
 def cpu(name: str, strategy: str) -> Finding:
     return Finding(
-        f"accelerate ignores {name} on a CPU, and does not tell",
+        f"on a CPU accelerate silently ignores {name}",
         where="image = cpu",
         wanted=f"GPUs, for command.strategy = {strategy}",
         found="plain data parallelism: each rank has the whole model",
@@ -298,12 +298,12 @@ def test_what_does_not_agree_or_is_none(
 @pytest.mark.parametrize(
     ("line", "wanted", "fix"),
     [
-        ("num_machines: 3", "2, the nodes of the plan", ", or start it on as many: nodes=3"),
+        ("num_machines: 3", "2, the nodes of the plan", ", or start as many nodes: nodes=3"),
         ("num_processes: 16", "8, the ranks of the plan on all nodes", ""),
         ("machine_rank: 1", "none: one file serves all nodes, and each has its own rank", ""),
         ("main_process_ip: 10.0.0.1", "none: the first node tells its address at the rendezvous", ""),
         ("main_process_port: 29500", "0 or the recipe's port", ", or port=29500"),
-        ("rdzv_backend: etcd", "static: dray's own takes its place", ""),
+        ("rdzv_backend: etcd", "static: dray uses a backend of its own", ""),
         ("gpu_ids: 0,1", "all: the scheduler says which GPUs a node has", ""),
         ("use_cpu: true", "false: the image is for GPUs", ", or image=cpu"),
         ("enable_cpu_affinity: true", "false: dray binds each rank to its cores", ""),
@@ -320,7 +320,7 @@ def test_what_contradicts_the_plan_is_refused_by_its_key(tmp_path: Path, line: s
     key = "deepspeed_multinode_launcher" if "pdsh" in line else line.partition(":")[0]
     (found,) = [one for one in made.findings if one.code]
     assert found._replace(found="") == Finding(
-        f"accelerate's file sets {key} otherwise than the plan", where=f"accelerate: {key}", wanted=wanted,
+        f"accelerate's file contradicts the plan: {key}", where=f"accelerate: {key}", wanted=wanted,
         fix=f"remove {key} from the file{fix}", code=78,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=key):

@@ -363,12 +363,12 @@ class TestPlans:
             (
                 ("adopted=mine", "image=cpu"),
                 {"image_variant": "cuda"},
-                "the image is of another variant than the recipe's",
+                "the image has another variant than the recipe",
             ),
             (
                 ("adopted=mine", "launcher=accelerate"),
                 {"adopted_lacks": "accelerate ray"},
-                "the adopted image has no accelerate, which is the launcher",
+                "the adopted image lacks the launcher accelerate",
             ),
             (("adopted=mine",), {"engine": "pyxis"}, "pyxis does not start an adopted image, which is a SIF"),
             (("adopted=mine",), {"engine": "docker"}, "docker does not start an adopted image, which is a SIF"),

@@ -45,7 +45,7 @@ def test_what_a_job_gets_by_default() -> None:
     assert [(note.problem, note.fix) for note in notes(options=())] == [
         ("the job gets one hour, the default of the batch script", "--sbatch=--time=08:00:00"),
         (
-            "the job asks for no cores, and many clusters then give one",
+            "the job asks for no cores, and many clusters then give it one",
             "--sbatch=--cpus-per-task=N (or --sbatch=--exclusive)",
         ),
     ]
@@ -92,12 +92,12 @@ def test_gpus_of_another_kind() -> None:
 def test_deepspeed_that_accelerate_leaves_out(words: tuple[str, ...], noted: bool) -> None:
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, gpus_per_node=2, engine="apptainer", image="/i.sif")
     plan = decide(read_recipe(None, words, ["train.py"]), *at_site(facts), RunPaths(Path("/runs/r")))
-    problem = "on a CPU transformers' Trainer and accelerate train without DeepSpeed, and do not tell"
+    problem = "on a CPU transformers' Trainer and accelerate silently train without DeepSpeed"
     assert (problem in {finding.problem for finding in plan.findings}) is noted
 
 
 def test_weights_that_hardly_move() -> None:
-    assert problems("model.dtype=bf16") == ["16-bit weights lose updates that are small beside them"]
+    assert problems("model.dtype=bf16") == ["16-bit weights lose updates that are much smaller"]
     assert notes("model.dtype=bf16", "train.strategy=zero2") == []
 
 
@@ -114,7 +114,10 @@ def test_a_fabric_that_wants_a_plugin(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--openai-community--gpt2").mkdir(parents=True)
     (note,) = notes(name="gpt2-wikitext-ddp", home=tmp_path)
-    assert (note.problem, note.fix) == ("the job is offline, and needs what is not downloaded", "dray prefetch RECIPE")
+    assert (note.problem, note.fix) == (
+        "the job is offline, and files that it needs are not downloaded",
+        "dray prefetch RECIPE",
+    )
     assert note.found == f"not in HF_HOME ({tmp_path}): Salesforce/wikitext"
     (note,) = notes(name="gpt2-wikitext-ddp")
     assert note.found == "not in HF_HOME (/runs/.cache-0/huggingface): openai-community/gpt2, Salesforce/wikitext"

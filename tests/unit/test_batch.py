@@ -43,5 +43,5 @@ def test_a_batch_that_is_not_divisible(batch: dict[str, int], world: int, produc
         "  where:  recipe [batch]\n"
         "  wanted: global_size = per_device x gradient_accumulation_steps x ranks\n"
         f"  found:  {product}\n"
-        f"  fix:    set batch.global_size to {nearest}, or change the others or the ranks"
+        f"  fix:    set batch.global_size to {nearest}, or change another of the factors"
     )

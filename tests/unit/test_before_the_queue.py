@@ -61,7 +61,8 @@ class TestV100:
         (refusal,) = (one for one in self.made("train.precision=bf16", site=site).findings if one.code)
         assert refusal._replace(where="") == Finding(
             "the GPUs of this site emulate bf16, without tensor cores",
-            wanted="train.precision=fp16, or fp32", found="train.precision = bf16", fix="train.precision=fp16", code=78,
+            wanted="train.precision = fp16 or fp32", found="train.precision = bf16", fix="train.precision=fp16",
+            code=78,
         )  # fmt: skip
         assert refusal.where == f"site {site}: {sites.find(site).about}"
 
@@ -82,7 +83,7 @@ class TestV100:
         text = (ROOT / "recipes" / "smoke-cpu.toml").read_text()
         assert 'precision = "fp32"\n' in text
         (tmp_path / "r.toml").write_text(text.replace('precision = "fp32"\n', ""))
-        why = " (the recipe names none, and {} emulate bf16)"
+        why = " (the recipe sets none, and {} emulate bf16)"
         cases = (
             ("iris", "cuda12", (), f"fp16{why.format('the GPUs of site iris')}"),
             ("iris", "cpu", ("gpus=none",), f"fp32{why.format('many CPUs')}"),
@@ -126,21 +127,21 @@ class TestTheImage:
     @pytest.mark.parametrize(
         ("overrides", "more", "variant", "why"),
         [
-            ((), {"site": "lumi"}, "rocm6", "for the GPUs of site lumi, since the recipe names none"),
-            (("image=cpu",), {"site": "lumi"}, "cpu", "the recipe says so"),
-            ((), {"site": "generic"}, "cpu", "the default, since the recipe names none"),
-            ((), {"site": "lumi", "scheduler": "local"}, "cpu", "the default, since the recipe names none"),
+            ((), {"site": "lumi"}, "rocm6", "for the GPUs of site lumi; the recipe sets none"),
+            (("image=cpu",), {"site": "lumi"}, "cpu", "set in the recipe"),
+            ((), {"site": "generic"}, "cpu", "the default; the recipe sets none"),
+            ((), {"site": "lumi", "scheduler": "local"}, "cpu", "the default; the recipe sets none"),
             (
                 (),
                 {"site": "lumi", "image_given": True, "image_variant": "cpu"},
                 "cpu",
-                "of the image that you named, since the recipe names none",
+                "from the image that you named; the recipe sets none",
             ),
             (
                 (),
                 {"site": "lumi", "image_given": True, "image_variant": "mine"},
                 "rocm6",
-                "for the GPUs of site lumi, since the recipe names none",
+                "for the GPUs of site lumi; the recipe sets none",
             ),
         ],
     )
@@ -156,7 +157,7 @@ class TestTheImage:
         made = planned("train.py", site="lumi", gpus_per_node=8)
         assert (made.variant, made.recipe.image, made.world.size) == ("rocm6", "rocm6", 8)
         assert made.pass_env == ("ROCR_VISIBLE_DEVICES",)
-        assert made.reasons["image"] == "rocm6: for the GPUs of site lumi, since the recipe names none"
+        assert made.reasons["image"] == "rocm6: for the GPUs of site lumi; the recipe sets none"
         with pytest.raises(ConfigError, match="a rocm6 run needs GPUs, and the scheduler gave none"):
             planned("train.py", site="lumi")
 
@@ -207,7 +208,7 @@ class TestRanks:
     def test_one_option_on_cpus_and_on_gpus(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
         words = ("plan", "--ranks", "4", "--format", "json", "--sbatch=--account=p")
-        for site, gpus in (("generic", "4: the recipe says so, and no GPUs are used"),
+        for site, gpus in (("generic", "4: set in the recipe, since no GPUs are used"),
                            ("lumi", "4: one for each GPU that the scheduler gave")):  # fmt: skip
             code, out, _ = dray(tmp_path, *words, "--site", site, "--", "train.py")
             made = json.loads(out)

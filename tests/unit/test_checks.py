@@ -49,7 +49,7 @@ def bad(found: str) -> Finding:
 @pytest.mark.parametrize(
     ("ending", "last"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", bad("died by SIGSEGV")),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", bad("killed by SIGSEGV")),
         ("print('no room', file=sys.stderr); os._exit(3)", bad("ended with code 3\nno room")),
         ("raise ValueError('one\\n  two  \\n')", bad("ValueError: two")),
         ("import torch_of_another_world", bad("ModuleNotFoundError: No module named 'torch_of_another_world'")),
@@ -165,7 +165,7 @@ def test_the_nvidia_driver_s_version(content: str, version: str | None, tmp_path
     ("driver", "library", "wanted", "why"),
     [
         (None, ABSENT, "580", Skip("this machine has no NVIDIA driver")),
-        ("570.26", ABSENT, "580", Skip(f"the machine has NVIDIA driver 570.26, but {ABSENT} is not in the container")),
+        ("570.26", ABSENT, "580", Skip(f"this machine has NVIDIA driver 570.26, but the container lacks {ABSENT}")),
         ("570.26", PRESENT, "580.65.06", UnfitError("NVIDIA driver 570.26")),
         ("580.65.06", PRESENT, "580.65.06", None),
         ("570.26", PRESENT, "570.26", None),
@@ -249,7 +249,7 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     for one in told:
         assert (one["problem"][:7], one["code"], one["wanted"]) == ("GPU 0: ", 69, f"{definition['driver']} or newer")
         named = f", or image={other}, which runs with this one" if other else ""
-        assert one["fix"] == f"a node with a newer driver{named}"
+        assert one["fix"] == f"use a node with a newer driver{named}"
 
 
 @pytest.mark.parametrize(("accelerator", "variant"), [("cuda", "cuda12"), ("rocm", "rocm6")])
@@ -262,7 +262,7 @@ def test_the_image_for_an_older_driver_is_known_by_its_own_description(
 
 
 def test_a_driver_whose_version_nobody_tells_is_tried() -> None:
-    with pytest.raises(Skip, match="the amdgpu driver's version is not seen here"):
+    with pytest.raises(Skip, match="the version of the amdgpu driver is not known here"):
         drivers.require("6.7", None, "rocm")
     assert drivers.require(None, "1.0", "cuda") == "NVIDIA driver 1.0"
 
@@ -315,5 +315,5 @@ def test_kernels_are_compiled_for_gpus_that_this_machine_lacks(
     assert compilers.compile_kernels(architecture).startswith(f"{kernels} compiled to ")
     monkeypatch.setattr(compilers, "_SHARED", {architecture: 1})
     if kernels != "1 kernel":
-        with pytest.raises(UnfitError, match=r"summaries wants \d+ bytes of shared memory"):
+        with pytest.raises(UnfitError, match=r"summaries needs \d+ bytes of shared memory"):
             compilers.compile_kernels(architecture)

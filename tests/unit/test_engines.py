@@ -133,7 +133,7 @@ class TestStage:
         finally:
             subprocess.run(["umount", small], check=True)
         assert (node.returncode, out.split("  ")[1]) == (0, f"{tmp_path}/my image.sif\n")
-        assert "dray: no room for the image in" in err
+        assert "dray: no room for a copy of the image in" in err
         assert (tmp_path / "my image.sif").read_bytes() == IMAGE * 64
         assert ".part\n" not in err
         assert ".part" in left
@@ -323,7 +323,7 @@ class TestPlaces:
     def test_what_is_required_stops_the_node(self, node, tmp_path: Path) -> None:
         code, out, err = node(SiteBind(path=f"{tmp_path}/flash", why="fast data"))
         assert (code, out) == (69, [])
-        assert err == f"dray: {tmp_path}/flash is not there\n  wanted: site s: fast data\n  where:  node n1\n"
+        assert err == f"dray: {tmp_path}/flash does not exist\n  wanted: site s: fast data\n  where:  node n1\n"
         record = json.loads((tmp_path / "run/attempt-1/failures/node-0.json").read_text())
         assert (record["node"], record["code"]) == ("n1", 69)
 
@@ -349,7 +349,7 @@ class TestPlaces:
     def test_a_part_of_the_fabric_that_is_missing_stops_the_node(self, node, tmp_path: Path) -> None:
         code, out, err = node(fabric=Fabric(strategy="host", plugin=f"{tmp_path}/lib/librccl-net*.so"))
         assert (code, out) == (69, [])
-        assert err.splitlines()[0] == f"dray: {tmp_path}/lib/librccl-net*.so is not there"
+        assert err.splitlines()[0] == f"dray: {tmp_path}/lib/librccl-net*.so does not exist"
         assert "fall back to TCP" in err
 
 
@@ -397,5 +397,5 @@ def test_amd_gpus_are_seen_without_the_hosts_rocm(
     assert ended.returncode == 0, ended.stderr
     wanted = [word.replace("DEV", f"{tmp_path}/dev") for word in bound]
     assert [word for word in words if word.startswith(("--rocm", "--bind"))] == wanted
-    said = "/dev/kfd and /dev/dri, without --rocm: it binds the host's ROCm libraries over those of the wheels"
+    said = "/dev/kfd and /dev/dri, without --rocm, which would bind the host's ROCm libraries over the wheels'"
     assert f"\n  GPUs       {said}\n" in render.text(decided)

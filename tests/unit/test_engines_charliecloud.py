@@ -259,7 +259,7 @@ class TestWords:
         ended = start(decided, tools=str(tools), HELP="", MY_TOKEN="hush\nPATH=/evil")
         assert (ended.returncode, ended.stdout) == (78, "")
         assert ended.stderr == (
-            "dray: MY_TOKEN has a line break, which charliecloud cannot hand in\n  where:  node n1\n"
+            "dray: MY_TOKEN has a line break, which charliecloud cannot pass on\n  where:  node n1\n"
             "  fix:    leave it out of pass_env\n"
         )
 
@@ -292,7 +292,7 @@ class TestWords:
 def test_what_it_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="charliecloud cannot mount a path with : in it"):
         made(tmp_path / "a:b", image="/i.sqsh").refuse()
-    with pytest.raises(ConfigError, match="charliecloud does not check who signed an image"):
+    with pytest.raises(ConfigError, match="charliecloud cannot check who signed an image"):
         made(tmp_path / "r", f'image_signers=["{"A" * 40}"]', image="/i.sqsh").refuse()
 
 
@@ -313,4 +313,4 @@ class TestTheJob:
         assert ended.stderr.startswith("dray: image_digest pins a file, and the image is a folder\n"), ended.stderr
         (tmp_path / "image.sqsh").write_bytes(b"hsqs and more")
         ended = job.plan("recipes/smoke-cpu.toml", pinned, DRAY_IMAGE=str(tmp_path / "image.sqsh"))
-        assert ended.stderr.startswith("dray: the image is not the recipe's\n"), ended.stderr
+        assert ended.stderr.startswith("dray: the image has another digest than the recipe\n"), ended.stderr

@@ -55,7 +55,7 @@ def test_the_whole_environment_on_alps() -> None:
     assert (
         edf(decided)
         == """\
-# What the containers of run r1 are. dray wrote it from plan.json: change the recipe, not it.
+# The containers of run r1. dray wrote this file from plan.json: change the recipe instead.
 image = "/i/dray.sqsh"
 mounts = [
   "/runs/r1:/runs/r1",
@@ -85,7 +85,7 @@ def test_the_plan_says_why() -> None:
     text = render.text(decided)
     for line in (
         "  GPUs       the Container Engine's hook for NVIDIA, by NVIDIA_VISIBLE_DEVICES in the EDF\n",
-        "  kind   slingshot, nothing is put in: hooks of the Container Engine do it: cxi with the host's libfabric, ",
+        "  kind   slingshot, nothing is added: hooks of the Container Engine do it: cxi with the host's libfabric, ",
         "\nannotations\n  com.hooks.netstack.source       host\n",
         "\nsrun\n  --environment=/runs/r1/attempt-1/edf.toml\n",
     ):

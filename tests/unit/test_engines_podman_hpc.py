@@ -83,7 +83,7 @@ def test_the_whole_command_on_slingshot() -> None:
     ]  # fmt: skip
     text = render.text(decided)
     assert "  GPUs       the site's module for podman-hpc, by --gpu\n" in text
-    assert "nothing is put in: the site's module for podman-hpc does it, by --nccl\n" in text
+    assert "nothing is added: the site's module for podman-hpc does it, by --nccl\n" in text
     assert decided.fabric.transport == ("cxi",)  # the preflight proves it
     assert "NCCL_NET_PLUGIN" not in {variable.name for variable in decided.env}
 
@@ -103,7 +103,7 @@ def test_modules_are_asked_for_where_they_are_of_use(words: list[str], nodes: in
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ConfigError, match="podman-hpc does not check who signed an image"):
+    with pytest.raises(ConfigError, match="podman-hpc cannot check who signed an image"):
         made("image=cuda", f'image_signers=["{"A" * 40}"]').refuse()
     with pytest.raises(ConfigError, match="image_digest pins a SIF"):
         made("image=cuda", f"image_digest=sha256:{'0' * 64}").refuse()

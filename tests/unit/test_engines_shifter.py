@@ -84,7 +84,7 @@ def test_the_whole_command_on_slingshot() -> None:
     ]  # fmt: skip
     text = render.text(decided)
     assert "  GPUs       the site's module for Shifter, by --module\n" in text
-    assert "nothing is put in: the site's module for Shifter does it, by --module\n" in text
+    assert "nothing is added: the site's module for Shifter does it, by --module\n" in text
     assert re.search(r"\nannotations\n  shifter.module +gpu,nccl-cu13-plugin\n", text)
     assert decided.fabric.transport == ("cxi",)  # the preflight proves it
     assert "NCCL_NET_PLUGIN" not in {variable.name for variable in decided.env}
@@ -106,11 +106,11 @@ def test_modules(words: list[str], nodes: int, site: dict[str, object], module: 
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ConfigError, match="shifter does not check who signed an image"):
+    with pytest.raises(ConfigError, match="shifter cannot check who signed an image"):
         made("image=cuda", f'image_signers=["{"A" * 40}"]').refuse()
     with pytest.raises(ConfigError, match="image_digest pins a SIF"):
         made("image=cuda", f"image_digest=sha256:{'0' * 64}").refuse()
-    with pytest.raises(ConfigError, match="shifter has no such annotation") as refused:
+    with pytest.raises(ConfigError, match="the shifter engine does not know this annotation") as refused:
         made(annotations={"com.hooks.x": "1"})
     assert refused.value.details == {"wanted": "shifter.module", "found": "com.hooks.x"}
 
@@ -198,7 +198,7 @@ class TestTheJob:
         assert ended.returncode != 0
         (run,) = job.runs.glob("[!.]*")
         assert (
-            "dray: MY_TOKEN has a line break, or ends with a blank, which shifter cannot hand in\n"
+            "dray: MY_TOKEN has a line break or ends with a blank, which shifter cannot pass on\n"
             in (run / "attempt-1/logs/node-0.log").read_text()
         )
         assert value not in ended.stdout + ended.stderr

@@ -92,7 +92,7 @@ class TestFolders:
 
     def test_the_reason_is_in_the_plan(self, tmp_path: Path) -> None:
         ended = dray("plan", "-v", SMOKE, "runs.share=group", cwd=tmp_path)
-        assert "  access  this user's, and its group may read all but the secret: runs.share is group\n" in ended.stdout
+        assert "  access  this user, and its group may read all but the secret; runs.share = group\n" in ended.stdout
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
     def test_another_user_s_run_folder_is_not_used(self, tmp_path: Path) -> None:

@@ -163,14 +163,14 @@ class TestChosen:
     @pytest.mark.parametrize(
         ("recipe", "site", "options", "seconds", "why"),
         [
-            ([], {}, [], 120, "the batch scripts' own --signal"),
+            ([], {}, [], 120, "the default --signal of the batch scripts"),
             ([], {"grace_s": 300}, [], 300, "grace_s of site generic"),
             (["grace_s=600"], {"grace_s": 300}, [], 600, "the recipe's grace_s"),
             (["grace_s=600"], {}, ["--signal=B:USR1@900"], 900, "--signal=B:USR1@900 of the command line"),
             (["grace_s=600"], {"sbatch": ("--signal=USR1@60",)}, [], 600, "the recipe's grace_s"),
             ([], {"sbatch": ("--signal=USR1@70",)}, [], 70, "--signal=USR1@70 of site generic"),
             ([], {}, ["--signal=10"], 60, "--signal=10 of the command line"),
-            ([], {}, ["--signal=B:USR1@999999"], 120, "the batch scripts' own --signal"),
+            ([], {}, ["--signal=B:USR1@999999"], 120, "the default --signal of the batch scripts"),
         ],
     )
     def test_it(self, recipe: list[str], site: dict[str, object], options: list[str], seconds: int, why: str) -> None:
@@ -210,7 +210,7 @@ class TestBefore:
             Finding(
                 "the grace is shorter than twice the slowest checkpoint",
                 wanted="140 s or more: a checkpoint of run r1 took 70.0 s",
-                found="120 s before the time limit (the batch scripts' own --signal)",
+                found="120 s before the time limit (the default --signal of the batch scripts)",
                 fix="grace_s=140 with dray submit; with sbatch itself --signal=B:USR1@140",
             )
         ]
@@ -232,19 +232,19 @@ class TestBefore:
         left = {"preempt_mode": "REQUEUE", "preempt_grace_s": 20, "kill_wait_s": 30, "preempt_signal": True}
         first, second, third = found(**left)
         assert second == Finding(
-            "a checkpoint takes longer than preemption leaves",
+            "a checkpoint takes longer than preemption allows",
             wanted="70.0 s, which a checkpoint of run r1 took",
             found="PreemptMode=REQUEUE, GraceTime 20 s, KillWait 30 s",
-            fix="save often (checkpoint.every), or take a partition that is not preempted",
+            fix="save often (checkpoint.every), or use a partition without preemption",
         )
-        assert (third.problem, third.level) == ("scancel leaves less time than a checkpoint takes", "note")
+        assert (third.problem, third.level) == ("scancel allows less time than a checkpoint takes", "note")
         assert found(save=20.0, **left) == []
         assert found(**{**left, "preempt_mode": "OFF"}) == [first, third]
         assert found(**{**left, "preempt_mode": "GANG,SUSPEND"}) == [first, third]
         assert found(save=None, earlier=True, **{**left, "preempt_signal": False}) == []
         (silent,) = found(save=None, **{**left, "preempt_signal": False})
         assert (silent.level, silent.problem) == (
-            "note", "preemption here comes without the signal that asks a run to save",
+            "note", "on this partition preemption does not send the signal that asks a run to save",
         )  # fmt: skip
 
     def test_by_an_earlier_run(self, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_command_without_a_heartbeat_makes_progress_while_a_log_grows(
     text, _ = both(start)
     assert 4 + 2 <= time.monotonic() - began < 4 + 2 + 10
     found = record(tmp_path)
-    assert found["why"].startswith("hang: rank 0 on node1 is elsewhere than the others: in wait ("), text
+    assert found["why"].startswith("hang: rank 0 on node1 is at another place than the others: in wait ("), text
 
 
 @pytest.mark.parametrize("limit", [None, 0])
@@ -356,7 +356,7 @@ ODD = {
             {**WAITS, "flight": (Entered("0", 8, "broadcast"),), "step": 6},
         ],
         1,
-        f"has not entered all_reduce, collective 9 of group 0, that 1 rank waits in: at step 6, in {AT}",
+        f"has not entered all_reduce, collective 9 of group 0, in which 1 rank waits: at step 6, in {AT}",
     ),
     "another collective of one number": (
         [
@@ -402,8 +402,8 @@ def test_a_limit_that_is_none_is_refused(value: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ((), "a step that takes ten times the slowest, at least 600 s; half an hour to compile"),
-        (("hang_timeout_s=60",), "a step that takes 60 s (hang_timeout_s); half an hour to compile"),
+        ((), "a step may take ten times the slowest one, at least 600 s; compiling, saving or"),
+        (("hang_timeout_s=60",), "a step may take 60 s (hang_timeout_s); compiling, saving or"),
         (("hang_timeout_s=0",), "never: hang_timeout_s = 0"),
     ],
 )

@@ -78,9 +78,9 @@ def test_a_stack_crosses_the_wire_once_and_the_odd_rank_is_named(tmp_path: Path)
     assert why is not None
     assert (why.rank, why.node) == (1337, "n168")
     assert why.problem == (
-        "hang: rank 1337 on n168 has not entered all_gather, collective 9 of group 0, that 3199 ranks wait in: at step "
-        "5, in read (/y/data.py:3), called by main (/y/train.py:40), called by main (/y/train.py:41); rank 1337 made "
-        "no progress for 700 s (limit 600 s)"
+        "hang: rank 1337 on n168 has not entered all_gather, collective 9 of group 0, in which 3199 ranks wait: at "
+        "step 5, in read (/y/data.py:3), called by main (/y/train.py:40), called by main (/y/train.py:41); rank 1337 "
+        "made no progress for 700 s (limit 600 s)"
     )
     # 3,192 ranks of other nodes: a message of each node, one more of the odd rank's, and no more stacks than there are.
     assert cluster.messages == 2 * 399 + 1 + cluster.asked

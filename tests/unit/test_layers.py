@@ -169,12 +169,12 @@ class TestPlan:
 
     def test_an_engine_that_binds_none(self) -> None:
         wanted = "apptainer or singularity, since the recipe has a layer"
-        expected = [("docker does not bind a layer", wanted, "layer = rl")]
+        expected = [("docker cannot bind a layer", wanted, "layer = rl")]
         assert refused(made(engine="docker", layer=None)) == expected
 
     def test_another_image_other_packages_another_digest(self) -> None:
         other = FOUND.model_copy(update={"variant": "rocm"})
-        assert refused(made(layer=other)) == [("the layer is for another image", "one for cpu", "one for rocm")]
+        assert refused(made(layer=other)) == [("the layer is for another image", "a layer for cpu", "a layer for rocm")]
         changed = FOUND.model_copy(update={"changed": ("numpy 2 instead of 1",)})
         (problem, _, found) = refused(made(layer=changed))[0]
         assert (problem, found) == ("the layer was made for other packages than the image has", "numpy 2 instead of 1")

@@ -286,7 +286,7 @@ def test_a_rank_that_hangs_is_named_by_what_all_have_told(prove: Callable[..., A
         assert "rank 2 on node2 did not answer in 2 s" in shown
         assert "stopped in: all-reduce; the others waited in: bandwidth" in shown
     assert "rank 2 | Timeout (0:00:02)!" in second[1]
-    assert "logs/node-*.log in the run's folder have where each stood" in first[1]
+    assert "see logs/node-*.log in the run folder, for where each rank stood" in first[1]
 
 
 def test_a_rank_that_is_killed_is_named_at_once(prove: Callable[..., Any]) -> None:

@@ -73,7 +73,7 @@ def test_another_runner_with_its_number_stops_the_launch(three: dict[str, Any]) 
     first = First(three)
     both = [come(first, introduction.introduction(three, 1, "digest")) for _ in range(2)]
     told = [one.receive_one(time.monotonic() + 10)["refused"]["problem"] for one in both]
-    assert told == ["two nodes believe that they are node 1"] * 2
+    assert told == ["two nodes have the number 1"] * 2
     for one in both:
         one.close()
     assert first.end()
@@ -84,7 +84,10 @@ def test_the_missing_are_named_exactly(plan: dict[str, Any]) -> None:
     plan["world"]["rendezvous_timeout_s"] = 0.5
     error = First(plan).end()
     assert error
-    assert (error.problem, error.finding.found) == ("9999 of 10000 nodes did not come in 0.5 s", "missing: n[1-9999]")
+    assert (error.problem, error.finding.found) == (
+        "9999 of 10000 nodes did not reach the first one in 0.5 s",
+        "missing: n[1-9999]",
+    )
 
 
 def test_a_list_that_no_message_can_hold_is_in_the_log(plan: dict[str, Any], capsys) -> None:
@@ -111,7 +114,7 @@ def test_too_few_files_are_said_before_anybody_waits(plan: dict[str, Any], monke
         "  where:  node1",
         "  wanted: a hard limit of 8128 open files: one for each node and some more",
         "  found:  ulimit -Hn: 4096",
-        "  fix:    have the cluster's administrators raise it (LimitNOFILE of slurmd), or ask for 3968 nodes at most",
+        "  fix:    ask the administrators to raise it (LimitNOFILE of slurmd), or ask for 3968 nodes at most",
     ]
 
 

@@ -171,11 +171,11 @@ class TestCounted:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
         ended = dray("plan", "--exact", *self.WORDS)
         assert (ended.returncode, ended.stderr) == (0, "")
-        assert "1,040,896 parameters, both they and activations counted in the model itself\n" in ended.stdout
+        assert "1,040,896 parameters; parameters and activations are counted in the model itself\n" in ended.stdout
         plain = dray("plan", *self.WORDS).stdout
         assert "counted in the model" not in plain
         adapters = dray("plan", "--exact", *self.WORDS, "lora.rank=4").stdout
-        assert "1,040,896 parameters, 40,960 of them trained, both they and " in adapters
+        assert "1,040,896 parameters, 40,960 of them trained; parameters and " in adapters
         shown = [re.search(r"activations ([0-9.]+)", text) for text in (ended.stdout, plain)]
         counted, formula = (float(one[1]) for one in shown if one)
         assert formula == pytest.approx(counted, rel=0.15)
@@ -236,7 +236,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
         "  found:  123.1 GB on each GPU: weights 26.63, their 16-bit copies 13.32, gradients 26.63, optimizer 53.27, "
         "activations 1.73, the rest 1.50",
     ]
-    fix = "  fix:    with train.strategy=zero3 train.offload=optimizer: 5.8 GB on each GPU: weights 1.66, gathered"
+    fix = "  fix:    set train.strategy=zero3 train.offload=optimizer, which takes 5.8 GB on each GPU: weights 1.66"
     assert refusal[3].startswith(fix)
     queued = dray("submit", *plain[1:], "train.strategy=ddp", "--sbatch=-Amine", HF_HOME=str(home))
     assert (queued.returncode, "the model does not fit" in queued.stderr) == (78, True)
@@ -259,9 +259,9 @@ def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: 
     ended = dray(*words, "batch.global_size=64", "batch.per_device=8", "--gpus-per-node", "4", "--gpu-memory", "8",
                  HF_HOME=str(home))  # fmt: skip
     assert ended.returncode == 78
-    assert "fix:    with batch.per_device=1 train.activation_checkpointing=true: " in ended.stderr
+    assert "fix:    set batch.per_device=1 train.activation_checkpointing=true, which takes " in ended.stderr
     never = dray(*words, "--gpus-per-node", "4", "--gpu-memory", "1", HF_HOME=str(home))
-    assert "fix:    more nodes, a smaller model or [lora]" in never.stderr
+    assert "fix:    use more nodes, a smaller model or [lora]" in never.stderr
     file = dray("plan", "recipes/gpt2-wikitext-zero2.toml", "model.name=facebook/opt-6.7b", "--gpus-per-node", "4",
                 "--gpu-memory", "16", HF_HOME=str(home))  # fmt: skip
     words = "train.deepspeed= batch.per_device=1 train.activation_checkpointing=true train.strategy=zero3"

@@ -143,7 +143,7 @@ class TestParts:
         assert time.monotonic() - begun < LIMIT_S + 10
         assert found == Finding(
             "GPU 3: no answer within 5 s",
-            wanted="a check that comes to its end",
+            wanted="a check that ends in time",
             found="hangs in: matmul",
             fix="leave this node out (sbatch --exclude), and tell the administrators",
             code=69,
@@ -164,8 +164,8 @@ class TestParts:
     def test_one_that_dies(self, capsys: pytest.CaptureFixture[str]) -> None:
         dies = 'print(\'{"phase": "device"}\', flush=True)\nimport os; os.kill(os.getpid(), 11)'
         (killed,), (raised,) = self.found(dies, "print('[1]\\n{\\n[[[', flush=True); raise ImportError('libx.so')")
-        assert (killed.problem, killed.found) == ("GPU 3: the check ended with killed by SIGSEGV", "in: device")
-        assert (raised.problem, raised.code) == ("GPU 3: the check ended with exit code 1", 69)
+        assert (killed.problem, killed.found) == ("GPU 3: the check ended: killed by SIGSEGV", "in: device")
+        assert (raised.problem, raised.code) == ("GPU 3: the check ended: exit code 1", 69)
         assert raised.found == "in: its start: ImportError: libx.so"
         assert "dray: GPU 3: ImportError: libx.so" in capsys.readouterr().out
 
@@ -400,8 +400,8 @@ FINE = {"uncorrected": "0", "pages": "No", "clocks": "0x0000000000000001", "rows
         ({"clocks": "0x0000000000000004"}, None, None),  # the power limit, which every busy GPU comes to
         ({"clocks": "Active"}, None, None),
         ({"rows_failed": "Yes"}, "a row of its memory cannot be remapped", "error"),
-        ({"rows_pending": "Yes"}, "its memory has errors, and it was not reset since", "error"),
-        ({"pages": "Yes"}, "its memory has errors, and it was not reset since", "error"),
+        ({"rows_pending": "Yes"}, "its memory has errors, and it has not been reset since", "error"),
+        ({"pages": "Yes"}, "its memory has errors, and it has not been reset since", "error"),
         ({"uncorrected": "3"}, "its memory had errors that ECC did not correct", "warning"),
         ({"clocks": "0x0000000000000048"}, "it is slower than it should be", "warning"),
     ],
@@ -458,8 +458,8 @@ def test_without_a_gpu_the_node_is_unfit(several: dict[str, Any], tmp_path: Path
     found = check.node(several, 1)
     assert found
     assert (found.code, found.node) == (69, "node2")
-    assert found.problem == "GPU 0: torch does not see it, and 1 more finding"
-    assert "GPU 1: torch does not see it: 0" in found.found
+    assert found.problem == "GPU 0: torch does not see this GPU, and 1 more finding"
+    assert "GPU 1: torch does not see this GPU: 0" in found.found
 
 
 @pytest.mark.torch

@@ -113,7 +113,7 @@ def test_a_launcher_s_lines_have_it_neither(node) -> None:
     code, log, record = node("sh", "-c", 'echo "with $HF_TOKEN" >&2; printf "ValueError: %s" "$HF_TOKEN"; exit 3')
     lines = ["with [HF_TOKEN]", "ValueError: [HF_TOKEN]"]
     assert (code, log.splitlines()[1:]) == (3, lines)
-    assert (record["why"], record["last_lines"][1:]) == ("the launcher ended with exit code 3", lines)
+    assert (record["why"], record["last_lines"][1:]) == ("the launcher ended: exit code 3", lines)
 
 
 def test_a_node_s_record_has_it_neither(node, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_what_is_not_pinned_is_told(root: Path, overrides: list[str], loose: str
     ],
 )
 def test_what_is_pinned(root: Path, overrides: list[str]) -> None:
-    assert of(root, *overrides) == "all of it is pinned to commits"
+    assert of(root, *overrides) == "all models and datasets are pinned to commits"
 
 
 def test_a_recipe_that_reads_nothing_of_the_hub(root: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_ranks_follow_the_gpus_that_the_scheduler_gave(root: Path) -> None:
 def test_nodes_follow_the_scheduler(root: Path) -> None:
     decided = made(root, "batch.global_size=32", nodelist="n[1-4]", nodes=4)
     assert decided.world.size == 8
-    assert decided.reasons["nodes"] == "4: given, though the recipe asks for 2"
+    assert decided.reasons["nodes"] == "4: from the scheduler; the recipe has nodes = 2"
 
 
 def test_the_master_is_the_first_of_the_list_as_the_scheduler_wrote_it(root: Path) -> None:
@@ -272,14 +272,14 @@ def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: P
         check=False,
     )
     wanted = "  wanted: recipe data.train: the training dataset\n"
-    assert (ended.returncode, ended.stderr) == (69, f"dray: {place} is not there\n{wanted}  where:  node n2\n")
+    assert (ended.returncode, ended.stderr) == (69, f"dray: {place} does not exist\n{wanted}  where:  node n2\n")
     record = json.loads((tmp_path / "attempt-1" / "failures" / "node-1.json").read_text())
     assert time.time() - record.pop("time") < 60
     assert record == {
         "node": "n2",
         "rank": None,
         "code": 69,
-        "why": f"{place} is not there\n{wanted.rstrip()}",
+        "why": f"{place} does not exist\n{wanted.rstrip()}",
         "log": None,
         "last_lines": [],
     }
@@ -345,8 +345,8 @@ def test_what_is_passed_is_the_jobs_own_and_nobody_elses(root: Path) -> None:
     assert " HF_TOKEN HF_HUB_OFFLINE; do\n" in render.node_script(decided)
     said = "[[ -v HF_TOKEN ]] || echo 'dray: HF_TOKEN (pass_env) is not set' >&2\n"
     assert said in render.node_script(decided)
-    assert "  passed           HF_TOKEN HF_HUB_OFFLINE\n  of Slurm's task  SLURM_" in render.text(decided)
-    assert "\n  left outside     NCCL_DEBUG\n" in render.text(decided)
+    assert "  passed        HF_TOKEN HF_HUB_OFFLINE\n  Slurm's task  SLURM_" in render.text(decided)
+    assert "\n  left out      NCCL_DEBUG\n" in render.text(decided)
 
 
 @pytest.mark.parametrize(("image", "name"), [("cuda12", "CUDA_VISIBLE_DEVICES"), ("rocm", "ROCR_VISIBLE_DEVICES")])
@@ -474,6 +474,6 @@ def test_deterministic_training_is_refused_where_something_takes_it_away(root: P
 def test_a_site_that_takes_determinism_away_is_named(root: Path) -> None:
     site = SITE.model_copy(update={"env": (SiteVariable(name="NCCL_ALGO", value="CollNet", why="it is fast"),)})
     decided = made(root, "image=cuda", "train.deterministic=true", site=site, gpus_per_node=2)
-    with pytest.raises(ConfigError, match="NCCL_ALGO keeps runs from being deterministic"):
+    with pytest.raises(ConfigError, match="NCCL_ALGO prevents deterministic runs"):
         decided.refuse()
     assert [one.where for one in decided.findings if one.code] == ["site harbour"]

@@ -153,7 +153,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
     assert code == 69
     assert said.splitlines()[:3] == [
         "rank 1 on n2 failed",
-        "  wanted: a rank that comes through the preflight",
+        "  wanted: a rank that passes the preflight",
         "  found:  ImportError: libgone.so: no such file, in: import torch",
     ]
 
@@ -178,7 +178,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path, port: in
     assert nodes[1].returncode == 69
     assert out.splitlines()[:3] == [
         "rank 1 on n2 was killed by SIGSEGV",
-        "  wanted: a rank that comes through the preflight",
+        "  wanted: a rank that passes the preflight",
         "  found:  in: import torch",
     ]
 
@@ -242,7 +242,7 @@ class TestWhoIsToBlame:
         assert self.blame(ranks) == ("rank 1 on n1 failed", "n1", 1)
 
     def test_without_any_word(self) -> None:
-        assert self.blame({}) == ("the preflight ended without a word", "", None)
+        assert self.blame({}) == ("the preflight failed without a report", "", None)
 
 
 # Lines as the libraries write them; each log ends in what is decisive.
@@ -344,7 +344,7 @@ def test_copies_through_the_hosts_memory_are_seen(lines: tuple[str, ...], found:
     assert (slow and slow.found) == found
     if slow:
         assert (slow.level, slow.problem) == (
-            "warning", "GPU Direct RDMA is disabled: all that goes between nodes is copied through the host's memory",
+            "warning", "GPU Direct RDMA is disabled: data between nodes is copied through the host's memory",
         )  # fmt: skip
 
 
@@ -365,7 +365,7 @@ class TestLibraries:
         assert unfit.value.finding._replace(fix="") == Finding(
             "/opt/none/libnccl-net-ofi.so of n2 does not fit this image",
             wanted="a library that the image can load (site s)",
-            found="is not there",
+            found="does not exist",
             code=69,
         )
         self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so", local="1")  # the first has said it
@@ -403,7 +403,7 @@ class TestTheSitesFabric:
             "transport: cxi required between nodes, rank 1 on n2 uses another",
             wanted="cxi (site s)",
             found="Socket: NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
-            fix="if this network needs a plugin, name its file in fabric.plugin: none is in the container",
+            fix="the container has no NCCL plugin: if this network needs one, name its file in fabric.plugin",
             code=69,
             node="n2",
             rank=1,

@@ -48,7 +48,7 @@ def test_an_image_without_ray(tmp_path: Path) -> None:
     ended = subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""})
     assert ended.returncode == 69
     assert ended.stderr == (
-        "dray: launcher = ray, and the image has no such Ray\n"
+        "dray: launcher = ray, and the image lacks a new enough Ray\n"
         "  wanted: ray 2.52 or newer, whose ports ask for a token\n"
         "  found:  none\n"
         "  fix:    dray image layer VARIANT --pip ray, and layer=ray\n"
@@ -79,7 +79,7 @@ def test_only_the_first_node_is_believed(monkeypatch: pytest.MonkeyPatch, capsys
         with pytest.raises(SystemExit) as ended:
             other.heard("head")
         assert ended.value.code == 69
-        assert "torch's store holds what the first node has not written" in capsys.readouterr().err
+        assert "a value in torch's store is not from the first node" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_open_to_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,4 +91,4 @@ def test_a_folder_that_is_open_to_others(tmp_path: Path, capsys: pytest.CaptureF
     for place in (open_, tmp_path / "link"):
         with pytest.raises(SystemExit):
             ray._made(str(place))
-        assert f"another user has made Ray's folder\n  where:  {place}\n" in capsys.readouterr().err
+        assert f"Ray's folder was made by another user\n  where:  {place}\n" in capsys.readouterr().err

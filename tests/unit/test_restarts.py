@@ -92,8 +92,8 @@ def test_a_supervisor_that_is_killed_has_recorded_nothing_and_its_rank_is_named(
     assert first == 0, said
     record = json.loads(Path(plan["folder"], "failures/restart-1/rank-3.json").read_text())
     assert (record["node"], record["rank"], record["code"]) == ("node2", 3, 137)
-    assert record["why"] == "killed by SIGKILL, or the process that supervises it was"
-    assert "dray: restart 1 of 2: rank 3 on node2: killed by SIGKILL, or the process" in said
+    assert record["why"] == "killed by SIGKILL, or its supervisor was"
+    assert "dray: restart 1 of 2: rank 3 on node2: killed by SIGKILL, or its supervisor" in said
 
 
 def kill_store(plan: dict[str, Any], first: Any) -> None:
@@ -121,7 +121,8 @@ def test_a_training_whose_store_is_killed_starts_again(plan: dict[str, Any], sta
     (first, said), (second, _) = map(ended, nodes)
     assert (first, second) == (0, 0), said
     assert failures(plan)["restart-1/node-0.json"] == 75
-    assert "dray: this node ends: the store has ended: killed by SIGKILL\n  fix:    start the run again; with" in said
+    why = "dray: this node's ranks are stopped: the store has ended: killed by SIGKILL\n"
+    assert f"{why}  fix:    start the run again; with" in said
     assert "dray: restart 1 of 2: the store has ended: killed by SIGKILL\n" in said
 
 

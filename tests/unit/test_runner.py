@@ -53,34 +53,34 @@ def test_two_nodes_of_one_number_are_both_told(plan: dict[str, Any], start: Star
     nodes = [start(0, 3, "node1"), start(1, 3, "node2"), start(1, 3, "node2")]
     for node in nodes:
         code, said = ended(node)
-        assert (code, "two nodes believe that they are node 1" in said) == (78, True), said
+        assert (code, "two nodes have the number 1" in said) == (78, True), said
 
 
 REFUSALS = {
     "no number": (
         (None, "2", "node1"),
-        "DRAY_NODE does not tell this node who it is",
+        "DRAY_NODE is not a number",
         ("DRAY_NODE=0 or more", "DRAY_NODE is not set"),
     ),
     "a number that is none": (
         ("two", "2", "node1"),
-        "DRAY_NODE does not tell this node who it is",
+        "DRAY_NODE is not a number",
         ("DRAY_NODE=0 or more", "DRAY_NODE=two"),
     ),
     "another node count": (
         ("0", "3", "node1"),
-        "the plan is for another number of nodes than DRAY_NODES says",
+        "the plan has another number of nodes than DRAY_NODES",
         ("2 nodes", "DRAY_NODES=3"),
     ),
     "a number outside": (("2", "2", "node1"), "DRAY_NODE is not a node of the plan", ("0 to 1", "DRAY_NODE=2")),
     "every node believes that it is node 0": (
         ("0", "2", "node2"),
-        "this node believes that it is node 0, and the plan has another host there",
+        "this node has number 0, which is another host in the plan",
         ("node 0 is node1", "DRAY_NODE_NAME=node2, DRAY_NODE=0"),
     ),
     "no name": (
         ("0", "2", None),
-        "this node believes that it is node 0, and the plan has another host there",
+        "this node has number 0, which is another host in the plan",
         ("node 0 is node1", "DRAY_NODE_NAME=(not set), DRAY_NODE=0"),
     ),
 }
@@ -102,8 +102,8 @@ def test_a_node_that_never_comes_is_named_within_the_deadline(plan, start: Start
     code, err = ended(start(0, 2, "node1"))
     assert (code, time.monotonic() - before < 10) == (69, True)
     assert err.splitlines()[:3] == [
-        "1 of 2 nodes did not come in 1 s",
-        f"  wanted: all nodes at 127.0.0.1 port {rendezvous(plan)[1]}",
+        "1 of 2 nodes did not reach the first one in 1 s",
+        f"  wanted: a connection of every node to 127.0.0.1 port {rendezvous(plan)[1]}",
         "  found:  missing: node2",
     ]
 
@@ -136,10 +136,10 @@ def test_another_plan_stops_all_nodes(plan, start: Start, tmp_path: Path) -> Non
     other.write_text(json.dumps({**plan, "command": ["false"]}))
     guest = start(1, 2, "node2", other)
     code, err = ended(master)
-    assert (code, err.splitlines()[0]) == (78, "node 1 (node2) holds another plan")
+    assert (code, err.splitlines()[0]) == (78, "node 1 (node2) has a different plan")
     guest_code, guest_err = ended(guest)
     assert guest_code == 78
-    assert "  found:  node 1 (node2) holds another plan" in guest_err
+    assert "  found:  node 1 (node2) has a different plan" in guest_err
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-0.json"]
 
 
@@ -229,7 +229,7 @@ def test_a_launcher_that_fails_is_recorded_where_no_rank_is(plan, start: Start, 
     one_node(plan, "raise SystemExit(3)")
     assert ended(start(0, 1, "node1"))[0] == 3
     failure = json.loads((tmp_path / "failures" / "node-0.json").read_text())
-    assert (failure["code"], failure["node"], failure["why"]) == (3, "node1", "the launcher ended with exit code 3")
+    assert (failure["code"], failure["node"], failure["why"]) == (3, "node1", "the launcher ended: exit code 3")
     (tmp_path / "failures" / "node-0.json").rename(tmp_path / "failures" / "rank-1.json")
     assert ended(start(0, 1, "node1"))[0] == 3
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["rank-1.json"]
@@ -306,7 +306,7 @@ def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp
     assert err.splitlines()[:3] == [
         "the program is not in the container: sub/train.py",
         f"  wanted: a file {tmp_path}/sub/train.py",
-        "  found:  no such file, seen from inside",
+        "  found:  no such file in the container",
     ]
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").touch()
@@ -320,7 +320,7 @@ def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp
     [
         ("/gone/mytool", None, 0, [f"{_GONE}: /gone/mytool", "  wanted: a file /gone/mytool"]),
         ("mytool", None, 0, [f"{_GONE}: mytool", "  wanted: mytool on PATH (/usr/bin:/bin)"]),
-        ("./tool", "true", 0o600, ["the program may not be executed: ./tool", None, None, "  fix:    chmod +x {}"]),
+        ("./tool", "true", 0o600, ["the program is not executable: ./tool", None, None, "  fix:    chmod +x {}"]),
         ("./tool", "#!/opt/none/python3 -u\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/opt/none/python3 -u'"]),
         ("./tool", "#!/usr/bin/env gone\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/usr/bin/env gone'"]),
         ("./tool", "#!/bin/sh\r\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/bin/sh\\r'"]),
@@ -345,7 +345,7 @@ def test_a_node_with_another_image_stops_all_nodes(start: Start) -> None:
     code, err = ended(master)
     assert (code, err.splitlines()[:3]) == (
         78,
-        ["node 1 (node2) holds another image", "  wanted: image aaaaaaaaaaaa", "  found:  image bbbbbbbbbbbb"],
+        ["node 1 (node2) has a different image", "  wanted: image aaaaaaaaaaaa", "  found:  image bbbbbbbbbbbb"],
     )
     assert ended(guest)[0] == 78
 
@@ -373,7 +373,7 @@ def test_a_clock_that_is_far_away_is_unfit() -> None:
         "the clock of node 1 (n2) is 10 s away from the first node's",
     )
     other = introduction.odd(hello(dray="2"), mine, {}, None)
-    assert (other.finding.code, str(other).splitlines()[0]) == (78, "node 1 (n2) holds another dray")
+    assert (other.finding.code, str(other).splitlines()[0]) == (78, "node 1 (n2) has a different dray")
 
 
 def test_the_address_is_that_of_the_sites_interface() -> None:
@@ -681,7 +681,10 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 def test_a_launcher_that_makes_another_world_is_stopped(tmp_path: Path) -> None:
     with kept(tmp_path, "touch", str(tmp_path / "ran"), WORLD_SIZE="1") as rank:
         assert rank.wait(10) == 78
-    assert record_of(tmp_path)["why"] == "the launcher made another world: RANK=1 WORLD_SIZE=1, the plan has 2 ranks"
+    assert (
+        record_of(tmp_path)["why"]
+        == "the launcher started another world size: RANK=1 WORLD_SIZE=1, the plan has 2 ranks"
+    )
     assert not (tmp_path / "ran").exists()
 
 

@@ -39,14 +39,14 @@ def planned(nodes: int, *words: str, memory: float | None = 64, known: bool = Tr
     ("nodes", "words", "memory", "told"),
     [
         # 107 GB: 26.6 on each of 4 ranks, where a quarter is 16; 13.3 on 8.
-        (8, (), 64, "over the 8 ranks of every 2 nodes, 4 copies of the model: the fewest nodes of which 25% of each "
-         "rank's memory (64 GB) holds a share of the 107 GB; the trainer sees the memory itself"),
-        (8, (), 141, "over the ranks of each node, 8 copies of the model: the fewest nodes of which 25% of each rank's "
-         "memory (141 GB) holds a share of the 107 GB; the trainer sees the memory itself"),
-        (3, (), 40, "over all ranks: the fewest nodes of which 25% of each rank's memory (40 GB) holds a share of the "
-         "107 GB; the trainer sees the memory itself"),
-        (8, (), 0, "over the fewest nodes whose ranks hold it, copies on the others: 25% of each rank's memory, seen "
-         "when it starts"),
+        (8, (), 64, "over the 8 ranks of every 2 nodes, 4 copies of the model: the fewest nodes where 25% of each "
+         "rank's memory (64 GB) holds its share of the 107 GB; the trainer measures the memory itself"),
+        (8, (), 141, "over the ranks of each node, 8 copies of the model: the fewest nodes where 25% of each rank's "
+         "memory (141 GB) holds its share of the 107 GB; the trainer measures the memory itself"),
+        (3, (), 40, "over all ranks: the fewest nodes where 25% of each rank's memory (40 GB) holds its share of the "
+         "107 GB; the trainer measures the memory itself"),
+        (8, (), 0, "over the fewest nodes whose ranks hold it in 25% of each rank's memory, measured at the start; "
+         "copies on the others"),
         (8, ("train.fsdp_shard=4",), 64, "over the 16 ranks of every 4 nodes, 2 copies of the model: train.fsdp_shard"),
         (8, ("train.fsdp_shard=node",), 64, "over the ranks of each node, 8 copies of the model: train.fsdp_shard"),
         (8, ("train.fsdp_shard=all",), 64, "over all ranks: train.fsdp_shard"),
@@ -65,8 +65,8 @@ def test_a_model_that_is_not_known_here() -> None:
 def test_groups_are_equally_large() -> None:
     (finding,) = [one for one in planned(6, "train.fsdp_shard=4").findings if "fsdp_shard" in one.problem]
     assert (finding.problem, finding.wanted, finding.found, finding.fix) == (
-        "train.fsdp_shard does not divide the nodes",
-        "one of 1, 2, 3, 6: groups of 6 nodes, all equally large",
+        "train.fsdp_shard does not divide the number of nodes",
+        "one of 1, 2, 3, 6, which divide 6 nodes into equal groups",
         "train.fsdp_shard = 4",
         "train.fsdp_shard=3, or auto",
     )

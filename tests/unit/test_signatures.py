@@ -110,17 +110,17 @@ def test_any_other_does_not(node, tmp_path: Path, says: str, code: int, found: s
     assert (ended.returncode, ended.stdout) == (69, "")
     host = Path("/proc/sys/kernel/hostname").read_text().strip()
     assert [" ".join(line.split()) for line in ended.stderr.splitlines()] == [
-        "dray: the image is not signed as it must be",
+        "dray: the image lacks the required signature",
         f"where: {tmp_path}/my image.sif on node {host}",
         f"wanted: a signature with one of {A}",
         f"found: {found}".strip(),
-        "fix: dray image sign; and on every node apptainer key import FILE, with the public key",
+        "fix: sign it with dray image sign; import the public key on every node: apptainer key import FILE",
     ]
     (record,) = (tmp_path / "run" / "attempt-1" / "failures").iterdir()
     written = json.loads(record.read_text())
     assert (written["code"], written["node"]) == (69, host)
     assert written["why"] == (
-        f"{tmp_path}/my image.sif is not signed as it must be\n  wanted: a signature with one of {A}"
+        f"{tmp_path}/my image.sif lacks the required signature\n  wanted: a signature with one of {A}"
     )
 
 
@@ -145,7 +145,7 @@ def test_the_plan_says_whose(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["bare", "docker", "pyxis"])
 def test_an_engine_that_checks_nothing_is_refused(root: Path, tmp_path: Path, engine: str) -> None:
     for words, site in (((f'image_signers=["{A}"]',), ()), ((), (A,))):
-        with pytest.raises(ConfigError, match=f"{engine} does not check who signed an image"):
+        with pytest.raises(ConfigError, match=f"{engine} cannot check who signed an image"):
             made(root, tmp_path, *words, engine=engine, site=site).refuse()
 
 

@@ -236,7 +236,7 @@ def test_the_images_own_plugin_is_named_to_nccl(root: Path) -> None:
     )
     (variable,) = [variable for variable in made.env if variable.name == "NCCL_NET_PLUGIN"]
     assert (variable.value, variable.source) == ("/opt/ofi/lib/librccl-net.so", "site s")
-    assert "librccl-net.so is not there" not in render.node_script(made)
+    assert "librccl-net.so does not exist" not in render.node_script(made)
 
 
 PLUGIN_OF_OURS = Fabric(strategy="host", libraries=("/usr/lib64/libcxi.so.1",), plugin="image", transport=("cxi",))
@@ -467,7 +467,7 @@ words=("${@//\\/host/$HOSTED}")
         [
             ("FABRIC_1.3", "fits"),
             ("FABRIC_1.8", "needs FABRIC_1.8 of libfabric.so.1; "),  # the site's is too old
-            ("", "is not there"),  # an image from before there was a plugin
+            ("", "does not exist"),  # an image from before there was a plugin
         ],
     )
     def test_the_images_own_plugin(self, root: Path, tmp_path: Path, library, version: str, verdict: str) -> None:

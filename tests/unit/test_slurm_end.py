@@ -228,7 +228,7 @@ def test_no_other_job_follows_where_slurm_does_not_answer(slurm: Slurm) -> None:
     done, calls = slurm.after("requeue\n", answers=REFUSED, JOB="")
     assert [call[:2] for call in calls] == [["scontrol", "requeue"]]
     assert done.stdout == (
-        "not known whether job 17 was put back, since Slurm does not answer: squeue --job=17 shows it\n"
+        "unknown whether job 17 was requeued, since Slurm does not answer; look with squeue --job=17\n"
     )
 
 

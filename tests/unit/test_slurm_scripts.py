@@ -75,7 +75,10 @@ def test_a_job_decides_as_toml_says(job: Job, tmp_path: Path, seed: int) -> None
         assert f"image {job.home}/build/dray-{wanted}.sif\n" in ended.stdout
     else:
         assert ended.returncode == 78, ended.stdout
-        assert f"dray: the image is not the recipe's\n  where:  {job.home}/build/dray-{wanted}.sif\n" in ended.stderr
+        assert (
+            f"dray: the image has another digest than the recipe\n  where:  {job.home}/build/dray-{wanted}.sif\n"
+            in ended.stderr
+        )
         assert not list(job.runs.iterdir())
 
 
@@ -119,8 +122,7 @@ class TestCorrections:
         ended = job.plan("recipes/smoke-cpu.toml", DRAY_IMAGE=str(named))
         assert ended.returncode == 78
         assert ended.stderr.startswith(
-            "dray: the image is of another variant than the recipe's\n"
-            f"  where:  {named}\n  wanted: cpu\n  found:  rocm\n"
+            f"dray: the image has another variant than the recipe\n  where:  {named}\n  wanted: cpu\n  found:  rocm\n"
         )
 
     @pytest.mark.parametrize("only", [False, True])
@@ -155,7 +157,7 @@ class TestCorrections:
     def test_a_bind_of_the_users_shell_is_named_and_not_used(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", APPTAINER_BIND="/data")
         assert ended.returncode == 0, ended.stderr
-        told = "dray: warning: APPTAINER_BIND is not used: [[binds]] of a site file name what else the container sees\n"
+        told = "dray: warning: APPTAINER_BIND is not used: add paths to the container with [[binds]] in a site file\n"
         assert told in ended.stderr
 
     @pytest.mark.parametrize("line", ['engine = "pyxis"', "  'engine'\t= '''pyxis'''"])
@@ -212,7 +214,7 @@ class TestTheSame:
         ended = job.plan("recipes/gpt2-wikitext-ddp.toml", "scale=whole", "image=cpu", HF_HOME=str(tmp_path / "hf"),
                          NCCL_DEBGU="INFO", MY_TOKEN="hush")  # fmt: skip
         assert ended.returncode == 0, ended.stderr
-        assert "dray: note: the job is offline, and needs what is not downloaded\n" in ended.stderr
+        assert "dray: note: the job is offline, and files that it needs are not downloaded\n" in ended.stderr
         assert "dray: warning: NCCL_DEBGU=(set)\n" in ended.stderr
         (run,) = job.runs.glob("[!.]*")
         written = "".join(path.read_text() for path in (run / "attempt-1").iterdir() if path.is_file())

@@ -70,7 +70,7 @@ def refused(ended: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.parametrize("task", [None, "", "0", "-1", "1x", "1_2", "9999999999", "a[$(id)]"])
 def test_a_job_that_is_no_task(tasks: Path, task: str | None) -> None:
     lines = refused(given(f"--tasks={tasks}", "a.toml", task=task))
-    assert lines[0] == "dray: this job is no task of an array, and --tasks is for those"
+    assert lines[0] == "dray: --tasks works only in a task of a job array"
     assert lines[1] == f"  found:  SLURM_ARRAY_TASK_ID={task or ''}"
 
 
@@ -84,8 +84,8 @@ def test_a_job_that_is_no_task(tasks: Path, task: str | None) -> None:
         ("none", "no file"),
         ("written by a group", f"a file of user {os.geteuid()}, mode 660"),
         ("written by all", f"a file of user {os.geteuid()}, mode 602"),
-        ("relative", "no whole path of a file in the folder of a study"),
-        ("short", "no whole path of a file in the folder of a study"),
+        ("relative", "not the absolute path of a file in a study's folder"),
+        ("short", "not the absolute path of a file in a study's folder"),
     ],
 )
 def test_a_file_that_others_may_have_made(tasks: Path, kind: str, found: str) -> None:
@@ -140,9 +140,9 @@ def test_another_user_s_file(tasks: Path) -> None:
 def test_a_line_that_is_none(tasks: Path, line: str | None, found: str) -> None:
     tasks.write_text("" if line is None else f"{line}\n")
     assert refused(given(f"--tasks={tasks}", "a.toml")) == [
-        "dray: the array's file does not tell what this task runs",
+        "dray: the file with the tasks of this array has no valid line for this task",
         f"  where:  {tasks}, line 1",
-        "  wanted: a run's name, and its settings behind tabs",
+        "  wanted: a run's name, then its settings, separated by tabs",
         f"  found:  {found}",
         "  fix:    submit the study again",
     ]

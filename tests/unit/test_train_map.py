@@ -324,7 +324,7 @@ def test_a_plan_runs_nothing_of_it_and_inspect_does(tmp_path: Path) -> None:
 
     dray("recipe", "check", recipe, "train.steps=5")
     plan = dray("plan", recipe, "train.steps=5", "data.packing=bfd")
-    assert "; tokens: one for each byte, packing bfd; data.map prep.py:clean\n" in plan
+    assert "; tokenizer: none, a token for each byte, packing bfd; data.map prep.py:clean\n" in plan
     assert "SPACES" not in plan + dray("plan", recipe, "train.steps=5", "-v")
     assert not (tmp_path / "ran").exists()
     given = (recipe, "train.steps=5", "data.sequence_length=16", f"data.cache_dir={tmp_path}/tokens")

@@ -331,9 +331,9 @@ class TestWrong:
         ("words", "problem"),
         [
             (["batch.global_size=7"], "global batch 7 is not divisible by 2 ranks"),
-            (["batch.per_device=3,4"], "global batch 16 is not divisible by 2 ranks of 3"),
+            (["batch.per_device=3,4"], "global batch 16 is not divisible by 2 ranks x 3 per device"),
             (["--keys=lr"], "--keys names a key that dray does not tune"),
-            (["train.strategy=ddp,fdsp"], "train.strategy has a wrong value to tune"),
+            (["train.strategy=ddp,fdsp"], "train.strategy cannot have this value"),
             (["train.lr=1e-3,4e-3"], "several values are for batch.per_device, train.strategy"),
             (["train.stepz=3"], "unknown key"),
             (["--ranks=1", "--keys=strategy"], "there is nothing to tune"),

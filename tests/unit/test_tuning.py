@@ -77,7 +77,7 @@ class TestSpace:
         assert found.axes[0].values[-1] == 10**9
 
     def test_a_batch_that_no_rank_can_take(self) -> None:
-        with pytest.raises(ConfigError, match="global batch 16 is not divisible by 2 ranks of 3"):
+        with pytest.raises(ConfigError, match="global batch 16 is not divisible by 2 ranks x 3 per device"):
             tuning.space(planned(), {ROWS: (2, 3)}, KEYS)
 
     def test_a_deepspeed_file_decides_the_strategy(self) -> None:
@@ -132,7 +132,7 @@ def test_values(key: str, text: str, found: tuple[tuning.Value, ...]) -> None:
      (LOSS, "auto,full"), (ROWS, "1," + "9" * 5000)],
 )  # fmt: skip
 def test_values_that_are_none(key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} has a wrong value to tune"):
+    with pytest.raises(ConfigError, match=f"{key} cannot have this value"):
         tuning.values(key, text)
 
 

@@ -32,13 +32,13 @@ def recipe(**tables: Any) -> Recipe:
         ({}, ROUND, 128, f"padded in the head to a multiple of 128 (128,256 words -> 128,256): {SLOW}"),
         ({"image": "rocm"}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"train": {"strategy": "fsdp"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
-        ({"image": "cpu"}, GPT, 1, "not padded: it makes nothing faster on a CPU"),
+        ({"image": "cpu"}, GPT, 1, "not padded: padding makes nothing faster on a CPU"),
         ({"train": {"strategy": "zero3"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"train": {"loss": "triton"}}, GPT, 1, "not padded: Triton's kernels take any size"),
         ({"analog": {"enabled": True}}, GPT, 1, "not padded: the head may be analog"),
-        ({"model": {"pad_to_multiple_of": 0}}, GPT, 0, "not padded: the recipe says so"),
+        ({"model": {"pad_to_multiple_of": 0}}, GPT, 0, "not padded: set in the recipe"),
         ({"model": {"pad_to_multiple_of": 64}, "image": "cpu"}, GPT, 64,
-         "padded in the head to a multiple of 64 (50,257 words -> 50,304): the recipe says so"),
+         "padded in the head to a multiple of 64 (50,257 words -> 50,304): set in the recipe"),
     ],
 )  # fmt: skip
 def test_the_multiple_is_chosen_with_its_reason(

@@ -1,4 +1,4 @@
-"""`python -m dray.checks [--json]`: 0 when nothing failed, 69 when this machine or image is unfit."""
+"""`python -m dray.checks [--json]`: exit code 0 if nothing failed, 69 if this machine or image is unfit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 600.0  # seconds; importing everything from a cold, busy file system tak
 
 
 def main() -> int:
-    """Show each result as it comes, or all of them as one JSON object."""
+    """Print each result as it comes, or all of them as one JSON object."""
     as_json = _options().json
     began = time.monotonic()
     results = []
@@ -44,9 +44,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m dray.checks", description="What this image can do on this machine."
+        prog="python -m dray.checks", description="Check what this image can do on this machine."
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 
@@ -63,5 +63,5 @@ if __name__ == "__main__":
     except (KeyboardInterrupt, BrokenPipeError):
         os._exit(130)
     except OSError as error:  # no folder to write to
-        print(f"dray.checks cannot begin: {error}", file=sys.stderr)
+        print(f"dray.checks cannot start: {error}", file=sys.stderr)
         sys.exit(exit_codes.UNFIT)

@@ -1,4 +1,4 @@
-"""`python -m dray.checks.abi [LIBRARY...]`: do the host's libraries fit this image, and which copy is loaded?
+"""`python -m dray.checks.abi [LIBRARY...]`: check that the host's libraries fit this image, and which copy is loaded.
 
 It reads their headers and loads nothing: NCCL hides the loader's errors.
 """
@@ -36,15 +36,15 @@ class Library:
     since: str = ""
     """The same under Apptainer 1.5 and newer."""
     problems: tuple[str, ...] = ()
-    """Why it cannot be loaded."""
+    """Why the library cannot be loaded."""
     unresolved: tuple[str, ...] = ()
-    """What was not found; the driver, or a package that is loaded earlier, may have it."""
+    """Libraries that were not found; the driver, or a package that is loaded earlier, may have them."""
 
 
 def check(
     libraries: Sequence[Path], *, own: Sequence[str] | None = None, configured: str | None = None
 ) -> list[Library]:
-    """Compare each library with the image and the other libraries; `own` are the image's folders."""
+    """Compare each library with the image and with the others; `own` are the image's library folders."""
     entries = (os.environ.get("LD_LIBRARY_PATH", "") if configured is None else configured).split(":")
     library_path = [entry for entry in entries if entry and Path(entry) != INJECTED]
     folders = [*library_path, *(image_folders() if own is None else own)]
@@ -54,7 +54,7 @@ def check(
         try:
             headers = elf.read(library)
         except (elf.NotElfError, OSError) as error:
-            problem = "is not there" if isinstance(error, FileNotFoundError) else str(error)
+            problem = "does not exist" if isinstance(error, FileNotFoundError) else str(error)
             checked.append(Library(path=str(library), problems=(problem,)))
             continue
         copy = _find(headers.soname, folders)
@@ -78,7 +78,7 @@ def check(
 
 
 def _without_drivers(verbs: Path, libraries: Iterable[Path], folders: Iterable[str]) -> list[str]:
-    """The host's libibverbs loads only drivers of cards that were built with it, from rdma-core of the same version."""
+    """The problem that no driver of a card fits the host's libibverbs: both must be of one version of rdma-core."""
     own = [driver for folder in folders for driver in sorted(Path(folder, "libibverbs").glob(_DRIVERS))]
     bound = [library for library in libraries if library.match(_DRIVERS)]
     lacking = [_lacking(_VERBS, elf.read(driver).needed_versions.get(_VERBS, ()), str(verbs)) for driver in own + bound]
@@ -99,7 +99,7 @@ def image_folders() -> list[str]:
 
 
 def _loaded() -> dict[str, str]:
-    """What this process has loaded, by name: a library that needs it gets that copy."""
+    """The libraries that this process has loaded, by name: another library that needs one gets that copy."""
     with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if ".so" in line}
     return {Path(path).name: path for path in paths}

@@ -1,4 +1,4 @@
-"""What an image of others has, as JSON. Its own Python runs this text, which may be an old one; nothing imports it."""
+"""Prints what somebody else's image has, as JSON. The image's own Python runs this text, even an old one."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """One line on standard output, whatever packages print while they are imported."""
+    """Print one line on standard output; what packages print during their import goes to stderr."""
     out = os.dup(1)
     os.dup2(2, 1)
     found: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""One check: what its work found, or why it failed, as a finding."""
+"""Runs one check: its result, or why it failed, as a finding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Skip(DrayError):  # noqa: N818  nothing is in error
 
 
 def check(name: str, work: Callable[[], str], *, fix: str = "") -> Finding:
-    """What the work returns, or how it failed."""
+    """The finding of what the work returns, or of how it failed."""
     began = time.monotonic()
     try:
         found = work()
@@ -27,17 +27,17 @@ def check(name: str, work: Callable[[], str], *, fix: str = "") -> Finding:
 
 
 def passed(name: str, found: str) -> Finding:
-    """A check that is fine."""
+    """The finding of a check that passed."""
     return Finding(name, found=found, kind="ok")
 
 
 def skipped(name: str, found: str, *, fix: str = "") -> Finding:
-    """A check that was not made."""
+    """The finding of a check that was not made."""
     return Finding(name, found=found, fix=fix, kind="skip")
 
 
 def failed(name: str, error: Exception, *, fix: str = "") -> Finding:
-    """Of an error of a library its last line, where libraries put the cause."""
+    """The finding of an error; for a library's error, its last line, where libraries put the cause."""
     if isinstance(error, DrayError):
         return error.finding._replace(problem=name, found=error.problem, kind="skip")
     last = [line.strip() for line in str(error).splitlines() if line.strip()][-1:]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _GROUPS = 5
 _ROUNDS = 3
-_PATTERN, _ALL = 1 << 16, 1 << 24  # numbers of a rank, and the most of all ranks together, which each rank holds
+_PATTERN, _ALL = 1 << 16, 1 << 24  # numbers of a rank, and the most of all ranks together, all of which each rank holds
 _BANDWIDTH_NODES = 8  # with more nodes, latency and not bandwidth limits messages of this size
 _SUSPECT = "leave that node out (sbatch --exclude), and tell the cluster's administrators"
 
 
 def suite(rank: Rank, log: Path) -> dict[str, Any]:
-    """Run every part and return the report, or raise UnfitError."""
+    """Run all collectives and return the report, or raise UnfitError."""
     rank.phase("device")
     device = _device(rank)
     rank.phase("rendezvous")
@@ -97,7 +97,7 @@ def _all_gather(value: object, device: torch.device) -> list[Any]:
 
 
 def _device(rank: Rank) -> torch.device:
-    """The node's own check has looked at each GPU."""
+    """The device of this rank; the node check has already checked each GPU."""
     if rank.plan["variant"] == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -115,8 +115,8 @@ def _require_right_data(rank: Rank, reports: list[list[int]]) -> None:
     faulty = [number for number in sorted(count) if count[number] == max(count.values())]
     raise UnfitError(
         f"wrong data from {' or '.join(f'rank {one} on {rank.node_of(one)}' for one in faulty[:4])}",
-        wanted="the data that each rank sends in the all-gather",
-        found=f"other bytes between {len(pairs)} {'pairs' if len(pairs) > 1 else 'pair'} of ranks",
+        wanted="the data that each rank has sent in the all-gather",
+        found=f"different data between {len(pairs)} {'pairs' if len(pairs) > 1 else 'pair'} of ranks",
         fix=_SUSPECT,
         node=rank.node_of(faulty[0]),
         rank=faulty[0],
@@ -169,5 +169,5 @@ def _require_fabric(
             "bus bandwidth between the nodes is below the site's minimum",
             wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s (fabric.min_bus_bandwidth_gb_s, {rank.plan['site']})",
             found="\n".join([f"{best} GB/s", *slow_links]),
-            fix=f"see {rank.logs} for a slower network in use; preflight.when=never skips this check",
+            fix=f"see {rank.logs}: does NCCL use a slower network? preflight.when=never skips this check",
         )

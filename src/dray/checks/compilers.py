@@ -1,4 +1,4 @@
-"""What is compiled at run time: kernels and C by Triton, C++ by torch.compile."""
+"""Checks what is compiled at run time: kernels and C by Triton, C++ by torch.compile."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _EAGER = "train without compilation on a CPU"
 _COUNT, _BLOCK = 1000, 256
 _KERNELS = ("dray.checks.kernel", "dray.train.kernels.triton")
 _SHARED = {"7.0": 96, "8.0": 163, "9.0": 227, "10.0": 227}
-"""Of the memory that a kernel's program may share, in KiB: what wants more compiles, and does not start."""
+"""Shared memory that a block of a kernel may use, in KiB: a kernel that needs more compiles, but does not start."""
 _LEAST_SHARED = {"cuda": 99, "hip": 64}
-"""Of other GPUs."""
+"""The same for other GPUs."""
 _ANSWER = """
 #include <Python.h>
 static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
@@ -35,7 +35,7 @@ PyMODINIT_FUNC PyInit_dray_answer(void) { return PyModule_Create(&module); }
 
 
 def results() -> Iterator[Finding]:
-    """Each of the three compilers."""
+    """The results of the three compilers."""
     if image.absent("triton"):
         yield skipped("triton", "not installed")
     else:
@@ -45,7 +45,7 @@ def results() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    """A kernel run on a GPU; else dray's own compiled for the image's GPUs; else one interpreted."""
+    """Run a kernel on a GPU; without one compile dray's kernels for the image's GPUs, or interpret one."""
     architectures = image.declared().architectures
     if torch.cuda.device_count():
         yield check("triton", partial(run_kernel, "cuda"), fix=_TRITON)
@@ -58,7 +58,7 @@ def _triton() -> Iterator[Finding]:
 
 
 def run_kernel(device: str) -> str:
-    """Run it and compare with torch."""
+    """Run a kernel and compare its result with torch's."""
     add = import_module("dray.checks.kernel").add
     left, right = torch.randn(2, _COUNT, device=device)
     out = torch.empty_like(left)
@@ -70,7 +70,7 @@ def run_kernel(device: str) -> str:
 
 
 def compile_kernels(architecture: str) -> str:
-    """Dray's own, for a GPU that this machine need not have."""
+    """Compile dray's own kernels for an architecture; no such GPU is needed."""
     made = [
         compiled(source, options, architecture)
         for name in _KERNELS
@@ -81,7 +81,7 @@ def compile_kernels(architecture: str) -> str:
 
 
 def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  # noqa: ANN401  Triton's own
-    """One kernel, as a binary that such a GPU can start."""
+    """One kernel, compiled to a binary that such a GPU can start."""
     target_of = import_module("triton.backends.compiler").GPUTarget
     if architecture.startswith("gfx"):
         target = target_of("hip", architecture, 64)  # CDNA's wavefront; no image is for a consumer's GPU
@@ -93,7 +93,7 @@ def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  #
         raise UnfitError(f"{source.name} became {', '.join(made.asm)}", wanted="a binary for the GPU", fix=_TRITON)
     if made.metadata.shared > (most := _SHARED.get(architecture, _LEAST_SHARED[target.backend]) * 1024):
         raise UnfitError(
-            f"{source.name} wants {made.metadata.shared} bytes of shared memory",
+            f"{source.name} needs {made.metadata.shared} bytes of shared memory",
             wanted=f"at most {most}",
             fix=_TRITON,
         )
@@ -107,8 +107,8 @@ def _c() -> str:
     except CalledProcessError as error:
         raise UnfitError(f"{error.cmd[0]} ended with code {error.returncode}", fix=_HEADERS) from None
     if answer != 42:
-        raise UnfitError(f"compiled, but answers {answer}", wanted="42")
-    return "gcc and Python.h make one that loads"
+        raise UnfitError(f"the compiled module returns {answer}", wanted="42")
+    return "gcc and Python.h compile one that loads"
 
 
 def _cpp() -> str:
@@ -122,7 +122,7 @@ def _cpp() -> str:
     except Exception as error:  # many kinds; the cause comes first, then advice for torch's developers
         raise UnfitError(str(error).splitlines()[0], fix=_EAGER) from None
     if not torch.allclose(compiled, _curve(numbers)):
-        raise UnfitError("a compiled function differs", wanted="what it is without compilation")
+        raise UnfitError("a compiled function returns another result", wanted="the result without compilation")
     return "a function compiled for the CPU agrees"
 
 

@@ -1,4 +1,4 @@
-"""The GPUs, each used once; without one, why there is none."""
+"""Checks each GPU by using it; without a GPU, finds out why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 
 def results() -> Iterator[Finding]:
-    """One result for each device, or one that says why there is none."""
+    """The results for each device, or one that says why there is none."""
     count = torch.cuda.device_count()
     if not count:
         yield check("device", _none)
@@ -33,7 +33,7 @@ def results() -> Iterator[Finding]:
 
 
 def accelerator() -> str:
-    """What this torch is built for, named as in image.toml."""
+    """The accelerator for which this torch is built, named as in image.toml."""
     return "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
 
 
@@ -42,7 +42,7 @@ def _driver() -> str:
 
 
 def works(index: int) -> str:
-    """What it is, once it has run a kernel."""
+    """The name and size of a GPU, after it has run a kernel."""
     about = torch.cuda.get_device_properties(index)
     kind = about.gcnArchName if torch.version.hip else f"compute capability {about.major}.{about.minor}"
     found = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {kind}"
@@ -60,7 +60,7 @@ def works(index: int) -> str:
 
 
 def right(index: int | str) -> str:
-    """Products of small whole numbers, which no order of sums and no 16-bit type rounds: the CPU's, to the bit."""
+    """Compare products of small whole numbers with the CPU's, bit by bit: no type and no order rounds them."""
     device = torch.device("cuda", index) if isinstance(index, int) else torch.device(index)
     numbers = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -77,7 +77,7 @@ def right(index: int | str) -> str:
 
 
 def memory(index: int | str, size: int = 1 << 30) -> str:
-    """Whether memory can be taken, keeps what is written and is given back; at most half of what is free."""
+    """Allocate at most half of the free memory, check that it keeps what is written, and free it."""
     device = torch.device("cuda", index) if isinstance(index, int) else torch.device(index)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (2 * size, 2 * size)
     count = min(size, free // 2) // 8
@@ -105,13 +105,13 @@ def memory(index: int | str, size: int = 1 << 30) -> str:
 
 
 def _half(device: torch.device) -> tuple[gpus.Gpu | None, torch.dtype]:
-    """What its maker says of it, and its own type of 16 bits: older ones only emulate bf16."""
+    """The GPU's data from its maker, and its native 16-bit type: older GPUs only emulate bf16."""
     maker = gpus.find(torch.cuda.get_device_name(device))
     return maker, torch.float16 if maker and not maker.bf16 else torch.bfloat16
 
 
 def _matmul(device: torch.device) -> str:
-    """The most that this GPU gives a program, beside what its maker says."""
+    """The most TFLOP/s that this GPU reaches, compared with what its maker says."""
     maker, half = _half(device)
     found = ceiling(device, half)
     kind = str(half).removeprefix("torch.")
@@ -136,7 +136,7 @@ def ceiling(device: torch.device, dtype: torch.dtype, size: int = 8192, seconds:
 
 
 def quick_ceiling(device: torch.device, dtype: torch.dtype | None = None, seconds: float = 0.2) -> float:
-    """About the same within about so many seconds, also on a slow GPU: products as large as there is time for."""
+    """`ceiling` in about so many seconds, also on a slow GPU: with the largest products for which there is time."""
     dtype = dtype or _half(device)[1]
     size = 512
     while True:
@@ -176,4 +176,4 @@ def _none() -> str:
     except RuntimeError as error:
         found = ", ".join([str(error).splitlines()[0], *visible])
         raise Skip(found, fix="ask for a GPU in the job (--gpus-per-node)") from None
-    raise Skip(", ".join(["torch finds none", *visible]))
+    raise Skip(", ".join(["torch finds no GPU", *visible]))

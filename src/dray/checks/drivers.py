@@ -1,4 +1,4 @@
-"""The host's driver, as far as a container can see it."""
+"""Checks the host's driver, as far as a container can see it."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ _MODULES = {"cuda": "NVIDIA driver", "rocm": "amdgpu driver"}
 
 
 def require(wanted: str | None, found: str | None, accelerator: str) -> str:
-    """Raise if the image needs a newer driver; one whose version nobody tells is tried."""
+    """Raise if the image needs a newer driver; Skip if the driver's version is not known."""
     module = _MODULES[accelerator]
     if found is None:
-        raise Skip(f"the {module}'s version is not seen here")
+        raise Skip(f"the version of the {module} is not known here")
     if wanted and node.older(found, than=wanted):
         other = node.image_for(accelerator, found)
         raise UnfitError(
             f"{module} {found}",
             wanted=f"{wanted} or newer",
-            fix="a node with a newer driver" + (f", or image={other}, which runs with this one" if other else ""),
+            fix="use a node with a newer driver" + (f", or image={other}, which runs with this one" if other else ""),
         )
     return f"{module} {found}"
 
 
 def explain_nvidia(wanted: str | None, found: str | None, library: str = "libcuda.so.1") -> None:
-    """Raise if the driver is why there is no device; `found` is the kernel module's version."""
+    """Raise if the driver is the reason for no device; `found` is the kernel module's version."""
     loads = _loads(library)
     if found is None and not loads:
         raise Skip("this machine has no NVIDIA driver", fix="run on a node with an NVIDIA GPU")
     if not loads:
         raise Skip(
-            f"the machine has NVIDIA driver {found}, but {library} is not in the container",
-            fix="start it with --nv (Apptainer) or --gpus all (Docker)",
+            f"this machine has NVIDIA driver {found}, but the container lacks {library}",
+            fix="start the container with --nv (Apptainer) or --gpus all (Docker)",
         )
     if found:
         require(wanted, found, "cuda")
 
 
 def explain_amd(device: Path = _AMD) -> None:
-    """Raise if the driver is why there is no device."""
+    """Raise if the driver is the reason for no device."""
     if not device.exists():
         raise Skip(
             f"{device} is missing: no AMD GPU, or the container was started without it",

@@ -1,4 +1,4 @@
-"""The ELF headers of a shared library; none of its code runs."""
+"""Reads the ELF headers of a shared library, without running its code."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _VERDEF, _VERNEED = 0x6FFFFFFC, 0x6FFFFFFE
 
 
 class NotElfError(ValueError):
-    """Not a 64-bit little-endian shared object."""
+    """The file is not a 64-bit little-endian shared object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """What the loader needs to know of it."""
+    """What the loader needs to know of a library."""
 
     machine: str
     soname: str
     needed: tuple[str, ...]
     runpath: tuple[str, ...]
     needed_versions: dict[str, tuple[str, ...]]
-    """Of each library that it needs."""
+    """The versions that it needs of each other library."""
     versions: frozenset[str]
-    """Those that it defines."""
+    """The versions that it defines."""
 
 
 def read(path: Path) -> Library:
-    """The file's headers."""
+    """Read the file's headers."""
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
         raise NotElfError(f"{path} is not an ELF file of 64 bits, little-endian")

@@ -1,7 +1,6 @@
-"""`python -m dray.checks.gpu PLAN.json LOCAL`: one GPU of this node, before the rendezvous.
+"""`python -m dray.checks.gpu PLAN.json LOCAL`: check one GPU of this node, before the rendezvous.
 
-A process of its own, which the runner kills at its deadline. It says where it is and what it has found: a JSON object a
-line.
+A process of its own, which the runner kills at its deadline. It prints its phase and its findings as lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dray.contract.findings import DrayError, Finding, UnfitError
 
 
 def main(path: str, local: int) -> int:
-    """0; what is wrong is in a line of its own."""
+    """Print the findings; return 0 also if there are some."""
     plan = json.loads(Path(path).read_text(encoding="utf-8"))
     _tell(phase="import torch")
     torch, device = importlib.import_module("torch"), importlib.import_module("dray.checks.device")
@@ -45,7 +44,7 @@ def main(path: str, local: int) -> int:
     except RuntimeError as error:  # torch's, of the driver and of CUDA or HIP
         lines = [text for text in str(error).splitlines() if text.strip()]
         found = Finding(
-            "the driver or the GPU fails",
+            "the driver or the GPU failed",
             wanted="a GPU that computes",
             found=lines[0] if lines else type(error).__name__,
             fix="leave this node out (sbatch --exclude), and tell the administrators",
@@ -67,10 +66,10 @@ def _present(plan: dict[str, Any], local: int, count: int) -> None:
     if count > local:
         return
     raise UnfitError(
-        "torch does not see it",
+        "torch does not see this GPU",
         wanted=f"{plan['world']['ranks_per_node']} GPUs, one for each rank",
         found=f"{count}{_why_none(plan['variant'])}",
-        fix="ask for GPUs (--gpus-per-node), or leave this node out; python -m dray.checks in the image says why",
+        fix="ask for GPUs (--gpus-per-node), or leave this node out; `python -m dray.checks` in the image says why",
     )
 
 

@@ -1,4 +1,4 @@
-"""A group of checks in a process of its own: one that hangs, dies or prints does no harm to the others."""
+"""Runs a group of checks in a process of its own: one that hangs, dies or prints does not harm the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SETTINGS = {
 
 
 def run(module: str, scratch: Path, *, limit: float) -> Iterator[Finding]:
-    """The results as they come, and one more if the group ends badly."""
+    """The results as they come, and one more if the group fails."""
     name = module.rpartition(".")[2]
     output = scratch / f"{name}.output"
     began = time.monotonic()
@@ -79,11 +79,11 @@ def _kill(group: int) -> None:
 def _end(code: int, took: float, limit: float) -> str:
     if took >= limit:
         return f"not done after {limit:.0f} s"
-    return f"died by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def child(module: str) -> None:
-    """Run the group in this process: a JSON line a result on stdout, all else that is printed on stderr."""
+    """Run the group in this process: print each result as a JSON line on stdout, all else on stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)  # libraries and compilers print what they like
         read = 0
@@ -96,7 +96,7 @@ def child(module: str) -> None:
 
 
 def _results(module: str) -> Iterator[Finding]:
-    """What goes wrong is a result too."""
+    """The results of a group; an exception is one too."""
     name = module.rpartition(".")[2]
     try:
         yield from importlib.import_module(module).results()

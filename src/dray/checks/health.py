@@ -1,4 +1,4 @@
-"""What a GPU says of itself without root: errors of its memory, and clocks that are lowered."""
+"""Reads a GPU's own health without root: memory errors and lowered clocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNFIT = "leave this node out (sbatch --exclude), and tell the administrators"
 # Bits of NVML's clocks event reasons; the others are of a GPU that idles or has its power limit, as usual.
 _SLOW = {
     0x08: "the hardware lowers the clocks (HW slowdown)",
-    0x20: "it is too hot (SW thermal slowdown)",
-    0x40: "it is too hot (HW thermal slowdown)",
-    0x80: "the power supply asks for it (HW power brake)",
+    0x20: "the GPU is too hot (SW thermal slowdown)",
+    0x40: "the GPU is too hot (HW thermal slowdown)",
+    0x80: "the power supply lowers the clocks (HW power brake)",
 }
 # Of nvidia-smi: an option, and a field that older drivers and cards may not have; so each is asked for alone.
 _FIELDS = {
@@ -33,7 +33,7 @@ _FIELDS = {
 
 
 def of(about: Any) -> Iterator[Finding]:  # noqa: ANN401  torch's properties of a device
-    """By nvidia-smi, which --nv brings into the container, or by what amdgpu shows in /sys."""
+    """The findings by nvidia-smi, which --nv brings into the container, or by amdgpu's files in /sys."""
     uuid = str(getattr(about, "uuid", ""))
     if uuid and (program := shutil.which("nvidia-smi")):
         yield from nvidia({name: _asked(program, uuid, *field) for name, field in _FIELDS.items()})
@@ -43,7 +43,7 @@ def of(about: Any) -> Iterator[Finding]:  # noqa: ANN401  torch's properties of 
 
 
 def _asked(program: str, uuid: str, option: str, field: str) -> str:
-    """Its answer; nothing where it has none."""
+    """The value of one field; empty if there is none."""
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     argv = [program, f"--id={name}", f"{option}={field}", "--format=csv,noheader,nounits"]
     try:
@@ -56,12 +56,12 @@ def _asked(program: str, uuid: str, option: str, field: str) -> str:
 
 
 def nvidia(told: dict[str, str]) -> Iterator[Finding]:
-    """What these answers mean."""
+    """The findings in these answers of nvidia-smi."""
     if told["rows_failed"] == "Yes":
-        yield _unfit("a row of its memory cannot be remapped", "remapped_rows.failure = Yes: it is to be replaced")
+        yield _unfit("a row of its memory cannot be remapped", "remapped_rows.failure = Yes: replace the GPU")
     pending = [_FIELDS[name][1] for name in ("pages", "rows_pending") if told[name] == "Yes"]
     if pending:
-        yield _unfit("its memory has errors, and it was not reset since", f"{' and '.join(pending)} = Yes")
+        yield _unfit("its memory has errors, and it has not been reset since", f"{' and '.join(pending)} = Yes")
     if told["uncorrected"].isdigit() and int(told["uncorrected"]):
         yield Finding(
             "its memory had errors that ECC did not correct",
@@ -74,7 +74,7 @@ def nvidia(told: dict[str, str]) -> Iterator[Finding]:
 
 
 def amd(file: Path) -> Iterator[Finding]:
-    """Of the file in which amdgpu counts errors of the memory: `ue: 0` and `ce: 0`."""
+    """The findings in the file in which amdgpu counts memory errors: `ue: 0` and `ce: 0`."""
     try:
         found = re.search(r"^ue: ([0-9]{1,18})$", file.read_text(encoding="ascii"), re.MULTILINE)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The image, and its packages: each imported, and compared with image.json, which the build wrote."""
+"""Checks the image: imports each package, and compares it with image.json, which the build wrote."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PACKAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """What image.json declares. Empty where this Python is not in an image."""
+    """What image.json declares; empty if this Python is not in an image."""
 
     variant: str | None = None
     dray: str | None = None
@@ -51,13 +51,13 @@ class Image:
 
 
 def path() -> Path:
-    """In an image sys.prefix is /opt/dray."""
+    """The path of image.json; in an image sys.prefix is /opt/dray."""
     return Path(sys.prefix) / "image.json"
 
 
 @cache
 def declared() -> Image:
-    """Read image.json; keys of a newer dray are ignored."""
+    """Read image.json, and ignore keys of a newer dray."""
     try:
         content = json.loads(path().read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def absent(module: str) -> bool:
 
 
 def results() -> Iterator[Finding]:
-    """The image, its Python, then each package."""
+    """The results of the image, its Python, then each package."""
     yield check("image", _image)
     yield passed("python", f"{platform.python_version()}, {sys.executable}")
     for module, names in PACKAGES.items():

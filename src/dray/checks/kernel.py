@@ -18,7 +18,7 @@ def add(left, right, out, count, block: tl.constexpr):  # type: ignore[no-untype
 
 
 def sources(architecture: str) -> Iterator[tuple[Any, dict[str, int]]]:
-    """What the compiler takes in the place of arguments, and its options."""
+    """The kernel with the types of its arguments, and the compiler's options."""
     del architecture
     signature = {"left": "*fp32", "right": "*fp32", "out": "*fp32", "count": "i32", "block": "constexpr"}
     yield triton.compiler.ASTSource(add, signature, constexprs={"block": 256}), {}

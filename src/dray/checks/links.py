@@ -1,8 +1,8 @@
-"""The preflight's look at single links: each rank exchanges data with two neighbours, so that a slow one has a name.
+"""Measures single links in the preflight: each rank exchanges data with two neighbours, and slow links are named.
 
-The nodes are a ring, by the plan's order, and so are the ranks of each node. Two rounds measure all links of a ring,
-three where its number is odd: in each round every member has one partner, and all pairs measure at once, so the time
-does not grow with the nodes.
+The nodes form a ring in the plan's order, and so do the ranks of each node. Two rounds measure all links of a ring,
+three if its number of members is odd. In each round every member has one partner, and all pairs measure at once: the
+time does not grow with the nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 8
 
 
 class Ring(NamedTuple):
-    """Several rings of as many members each: of all nodes, one for each local rank; or of ranks, one in each node."""
+    """Rings of equal size: of all nodes, one ring for each local rank; or of the ranks of a node, one in each node."""
 
     members: int
     rings: int
@@ -35,17 +35,17 @@ class Ring(NamedTuple):
     """Whether each ring is in one node."""
 
     def rank(self, member: int, ring: int) -> int:
-        """Its number in the run."""
+        """The rank of this member in this ring."""
         return ring * self.members + member if self.inside else member * self.rings + ring
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Which member this rank is, and of which ring."""
+        """The member and the ring of this rank."""
         high, low = divmod(rank, self.members if self.inside else self.rings)
         return (low, high) if self.inside else (high, low)
 
 
 class Link(NamedTuple):
-    """What two members of a ring reached."""
+    """The bandwidth between two members of a ring."""
 
     a: int
     b: int
@@ -54,12 +54,12 @@ class Link(NamedTuple):
 
 
 def rounds(members: int) -> int:
-    """In how many each member has exchanged data with both neighbours."""
+    """The rounds after which each member has exchanged data with both neighbours."""
     return 2 + members % 2
 
 
 def partner(member: int, turn: int, members: int) -> int | None:
-    """With whom a member exchanges in a round; an odd ring leaves one out of each."""
+    """The member with which this one exchanges data in a round; None if an odd ring leaves it out."""
     first, last = 0, members - 1
     if turn == rounds(members) - 1 and member in (first, last):
         return last - member if members > 2 else None
@@ -68,7 +68,7 @@ def partner(member: int, turn: int, members: int) -> int | None:
 
 
 def find_slow(rank: Rank, device: torch.device) -> list[str]:
-    """A line for each node, rank or link that is far below the others, on all ranks."""
+    """A line for each node, rank or link that is far slower than the others; the same on all ranks."""
     each, names = rank.plan["world"]["ranks_per_node"], [node["name"] for node in rank.plan["world"]["nodes"]]
     found = []
     if len(names) >= FEWEST:
@@ -108,7 +108,7 @@ def _exchange(own: torch.Tensor, theirs: torch.Tensor, peer: int) -> float:
 
 
 def joined(reached: Sequence[Sequence[float]], ring: Ring) -> list[Link]:
-    """Each link once, by the end that was slower; `reached` is what each rank has in each round."""
+    """Each link once, with the bandwidth of its slower end; `reached` has each rank's in each round."""
     found = []
     for member in range(ring.members):
         for turn in range(rounds(ring.members)):
@@ -121,13 +121,13 @@ def joined(reached: Sequence[Sequence[float]], ring: Ring) -> list[Link]:
 
 
 def slow(links: Sequence[Link], names: Sequence[str]) -> list[str]:
-    """Between nodes: `n17 to n18: 0.4 GB/s, the others 20`. A node's slowest ring counts."""
+    """Slow links between nodes: `n17 to n18: 0.4 GB/s, the others 20`. A node's slowest ring counts."""
     usual = dict.fromkeys(((link.a, link.b) for link in links), _usual(links))
     return _told(_far_below(links, usual, _SLOW), usual, names)[:_SHOWN]
 
 
 def slow_inside(links: Sequence[Link], names: Sequence[str], each: int) -> list[str]:
-    """In a node: `n17: rank 131 to rank 132: 2 GB/s, the others 40`. The others are the same two of other nodes."""
+    """Slow links in nodes: `n17: rank 131 to rank 132: 2 GB/s, the others 40`; others: the same pair on other nodes."""
     pairs: dict[tuple[int, int], list[Link]] = {}
     rings: dict[int, list[Link]] = {}
     for link in links:
@@ -162,7 +162,7 @@ def _far_below(
 def _told(
     worst: Mapping[tuple[int, int], float], usual: Mapping[tuple[int, int], float], names: Sequence[str]
 ) -> list[str]:
-    """A member whose both links are slow is named once."""
+    """The lines; a member with two slow links is named once."""
     both = {b: ((a, b), (b, c)) for a, b in worst for x, c in worst if x == b}
 
     def line(who: str, *links: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators, loaded as DeepSpeed loads them: those that the build compiled, and none is compiled now."""
+"""Checks that DeepSpeed loads the operators that the build has compiled; compiles none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STUB = "deepspeed_not_implemented"
 
 
 def results() -> Iterator[Finding]:
-    """One line an operator that was prebuilt, and one for all others."""
+    """One result for each prebuilt operator, and one for all others."""
     # Without a GPU DeepSpeed would choose the CPU's operators.
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.accelerator() == "cpu" else "cuda")
     built = import_module("deepspeed.git_version_info")

@@ -1,6 +1,6 @@
-"""`python -m dray.checks.preflight PLAN.json` as every rank: does the all-reduce work, is it right, and how fast?
+"""`python -m dray.checks.preflight PLAN.json` as every rank: prove that the all-reduce is right, and measure it.
 
-Each rank writes to preflight/rank-N.json how far it is, so that the others can name one which hangs. At a deadline it
+Each rank writes its progress to preflight/rank-N.json, so that the others can name a rank that hangs. At a deadline it
 writes its stack to preflight/rank-N.stack and ends.
 """
 
@@ -22,7 +22,7 @@ from dray.contract.findings import UnfitError
 
 
 class Rank:
-    """This rank of the preflight, and its report of how far it is."""
+    """This rank of the preflight, and its report of its progress."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.number, self.size = plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -37,7 +37,7 @@ class Rank:
         self._stack = (self.folder / f"rank-{self.number}.stack").open("w", encoding="utf-8")
 
     def deadline(self, seconds: int) -> None:
-        """Counted from now; a rank that still can writes its stack and ends."""
+        """Set the deadline, counted from now, at which this rank writes its stack and ends."""
         self.limit = seconds
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._stack)
 
@@ -46,7 +46,7 @@ class Rank:
         return str(self.plan["world"]["nodes"][rank // self.plan["world"]["ranks_per_node"]]["name"])
 
     def phase(self, name: str) -> None:
-        """The next part begins."""
+        """Begin the next phase."""
         now = time.monotonic()
         if self._phase:
             self.seconds[self._phase] = round(now - self.began, 2)
@@ -61,7 +61,7 @@ class Rank:
 
 
 def main(path: str) -> int:
-    """0, or 69 with the finding in this rank's file."""
+    """Run this rank; return 0, or 69 with the finding in the rank's file."""
     rank = Rank(json.loads(Path(path).read_text(encoding="utf-8")))
     # Reading the image from a busy disk takes most of the time that the rendezvous has.
     rank.deadline(rank.plan["world"]["rendezvous_timeout_s"])

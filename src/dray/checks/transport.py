@@ -1,4 +1,4 @@
-"""Which transport NCCL or RCCL used between nodes, from its own log."""
+"""Finds the transport that NCCL or RCCL used between nodes, from its own log."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PROBLEMS = (
     ),
     (
         re.compile(r"Could not find:|No plugin found|network .+ not found", re.IGNORECASE),
-        "if this network needs a plugin, name its file in fabric.plugin: none is in the container",
+        "the container has no NCCL plugin: if this network needs one, name its file in fabric.plugin",
     ),
     (
         re.compile(r"Failed to initialize (any )?NET plugin", re.IGNORECASE),
-        "the plugin does not start: dray site show --image says what it lacks",
+        "the plugin does not start: `dray site show --image` says what it lacks",
     ),
 )
 # By HCA where the driver lacks it; by GPU and HCA where they are far apart, beside others that are near.
@@ -46,7 +46,7 @@ _DIRECT = re.compile(r"GPU Direct RDMA.* (?P<state>Enabled|Disabled) for (HCA|GP
 
 @dataclass(frozen=True)
 class Transport:
-    """What was used, the line of the log that names it, and the problem that led to it."""
+    """The transport that was used, the line of the log that names it, and the problem that led to it."""
 
     name: str
     line: str
@@ -55,7 +55,7 @@ class Transport:
 
 
 def used(lines: Iterable[str]) -> Transport | None:
-    """None where the log names none, as on one node, which needs no network."""
+    """The transport that the log names; None if it names none, as on one node."""
     provider, network, cause, problem, fix = None, None, len(_PROBLEMS), "", ""
     for line in lines:
         for pattern in _DECISIVE:
@@ -73,14 +73,14 @@ def used(lines: Iterable[str]) -> Transport | None:
 
 
 def indirect(lines: Iterable[str], used: Transport | None) -> Finding | None:
-    """That no network card reads the GPUs' memory itself, where NCCL says so; sockets never could."""
+    """A warning if NCCL's log says that no network card reads the GPUs' memory itself; sockets never do."""
     if used is None or used.name.casefold() == "socket":
         return None
     states = [(found["state"].lower(), line.strip()) for line in lines if (found := _DIRECT.search(line))]
     if not states or any(state == "enabled" for state, _ in states):
         return None
     return Finding(
-        "GPU Direct RDMA is disabled: all that goes between nodes is copied through the host's memory",
+        "GPU Direct RDMA is disabled: data between nodes is copied through the host's memory",
         found=states[0][1],
         fix="ask the administrators for nvidia-peermem, or for NVIDIA's open kernel modules, which have DMA-BUF",
     )

@@ -1,8 +1,8 @@
-"""What starts a container. A new engine is a class in a file of its own, and a line in `_ALL`."""
+"""The engines, which start containers. A new one is a class in a file of its own, and a line in `_ALL`."""
 
 from __future__ import annotations
 
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 from dray.engines.apptainer import Apptainer, Singularity
 from dray.engines.bare import Bare
 from dray.engines.base import Engine
@@ -31,10 +31,10 @@ _BY_NAME = {engine.name: engine for engine in _ALL}
 def get(name: str) -> Engine:
     """The engine of this name."""
     if name not in _BY_NAME:
-        raise ConfigError("there is no such engine", wanted=", ".join(_BY_NAME), found=name)
+        raise ConfigError("there is no such engine", wanted=listed(_BY_NAME), found=name, fix=nearest(name, _BY_NAME))
     return _BY_NAME[name]
 
 
 def names(*schedulers: str) -> list[str]:
-    """The engines that start nodes for one of these schedulers; without any, all."""
+    """The names of the engines that work with one of these schedulers; without schedulers, all."""
     return [engine.name for engine in _ALL if not schedulers or engine.schedulers & {*schedulers}]

@@ -28,7 +28,7 @@ class Apptainer(Engine):
     binds_layers = True
     devices: ClassVar[dict[str, str]] = {"rocm": "amd"}
     gpu_access: ClassVar[dict[str, str]] = {
-        "rocm": "/dev/kfd and /dev/dri, without --rocm: it binds the host's ROCm libraries over those of the wheels"
+        "rocm": "/dev/kfd and /dev/dri, without --rocm, which would bind the host's ROCm libraries over the wheels'"
     }
 
     def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
@@ -48,7 +48,7 @@ class Apptainer(Engine):
         ]
 
     def identify(self, image: str) -> list[str]:
-        """The id in the SIF's header, which dray makes of the image's content: reading it all would take seconds."""
+        """Print the id in the SIF's header, which dray makes from the content: reading the whole file takes seconds."""
         return ["od", "--address-radix=n", "--format=x1", "--skip-bytes=48", "--read-bytes=16", image]
 
 

@@ -8,7 +8,7 @@ from dray.engines.base import Container, Engine
 
 
 class Bare(Engine):
-    """The inner command alone."""
+    """Only the inner command."""
 
     name = "bare"
     image = "python"

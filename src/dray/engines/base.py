@@ -1,4 +1,4 @@
-"""What an engine is: how it starts one container on a node, and the traits by which the rest of dray treats it."""
+"""What an engine is: how it starts one container on a node, and the traits that the rest of dray uses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import ClassVar, Literal, NamedTuple
 
 
 class Shell(str):
-    """An argument that only the node knows, as its own shell expands it; every other argument is quoted."""
+    """An argument that the node's shell expands, since only the node knows it; every other argument is quoted."""
 
     __slots__ = ()
 
 
 MOUNTS, DEVICES, STAGED_IMAGE = Shell('"${mounts[@]}"'), Shell('"${devices[@]}"'), Shell('"$image"')
-"""What node.sh has filled before the engine starts."""
+"""Variables that node.sh has filled before the engine starts."""
 
 
 LAYER = "/opt/layer"
-"""Where the image's Python and PATH look for packages of the user's own."""
+"""The folder in which the image's Python and PATH look for a layer's packages."""
 
 
 class Mount(NamedTuple):
@@ -35,12 +35,12 @@ class Container:
     run: str
     image: str
     staged: bool
-    """Whether the node starts a copy of the image on its own disk."""
+    """Whether the node starts its own copy of the image."""
     accelerator: str
     annotations: dict[str, str] = field(default_factory=dict)
-    """What the engine's hooks are told."""
+    """Annotations for the engine's hooks."""
     fabric: str = ""
-    """The fabric between its nodes, where the engine itself brings the host's libraries for it."""
+    """The fabric between the nodes, if the engine itself brings the host's libraries for it."""
     layer: str = ""
     """The SIF with the user's own packages, if any."""
     folder: str
@@ -51,17 +51,17 @@ class Container:
     name_variable: str
     """The variable with the node's name."""
     home: bool = False
-    """Whether the user's home is inside, where the engine's own configuration binds it."""
+    """Whether the user's home is inside, if the engine's own configuration binds it."""
     one_machine: bool
     """Whether all nodes of the run are containers on this machine."""
     terminal: bool = False
-    """Whether a user's terminal may be at its streams."""
+    """Whether its streams may be a user's terminal."""
     mounts: tuple[Mount, ...]
-    """What each node has; what only some have, the node's own script adds."""
+    """The mounts of every node; node.sh adds what only some nodes have."""
 
 
 class Engine:
-    """Starts containers. A new one is a subclass in a file of its own, registered in `dray.engines`."""
+    """Starts containers. A new engine is a subclass in a file of its own, registered in `dray.engines`."""
 
     name: ClassVar[str]
     image: ClassVar[Literal["file", "store", "python"]] = "file"
@@ -69,37 +69,37 @@ class Engine:
     formats: ClassVar[tuple[str, ...]] = ("sif", "squashfs")
     """The kinds of image that it starts from a file, the usual one first; `folder` is a file system's tree."""
     store_prefix: ClassVar[str] = ""
-    """What the store adds in front of a name that no registry has."""
+    """What the store puts before a name without a registry."""
     reference: ClassVar[str] = ""
-    """What the name of an image must match, where the store has those of registries alone, and so no usual one."""
+    """What an image's name must match, if the store has only images of registries, and so none by default."""
     schedulers: ClassVar[frozenset[str]] = frozenset({"slurm", "hosts", "local"})
-    """Who starts the nodes that it can be used on."""
+    """The schedulers that it works with."""
     isolates_env: ClassVar[bool] = True
-    """Whether only the variables that the plan names reach the ranks."""
+    """Whether the ranks get only the variables that the plan names."""
     env_prefix: ClassVar[str] = ""
-    """What makes the engine hand in a variable, in front of its name."""
+    """The prefix of a variable's name with which the engine passes it into the container."""
     script_mounts: ClassVar[bool] = True
-    """Whether node.sh looks for what must be mounted and lists it."""
+    """Whether node.sh itself checks and lists the mounts."""
     script: ClassVar[str] = "mount"
     """The file of bash whose `node::option PATH ro|rw` adds a mount to the list."""
     read_only: ClassVar[str] = "ro"
     """The option of a mount that nobody may write."""
     unmountable: ClassVar[str] = ""
-    """The characters that no path of a mount may have, since they separate the mounts or begin a variable."""
+    """Characters that no mounted path may have, since they separate mounts or begin a variable."""
     host_libraries: ClassVar[bool] = False
-    """Whether it puts libraries of the host into the container's library path."""
+    """Whether it adds libraries of the host to the container's library path."""
     names_devices: ClassVar[bool] = False
     """Whether each device of the host must be named."""
     gpu_access: ClassVar[dict[str, str]] = {}
-    """How the container sees GPUs of a kind, where that needs a reason."""
+    """How the container gets GPUs of a kind, if that needs a reason in the plan."""
     devices: ClassVar[dict[str, str]] = {}
     """For images of this kind: the file of bash whose `node::FILE ENGINE KIND NAME...` fills `devices` with options."""
     fabric: ClassVar[dict[tuple[str, str], str]] = {}
-    """How it brings the host's libraries for a kind of fabric and a variant, in place of those that the site names."""
+    """How it brings the host's libraries for a fabric and a variant itself, instead of those that the site names."""
     takes_annotations: ClassVar[bool] = False
     """Whether it has hooks that annotations turn on."""
     binds_layers: ClassVar[bool] = False
-    """Whether it binds what a SIF holds into a container of another image."""
+    """Whether it binds the content of a SIF, a layer, into a container of another image."""
     verifies: ClassVar[bool] = False
     """Whether `NAME verify` checks who signed an image before it starts."""
     private_network: ClassVar[bool] = False
@@ -114,17 +114,17 @@ class Engine:
         raise NotImplementedError
 
     def identify(self, _image: str) -> list[str]:
-        """The program that prints which image a node has; nothing where there is none."""
+        """The command that prints the id of a node's image; empty if there is none."""
         return []
 
     def annotations(self, _variant: str, _fabric: str, _site: Mapping[str, str]) -> dict[str, str]:
-        """What its hooks are told for this variant of the image, on this fabric if any, and by the site."""
+        """The annotations for its hooks, by the image's variant, the fabric, if any, and the site."""
         return {}
 
     def srun_options(self, _container: Container) -> list[str]:
-        """What srun is told, where Slurm itself starts the container."""
+        """The options of srun, if Slurm itself starts the container."""
         return []
 
     def files(self, _container: Container) -> dict[str, str]:
-        """What is written for it into the attempt's folder."""
+        """The files that it reads in the attempt's folder."""
         return {}

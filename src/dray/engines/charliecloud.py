@@ -1,4 +1,4 @@
-"""Charliecloud: ch-run starts a container in user namespaces of the caller's own; nothing is a daemon or setuid."""
+"""Charliecloud: ch-run starts a container in the caller's own user namespaces, without a daemon or setuid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Charliecloud(Engine):
     unmountable = ":"
     devices: ClassVar[dict[str, str]] = dict.fromkeys(("cpu", "cuda", "rocm"), "charliecloud")
     gpu_access: ClassVar[dict[str, str]] = {
-        "cuda": "the host's /dev, and copies of the driver's libraries in the node's own folder",
+        "cuda": "the host's /dev, and the driver's libraries, copied to the node's own folder",
         "rocm": "the host's /dev; ROCm itself is in the image",
     }
 

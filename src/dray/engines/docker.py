@@ -19,7 +19,7 @@ def network(run: str) -> str:
 
 
 class Docker(Engine):
-    """`run` in the foreground; the container ends with its command and leaves nothing."""
+    """`run` in the foreground; the container is deleted when its command ends."""
 
     name = "docker"
     image = "store"
@@ -60,11 +60,11 @@ class Docker(Engine):
         ]
 
     def user_namespace(self, _user: str) -> list[str]:
-        """Options that keep the caller's user inside."""
+        """Options that keep the caller's user in the container."""
         return []
 
     def locked_memory(self, _user: str) -> list[str]:
-        """Options that let network cards register memory: Docker's own limit is 8 MB, and RDMA locks what it uses."""
+        """Options that let network cards register memory: Docker's limit is 8 MB, and RDMA locks the memory it uses."""
         return ["--ulimit=memlock=-1"]
 
     def identify(self, image: str) -> list[str]:
@@ -79,9 +79,9 @@ class Podman(Docker):
     gpus: ClassVar[dict[str, list[str]]] = {**Docker.gpus, "cuda": ["--device=nvidia.com/gpu=all"]}
 
     def user_namespace(self, user: str) -> list[str]:
-        """Without root the caller's number inside is another one outside, unless it is told to keep it."""
+        """Without root Podman maps the caller to another user inside, unless an option keeps it."""
         return [] if user.startswith("0:") else ["--userns=keep-id"]
 
     def locked_memory(self, user: str) -> list[str]:
-        """Without root nobody may raise the host's limit, and asking for more stops the container."""
+        """None without root: nobody may raise the host's limit, and a container that asks for more does not start."""
         return super().locked_memory(user) if user.startswith("0:") else ["--ulimit=host"]

@@ -21,14 +21,14 @@ _GPUS = {"cuda": {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES":
 
 
 class Edf(Pyxis):
-    """The inner command alone; the EDF says the rest."""
+    """Only the inner command; the EDF has the rest."""
 
     name = "edf"
     takes_annotations = True
     unmountable = ",:$"  # it expands ${NAME} in every text
     gpu_access: ClassVar[dict[str, str]] = {
         "cuda": "the Container Engine's hook for NVIDIA, by NVIDIA_VISIBLE_DEVICES in the EDF",
-        "rocm": "the node's devices, which the Container Engine always puts in",
+        "rocm": "the node's devices, which the Container Engine always adds",
     }
     fabric: ClassVar[dict[tuple[str, str], str]] = dict.fromkeys(
         (("slingshot", variant) for variant in _PLUGINS),
@@ -47,7 +47,7 @@ class Edf(Pyxis):
         return {**ours, **site}
 
     def identify(self, image: str) -> list[str]:
-        """The head of the squashfs, with its size, its time and where its tables are."""
+        """Print a hash of the squashfs' head, which has its size, its time and the place of its tables."""
         return ["od", "--address-radix=n", "--format=x1", "--read-bytes=96", image]
 
     def srun_options(self, container: Container) -> list[str]:
@@ -58,7 +58,7 @@ class Edf(Pyxis):
 
 
 def _edf(container: Container) -> Iterator[str]:
-    yield f"# What the containers of run {container.run} are. dray wrote it from plan.json: change the recipe, not it."
+    yield f"# The containers of run {container.run}. dray wrote this file from plan.json: change the recipe instead."
     yield f"image = {_text(container.image)}"
     yield "mounts = ["
     yield from (f"  {_text(pair)}," for pair in pairs(container))

@@ -1,4 +1,4 @@
-"""podman-hpc: NERSC's wrapper of Podman, with images that all nodes read and modules of the site."""
+"""podman-hpc: NERSC's wrapper of Podman, with images that all nodes can read and with modules of the site."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dray.engines.docker import Docker, Podman
 
 
 class PodmanHpc(Podman):
-    """Podman's words; what brings GPUs and the fabric are modules that the site has written."""
+    """Podman's options; modules of the site bring GPUs and the fabric."""
 
     name = "podman-hpc"
     schedulers = frozenset({"slurm"})

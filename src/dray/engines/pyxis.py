@@ -8,7 +8,7 @@ from dray.engines.base import Container, Engine
 
 
 class Pyxis(Engine):
-    """The inner command alone; the rest is srun's."""
+    """Only the inner command; the rest are srun's options."""
 
     name = "pyxis"
     formats = ("squashfs",)

@@ -19,7 +19,7 @@ _PLUGINS = {"cuda": "nccl-cu13-plugin", "cuda12": "nccl-plugin"}
 
 
 class Shifter(Engine):
-    """`shifter` of an image that `shifterimg pull` has fetched."""
+    """`shifter` with an image that `shifterimg pull` has fetched."""
 
     name = "shifter"
     image = "store"
@@ -39,9 +39,9 @@ class Shifter(Engine):
     )
 
     def annotations(self, variant: str, fabric: str, site: Mapping[str, str]) -> dict[str, str]:
-        """The modules of Shifter; without any it would take the site's own, which put an MPI into the image."""
+        """Shifter's modules; without this option it would use the site's own, which add an MPI to the image."""
         if unknown := set(site) - {MODULE}:
-            raise ConfigError("shifter has no such annotation", wanted=MODULE, found=min(unknown))
+            raise ConfigError("the shifter engine does not know this annotation", wanted=MODULE, found=min(unknown))
         plugin = [_PLUGINS[variant]] if variant in _PLUGINS and fabric == "slingshot" else []
         modules = ["gpu", *plugin] if variant in _PLUGINS else ["none"]
         return {MODULE: ",".join(modules), **site}

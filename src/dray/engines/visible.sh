@@ -1,5 +1,5 @@
 #!/bin/sh
-# The container's own shell runs this with the paths that it must have, --, and a command.
+# The container's own shell runs this with the paths that the container must have, --, and a command.
 while [ "$1" != -- ]; do
   if [ ! -e "$1" ]; then
     printf 'dray: shifter does not mount a folder of the run\n  found:  %s\n' "$1" >&2

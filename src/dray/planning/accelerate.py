@@ -1,4 +1,4 @@
-"""accelerate's configuration for a script: made from [command] and the plan, around what its user's own file says."""
+"""accelerate's configuration for a script: made from the plan and [command], on top of the user's own file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPTIONS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", 
 
 
 def files(recipe: Recipe, folder: str) -> dict[str, str]:
-    """What accelerate reads, by name in that folder of the attempt."""
+    """The files that accelerate reads in the attempt's folder, by name."""
     command, own = recipe.command, json.loads(recipe.accelerate or "{}")
     strategy, precision = _strategy(recipe), command.precision if command else None
     made: dict[str, Any] = {key: value for key, value in own.items() if key not in _OPTIONS} | {
@@ -69,17 +69,17 @@ def _text(made: dict[str, Any]) -> str:
 
 
 def refusals(recipe: Recipe, world: World) -> Iterator[Finding]:
-    """What the user's file says otherwise than the plan."""
+    """Refuse settings of the user's file that contradict the plan."""
     own = json.loads(recipe.accelerate or "{}")
     nodes, size, cpu = len(world.nodes), world.size, ACCELERATORS[recipe.image] == "cpu"
-    same = f"start it on as many: nodes={own.get('num_machines')}"
+    same = f"start as many nodes: nodes={own.get('num_machines')}"
     planned: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
         ("num_machines", (nodes,), f"{nodes}, the nodes of the plan", same),
         ("num_processes", (size, -1), f"{size}, the ranks of the plan on all nodes", ""),
         ("machine_rank", (0,), "none: one file serves all nodes, and each has its own rank", ""),
         ("main_process_ip", (), "none: the first node tells its address at the rendezvous", ""),
         ("main_process_port", (0, recipe.port), "0 or the recipe's port", f"port={own.get('main_process_port')}"),
-        ("rdzv_backend", ("static", "c10d", "dray"), "static: dray's own takes its place", ""),
+        ("rdzv_backend", ("static", "c10d", "dray"), "static: dray uses a backend of its own", ""),
         ("gpu_ids", ("all",), "all: the scheduler says which GPUs a node has", ""),
         ("use_cpu", (cpu, False), "false: the image is for GPUs", "image=cpu"),
         ("enable_cpu_affinity", (False,), "false: dray binds each rank to its cores", ""),
@@ -96,7 +96,7 @@ def refusals(recipe: Recipe, world: World) -> Iterator[Finding]:
 
 def _contradiction(key: str, wanted: str, found: object, other: str) -> Finding:
     return Finding(
-        f"accelerate's file sets {key} otherwise than the plan",
+        f"accelerate's file contradicts the plan: {key}",
         where=f"accelerate: {key}",
         wanted=wanted,
         found=json.dumps(found),
@@ -106,12 +106,12 @@ def _contradiction(key: str, wanted: str, found: object, other: str) -> Finding:
 
 
 def advice(recipe: Recipe) -> Iterator[Finding]:
-    """What accelerate ignores, and does not tell."""
+    """Warn of settings that accelerate silently ignores."""
     strategy = _strategy(recipe)
     if strategy != "ddp" and ACCELERATORS[recipe.image] == "cpu":
         name = "DeepSpeed" if STRATEGIES[strategy].deepspeed else "FSDP"
         yield Finding(
-            f"accelerate ignores {name} on a CPU, and does not tell",
+            f"on a CPU accelerate silently ignores {name}",
             where="image = cpu",
             wanted=f"GPUs, for command.strategy = {strategy}",
             found="plain data parallelism: each rank has the whole model",

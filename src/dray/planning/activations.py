@@ -1,6 +1,6 @@
-"""What the forward pass keeps for the backward pass, from a model's configuration alone: for a machine without torch.
+"""Estimates the activations kept for the backward pass, from a model's configuration alone: it needs no torch.
 
-Calibrated against `dray.train.activations`, which counts it in the model itself; tests hold one against the other.
+Calibrated against `dray.train.activations`, which counts them in the model itself; tests compare the two.
 Numbers are bytes. Under autocast norms stay in 32 bits, and every product makes itself a copy in 16.
 """
 
@@ -16,33 +16,33 @@ from dray.contract.findings import ConfigError
 _ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neo": "gelu_new", "opt": "relu", "bert": "gelu"}
 _DROPOUTS = {"gpt2": 0.1, "opt": 0.1, "bert": 0.1}
 WITHOUT_FLEX = ("gpt2",)
-"""Models for which transformers has no flex attention: on GPUs too a mask hides other documents."""
+"""Models for which transformers has no flex attention: on GPUs too they need a mask for documents."""
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")  # in single operations, of which each keeps something
 _LOSS = 12
-"""Of a logit: its logarithm and two gradients, in 32 bits."""
+"""Bytes of a logit: its logarithm and two gradients, in 32 bits."""
 
 _HUGE = 1 << 62  # the product of some still fits into a float
 _PARTS, _LARGEST = 8, 1.6e9
-"""How many parts chunked logits come in at least, and the most bytes of one, its gradient with it."""
+"""The fewest parts of chunked logits, and the most bytes of one part with its gradient."""
 _SLICE = 1 << 27
 """Numbers of the logits' gradient that train/kernels/triton.py holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What decides how much one of a model's layers keeps."""
+    """The sizes that decide how much one layer of a model keeps."""
 
     hidden: int
     width: int
-    """Of all heads together."""
+    """The width of all query heads together."""
     shared: int
-    """Of those heads of keys and values that are not shared."""
+    """The width of all key heads together, and of all value heads; several query heads may share one."""
     heads: int
     inner: int
-    """Between the linear layers; of several experts, of those that a token goes through."""
+    """The width between the linear layers; with experts, of all those that a token passes."""
     activation: str
     gated: bool
-    """With a third linear layer, and norms without a mean."""
+    """Whether it has a third linear layer, and norms without a mean."""
     fused: bool
     """Whether one product makes queries, keys and values."""
     normed: bool
@@ -55,18 +55,18 @@ class Block:
     window: int
     """How far attention reaches back; 0: to the beginning."""
     head: int
-    """What comes before the logits, in numbers for each hidden one."""
+    """How many numbers for each hidden one are kept before the logits."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a recipe runs it."""
+    """How a recipe runs the model."""
 
     length: int
     products: int
     """Bytes of a number in matrix products."""
     residual: int
-    """Bytes of a number between the layers, which have the type of the weights that compute."""
+    """Bytes of a number between the layers, which has the type of the weights that compute."""
     autocast: bool
     compiled: bool = False
     checkpointed: bool = False
@@ -75,7 +75,7 @@ class Use:
 
 
 def block(raw: Mapping[str, Any], *, hidden: int, width: int, shared: int, heads: int, inner: int) -> Block:
-    """From config.json, and the sizes that are read from it."""
+    """A model's layer, from config.json and the sizes that are read from it."""
     kind = str(raw.get("model_type", ""))
     names = ("activation_function", "hidden_act", "hidden_activation")
     gated = "rms_norm_eps" in raw
@@ -93,8 +93,7 @@ def block(raw: Mapping[str, Any], *, hidden: int, width: int, shared: int, heads
 
 
 def whole(raw: Mapping[str, Any], name: str) -> int:
-    """A setting that is a whole number, or a list of them for the layers, of which the largest counts; 0 where it is
-    not there."""
+    """A setting that is a whole number, or the largest of a list for the layers; 0 if it is missing."""
     value = 0 if raw.get(name) is None else raw[name]
     numbers: list[Any] = value if isinstance(value, list) and value else [value]
     if all(type(number) is int and abs(number) < _HUGE for number in numbers):
@@ -104,7 +103,7 @@ def whole(raw: Mapping[str, Any], name: str) -> int:
 
 
 def kept(block: Block, layers: int, use: Use) -> float:
-    """Bytes for each row of tokens."""
+    """Bytes of the activations for each row of tokens."""
     between = _norm(block, use) + use.products + (0 if use.compiled else block.head)
     outside = use.length * block.hidden * between
     layer = use.length * _token(block, use)
@@ -116,7 +115,7 @@ def kept(block: Block, layers: int, use: Use) -> float:
 def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> float:
     """Bytes at the beginning of the backward pass: of whole logits, or as train/kernels makes the loss in parts.
 
-    Those of a part, and of the gradient of the head's weight, which is made with the loss.
+    In parts: those of one part, and of the gradient of the head's weight, which is computed with the loss.
     """
     size = tokens * vocabulary
     whole = size * (3 * use.products if use.compiled else _LOSS)
@@ -128,7 +127,7 @@ def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> fl
 
 
 def _token(block: Block, use: Use) -> float:
-    """One layer's for each token."""
+    """Bytes of one layer for each token."""
     x, h = use.products, block.hidden
     # The output of a norm is kept as the input of what follows: cast for each product, if it is in 32 bits.
     copies = use.autocast and not use.compiled and not (block.gated and use.residual == 2)
@@ -146,7 +145,7 @@ def _token(block: Block, use: Use) -> float:
 
 
 def _norm(block: Block, use: Use) -> int:
-    """One norm's for each number, without its output."""
+    """Bytes of one norm for each number, without its output."""
     if use.compiled:
         return use.residual
     if block.gated:
@@ -155,7 +154,7 @@ def _norm(block: Block, use: Use) -> int:
 
 
 def _between(block: Block, use: Use) -> int:
-    """Between the linear layers, for each number there."""
+    """Bytes between the linear layers, for each number there."""
     x = use.products
     if block.gated:
         return 3 * x if use.compiled else 4 * x

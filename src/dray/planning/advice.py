@@ -1,4 +1,4 @@
-"""What is unwise in a run, beside what refuses it."""
+"""Notes on what is unwise in a run, but no reason to refuse it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find(plan: Plan, site: Site, facts: Facts, files: Files) -> Iterator[Finding
     yield from _plugin(plan, site)
     yield from _hub(plan, files)
     for key, path in files.missing_paths.items():
-        fix = "the nodes must have it; what is on the hub is hub:OWNER/NAME"
+        fix = "correct it, or make sure that the nodes have it; a dataset on the hub is hub:OWNER/NAME"
         yield _note(f"{key} = {path} does not exist on this machine", fix=fix)
 
 
@@ -50,7 +50,7 @@ def _options(options: Sequence[str]) -> Iterator[Finding]:
         yield _note("the job gets one hour, the default of the batch script", fix="--sbatch=--time=08:00:00")
     if not any(option.startswith(_CORES) for option in options):
         fix = "--sbatch=--cpus-per-task=N (or --sbatch=--exclusive)"
-        yield _note("the job asks for no cores, and many clusters then give one", fix=fix)
+        yield _note("the job asks for no cores, and many clusters then give it one", fix=fix)
 
 
 def _launchers(plan: Plan) -> Iterator[Finding]:
@@ -74,9 +74,9 @@ def _launchers(plan: Plan) -> Iterator[Finding]:
 def _deepspeed(plan: Plan) -> Iterator[Finding]:
     if plan.recipe.launcher == "deepspeed" and plan.recipe.command and plan.variant == "cpu":
         yield _note(
-            "on a CPU transformers' Trainer and accelerate train without DeepSpeed, and do not tell",
+            "on a CPU transformers' Trainer and accelerate silently train without DeepSpeed",
             found="image = cpu",
-            fix="image=cuda; a program that calls deepspeed.initialize itself has DeepSpeed here too",
+            fix="image=cuda; only a program that calls deepspeed.initialize itself uses DeepSpeed on a CPU",
         )
 
 
@@ -95,7 +95,7 @@ def _weights(plan: Plan) -> Iterator[Finding]:
         return
     if plan.recipe.model.dtype == "bf16":
         fix = "model.dtype=fp32 (train.precision stays)"
-        yield _note("16-bit weights lose updates that are small beside them", found="model.dtype = bf16", fix=fix)
+        yield _note("16-bit weights lose updates that are much smaller", found="model.dtype = bf16", fix=fix)
 
 
 def _plugin(plan: Plan, site: Site) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ def _plugin(plan: Plan, site: Site) -> Iterator[Finding]:
     if len(plan.world.nodes) > 1 and plan.variant != "cpu" and fabric.strategy == "host" and not fabric.plugin:
         yield _note(
             f"site {site.name} names no NCCL or RCCL plugin for {' or '.join(fabric.transport) or fabric.kind}; "
-            "without one in the image several nodes end with 69",
+            "if the image has none, a run on several nodes ends with exit code 69",
             fix="see docs/sites.md",
         )
 
@@ -115,12 +115,12 @@ def _hub(plan: Plan, files: Files) -> Iterator[Finding]:
         return
     for key, name in plan.recipe.datasets().items() if plan.recipe.train else ():
         if dataset.parse(name).files.startswith("hf://"):
-            fix = 'env.HF_HUB_OFFLINE = "0" in the recipe, where the nodes reach the hub'
+            fix = 'set env.HF_HUB_OFFLINE = "0" in the recipe if the nodes reach the hub'
             yield _note(f"{key} is read from the hub, and the job is offline", found=name, fix=fix)
     if not files.missing_on_hub:
         return
     found = f"not in HF_HOME ({environment.get('HF_HOME', 'not set')}): {', '.join(files.missing_on_hub)}"
-    yield _note("the job is offline, and needs what is not downloaded", found=found, fix=_PREFETCH)
+    yield _note("the job is offline, and files that it needs are not downloaded", found=found, fix=_PREFETCH)
 
 
 _PREFETCH = "dray prefetch RECIPE"

@@ -7,9 +7,9 @@ from dray.contract.findings import ConfigError, counted
 
 
 def divide(batch: Batch, *, world_size: int, at_first: int = 0) -> Batch:
-    """Spread the global size over the ranks, exactly: with what the recipe left open.
+    """Divide the global batch exactly among the ranks, and fill in what the recipe leaves open.
 
-    Where there were more ranks `at_first`, each takes no more rows at a time than it did then.
+    If there were more ranks `at_first`, each takes no more rows at a time than it did then.
     """
     if at_first > world_size and batch.global_size % world_size == 0:
         before, rows = divide(batch, world_size=at_first).per_device or 1, batch.global_size // world_size
@@ -25,16 +25,16 @@ def divide(batch: Batch, *, world_size: int, at_first: int = 0) -> Batch:
             where="recipe [batch]",
             wanted="global_size = per_device x gradient_accumulation_steps x ranks",
             found=_product(batch, world_size),
-            fix=f"set batch.global_size to {_nearest(size, fixed, only=both_given)}, or change the others or the ranks",
+            fix=f"set batch.global_size to {_nearest(size, fixed, only=both_given)}, or change another of the factors",
         )
     accumulation = accumulation or (1 if per_device is None else rest)
     return batch.model_copy(update={"per_device": per_device or rest, "gradient_accumulation_steps": accumulation})
 
 
 def reason(shares: Batch, world_size: int) -> str:
-    """The arithmetic, for a reader."""
+    """The arithmetic as text."""
     each, steps = shares.per_device, shares.gradient_accumulation_steps
-    return f"{shares.global_size} = {each} a device x {steps} x {counted(world_size, 'rank')}"
+    return f"{shares.global_size} = {each} per device x {steps} accumulation x {counted(world_size, 'rank')}"
 
 
 def _product(batch: Batch, world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""What of the host the container sees, and why."""
+"""The folders and files of the host that the container sees, and why."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Bind(BaseModel):
 
     @property
     def origin(self) -> str:
-        """Who wants it and why."""
+        """Who asks for it, and why."""
         return f"{self.source}: {self.why}"
 
 
 def resolve(
     recipe: Recipe, site: Site, facts: Facts, variables: Sequence[Variable], *, run_folder: PurePosixPath, scratch: str
 ) -> tuple[Bind, ...]:
-    """All binds, each place once; who needs to write decides."""
+    """All binds, each path once: with write access if one of its binds asks for it."""
     chosen: dict[str, Bind] = {}
     named = [(variable.name, variable.value) for variable in variables]
     for bind in (*_wanted(recipe, site, facts, run_folder), *_caches(named, facts, run_folder, scratch)):
@@ -58,7 +58,7 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath)
     if facts.adopted:
         why = "packages that the adopted image lacks"
         yield Bind(path=facts.adopted, write=False, source="dray image adopt", why=why)
-        yield Bind(path=facts.adopted_source, write=False, source="dray image adopt", why="dray, which it lacks")
+        yield Bind(path=facts.adopted_source, write=False, source="dray image adopt", why="dray, which the image lacks")
     if recipe.command:
         yield Bind(path=recipe.command.folder, write=True, source="recipe command.folder", why="where the command runs")
     for key, named in recipe.places().items():
@@ -86,13 +86,13 @@ def _caches(
 
 
 def _whole(named: str) -> str:
-    """The file or folder itself; of a pattern, such as `train-*.parquet`, the folder that it is in."""
+    """The file or folder itself; for a pattern, such as `train-*.parquet`, the folder that it is in."""
     path = PurePosixPath(named)
     return str(path.parent if "*" in path.stem and path.suffix[1:].isalnum() else path)
 
 
 def _filled(wanted: SiteBind, site: Site, facts: Facts) -> str:
-    """The path with the job's variables in it; empty where one is not set and nobody must have it."""
+    """The path with the values of the job's variables; empty if one is not set and the bind is not required."""
     if "$" not in wanted.path or facts.login:  # the login node's own variables need not be the job's
         return wanted.path
     path = Template(wanted.path).safe_substitute(facts.variables)
@@ -103,13 +103,13 @@ def _filled(wanted: SiteBind, site: Site, facts: Facts) -> str:
             f"the site binds {wanted.path}, which is no path in this job",
             where=f"site {site.name}",
             found=path if "$" not in path else "a variable that is not set",
-            fix="set it where you submit, or write a site file of your own without it (dray site show)",
+            fix="set the variable before you submit, or write a site file of your own without it (dray site show)",
         )
     if facts.home and f"{facts.home}/".startswith(f"{path.rstrip('/')}/"):
         raise ConfigError(
             f"{wanted.path} would bring your home into the container",
             where=f"site {site.name}",
             found=path,
-            fix="set the variable to a folder of its own; what lies in a home (~/.local, ~/.cache) breaks images",
+            fix="set the variable to another folder: what is in a home (~/.local, ~/.cache) breaks images",
         )
     return path

@@ -1,4 +1,4 @@
-"""Where libraries keep what they download or make: a folder that can be written for each, without a setting."""
+"""The folders in which libraries keep what they download or make: a writable one for each, without a setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEPT = "downloads are kept for the next run, beside the runs, on a disk that al
 
 
 class Cache(NamedTuple):
-    """A variable that names such a folder."""
+    """A variable that names a cache folder."""
 
     name: str
     path: str
@@ -22,24 +22,24 @@ class Cache(NamedTuple):
 
 
 def kept(facts: Facts, runs: PurePosixPath) -> PurePosixPath:
-    """The folder beside the runs, which several users may share."""
+    """This user's cache folder beside the runs, whose folder several users may share."""
     return runs / f".cache-{facts.uid}"
 
 
 def hub(facts: Facts, runs: PurePosixPath) -> str:
-    """Where the job keeps what it has of the Hugging Face hub."""
+    """The job's HF_HOME, for models and datasets of the Hugging Face hub."""
     return facts.hf_home or str(kept(facts, runs) / "huggingface")
 
 
 def chosen(facts: Facts, *, run_folder: PurePosixPath, scratch: str) -> Iterator[Cache]:
-    """The job's own where it names one; else a folder beside the runs for downloads, and the node's for the rest."""
+    """The cache folders: the job's own if it names them; else downloads go beside the runs, the rest to the node."""
     beside = kept(facts, run_folder.parent)
-    found = "the job's own, or this user's; all nodes share its models and datasets"
+    found = "the job's own, or this user's cache; all nodes read models and datasets in it"
     usual = (
         Cache("HF_HOME", hub(facts, run_folder.parent), found if facts.hf_home else _KEPT),
         Cache("TORCH_HOME", str(beside / "torch"), _KEPT),
         Cache("XDG_CACHE_HOME", str(beside), _KEPT),
-        Cache("MPLCONFIGDIR", f"{scratch}/matplotlib", "its list of fonts, which takes seconds to make"),
+        Cache("MPLCONFIGDIR", f"{scratch}/matplotlib", "matplotlib's list of fonts takes seconds to make"),
         Cache("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk"),
         Cache("WANDB_DIR", str(run_folder), "offline runs of Weights & Biases are kept with the run"),
     )
@@ -55,7 +55,7 @@ def chosen(facts: Facts, *, run_folder: PurePosixPath, scratch: str) -> Iterator
 def outside(
     variables: Iterable[tuple[str, str]], facts: Facts, *, run_folder: PurePosixPath, scratch: str
 ) -> Iterator[Cache]:
-    """Those folders that the container does not see yet, by the user, the site or dray."""
+    """The cache folders that need a bind: those outside of the run folder and the node's own folder."""
     seen = (str(run_folder), scratch)
     own = str(kept(facts, run_folder.parent))
     for name, value in variables:

@@ -1,4 +1,4 @@
-"""train.deterministic: the variables without which two runs differ in their last bits, and what takes them away."""
+"""train.deterministic: the variables with which two runs agree to the last bit, and refusals of other values."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class Setting(NamedTuple):
 
 
 _GPU = (
-    Setting("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"), "else cuBLAS sums in an order that its streams decide"),
-    Setting("NCCL_ALGO", ("Ring", "Tree"), "else NCCL takes an algorithm by size, and a switch may sum in any order"),
-    Setting("NCCL_PROTO", ("Simple", "LL", "LL128"), "else NCCL takes a protocol by size and topology"),
+    Setting("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"), "cuBLAS would sum in an order that its streams decide"),
+    Setting("NCCL_ALGO", ("Ring", "Tree"), "NCCL would choose an algorithm by size, and a switch may sum in any order"),
+    Setting("NCCL_PROTO", ("Simple", "LL", "LL128"), "NCCL would choose a protocol by size and topology"),
 )
 _COMPILED = (
-    Setting("TORCHINDUCTOR_DETERMINISTIC", ("1",), "else Inductor takes the reduction that was fastest just now"),
+    Setting("TORCHINDUCTOR_DETERMINISTIC", ("1",), "Inductor would choose the reduction that was fastest just now"),
     *(
-        Setting(f"TORCHINDUCTOR_{name}", ("0",), "tuning takes the kernel that was fastest just now")
+        Setting(f"TORCHINDUCTOR_{name}", ("0",), "tuning would choose the kernel that was fastest just now")
         for name in ("COORDINATE_DESCENT_TUNING", "MAX_AUTOTUNE", "MAX_AUTOTUNE_GEMM", "MAX_AUTOTUNE_POINTWISE")
     ),
 )
-_FLASH = Setting("FLASH_ATTENTION_DETERMINISTIC", ("1",), "else flash attention's gradients are added by atomics")
-_ANALOG = Setting("AIHWKIT_USE_TRITON", ("",), "aihwkit-lightning's Triton kernels add by atomics")
+_FLASH = Setting("FLASH_ATTENTION_DETERMINISTIC", ("1",), "flash attention would add gradients by atomics")
+_ANALOG = Setting("AIHWKIT_USE_TRITON", ("",), "aihwkit-lightning's Triton kernels would add by atomics")
 
 
 def settings(recipe: Recipe) -> Iterator[Setting]:
-    """Those of this recipe. On a CPU a sum has one order without any."""
+    """The settings for this recipe. On a CPU sums have one order without any."""
     train = recipe.train
     if train is None or not train.deterministic:
         return
@@ -50,14 +50,14 @@ def settings(recipe: Recipe) -> Iterator[Setting]:
 
 
 def refusals(recipe: Recipe, environment: Iterable[tuple[str, str, str]], passed: Iterable[str]) -> Iterator[Finding]:
-    """`environment` has names, values and who set them; what is passed has the job's value, which nobody knows yet."""
+    """Refuse other values. `environment` has names, values and sources; a `passed` value is not known yet."""
     found = {name: (f"{name}={value}", source) for name, value, source in environment}
     found |= {name: (f"{name} in pass_env", "recipe") for name in passed}
     for setting in settings(recipe):
         shown, source = found[setting.name]
         if shown.casefold() not in {f"{setting.name}={value}".casefold() for value in setting.values}:
             yield Finding(
-                f"{setting.name} keeps runs from being deterministic: {setting.why}",
+                f"{setting.name} prevents deterministic runs: {setting.why}",
                 where=source,
                 wanted=f"{' or '.join(f'{setting.name}={value}' for value in setting.values)}, for train.deterministic",
                 found=shown,

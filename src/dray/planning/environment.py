@@ -21,7 +21,7 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 class Variable(BaseModel):
-    """One variable, and whom it beat."""
+    """A variable of the ranks, and the values that it replaced."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -40,9 +40,9 @@ class Variable(BaseModel):
 def resolve(
     recipe: Recipe, site: Site, facts: Facts, fabric: Fabric, *, run_folder: str, scratch: str
 ) -> tuple[Variable, ...]:
-    """All variables by name. The recipe beats the site, the site beats dray; what was beaten is kept in `beats`.
+    """All variables by name. The recipe wins over the site, the site over dray; `beats` keeps the replaced values.
 
-    What pass_env names has the job's value, and is not decided here.
+    Variables in pass_env have the job's value, and are not decided here.
     """
     chosen: dict[str, Variable] = {}
     for layer in (
@@ -60,7 +60,7 @@ def resolve(
 
 
 def passed(recipe: Recipe) -> tuple[str, ...]:
-    """The names of the variables that the ranks have from the job."""
+    """The names of the variables that the ranks take from the job."""
     visible = (name for name in _VISIBLE[ACCELERATORS[recipe.image]] if name not in recipe.env)
     return tuple(dict.fromkeys((*recipe.pass_env, *visible)))
 
@@ -69,9 +69,9 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     def ours(name: str, value: str, why: str) -> Variable:
         return Variable(name=name, value=value, source="dray", why=why)
 
-    yield ours("HF_HUB_OFFLINE", "1", "offline, a missing name costs 48 s of retries; compute nodes are offline")
-    yield ours("PYTHONFAULTHANDLER", "1", "a crash or a hang shows where each thread was, in the rank's log")
-    yield ours("PYTHONNOUSERSITE", "1", "packages in ~/.local must not beat the image's")
+    yield ours("HF_HUB_OFFLINE", "1", "compute nodes are offline; without it each missing file costs 48 s of retries")
+    yield ours("PYTHONFAULTHANDLER", "1", "a crash or a hang writes the stack of each thread to the rank's log")
+    yield ours("PYTHONNOUSERSITE", "1", "packages in ~/.local must not hide the image's")
     yield ours("PYTHONUNBUFFERED", "1", "a rank's last lines must be in its log when it dies")
     yield ours("TOKENIZERS_PARALLELISM", "false", "tokenizers' threads and forked data workers deadlock")
     yield ours("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor", "compile caches race on a shared disk")
@@ -79,16 +79,20 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     yield ours("TRITON_CACHE_AUTOTUNING", "1", "tuning is kept with the compiled kernels for the next attempt")
     yield ours("TRITON_HOME", scratch, "Triton's other folders, which are in the home by default")
     if facts.adopted_path:
-        yield ours("PYTHONPATH", facts.adopted_path, "dray is not in the adopted image")
+        yield ours("PYTHONPATH", facts.adopted_path, "the adopted image lacks dray")
     if recipe.command:
         yield ours("DRAY_RUN", run_folder, "the run's folder, for what the command writes; all attempts share it")
     for cache in caches.chosen(facts, run_folder=PurePosixPath(run_folder), scratch=scratch):
         yield ours(*cache)
     if recipe.train and ACCELERATORS[recipe.image] == "cuda" and not _names(recipe, site) & _ALLOCATOR:
-        why = "freed memory serves tensors of any size; not on ROCm 6.4, nor in programs that may share it by CUDA IPC"
+        why = "freed memory serves tensors of any size; not with ROCm 6.4, nor in programs that share it by CUDA IPC"
         yield ours("PYTORCH_ALLOC_CONF", "expandable_segments:True", why)
     if recipe.train and recipe.image in ("cuda12", "rocm", "rocm6"):
-        yield ours("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "a hang shows collectives; newer torches have it by default")
+        yield ours(
+            "TORCH_NCCL_TRACE_BUFFER_SIZE",
+            "2000",
+            "a hang shows collectives; the default in newer torch",
+        )
     if recipe.train:
         yield ours("TORCH_GLOO_LAZY_INIT", "1", "a rank connects to 2 log2 N others as it needs them, not to all N")
     for setting in deterministic.settings(recipe):
@@ -97,13 +101,13 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
         for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
             yield ours(name, f"{scratch}/miopen", "MIOpen's SQLite locks fail on a shared disk")
     if recipe.image == "cpu":
-        yield ours("ACCELERATE_USE_CPU", "true", "else accelerate looks for GPUs")
-        yield ours("CUDA_VISIBLE_DEVICES", "", "the cpu image has no use for GPUs that the node may have")
+        yield ours("ACCELERATE_USE_CPU", "true", "without it accelerate looks for GPUs")
+        yield ours("CUDA_VISIBLE_DEVICES", "", "the cpu image cannot use GPUs that the node may have")
 
 
 def _sites(site: Site, facts: Facts, fabric: Fabric) -> Iterator[Variable]:
     if fabric.image_plugin:
-        why = "the image's own plugin; a library that looks for one by itself may find another"
+        why = "the image's own plugin; NCCL or RCCL may find another by itself"
         yield Variable(name="NCCL_NET_PLUGIN", value=fabric.image_plugin, source=f"site {site.name}", why=why)
     several = "several" if facts.nodes > 1 else "one"
     for setting in site.env:
@@ -113,7 +117,7 @@ def _sites(site: Site, facts: Facts, fabric: Fabric) -> Iterator[Variable]:
 
 
 def _names(recipe: Recipe, site: Site) -> set[str]:
-    """What recipe, job or site decide."""
+    """The names of the variables that recipe, job or site decide."""
     return {*recipe.env, *recipe.pass_env, *(setting.name for setting in site.env)}
 
 

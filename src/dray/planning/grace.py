@@ -1,4 +1,4 @@
-"""How long before its end Slurm tells a job to save, and whether a checkpoint fits into that."""
+"""The grace: how long before its end Slurm signals a job to save, and whether a checkpoint fits into that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDING = ("CANCEL", "REQUEUE")  # modes of preemption after which a job runs no
 
 
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[int]:
-    """Seconds before the time limit, and who says so; a job itself is not told of its own --signal."""
+    """Seconds before the time limit, and who set them; a job cannot see its own --signal."""
     given = [found for option in (*site.sbatch, *facts.options) if (found := _SIGNAL.fullmatch(option))]
     own = [found for option in facts.options if (found := _SIGNAL.fullmatch(option))]
     if own:
@@ -32,16 +32,16 @@ def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[int]:
         return Choice(site.grace_s, f"grace_s of site {site.name}")
     if given:
         return Choice(int(given[-1][1] or _SLURM_S), f"{given[-1][0]} of site {site.name}")
-    return Choice(DEFAULT_S, "the batch scripts' own --signal")
+    return Choice(DEFAULT_S, "the default --signal of the batch scripts")
 
 
 def wanted(save_s: float) -> int:
-    """The shortest that is safe: a step ends first, and a busy disk may take longer than it ever did."""
+    """The shortest grace that is safe: a step ends first, and a busy disk may be slower than it ever was."""
     return max(1, math.ceil(2 * save_s))
 
 
 def find(recipe: Recipe, site: Site, facts: Facts, files: Files) -> Iterator[Finding]:
-    """What is too short for a checkpoint that is as slow as the slowest of an earlier run."""
+    """Warn of a grace that is too short for the slowest checkpoint of an earlier run."""
     if facts.scheduler != "slurm" or recipe.train is None:
         return
     grace, save = chosen(recipe, site, facts), files.save_s
@@ -55,30 +55,30 @@ def find(recipe: Recipe, site: Site, facts: Facts, files: Files) -> Iterator[Fin
     limit = _limit(facts)
     if limit and grace.value >= limit:
         yield Finding(
-            "the grace is not shorter than the job, which would be told to end when it begins",
+            "the grace is as long as the job, so that Slurm would end the run at its start",
             wanted=f"less than {limit} s, the time limit",
             found=f"{grace.value} s ({grace.why})",
-            fix="a longer --time, or a shorter grace_s",
+            fix="set a longer --time, or a shorter grace_s",
         )
     yield from _preemption(facts, files)
 
 
 def _preemption(facts: Facts, files: Files) -> Iterator[Finding]:
-    """By what Slurm has told of this partition."""
+    """Warn of preemption that leaves no time to save, by what Slurm says of this partition."""
     save, kill = files.save_s, facts.kill_wait_s
     if facts.preempt_mode and any(mode in facts.preempt_mode for mode in _ENDING):
         left = (facts.preempt_grace_s or 0) + (kill or 0)
         seen = f"PreemptMode={facts.preempt_mode}, GraceTime {facts.preempt_grace_s or 0} s, KillWait {kill or 0} s"
         if save is not None and save > left:
             yield Finding(
-                "a checkpoint takes longer than preemption leaves",
+                "a checkpoint takes longer than preemption allows",
                 wanted=f"{save:.1f} s, which a checkpoint of run {files.save_run} took",
                 found=seen,
-                fix="save often (checkpoint.every), or take a partition that is not preempted",
+                fix="save often (checkpoint.every), or use a partition without preemption",
             )
         if not facts.preempt_signal and not files.earlier:
             yield Finding(
-                "preemption here comes without the signal that asks a run to save",
+                "on this partition preemption does not send the signal that asks a run to save",
                 wanted="PreemptParameters=send_user_signal, and a GraceTime, in slurm.conf",
                 found=f"{seen}, no send_user_signal: SIGTERM goes to all processes at once",
                 fix="save often (checkpoint.every), and ask the administrators for it",
@@ -86,7 +86,7 @@ def _preemption(facts: Facts, files: Files) -> Iterator[Finding]:
             )
     if save is not None and kill is not None and save > kill:
         yield Finding(
-            "scancel leaves less time than a checkpoint takes",
+            "scancel allows less time than a checkpoint takes",
             found=f"KillWait {kill} s, and a checkpoint of run {files.save_run} took {save:.1f} s",
             fix="to end such a run with a checkpoint: scancel --batch --signal=USR1 JOB",
             kind="note",

@@ -1,4 +1,4 @@
-"""Which variant of the image a run starts, where its recipe names none."""
+"""Chooses the variant of the image, if the recipe sets none."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from dray.planning.choice import Choice
 
 
 def variant(recipe: Recipe, site: Site, facts: Facts) -> Choice[str]:
-    """The recipe's; else that of the image which the user named; else, where Slurm starts the run, the site's."""
+    """The recipe's variant; else that of the image which the user named; else, under Slurm, the site's."""
     if "image" in recipe.model_fields_set:
-        return Choice(recipe.image, "the recipe says so")
+        return Choice(recipe.image, "set in the recipe")
     if (facts.image_given or recipe.adopted) and facts.image_variant in ACCELERATORS:
-        return Choice(facts.image_variant, "of the image that you named, since the recipe names none")
+        return Choice(facts.image_variant, "from the image that you named; the recipe sets none")
     if site.image and facts.scheduler == "slurm":
-        return Choice(site.image, f"for the GPUs of site {site.name}, since the recipe names none")
-    return Choice(recipe.image, "the default, since the recipe names none")
+        return Choice(site.image, f"for the GPUs of site {site.name}; the recipe sets none")
+    return Choice(recipe.image, "the default; the recipe sets none")
 
 
 def adopted(facts: Facts) -> str | None:
-    """The name of the adopted image that the run starts, if it is one: dray-NAME is its folder."""
+    """The name of the adopted image that the run starts, None if it is not adopted; its folder is dray-NAME."""
     return PurePosixPath(facts.adopted).name.removeprefix("dray-") if facts.adopted else None
 
 
 def is_adopted(recipe: Recipe, facts: Facts) -> bool:
-    """Whether the image is the one that the recipe has adopted, by its name or its file; or neither is adopted."""
+    """Whether the image is the adopted one that the recipe names, by name or file; or neither is adopted."""
     return recipe.adopted in ((adopted(facts), facts.adopted_from) if facts.adopted else (None,))
 
 
 def adopt_line(adopted: str) -> str:
-    """The command that adopts what a recipe names."""
+    """The command that adopts the image which a recipe names."""
     return f"dray image adopt {shlex.quote(adopted)}" if "/" in adopted else f"dray image adopt SOURCE --name {adopted}"
 
 

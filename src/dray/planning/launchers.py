@@ -22,7 +22,7 @@ _HOSTFILE = "hostfile"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a launcher is to start."""
+    """The ranks that a launcher starts."""
 
     python: str
     folder: str
@@ -30,19 +30,19 @@ class Job:
     each: int
     """Ranks on a node."""
     accelerate: Mapping[str, str] = field(default_factory=dict)
-    """What accelerate reads, by name."""
+    """The files that accelerate reads, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher."""
+    """How a launcher is started, and how its ranks join the store."""
 
     argv: Callable[[Job], tuple[str, ...]]
-    """Its arguments up to those of the program that it starts as every rank, which is no Python script."""
+    """Its command line, up to the program that it starts as every rank; that need not be a Python script."""
     files: Callable[[Job], Mapping[str, str]] = lambda _: {}
-    """What it reads, by name in the folder of the attempt."""
+    """The files that it reads in the attempt's folder, by name."""
     store: str
-    """How its ranks come to the store."""
+    """How its ranks join the store."""
 
 
 def _torchrun(job: Job) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ LAUNCHERS = {
         store=_BY_VARIABLE,
     ),
     "python": Launcher(argv=_python, store=_BY_VARIABLE),
-    "ray": Launcher(argv=_ray, store="dray's own processes say there where Ray's head is"),
+    "ray": Launcher(argv=_ray, store="dray's processes on the nodes learn from it where Ray's head is"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Packages of the user's own: why a run with a layer must not start, and what it adds."""
+"""The user's layer: what it adds, and why a run with it must not start."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dray.facts import Files, Layer
 
 
 def reason(layer: Layer) -> str:
-    """What is bound, in a line."""
+    """The layer's packages and digest, in one line."""
     names = ", ".join(list(layer.packages)[:3]) + (", ..." if len(layer.packages) > 3 else "")
     return f"{counted(len(layer.packages), 'package')} after the image's own ({names}), {layer.digest[:19]}"
 
 
 def refusals(recipe: Recipe, engine: Engine, files: Files) -> Iterator[Finding]:
-    """An engine that binds none, a layer of another image or digest, an image with other packages."""
+    """Refuse an engine without layers, a layer for another image or digest, an image with other packages."""
     layer = files.layer
     if recipe.layer and not engine.binds_layers:
         yield _refusal(
-            f"{engine.name} does not bind a layer",
+            f"{engine.name} cannot bind a layer",
             wanted="apptainer or singularity, since the recipe has a layer",
             found=f"layer = {recipe.layer}",
-            fix="layer=, or start a SIF; in a Python of your own, pip install its packages",
+            fix="leave it out (layer=), or start a SIF; in a Python of your own, pip install its packages",
         )
     if layer is None:
         return
@@ -34,8 +34,8 @@ def refusals(recipe: Recipe, engine: Engine, files: Files) -> Iterator[Finding]:
         yield _refusal(
             "the layer is for another image",
             where=layer.file,
-            wanted=f"one for {recipe.image}",
-            found=f"one for {layer.variant}",
+            wanted=f"a layer for {recipe.image}",
+            found=f"a layer for {layer.variant}",
             fix=f"dray image layer {recipe.image} --lock {shlex.quote(layer.file.removesuffix('.sif') + '.lock')}",
         )
     elif layer.changed:
@@ -52,7 +52,7 @@ def refusals(recipe: Recipe, engine: Engine, files: Files) -> Iterator[Finding]:
             where=layer.file,
             wanted=f"{recipe.layer_digest} (layer_digest of the recipe)",
             found=layer.digest,
-            fix=f"dray image layer {recipe.image} --lock with its lock makes the same bytes again",
+            fix=f"make the same bytes again from its lock: dray image layer {recipe.image} --lock FILE",
         )
 
 

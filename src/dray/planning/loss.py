@@ -1,4 +1,4 @@
-"""How the loss is made: whole logits are the largest tensor of many a run."""
+"""Chooses how the loss is computed: whole logits are often the largest tensor of a run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _CHANGES = (
 
 
 def chosen(recipe: Recipe, shares: Batch | None, files: Files) -> Choice[Recipe]:
-    """The recipe with its loss."""
+    """The recipe with train.loss decided, and why."""
     if recipe.train is None:
         return Choice(recipe, "")
     if recipe.train.loss != "auto":
-        return Choice(recipe, f"{recipe.train.loss}: the recipe says so")
+        return Choice(recipe, f"{recipe.train.loss}: set in the recipe")
     kind, why = _auto(recipe, shares, files)
     train = recipe.train.model_copy(update={"loss": kind})
     return Choice(recipe.model_copy(update={"train": train}), f"{kind}: {why}")
@@ -43,7 +43,7 @@ def _auto(recipe: Recipe, shares: Batch | None, files: Files) -> tuple[str, str]
         return "full", "the head may be analog"
     model = memory.shape(files.configuration) if files.configuration else None
     if files.configuration is None or model is None:
-        return "full", "the model's configuration is not known here, and it may change logits after its head"
+        return "full", "the model's configuration is not known here, and the model may change logits after its head"
     if changes := _changes(files):
         return "full", f"this model changes logits after its head ({changes})"
     tokens = ((shares and shares.per_device) or 1) * recipe.data.sequence_length
@@ -53,15 +53,15 @@ def _auto(recipe: Recipe, shares: Batch | None, files: Files) -> tuple[str, str]
 
 
 def refusals(recipe: Recipe, site: Site, files: Files) -> Iterator[Finding]:
-    """Those of what a recipe names itself."""
+    """Refuse a loss that the recipe sets and that does not work."""
     if recipe.train is None or recipe.train.loss in ("auto", "full"):
         return
     kind = recipe.train.loss
     if kind == "triton" and (found := _without_triton(recipe, site)):
         yield Finding(
-            "train.loss = triton wants a GPU with tensor cores that Triton uses",
+            "train.loss = triton needs a GPU whose tensor cores Triton can use",
             where="recipe [train]",
-            wanted="an image for GPUs, and NVIDIA's from A100 or AMD's from MI250X on",
+            wanted="an image for GPUs, and NVIDIA A100 or AMD MI250X or newer",
             found=found,
             fix="train.loss=chunked",
             code=exit_codes.CONFIG,

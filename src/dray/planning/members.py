@@ -1,4 +1,4 @@
-"""Which nodes of a job take part: all but the spare ones, and fewer once others have failed and none is spare."""
+"""Chooses the nodes that take part: all but the spare ones; fewer once nodes have failed and no spare is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dray.planning import world
 
 
 def chosen(recipe: Recipe, facts: Facts) -> Facts:
-    """With the nodes that take part, in the job's order."""
+    """The facts with the nodes that take part, in the job's order."""
     spares = recipe.spares
     if facts.scheduler != "slurm" or facts.login or not spares + len(facts.lost):
         return facts
@@ -18,8 +18,8 @@ def chosen(recipe: Recipe, facts: Facts) -> Facts:
     whole = len(hosts) - spares
     if whole < 1:
         raise ConfigError(
-            "all nodes of the job would be spare ones",
-            wanted=f"more than {counted(spares, 'node')}: spares = {spares} of them take no part at first",
+            "all nodes of the job would be spare nodes",
+            wanted=f"more than {counted(spares, 'node')}, since spares = {spares} take no part at first",
             found=counted(len(hosts), "node"),
             fix=f"sbatch --nodes={spares + 1} or more, or spares=0",
         )
@@ -44,8 +44,8 @@ def chosen(recipe: Recipe, facts: Facts) -> Facts:
 
 
 def fewer(recipe: Recipe, ranks_per_node: int, left: int) -> int:
-    """The most of the nodes that are `left` over whose ranks the global batch divides, in whole groups of
-    train.fsdp_shard; 0 where they are too few."""
+    """The most of the `left` nodes among whose ranks the global batch can be divided, in whole groups of
+    train.fsdp_shard; 0 if they are too few."""
     group = recipe.train.fsdp_shard if recipe.train else "auto"
     for count in range(left, max(recipe.min_nodes, 1) - 1, -1) if recipe.min_nodes else ():
         if isinstance(group, int) and count % group:

@@ -1,7 +1,8 @@
-"""What a training run will hold in memory, from the model's configuration and the recipe: an estimate beforehand.
+"""Estimates the memory of a run before it starts, from the model's configuration and the recipe.
 
-Parameters and activations are a formula's, or counted in the model itself where torch is at hand (where nothing is
-compiled; `dray plan --exact`, and every plan made in an image). The logits come on top, which small models forget.
+Parameters and activations come from a formula; or they are counted in the model itself, if torch is installed and
+nothing is compiled (`dray plan --exact`, and every plan made in an image). The logits, large in small models, come on
+top.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ _LEARNED = {"gpt2": 1024, "gpt_neo": 2048, "opt": 2048, "bert": 512}  # position
 
 @dataclass(frozen=True)
 class Shape:
-    """What a configuration says of a model's size."""
+    """The sizes of a model, from its configuration."""
 
     parameters: int
     hidden: int
     layers: int
     vocabulary: int
     linear: int
-    """Inputs and outputs of all linear layers of one block together, which is what LoRA grows with."""
+    """Inputs plus outputs of all linear layers of one block: LoRA's size grows with it."""
     outside: int
     """Parameters that are in no block, such as the embedding: FSDP gathers them once, as one group."""
     block: activations.Block
     counted: Counted | None = None
-    """What the model itself has and keeps."""
+    """What was counted in the model itself, if it was."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on each GPU, and on each node's host; for a run without GPUs all is the host's."""
+    """Bytes on each GPU and on each node's host; in a run without GPUs all are on the host."""
 
     gpu: dict[str, float]
     host: dict[str, float]
@@ -66,7 +67,7 @@ class Estimate:
         return sum(self.gpu.values())
 
     def lines(self) -> Iterator[str]:
-        """For a reader."""
+        """The estimate as lines of text."""
         where = [("on each GPU", self.gpu), ("on each node's host", self.host)]
         for name, parts in where:
             if any(parts.values()):
@@ -75,8 +76,7 @@ class Estimate:
 
 
 def shape(raw: Mapping[str, Any]) -> Shape | None:
-    """From what config.json says; None where the model is of a kind that is not understood. ConfigError names a setting
-    that is no number where transformers has numbers alone."""
+    """The sizes from config.json; None if the type of the model is not known. ConfigError: a size is not a number."""
     of_text = raw.get("text_config")  # of a model that also sees or hears
     raw = {**raw, **of_text} if isinstance(of_text, dict) else raw
     kind = str(raw.get("model_type", ""))
@@ -114,7 +114,7 @@ def shape(raw: Mapping[str, Any]) -> Shape | None:
 
 
 def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -> Estimate:
-    """With the recipe on so many ranks."""
+    """The memory that the recipe needs on so many ranks."""
     train = recipe.train
     assert train is not None
     assert recipe.batch is not None
@@ -153,7 +153,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
 
 
 def use(recipe: Recipe, *, flex: bool) -> activations.Use:
-    """How the recipe runs the model; `flex` is whether that has flex attention, which makes no mask of numbers."""
+    """How the recipe runs the model; `flex`: the model has flex attention, which needs no mask tensor."""
     train, model = recipe.train, recipe.model
     assert train is not None
     stage, deepspeed = STRATEGIES[train.strategy][:2]
@@ -173,7 +173,7 @@ def use(recipe: Recipe, *, flex: bool) -> activations.Use:
 
 
 def _activations(recipe: Recipe, model: Shape, ranks: int) -> float:
-    """Of one micro-batch, at the beginning of its backward pass."""
+    """Bytes of one micro-batch's activations, at the beginning of its backward pass."""
     assert recipe.batch is not None
     rows = batch.divide(recipe.batch, world_size=ranks).per_device or 1
     how = use(recipe, flex=model.block.flex)
@@ -191,7 +191,7 @@ def _activations(recipe: Recipe, model: Shape, ranks: int) -> float:
 
 
 def padded(recipe: Recipe, model: Shape) -> int:
-    """How many rows the head computes with."""
+    """The number of words with which the head computes, padding included."""
     multiple = recipe.model.pad_to_multiple_of
     return model.vocabulary if multiple == "auto" else model.vocabulary + -model.vocabulary % max(multiple, 1)
 
@@ -207,7 +207,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> tuple[str, tuple[Finding, ...]]:
-    """What the run will hold, for a reader, and the refusal of one that cannot fit: it is not worth its wait."""
+    """The estimate as text; and the refusal of a run that cannot fit, before it waits in the queue."""
     if recipe.train is None:
         return "", ()
     most, model = limit(site, facts), known(files)
@@ -218,7 +218,7 @@ def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) 
     found = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
     on = f", on GPUs of {most:g} GB" if most and found.gpu else ""
     trained = f", {counted.trained:,} of them trained" if counted and counted.trained < counted.parameters else ""
-    how = ", both they and activations counted in the model itself" if counted else ""
+    how = "; parameters and activations are counted in the model itself" if counted else ""
     reason = "\n".join([f"an estimate for {model.parameters:,} parameters{trained}{on}{how}", *found.lines()])
     if not most or found.on_gpu <= most * _GB:
         return reason, ()
@@ -228,19 +228,19 @@ def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) 
         f"({f'site {site.name}' if facts.gpu_memory_gb is None else '--gpu-memory'})",
         found="\n".join(found.lines()),
         fix=_fitting(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node, most=most * _GB)
-        or "more nodes, a smaller model or [lora]; if this estimate is wrong for it: --gpu-memory=0",
+        or "use more nodes, a smaller model or [lora]; or, if this estimate is wrong, --gpu-memory=0",
         code=exit_codes.CONFIG,
     )
     return reason, (refusal,)
 
 
 def limit(site: Site, facts: Facts) -> float | None:
-    """GB on each GPU; nothing where they are not known."""
+    """GB of memory on each GPU; None if unknown."""
     return site.gpu_memory_gb if facts.gpu_memory_gb is None else facts.gpu_memory_gb
 
 
 def known(files: Files) -> Shape | None:
-    """The model, with what was counted in itself."""
+    """The sizes of the model, with what was counted in the model itself."""
     model = shape(files.configuration) if files.configuration else None
     if model and (counted := files.counted):
         return replace(model, counted=counted, parameters=counted.parameters, outside=counted.outside)
@@ -248,21 +248,21 @@ def known(files: Files) -> Shape | None:
 
 
 def trained(model: Shape) -> float:
-    """How many of its parameters are."""
+    """How many parameters of the model are trained."""
     return model.counted.trained if model.counted else model.parameters
 
 
 def _unknown(recipe: Recipe, files: Files) -> str:
     if files.configuration:
         return f"the size of model type {recipe.model.name or recipe.model.type} is not known"
-    name = recipe.model.name or recipe.model.tokenizer
+    name = recipe.model.name or recipe.model.tokenizer or "the model"
     if name.startswith(("/", ".")):
-        return f"{name} has no config.json that is seen from here"
+        return f"{name} has no config.json on this machine"
     return f"{name} is not downloaded; dray prefetch RECIPE downloads it"
 
 
 def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, most: float) -> str:
-    """The least change with which it fits: one of the list, or the first few together."""
+    """The smallest change with which the model fits: one of the list, or its first few together."""
     for change in (*_CHANGES, *accumulate(_CHANGES, operator.or_)):
         changed = recipe
         for key, value in change.items():
@@ -276,5 +276,5 @@ def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, m
                 *(["train.deepspeed="] if file else []),
                 *(f"{key}={str(value).lower()}" for key, value in change.items() if value),
             ]
-            return f"with {' '.join(settings)}: {next(found.lines())}"
+            return f"set {' '.join(settings)}, which takes {next(found.lines())}"
     return ""

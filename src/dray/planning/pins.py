@@ -1,4 +1,4 @@
-"""What of the hub's a recipe pins to a commit, and what another download may have changed."""
+"""Which models and datasets of the hub a recipe pins to a commit, so that another download cannot change them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def on_hub(recipe: Recipe) -> dict[str, str]:
-    """The keys that name something of the hub, and its revision; a dataset's is in its name."""
+    """The recipe's keys that name models and datasets of the hub, each with its revision."""
     if recipe.train is None:
         return {}
     datasets = {key: name.partition(":")[2] for key, name in recipe.datasets().items() if name.startswith("hub:")}
@@ -28,8 +28,8 @@ def on_hub(recipe: Recipe) -> dict[str, str]:
 
 
 def reason(recipe: Recipe) -> str:
-    """Whether the same recipe reads the same bytes another time."""
+    """Whether the recipe reads the same bytes the next time, as text."""
     loose = [key for key, revision in on_hub(recipe).items() if not _COMMIT.fullmatch(revision)]
     if not loose:
-        return "all of it is pinned to commits"
+        return "all models and datasets are pinned to commits"
     return f"not pinned to a commit: {', '.join(loose)}; `dray prefetch` prints the commits"

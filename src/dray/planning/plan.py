@@ -37,8 +37,8 @@ from dray.planning import (
 from dray.planning.schema import Plan
 
 _ACCESS = {
-    "none": "this user's alone, whatever the umask is; runs.share is none",
-    "group": "this user's, and its group may read all but the secret: runs.share is group",
+    "none": "only this user, whatever the umask; runs.share = none",
+    "group": "this user, and its group may read all but the secret; runs.share = group",
 }
 
 
@@ -119,7 +119,7 @@ def plan(
             **({"layer": layers.reason(files.layer)} if files.layer else {}),
             **reasons,
             **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),
-            "store": f"torch's, on that port of the first node; {launcher.store}",
+            "store": f"torch's TCPStore on that port of the first node; {launcher.store}",
             "preflight": preflight.why,
             **({"grace": f"{given.value} s before the time limit: {given.why}"} if facts.scheduler == "slurm" else {}),
             "fabric": fabric.why,
@@ -144,19 +144,19 @@ def plan(
 
 
 def _training(recipe: Recipe, precision_why: str) -> str:
-    """What decides most of how it goes, a file of DeepSpeed's read in."""
+    """The settings that decide most of the training, with those of a DeepSpeed file."""
     train, model, data = recipe.train, recipe.model, recipe.data
     assert train is not None
     length = counted(train.steps, "step") if train.steps else counted(train.epochs or 0, "epoch")
     offload = f", offload {train.offload}" if train.offload else ""
-    tokenizer = model.tokenizer or model.name or "one for each byte"
+    tokenizer = model.tokenizer or model.name or "none, a token for each byte"
     schedule = f"{train.lr_scheduler_type} from {train.lr:g}"
     tf32 = " with TF32" if train.precision == "fp32" and train.tf32 and recipe.image != "cpu" else ""
     same = ", deterministic" if train.deterministic else ""
     kind = f"{train.precision}{precision_why}{tf32}{same}"
     packing = "" if data.packing == "wrapped" else f", packing {data.packing}"
     rows = "".join(f"; {key} {named.partition(chr(10))[0]}" for key, named in recipe.maps().items())
-    return f"{length}, {train.strategy}{offload}, {kind}, {schedule}; tokens: {tokenizer}{packing}{rows}"
+    return f"{length}, {train.strategy}{offload}, {kind}, {schedule}; tokenizer: {tokenizer}{packing}{rows}"
 
 
 def _hang(recipe: Recipe) -> str:
@@ -165,14 +165,14 @@ def _hang(recipe: Recipe) -> str:
     if limit == 0:
         return "never: hang_timeout_s = 0"
     if recipe.train is None:
-        return f"no beat and no line in a log for {limit} s (hang_timeout_s)" if limit else "never: no hang_timeout_s"
-    step = f"{limit} s (hang_timeout_s)" if limit else "ten times the slowest, at least 600 s"
-    rest = "half an hour to compile, save or evaluate, an hour to start or end, or ten times the longest so far"
-    return f"a step that takes {step}; {rest}"
+        return f"no heartbeat or line in a log for {limit} s (hang_timeout_s)" if limit else "never: no hang_timeout_s"
+    step = f"{limit} s (hang_timeout_s)" if limit else "ten times the slowest one, at least 600 s"
+    rest = "compiling, saving or evaluating 30 minutes, starting or ending 60, or ten times the longest so far"
+    return f"a step may take {step}; {rest}"
 
 
 def _attention(recipe: Recipe) -> str:
-    """What each rank chooses when it has the model and its device; its log says which."""
+    """The attention that each rank chooses once it has the model and its device; its log says which."""
     model = recipe.model.attn_implementation
     if model not in ("auto", "sdpa"):
         return f"{model}: model.attn_implementation"
@@ -181,9 +181,9 @@ def _attention(recipe: Recipe) -> str:
     if model == "sdpa" or recipe.image == "cpu":
         return "sdpa, with a mask for documents"
     return (
-        "flex_attention for documents: every GPU image's torch has it, and cuda's alone flash attention for them; "
-        "sdpa with a mask for attention dropout, heads below 16, a GPU before compute capability 8.0 "
-        "or a model without it"
+        "flex_attention with a mask for documents (only cuda's torch has flash attention for them); sdpa with a mask "
+        "if the model has attention dropout, heads below 16 or no flex_attention, or the GPU is before compute "
+        "capability 8.0"
     )
 
 

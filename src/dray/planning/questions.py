@@ -1,4 +1,4 @@
-"""What the batch script must know better before a job can be planned: it reads no TOML, so it guesses."""
+"""The facts that the planner still needs of the batch script, which reads no TOML and so guesses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dray.planning import image
 
 
 def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
-    """A line `key=value` that slurm/lib.sh starts over with; empty where all is known."""
+    """A line `key=value`, with which slurm/plan.sh plans again; empty if the planner knows all."""
     if site.engine and site.engine != facts.engine:
         return f"engine={site.engine}"
     variant = image.variant(recipe, site, facts).value

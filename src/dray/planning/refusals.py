@@ -30,21 +30,21 @@ def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[F
 
 
 def in_values(made: Plan, facts: Facts) -> Iterator[Finding]:
-    """Every refusal of a value that node.sh, srun, sbatch or facts.txt has. The others stay in plan.json alone."""
+    """Refuse control characters in values for node.sh, srun, sbatch or facts.txt; others are only in plan.json."""
     inside = {"recipe", "files", "command", "reasons", "findings"}
     yield from control_characters(made.model_dump(exclude=inside, exclude_none=True))
     yield from control_characters(facts.model_dump(), "facts")
 
 
 def mounts(made: Plan, facts: Facts, engine: Engine) -> Iterator[Finding]:
-    """What the engine's own words would break at. On a login node a site's paths have the job's variables still in."""
+    """Refuse paths that would break the engine's options. On a login node a site's paths still have variables."""
     never = engine.unmountable
     binds = [bind.path for bind in made.binds if not (facts.login and bind.source.startswith("site "))]
     for path in dict.fromkeys((*binds, made.where, made.image)):
         if never and set(never) & set(path):
             yield _refusal(
                 f"{engine.name} cannot mount a path with {' or '.join(never)} in it",
-                wanted=f"a path that {engine.name} takes for one word",
+                wanted=f"a path that {engine.name} reads as one word",
                 found=path,
                 fix="name another folder",
             )
@@ -67,7 +67,7 @@ def _account(site: Site, facts: Facts) -> Iterator[Finding]:
 
 
 def _folders(site: Site, facts: Facts) -> Iterator[Finding]:
-    """A site of another cluster, in most cases: the job's first node has not what every node of it has."""
+    """Refuse a site whose folders the job's first node lacks: in most cases it is another cluster's."""
     absent = [path for path in site.folders() if facts.paths.get(path) == "absent"]
     if absent:
         yield _refusal(
@@ -81,7 +81,7 @@ def _folders(site: Site, facts: Facts) -> Iterator[Finding]:
 
 
 def _gpus(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
-    """An image that cannot use the GPUs that the job pays for. With image = cpu a hostfile's slots are no GPUs."""
+    """Refuse an image that cannot use the job's GPUs. With image = cpu a hostfile's slots are no GPUs."""
     if recipe.image == "cpu" and facts.gpus_per_node and recipe.gpus == "all" and facts.scheduler != "hosts":
         image = "the adopted image has a torch for CPUs" if recipe.adopted else "image=cpu"
         yield _refusal(
@@ -116,20 +116,20 @@ def _variant(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterat
             wanted=f"adopted={recipe.adopted}",
             found=f"adopted={image.adopted(facts)}"
             if facts.adopted
-            else "an image that was not adopted, or is not there",
+            else "an image that was not adopted, or does not exist",
             fix="unset DRAY_IMAGE" if facts.image_given else image.adopt_line(recipe.adopted),
         )
     if recipe.launcher in facts.adopted_lacks.split():
         yield _refusal(
-            f"the adopted image has no {recipe.launcher}, which is the launcher",
+            f"the adopted image lacks the launcher {recipe.launcher}",
             where=facts.adopted_from,
             wanted=f"{recipe.launcher} in the image",
             found=f"launcher={recipe.launcher}",
-            fix="launcher=torchrun; or take an image that has it, or one of dray's own with a layer",
+            fix="launcher=torchrun; or use an image that has it, or one of dray's own with a layer",
         )
     if facts.image_variant not in ("", recipe.image):
         yield _refusal(
-            "the image is of another variant than the recipe's",
+            "the image has another variant than the recipe",
             where=facts.image,
             wanted=recipe.image,
             found=facts.image_variant,
@@ -150,7 +150,7 @@ def _digest(recipe: Recipe, facts: Facts, engine: Engine) -> Iterator[Finding]:
         )
     elif facts.image_digest not in ("", recipe.image_digest):
         yield _refusal(
-            "the image is not the recipe's",
+            "the image has another digest than the recipe",
             where=facts.image,
             wanted=f"{recipe.image_digest} (the recipe's image_digest)",
             found=facts.image_digest,
@@ -159,7 +159,7 @@ def _digest(recipe: Recipe, facts: Facts, engine: Engine) -> Iterator[Finding]:
 
 
 def _compiled(recipe: Recipe, facts: Facts, engine: Engine) -> Iterator[Finding]:
-    """Only a user's own Python can be there. Inductor does not quote torch's folder for the linker (torch 2.13)."""
+    """Refuse a path that breaks torch.compile: Inductor does not quote torch's folder for the linker (torch 2.13)."""
     if recipe.train and recipe.train.compile and engine.image == "python" and " " in facts.image:
         yield _refusal(
             "train.compile needs torch in a folder without a space in its path",
@@ -178,5 +178,5 @@ def _checkpoints(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
             where="recipe [checkpoint]",
             wanted="checkpoint.folder on a disk that all machines see",
             found="checkpoint.every without it: each machine has a run folder of its own",
-            fix="checkpoint.folder=/a/shared/folder, or checkpoint.every=[] to keep the last model alone",
+            fix="checkpoint.folder=/a/shared/folder, or checkpoint.every=[] to keep only the last model",
         )

@@ -35,38 +35,38 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     version: Literal[1] = 1
-    """Of the plan's form; a dray that writes another one refuses this plan."""
+    """The version of the plan's format; a dray with another one refuses the plan."""
     dray: str
     """The version of dray that planned it."""
     run: str
-    """The run's name, which is its folder's."""
+    """The run's name, and its folder's."""
     run_folder: str
     """The folder of all attempts at the run."""
     attempt: int
     """The number of this attempt; the first is 1."""
     job: int = 0
-    """Slurm's number of the job; 0 without Slurm."""
+    """Slurm's job number; 0 without Slurm."""
     folder: str
-    """The folder of this attempt; the checkpoints of all attempts are in the run's."""
+    """The folder of this attempt; the checkpoints of all attempts are in the run folder."""
     scratch: str
-    """A node's own folder for temporary files and compiled code; gone when the node has ended. Nobody can guess its
-    name, and it is this user's alone."""
+    """A node's own folder for temporary files and compiled code, deleted when the node has ended. Nobody can guess its
+    name, and only this user may read it."""
     engine: Engine
     """What starts the container."""
     image: str
     """The image's file or reference; for bare, the Python that has the training stack."""
     image_sha256: str
-    """SHA-256 of the image's file, as its record has it; empty where nothing is known."""
+    """SHA-256 of the image's file, from its record; empty if unknown."""
     image_file: str = ""
     """Owner, inode, size and time of an adopted image's file, which must be the same on each node."""
     layer: Layer | None = None
     """The user's own packages, bound beside the image."""
     signers: tuple[str, ...]
-    """Fingerprints of keys, one of which must have signed the image and the layer, where recipe or site demand it."""
+    """Fingerprints of keys, one of which must have signed the image and the layer; empty: none has to sign."""
     stage: str
-    """The node's own folder in which a copy of the image is; empty where the image is read where it is."""
+    """The folder for a copy of the image on each node's own disk; empty if nodes read the shared file."""
     stage_by: tuple[staging.Way, ...] = ()
-    """How the image comes to the folder `stage` of each node; what did not come, the node copies."""
+    """How the image comes to the folder `stage` of each node; if that fails, the node copies it."""
     variant: str
     """The variant of the image: cpu, cuda, cuda12, rocm or rocm6."""
     site: str
@@ -74,10 +74,10 @@ class Plan(BaseModel):
     sbatch: tuple[str, ...]
     """Options that the site gives to sbatch."""
     grace_s: int
-    """Seconds before the time limit at which Slurm is asked to tell the job."""
+    """Seconds before the time limit at which Slurm signals the job."""
     fabric: Fabric
     annotations: dict[str, str]
-    """What the engine's own hooks are told, by the name of the annotation."""
+    """Annotations for the engine's own hooks, by name."""
     preflight: Preflight | None
     user: str
     """The user's and the group's number, as `UID:GID`."""
@@ -98,7 +98,7 @@ class Plan(BaseModel):
     left_outside: tuple[str, ...]
     """Names of the job's variables that the container does not get."""
     binds: tuple[Bind, ...]
-    """What of the host the container sees."""
+    """The folders and files of the host that the container sees."""
     reasons: dict[str, str]
     """Why each automatic choice was made, by the name of the choice."""
     findings: tuple[Finding, ...] = ()
@@ -111,7 +111,7 @@ class Plan(BaseModel):
         return self.world.identity == SLURM
 
     def refuse(self) -> None:
-        """Raise the first finding for which the run must not start."""
+        """Raise the first finding that refuses the run, if there is one."""
         for finding in self.findings:
             if finding.code:
                 raise findings.error(finding)

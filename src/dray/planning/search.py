@@ -15,7 +15,7 @@ from dray.planning.tuning import ROWS, SAVERS, STRATEGY, Axis, Candidate, Space,
 
 
 class Figure(NamedTuple):
-    """How fast a candidate is: the median of its steps in tokens a second, and how far half of them are from it."""
+    """A candidate's speed: the median of its steps in tokens a second, and within what distance half of them are."""
 
     speed: float
     spread: float
@@ -23,16 +23,16 @@ class Figure(NamedTuple):
 
 
 Measure = Callable[[Candidate], Figure | None]
-"""None: it cannot run. The same candidate is asked for again and again, and is to be measured once."""
+"""None: the candidate cannot run. The search asks for the same candidate often; measure it once."""
 
 
 def beats(one: Figure, other: Figure) -> bool:
-    """Whether it is faster by more than noise."""
+    """Whether `one` is faster than `other` by more than noise."""
     return one.speed - other.speed > one.spread + other.spread
 
 
 def best(found: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Candidate | None:
-    """Of those that none beats: the fewest changes of the recipe's own, then the least memory, then the fastest."""
+    """Of the candidates that none beats: the one with the fewest changes, then the least memory, then the fastest."""
     every = list(found)
     if not every:
         return None
@@ -42,7 +42,7 @@ def best(found: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Candida
 
 
 def descend(space: Space, measure: Measure) -> None:
-    """Measure what leads to the fastest, from the first that runs: the recipe's own, or what is nearest to it."""
+    """Measure candidates up to the fastest, from the recipe's own on, or the nearest one that runs."""
     search = _Search(space, measure)
     current = next((one for one in space.every() if measure(one)), None)
     while current:
@@ -79,7 +79,7 @@ class _Search:
         return current
 
     def with_room(self, current: Candidate) -> Candidate:
-        """Larger micro-batches, where there is no room for them as it is, with all that may make room."""
+        """Try larger micro-batches; if they do not fit, together with changes that make room."""
         axis = next((axis for axis in self._space.axes if axis.key == ROWS), None)
         larger = axis.values[axis.values.index(current.get(ROWS) or 0) + 1 :] if axis else ()
         if not axis or not larger:
@@ -95,7 +95,7 @@ class _Search:
         return found
 
     def _rooms(self, current: Candidate) -> Iterator[Mapping[str, Value]]:
-        """A strategy that shards more, what keeps less, or both."""
+        """Changes that make room: a strategy that shards more, settings that keep less, or both."""
         strategies = next((axis.values for axis in self._space.axes if axis.key == STRATEGY), ())
         others: list[Mapping[str, Value]] = [{STRATEGY: one} for one in strategies if one != current.get(STRATEGY)]
         for strategy in ({}, *others):
@@ -104,13 +104,13 @@ class _Search:
                     yield {**strategy, **saver}
 
     def _share(self, current: Candidate, change: Mapping[str, Value]) -> float:
-        """How much of its speed is left with one change, at best; 0 where it cannot run."""
+        """The share of its speed that is left with one change, at best; 0 if it cannot run."""
         other = self._space.moved(current, change)
         figure, known = self._measure(other) if other else None, self._measure(current)
         return (figure.speed + figure.spread) / known.speed if figure and known else 0.0
 
     def _most(self, axis: Axis, current: Candidate) -> float:
-        """How many times as fast a larger micro-batch can make it: each step up helps less than the one before."""
+        """The largest factor that larger micro-batches can gain: each step up helps less than the one before."""
         rows = [value for value in axis.values if isinstance(value, int)]
         place = rows.index(int(current.get(ROWS) or 0))
         most = rows[-1] / rows[place]

@@ -1,4 +1,4 @@
-"""fsdp on several nodes: over how many of them it shards, so that the weights of others need not be gathered."""
+"""fsdp on several nodes: over how many of them it shards; with fewer, less is gathered between nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GB = 10**9
 
 
 def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> str:
-    """For a reader; empty where there is nothing to choose."""
+    """Over how many nodes fsdp shards, and why; empty if there is nothing to choose."""
     nodes, train = len(world.nodes), recipe.train
     if train is None or train.strategy != "fsdp" or nodes == 1:
         return ""
@@ -24,19 +24,19 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
     limit = memory.limit(site, facts)
     model = memory.known(files)
     if not limit or model is None:
-        return f"over the fewest nodes whose ranks hold it, copies on the others: {_quarter()}, seen when it starts"
+        return f"over the fewest nodes whose ranks hold it in {_quarter()}, measured at the start; copies on the others"
     # As the trainer counts it, in its leanest way.
     held = (4 if recipe.model.dtype != "bf16" else 2) * (model.parameters + 3 * memory.trained(model))
     sizes = sharding.nodes_of("auto", nodes)
     least = next((one for one in sizes if held / (one * world.ranks_per_node) <= sharding.SHARE * limit * _GB), nodes)
     return (
-        f"{_over(world, least)}: the fewest nodes of which {_quarter()} ({limit:g} GB) holds a share of the "
-        f"{held / _GB:.0f} GB; the trainer sees the memory itself"
+        f"{_over(world, least)}: the fewest nodes where {_quarter()} ({limit:g} GB) holds its share of the "
+        f"{held / _GB:.0f} GB; the trainer measures the memory itself"
     )
 
 
 def refusals(recipe: Recipe, world: World) -> tuple[Finding, ...]:
-    """A number of nodes by which those of the run cannot be divided."""
+    """The finding that train.fsdp_shard does not divide the number of nodes, if it does not."""
     nodes, train = len(world.nodes), recipe.train
     asked = train.fsdp_shard if train else "auto"
     if not isinstance(asked, int) or nodes % asked == 0:
@@ -44,8 +44,8 @@ def refusals(recipe: Recipe, world: World) -> tuple[Finding, ...]:
     known = sharding.nodes_of("auto", nodes)
     return (
         Finding(
-            "train.fsdp_shard does not divide the nodes",
-            wanted=f"one of {', '.join(map(str, known))}: groups of {counted(nodes, 'node')}, all equally large",
+            "train.fsdp_shard does not divide the number of nodes",
+            wanted=f"one of {', '.join(map(str, known))}, which divide {counted(nodes, 'node')} into equal groups",
             found=f"train.fsdp_shard = {asked}",
             fix=f"train.fsdp_shard={max(one for one in known if one <= asked)}, or auto",
         ),

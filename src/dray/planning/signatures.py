@@ -1,4 +1,4 @@
-"""Whose signature an image must have: what the recipe and the site demand, each for itself."""
+"""Whose signature an image must have, as the recipe and the site demand."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dray.engines.base import Engine
 
 
 def signers(recipe: Recipe, site: Site) -> tuple[str, ...]:
-    """The keys of which one must have signed; where both demand one, those that both name."""
+    """The keys of which one must have signed; if recipe and site both name keys, those in both lists."""
     demanded = [keys for keys in (recipe.image_signers, site.image_signers) if keys]
     return tuple(key for key in demanded[0] if all(key in keys for keys in demanded)) if demanded else ()
 
 
 def refusals(recipe: Recipe, site: Site, engine: Engine) -> Iterator[Finding]:
-    """What no node could check."""
+    """Refuse a demand that no node could check."""
     if not recipe.image_signers and not site.image_signers:
         return
     if not engine.verifies:
         yield Finding(
-            f"{engine.name} does not check who signed an image",
+            f"{engine.name} cannot check who signed an image",
             wanted="apptainer or singularity, since image_signers is set",
             found=f"engine {engine.name}",
             fix="leave image_signers out of the recipe or the site file, or start a SIF",
@@ -31,10 +31,10 @@ def refusals(recipe: Recipe, site: Site, engine: Engine) -> Iterator[Finding]:
         )
     elif not signers(recipe, site):
         yield Finding(
-            "no key may sign the image for both the recipe and the site",
+            "the recipe and the site have no key in common in image_signers",
             where=f"site {site.name}",
             wanted=f"one of the site's image_signers: {', '.join(site.image_signers)}",
             found=f"the recipe's: {', '.join(recipe.image_signers)}",
-            fix="name a key in the recipe's image_signers that the site has too",
+            fix="add a key of the site to the recipe's image_signers",
             code=exit_codes.CONFIG,
         )

@@ -1,4 +1,4 @@
-"""How the nodes get a copy of the image on their own disks, where the site has a folder for it."""
+"""How the nodes get a copy of the image on their own disks, if the site names a folder for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS: dict[Way, str] = {"sbcast": "Slurm's sbcast", "tree": "from node to node
 
 
 class Staging(NamedTuple):
-    """The folder on each node, none where nothing is copied; what is tried before each node copies the file; why."""
+    """The folder on each node, empty if nothing is copied; the ways tried before each node copies the file; why."""
 
     folder: str = ""
     by: tuple[Way, ...] = ()
@@ -22,7 +22,7 @@ class Staging(NamedTuple):
 
 
 def chosen(site: Site, facts: Facts, engine: Engine, world: World, *, signed: bool) -> Staging:
-    """What the site says, where the engine starts a file that a node can copy first. `signed`: somebody must have."""
+    """The site's way, if the engine starts a file that nodes can copy. `signed`: the image needs a signature."""
     if not site.stage or engine.image != "file" or not engine.script_mounts:
         return Staging()
     tried: list[Way] = []

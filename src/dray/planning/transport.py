@@ -1,4 +1,4 @@
-"""The network between the nodes: whose libraries drive it, and whether the preflight proves it."""
+"""The network between the nodes: whose libraries the run uses for it, and whether the preflight proves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTHING: dict[str, object] = {"strategy": "none", "libraries": (), "plugin": ""
 
 
 def fabric(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Choice[Fabric]:
-    """The site's, where the engine can put the host's libraries in; else the image must have all that it needs."""
+    """The site's fabric, if the engine can add the host's libraries; else the image must have all that it needs."""
     why = " ".join(site.why.get("fabric", f"site {site.name}").split())
     if facts.nodes == 1 and site.fabric.strategy != "none":
         return Choice(site.fabric.model_copy(update=_NOTHING), "one node has no network between nodes")
@@ -30,13 +30,13 @@ def fabric(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Choice[F
 
 
 def hooks(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> dict[str, str]:
-    """What the engine's hooks are told; one node has no network between nodes."""
+    """The annotations for the engine's hooks; a run of one node needs none for the fabric."""
     return engine.annotations(recipe.image, site.fabric.kind if facts.nodes > 1 else "", site.annotations)
 
 
 def preflight(recipe: Recipe, facts: Facts) -> Choice[Preflight | None]:
-    """Nodes that are one machine have no network between them to prove."""
+    """The preflight's settings, None if there is none: nodes on one machine have no network to prove."""
     several = facts.nodes > 1 and facts.scheduler != "local"
     if {"always": True, "never": False, "several": several}[recipe.preflight.when]:
         return Choice(recipe.preflight, f"all ranks, within {recipe.preflight.timeout_s} s after the rendezvous")
-    return Choice(None, f"none (preflight.when is {recipe.preflight.when})")
+    return Choice(None, f"none (preflight.when = {recipe.preflight.when})")

@@ -1,4 +1,4 @@
-"""What `dray tune` may change of a recipe: how it is computed, and never what is trained."""
+"""What `dray tune` may change of a recipe: how it computes, and never what it trains."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Value = str | int | bool
 STRATEGY, ROWS, CHECKPOINTING = "train.strategy", "batch.per_device", "train.activation_checkpointing"
 COMPILE, LOSS, SHARD = "train.compile", "train.loss", "train.fsdp_shard"
 KEYS = (ROWS, STRATEGY, CHECKPOINTING, COMPILE, LOSS, SHARD)
-"""In the order of the search: what is the fastest strategy depends on the micro-batch more than the other way round."""
+"""In the order of the search: the fastest strategy depends more on the micro-batch than the reverse."""
 SAVERS: tuple[Mapping[str, Value], ...] = (
     {CHECKPOINTING: True},
     {LOSS: "chunked"},
     {CHECKPOINTING: True, LOSS: "chunked"},
 )
-"""What makes room for a larger micro-batch."""
+"""Changes that make room for a larger micro-batch."""
 # Where a configuration does not name them, transformers takes 0.1.
 _DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -37,35 +37,35 @@ _DROPOUT = {
 
 
 class Axis(NamedTuple):
-    """A key, and its values; those of a number in their order, others with the recipe's own first."""
+    """A key and its values: numbers in ascending order, others with the recipe's own first."""
 
     key: str
     values: tuple[Value, ...]
 
     @property
     def ordered(self) -> bool:
-        """Whether what helps in one direction may help more further on."""
+        """Whether the values have an order, so that the search can follow one direction."""
         return self.key == ROWS
 
 
 class Candidate(NamedTuple):
-    """One setting of all keys."""
+    """A value for each key."""
 
     values: tuple[tuple[str, Value], ...]
 
     def get(self, key: str) -> Value | None:
-        """None where the key has no effect with the others."""
+        """The key's value; None if the key has no effect with the others."""
         return dict(self.values).get(key)
 
     def changed(self, changes: Mapping[str, Value]) -> Candidate:
-        """The same with other values. Of fsdp's own key only fsdp has one."""
+        """The candidate with these changes; train.fsdp_shard stays only with fsdp."""
         found = {**dict(self.values), **changes}
         if found[STRATEGY] != "fsdp":
             found.pop(SHARD, None)
         return Candidate(tuple((key, found[key]) for key in KEYS if key in found))
 
     def differences(self, other: Candidate) -> list[tuple[str, Value]]:
-        """What this has that the other has not."""
+        """The keys and values in which this one differs from the other."""
         return [pair for pair in self.values if pair not in other.values]
 
 
@@ -76,10 +76,10 @@ class Space:
     start: Candidate
     """The recipe's own setting."""
     axes: tuple[Axis, ...]
-    """Those with several values."""
+    """The keys that have several values."""
 
     def every(self) -> Iterator[Candidate]:
-        """The grid, each candidate once, those that are nearest to the recipe's own first."""
+        """Each candidate of the grid once, those nearest to the recipe's own first."""
         found = [self.start]
         for axis in self.axes:
             found += [
@@ -91,7 +91,7 @@ class Space:
         return iter(sorted(dict.fromkeys(found), key=lambda one: len(one.differences(self.start))))
 
     def moved(self, candidate: Candidate, changes: Mapping[str, Value]) -> Candidate | None:
-        """The candidate with these values; None where a key has no effect with it, or has no such value here."""
+        """The candidate with these values; None if a key has no effect, or no such value here."""
         allowed = {axis.key: axis.values for axis in self.axes}
         if any(value != candidate.get(key) and value not in allowed.get(key, ()) for key, value in changes.items()):
             return None
@@ -102,7 +102,7 @@ class Space:
 
 
 def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str]) -> Space:
-    """Of a recipe as it is planned: the keys that are to be tuned, with the values that are given for some of them."""
+    """The candidates of a planned recipe: the `keys` to tune, with the values `given` for some of them."""
     recipe, shares, ranks = plan.recipe, plan.batch, plan.world
     train = recipe.train
     assert train is not None
@@ -124,7 +124,7 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     }
     if wrong := [value for value in given.get(ROWS, ()) if value not in known[ROWS]]:
         raise ConfigError(
-            f"global batch {shares.global_size} is not divisible by {ranks.size} ranks of {wrong[0]}",
+            f"global batch {shares.global_size} is not divisible by {ranks.size} ranks x {wrong[0]} per device",
             where=ROWS, wanted=f"some of {', '.join(map(str, known[ROWS]))}", found=", ".join(map(str, given[ROWS])),
         )  # fmt: skip
     axes = []
@@ -149,14 +149,14 @@ _CHOICES: dict[str, tuple[Value, ...]] = {
 
 
 def values(key: str, text: str) -> tuple[Value, ...]:
-    """Several values of a key that can be tuned, divided by commas."""
+    """The values of a key to tune, which the text separates by commas."""
     found = []
     for one in map(str.strip, text.split(",")):
         named = {str(choice).lower(): choice for choice in _CHOICES.get(key, ())}
         value = named.get(one) if named else int(one) if re.fullmatch("[1-9][0-9]{0,8}", one) else None
         if value is None:
             wanted = f"some of {', '.join(named)}" if named else "whole numbers from 1 on"
-            raise ConfigError(f"{key} has a wrong value to tune", wanted=wanted, found=one or text)
+            raise ConfigError(f"{key} cannot have this value", wanted=wanted, found=one or text)
         found.append(value)
     return tuple(found)
 
@@ -176,7 +176,7 @@ def keys(text: str) -> tuple[str, ...]:
 
 
 def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> Recipe:
-    """The recipe with this setting; ConfigError where its keys do not go together."""
+    """The recipe with the candidate's values. ConfigError: they do not go together."""
     assert recipe.batch is not None
     table = recipe.model_dump(mode="json", exclude_unset=True)
     for key, value in candidate.values:
@@ -195,7 +195,7 @@ def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: in
 
 
 def tolerance(recipe: Recipe, configuration: Mapping[str, Any], *, exact: float) -> tuple[float, str]:
-    """How far losses of one step may be apart, relative to their value, and why."""
+    """By how much the losses of one step may differ, relative to their value, and why."""
     assert recipe.train is not None
     if why := _random(recipe, configuration):
         return 0.05, f"{why}, whose random numbers depend on the micro-batch"

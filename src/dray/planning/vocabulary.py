@@ -1,4 +1,4 @@
-"""Whether the head computes with more words than the model has: products of round sizes are fast on GPUs."""
+"""Whether the head's vocabulary is padded: products of round sizes are faster on GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MULTIPLE = 128
 
 
 def chosen(recipe: Recipe, files: Files) -> Choice[Recipe]:
-    """The recipe with the multiple."""
+    """The recipe with model.pad_to_multiple_of decided, and why."""
     if recipe.train is None:
         return Choice(recipe, "")
     multiple, why = _decided(recipe)
@@ -28,9 +28,9 @@ def _decided(recipe: Recipe) -> tuple[int, str]:
     assert recipe.train is not None
     asked = recipe.model.pad_to_multiple_of
     if asked != "auto":
-        return asked, "the recipe says so"
+        return asked, "set in the recipe"
     if recipe.image == "cpu":
-        return 1, "it makes nothing faster on a CPU"
+        return 1, "padding makes nothing faster on a CPU"
     if recipe.analog and recipe.analog.enabled:
         return 1, "the head may be analog"
     if recipe.train.loss == "triton":

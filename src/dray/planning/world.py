@@ -1,4 +1,4 @@
-"""Who takes part in a run, how many ranks a node has, and at which port the nodes find one another."""
+"""Decides the nodes of a run, the ranks on each of them, and the port of the rendezvous."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _IDENTITY = {"slurm": SLURM, "local": _LOCAL, "hosts": _LOCAL}
 # What to type where the scheduler gave no GPU, or none was asked for before there is a job.
 _MORE_GPUS = {
     "slurm": "add --gpus-per-node=N (some sites want --gres=gpu:N) to sbatch",
-    "login": 'add --gpus-per-node N; where sbatch wants --gres, a site file says gpu_option = "gres" (docs/launch.md)',
-    "local": "add --gpus-per-node N; image=cpu trains without",
+    "login": 'add --gpus-per-node N; if sbatch wants --gres, set gpu_option = "gres" in a site file (docs/launch.md)',
+    "local": "add --gpus-per-node N, or train without GPUs: image=cpu",
     "hosts": "add slots=N to each line of the hostfile, or --gpus-per-node N",
 }
 _FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), where any client may sit on a port
@@ -65,7 +65,7 @@ class Node(_Model):
 
 
 class World(_Model):
-    """Who takes part, and where they find one another."""
+    """The nodes and ranks of a run, and where the rendezvous is."""
 
     nodes: tuple[Node, ...]
     """The nodes that take part, in the order of their numbers."""
@@ -78,22 +78,21 @@ class World(_Model):
     port: int
     """The port of the rendezvous; 0 where the first node chooses a free one and writes it to rendezvous.json."""
     interfaces: tuple[str, ...]
-    """Network interfaces on one of which the first node listens, as the site names them; empty where the route
-    decides."""
+    """The site's network interfaces, on one of which the first node listens; empty: the route decides."""
     rendezvous_timeout_s: int
     """Seconds that a node waits for the others in the rendezvous."""
     max_restarts: int
-    """How often the runners start all ranks again within the job."""
+    """How often the runners may start all ranks again within the job."""
     spares: tuple[str, ...]
-    """Nodes of the job that take no part as long as these do."""
+    """Spare nodes of the job, which take no part until a node fails."""
     cores: tuple[str, ...]
-    """The cores of each rank of a node, as the site's CPU map has them; empty where each node divides its own."""
+    """The cores of each local rank, from the site's CPU map; empty: each node divides its own cores."""
     one_machine: bool
     """Whether all nodes are this machine."""
     shared_folder: bool
     """Whether all nodes see the run folder at the same place."""
     logs_by_node: bool = False
-    """Whether no rank has a file of its own on the shared disk."""
+    """Whether ranks write to one log of their node, and have no files of their own on the shared disk."""
     identity: dict[_Identity, str]
     """The variables in which a node finds its number, the number of nodes, its name, its cores and its image."""
     task: tuple[str, ...]
@@ -101,28 +100,30 @@ class World(_Model):
 
 
 def port_of(run: str) -> int:
-    """A port for a run of this name, the same on every machine without asking any other."""
+    """A port made from the run's name, so that every machine has the same one."""
     return _FIRST_PORT + int(hashlib.sha256(run.encode()).hexdigest()[:6], 16) % _PORTS
 
 
 def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, str]]:
-    """Who takes part, and the reasons by name."""
+    """The world of a run, and the reasons of the choices by name."""
     hosts = facts.hosts()
     ranks, chosen_port = ranks_per_node(recipe, facts), _port(recipe, facts)
     asked = (
-        "the scheduler gave them" if len(hosts) == recipe.nodes else f"given, though the recipe asks for {recipe.nodes}"
+        "from the scheduler"
+        if len(hosts) == recipe.nodes
+        else f"from the scheduler; the recipe has nodes = {recipe.nodes}"
     )
     if (recipe.spares or facts.lost) and not facts.login:
         asked += f"; spare: {' '.join(facts.spares) or 'none'}{'; failed: ' * bool(facts.lost)}{' '.join(facts.lost)}"
     asked += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})" * bool(facts.missing)
     interfaces = f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""
-    masks = f"{' '.join(site.cores)}: site {site.name}, where a job has whole nodes"
+    masks = f"{' '.join(site.cores)}: site {site.name}, whose jobs have whole nodes"
     reasons = {
         "nodes": f"{len(hosts)}: {asked}",
         "ranks_per_node": f"{ranks.value}: {ranks.why}",
         "master": f"{hosts[0]}: the first of {facts.nodelist}{interfaces}",
         "port": f"{chosen_port.value or 'any'}: {chosen_port.why}",
-        "cores": masks if site.cores else "each node divides its own",
+        "cores": masks if site.cores else "each node divides its own among its ranks",
         "logs": _logs(len(hosts) * ranks.value, recipe.runs.logs_by_node_above),
     }
     world = World(
@@ -146,7 +147,7 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
 
 
 def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
-    """One for each GPU, and without GPUs as the recipe says."""
+    """One for each GPU; without GPUs, as many as the recipe sets."""
     if recipe.launcher == "ray" and (facts.gpus_per_node or recipe.image == "cpu"):
         return Choice(1, "launcher = ray: Ray starts its workers itself")
     if facts.gpus_per_node and facts.scheduler == "hosts":
@@ -161,20 +162,20 @@ def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
             fix=_MORE_GPUS["login" if facts.login else facts.scheduler],
         )
     if recipe.ranks_per_node:
-        return Choice(recipe.ranks_per_node, "the recipe says so, and no GPUs are used")
-    return Choice(1, "no GPUs are used, and there is no ranks_per_node")
+        return Choice(recipe.ranks_per_node, "set in the recipe, since no GPUs are used")
+    return Choice(1, "the default, since no GPUs are used")
 
 
 def _logs(ranks: int, most: int) -> str:
     limit = f"runs.logs_by_node_above = {most}"
     if ranks <= most:
         return f"one for each rank; {limit}"
-    return f"one for each node: {ranks} ranks, {limit}; a shared disk makes few thousand files a second"
+    return f"one for each node: {ranks} ranks, {limit}; a shared disk creates only some thousand files a second"
 
 
 def _port(recipe: Recipe, facts: Facts) -> Choice[int]:
     if recipe.port:
-        return Choice(recipe.port, "the recipe says so")
+        return Choice(recipe.port, "set in the recipe")
     if facts.port:
         return Choice(facts.port, "from the run's name, since machines of a hostfile share no folder")
     return Choice(0, "a free one, which the first node chooses and writes to rendezvous.json")

@@ -1,1 +1,1 @@
-"""`launcher = "ray"`: one Ray cluster of a job's nodes. A program of its own, which the runner starts on each node."""
+"""`launcher = "ray"`: one Ray cluster of a job's nodes, by a program that the runner starts on each node."""

@@ -1,7 +1,7 @@
 """`launcher = "ray"`: one Ray cluster of the job's nodes, and the user's program on the first. One process a node.
 
-Ray's own token keeps others out, made of the run's secret. What a node is told through torch's store, which knows no
-passwords, is signed with it.
+Ray's own token, made from the run's secret, keeps others out. Messages through torch's store, which has no passwords,
+are signed with the secret.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OWN = "r"  # what Ray makes, which it opens to all users; the folder above stay
 
 
 class Told:
-    """What the first node tells the others."""
+    """Messages of the first node to the others, through torch's store."""
 
     def __init__(self, secret: bytes) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415  seconds
@@ -43,11 +43,11 @@ class Told:
         self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
     def say(self, key: str, value: str) -> None:
-        """Once."""
+        """Send a value, once."""
         self._store.set(key, json.dumps([value, self._signed(key, value)]))
 
     def heard(self, key: str) -> str | None:
-        """The value, once it is there."""
+        """The value, None before it has come."""
         if not self._store.check([key]):
             return None
         try:
@@ -55,7 +55,7 @@ class Told:
         except ValueError:
             value = signed = ""
         if not hmac.compare_digest(str(signed), self._signed(key, str(value))):
-            sys.exit(_fail("torch's store holds what the first node has not written", f"found:  the key {key}"))
+            sys.exit(_fail("a value in torch's store is not from the first node", f"found:  the key {key}"))
         return str(value)
 
     def _signed(self, key: str, value: str) -> str:
@@ -63,7 +63,7 @@ class Told:
 
 
 def main(folder: str, gpus: str, command: list[str]) -> int:
-    """Be the head, and run the program when all nodes are there; or be a worker until the program has ended."""
+    """On the first node start Ray's head, and the program once all nodes have joined; elsewhere be a worker."""
     _require_ray()
     plan = json.loads(files.read(Path(folder, run_folder.PLAN), own=True))
     secret = rendezvous.secret_of(folder)
@@ -97,7 +97,7 @@ class Ray:
         self._children = Children()
 
     def head(self, nodes: int, command: list[str], limit: float) -> int:
-        """The program's exit code, or why it was not started."""
+        """Start the head and the program; return the program's exit code, or that of the failure before it."""
         address = socket.gethostbyname(os.environ["MASTER_ADDR"])
         with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
@@ -131,7 +131,7 @@ class Ray:
         return code
 
     def worker(self, address: str) -> int:
-        """0 when the program has ended, whatever its code: the first node has it."""
+        """Be a worker until the program has ended; return 0 then, since the first node returns its exit code."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             host, _, port = address.rpartition(":")
             way.connect((host, int(port)))  # sends nothing: the address of the interface that leads there
@@ -150,7 +150,7 @@ class Ray:
         return 0
 
     def keep_logs(self, code: int) -> None:
-        """Of a failure; the folder goes."""
+        """Copy Ray's logs after a failure; its own folder is deleted."""
         logs = self._place / _OWN / "session_latest" / "logs"
         if code and logs.is_dir():
             shutil.copytree(logs, self._logs, dirs_exist_ok=True)
@@ -179,7 +179,7 @@ def _made(name: str) -> str:
     except FileExistsError:
         about = os.lstat(name)
         if about.st_uid != os.getuid() or about.st_mode & 0o7777 != 0o700:
-            sys.exit(_fail("another user has made Ray's folder", f"where:  {name}"))
+            sys.exit(_fail("Ray's folder was made by another user", f"where:  {name}"))
     return name
 
 
@@ -205,7 +205,7 @@ def _require_ray() -> None:
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < _OLDEST:
         wanted = f"wanted: ray {_OLDEST[0]}.{_OLDEST[1]} or newer, whose ports ask for a token"
         fix = "fix:    dray image layer VARIANT --pip ray, and layer=ray"
-        sys.exit(_fail("launcher = ray, and the image has no such Ray", wanted, f"found:  {found}", fix))
+        sys.exit(_fail("launcher = ray, and the image lacks a new enough Ray", wanted, f"found:  {found}", fix))
 
 
 def _fail(problem: str, *lines: str) -> int:
@@ -214,7 +214,7 @@ def _fail(problem: str, *lines: str) -> int:
 
 
 def meet(nodes: int, limit: float, up: Path) -> int:
-    """Wait until Ray has all nodes; `up` is made when it has the first."""
+    """Wait until all nodes have joined Ray; create the file `up` when the first has."""
     import ray  # type: ignore[import-not-found]  # noqa: PLC0415
 
     ray.init(log_to_driver=False, logging_level="ERROR")

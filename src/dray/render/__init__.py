@@ -1,4 +1,4 @@
-"""Plan -> text: node.sh, the options of srun and sbatch, what `dray plan` shows. Quoting happens in this room alone."""
+"""Plan -> text: node.sh, the options of srun and sbatch, what `dray plan` prints. Only this room quotes for bash."""
 
 from __future__ import annotations
 

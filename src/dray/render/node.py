@@ -1,4 +1,4 @@
-"""The script that starts a node: the plan as data, and the files of bash that work on it."""
+"""The script that starts a node: the plan's data, and the files of bash that use it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def node_script(plan: Plan) -> str:
 
 
 def stage_script(plan: Plan) -> str:
-    """The script that one task on each node runs while Slurm's sbcast brings the image; nothing where it does not."""
+    """The script that one task on each node runs while sbcast copies the image; empty if the plan has no sbcast."""
     if "sbcast" not in plan.stage_by:
         return ""
     head, call = _head(plan, "Stages"), shlex.join(["node::hold", plan.image, plan.stage, plan.image_sha256])
@@ -44,7 +44,7 @@ def stage_script(plan: Plan) -> str:
 
 
 def enter_script(plan: Plan) -> str:
-    """A script for a node of a run that goes on: it runs its own arguments in a container as the run's is."""
+    """A script for a node of a running run: it starts its arguments in a container like that of the run."""
     plan = plan.model_copy(update={"stage": ""})  # the copy on the node's disk is the run's, which takes it away
     argv = engines.get(plan.engine).argv(_container(plan, terminal=True), [Shell('"$@"')])
     return _script(plan, "Enters", _file("enter"), ["node::start", *argv], entering=True)
@@ -80,13 +80,13 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
 def _head(plan: Plan, does: str) -> str:
     return (
         "#!/usr/bin/env bash\n"
-        f"# {does} run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
+        f"# {does} run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe instead.\n"
         "set -euo pipefail"
     )
 
 
 def srun_options(plan: Plan) -> str:
-    """What the job's script adds to srun: where Slurm starts the container, or may lose a node; an argument a line."""
+    """Options for the job's srun, one per line: if Slurm starts the container, or the run may go on without a node."""
     options = engine_options(plan)
     if plan.recipe.replaces_nodes and plan.world.shared_folder and not plan.world.one_machine:
         names = [node.name for node in plan.world.nodes]
@@ -95,12 +95,12 @@ def srun_options(plan: Plan) -> str:
 
 
 def engine_options(plan: Plan) -> list[str]:
-    """What srun is told where Slurm itself starts the container."""
+    """The options of srun, if Slurm itself starts the container."""
     return [*engines.get(plan.engine).srun_options(_container(plan))]
 
 
 def engine_files(plan: Plan) -> dict[str, str]:
-    """What the engine reads from the attempt's folder."""
+    """The files that the engine reads in the attempt's folder."""
     return engines.get(plan.engine).files(_container(plan))
 
 
@@ -141,7 +141,7 @@ def _container(plan: Plan, *, terminal: bool = False) -> Container:
 
 
 def _file(name: str) -> str:
-    """A file of bash without its first line, which node.sh has itself."""
+    """A file of bash without its first line, which node.sh has already."""
     content = resources.files("dray.render").joinpath("bash", f"{name}.sh").read_text(encoding="utf-8")
     return content.partition("\n")[2].rstrip("\n")
 
@@ -160,7 +160,7 @@ def _lines(lines: Iterator[str] | list[str]) -> list[str]:
 
 def _unset() -> str:
     return (
-        "# The engine would hand these in as well, and no plan would show them.\n"
+        "# The engine would pass these on too, and no plan would show them.\n"
         'unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"\n'
         "unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}"
     )
@@ -197,7 +197,7 @@ def _places(plan: Plan, *, entering: bool) -> Iterator[str]:
 
 
 def _made(plan: Plan) -> Iterator[str]:
-    """What the recipe keeps outside the run folder is as private as that."""
+    """Create the recipe's folders outside of the run folder, as private as that one."""
     for bind in plan.binds:
         if bind.made:
             yield "# shellcheck disable=SC2174 # the folders above it keep the usual mode"
@@ -215,7 +215,7 @@ def _bind(bind: Bind, plan: Plan) -> Iterator[str]:
 
 
 def _fabric(plan: Plan) -> Iterator[str]:
-    wanted = f"a part of the fabric ({plan.site}); without it ranks would fall back to TCP without a warning"
+    wanted = f"a part of the fabric ({plan.site}), without which ranks silently use TCP"
     yield f"\n{_file('fabric')}\n"
     for pattern in plan.fabric.libraries:
         yield _call("library", pattern, wanted)
@@ -230,7 +230,7 @@ def _call(function: str, path: str, wanted: str) -> str:
     record: dict[str, object] = {
         "rank": None,
         "code": exit_codes.UNFIT,
-        "why": f"{path} is not there\n  wanted: {wanted}",
+        "why": f"{path} does not exist\n  wanted: {wanted}",
         "log": None,
         "last_lines": [],
     }
@@ -238,7 +238,7 @@ def _call(function: str, path: str, wanted: str) -> str:
 
 
 def _same(plan: Plan) -> str:
-    why = f"{plan.image} is another file than the one that was adopted\n  wanted: {plan.image_file}"
+    why = f"{plan.image} was changed since it was adopted\n  wanted: {plan.image_file}"
     record: dict[str, object] = {
         "rank": None,
         "code": exit_codes.UNFIT,
@@ -270,7 +270,7 @@ def _handed_in(plan: Plan, prefix: str) -> Iterator[str]:
 
 def _missing_secrets(plan: Plan) -> Iterator[str]:
     if plan.recipe.pass_env:
-        yield "# A token that is missing is named at the start, and not by a failed download."
+        yield "# Name a missing token now, and not after a failed download."
     for name in plan.recipe.pass_env:
         yield f"[[ -v {name} ]] || echo 'dray: {name} (pass_env) is not set' >&2"
 
@@ -283,7 +283,7 @@ def _stage(plan: Plan) -> str:
 
 
 def _fetch(plan: Plan) -> str:
-    """The program of the tree, in the shared image: it needs no GPU, no layer, and no mount beside the run's."""
+    """The tree's program in a container of the shared image, without GPU, layer and mounts but the run's."""
     engine = engines.get(plan.engine)
     container = replace(_container(plan), staged=False, accelerator="cpu", layer="", fabric="")
     inner = [engine.python(plan.image), "-m", "dray.runner.stage", f"{plan.folder}/{names.PLAN}"]
@@ -292,14 +292,14 @@ def _fetch(plan: Plan) -> str:
 
 
 def _signed(plan: Plan) -> str:
-    """Of the very file that starts, which is this node's own copy where there is one; and of the layer."""
+    """Check the file that the node starts, which is its own copy if there is one; and the layer."""
     calls = [_file("signed")]
     files = {"image": plan.image, **({"layer": plan.layer.file} if plan.layer else {})}
     for what, file in files.items():
         record: dict[str, object] = {
             "rank": None,
             "code": exit_codes.UNFIT,
-            "why": f"{file} is not signed as it must be\n  wanted: a signature with one of {' '.join(plan.signers)}",
+            "why": f"{file} lacks the required signature\n  wanted: a signature with one of {' '.join(plan.signers)}",
             "log": None,
             "last_lines": [],
         }

@@ -1,4 +1,4 @@
-"""The plan for a reader: what would run, and who decided what."""
+"""Prints the plan: what would run, and who decided what."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dray.render.node import srun_options, start_argv
 
 
 def text(plan: Plan) -> str:
-    """The plan for a reader: what would run, and who decided what."""
+    """The whole plan as text, as `dray plan -v` prints it."""
     rows: list[tuple[str, list[tuple[str, str]]]] = [
         (
             "run",
@@ -31,7 +31,7 @@ def text(plan: Plan) -> str:
                 ("site", plan.reasons["site"]),
                 ("nodes", plan.reasons["nodes"]),
                 ("", " ".join(_named(node.name, node.address) for node in plan.world.nodes)),
-                ("ranks", f"{plan.world.size} in all; on a node {plan.reasons['ranks_per_node']}"),
+                ("ranks", f"{plan.world.size} in all; on each node {plan.reasons['ranks_per_node']}"),
                 *([("GPUs", plan.reasons["gpus"])] if "gpus" in plan.reasons else []),
                 ("master", plan.reasons["master"]),
                 ("port", plan.reasons["port"]),
@@ -48,11 +48,11 @@ def text(plan: Plan) -> str:
         *([("fabric", _fabric(plan))] if plan.fabric.kind != "unknown" else []),
         ("environment", [(v.name, _origin(v.value, v.source, v.why, v.beats)) for v in plan.env]),
         (
-            "from where the job was submitted",
+            "variables of the job",
             [
-                ("passed", " ".join(plan.pass_env) or "nothing (pass_env in the recipe names what should be)"),
-                *([("of Slurm's task", " ".join(plan.world.task))] if plan.world.task else []),
-                *([("left outside", " ".join(plan.left_outside))] if plan.left_outside else []),
+                ("passed", " ".join(plan.pass_env) or "none (pass_env in the recipe names them)"),
+                *([("Slurm's task", " ".join(plan.world.task))] if plan.world.task else []),
+                *([("left out", " ".join(plan.left_outside))] if plan.left_outside else []),
             ],
         ),
         (
@@ -60,7 +60,7 @@ def text(plan: Plan) -> str:
             [
                 (
                     b.path,
-                    f"{'read-write' if b.write else 'read-only'}{'' if b.required else ' if it is there'}, {b.origin}",
+                    f"{'read-write' if b.write else 'read-only'}{'' if b.required else ' if it exists'}, {b.origin}",
                 )
                 for b in plan.binds
             ]
@@ -81,7 +81,7 @@ def text(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Its ten lines that matter most, and what is wrong or unwise."""
+    """The plan's most important lines, and its findings."""
     recipe, command = plan.recipe, plan.recipe.command
     about, _, figures = plan.reasons.get("memory", "").partition("\n")
     estimate = f"{about}; {' '.join(figures.split())}" if figures else about
@@ -90,7 +90,7 @@ def summary(plan: Plan) -> str:
         ("site", plan.reasons["site"]),
         ("image", _image(plan)),
         ("nodes", plan.reasons["nodes"]),
-        ("ranks", f"{plan.world.size} in all; on a node {plan.reasons['ranks_per_node']}"),
+        ("ranks", f"{plan.world.size} in all; on each node {plan.reasons['ranks_per_node']}"),
         *([("batch", plan.reasons["batch"]), ("training", plan.reasons["training"])] if recipe.train else []),
         *([("memory", estimate)] if estimate else []),
         *([("command", f"{shlex.join(command.argv)} in {plan.where}")] if command else []),
@@ -112,7 +112,7 @@ def _named(name: str, address: str) -> str:
 
 def _fabric(plan: Plan) -> list[tuple[str, str]]:
     fabric = plan.fabric
-    whose = {"host": "the host's libraries", "image": "the image's libraries", "none": "nothing is put in"}
+    whose = {"host": "the host's libraries", "image": "the image's libraries", "none": "nothing is added"}
     lines = [
         ("kind", f"{fabric.kind}, {whose[fabric.strategy]}: {' '.join(plan.reasons['fabric'].split())}"),
         *(("library", pattern) for pattern in fabric.libraries),
@@ -132,7 +132,7 @@ def _origin(value: str, source: str, why: str, beats: tuple[str, ...]) -> str:
     if why:
         shown += f" {why}"
     if beats:
-        shown += f"; beats {', '.join(beats)}"
+        shown += f"; replaces {', '.join(beats)}"
     return shown
 
 

@@ -1,1 +1,1 @@
-"""The thin program in the container, one on each node. Standard library only: it costs milliseconds and no memory."""
+"""The program that supervises a node's ranks, one on each node. Standard library only: it starts in milliseconds."""

@@ -47,10 +47,10 @@ _FILES = 65_536
 
 
 def main(path: str) -> int:
-    """What this node ended with: the launcher's exit code, or that of what kept it from being started."""
+    """This node's exit code: the launcher's, or that of the failure which kept it from starting."""
     plan = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
     if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
-        raise ConfigError("the plan is damaged", where=path, fix="begin the run again")
+        raise ConfigError("the plan is damaged", where=path, fix="submit the run again")
     world = plan["world"]
     os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     allow_files()
@@ -103,7 +103,7 @@ def main(path: str) -> int:
 
 
 def allow_files() -> None:
-    """Let this process, and so the preflight, the launcher and all ranks, open more files than by default."""
+    """Raise the limit of open files for this process, and so for the preflight, the launcher and all ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -122,7 +122,7 @@ def launch(
     clock: Mapping[str, float],
     parts: Startup,
 ) -> int:
-    """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
+    """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
     world, since = plan["world"], time.time()
     os.environ[evidence.BEFORE] = evidence.oom_kills()
     environ = environment.of(plan, me, store, start, gloo)
@@ -168,7 +168,7 @@ def launch(
 
 
 def _leave(plan: Mapping[str, Any], me: int, links: control.Control, store: tuple[str, int]) -> None:
-    """What is known once all nodes have ended: which were lost; on the first node, whether all ranks have saved, and
+    """Record what is known once all nodes have ended: lost nodes; on the first node, whether all ranks have saved, and
     whether they were in one process group."""
     for other, (since, found) in links.lost.items():
         teller = "any" if me and node.own(plan) else me
@@ -180,7 +180,7 @@ def _leave(plan: Mapping[str, Any], me: int, links: control.Control, store: tupl
 
 
 def _fail(plan: Mapping[str, Any], number: str, error: DrayError, links: control.Control | None, *, told: bool) -> int:
-    """Say why the ranks were not started, and record it unless that is `told`; the exit code, once all have ended."""
+    """Print why the ranks were not started, record it unless it is `told`; return the exit code once all have ended."""
     print(error, file=sys.stderr)
     found = error.finding
     if not told and not isinstance(error, introduction.StoppedError):
@@ -198,14 +198,14 @@ def _sweep(supervised: children.Children) -> None:
         return
     found = Finding(
         f"processes of this node did not end within {_ENDING_S:.0f} s of SIGKILL",
-        wanted="no process that outlives the job",
+        wanted="no process of the run outlives the job",
         fix="tell the administrators: a device or a file system of this node hangs",
     )
     print(f"dray: {found}", file=sys.stderr, flush=True)
 
 
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
-    """Leave what no rank could."""
+    """Record what no rank could."""
     if links.cause and not links.stopped:
         first.failure(plan, me)
     if links.cause and not plan["world"]["shared_folder"]:  # the record is on another machine
@@ -225,7 +225,7 @@ def restart(
     listener: socket.socket | None,
     start: Start,
 ) -> tuple[Start, socket.socket | None]:
-    """Once nothing of this node's start is left: the next one, to which the first node calls the others."""
+    """Prepare the next start, once all processes of this one have ended; the first node tells the others."""
     world = plan["world"]
     evidence.require_image(world["nodes"][me]["name"])
     if listener:
@@ -233,7 +233,7 @@ def restart(
     if not supervised.close(_ENDING_S):
         raise UnfitError(
             "the ranks cannot be started again",
-            wanted="a node on which the ranks before have ended",
+            wanted="a node whose earlier ranks have ended",
             found=f"processes that did not end within {_ENDING_S:.0f} s of SIGKILL",
             fix="leave that node out (sbatch --exclude): a device or a file system hangs",
             node=world["nodes"][me]["name"],
@@ -260,7 +260,7 @@ def serve(
     *,
     watched: bool = False,
 ) -> None:
-    """Hand the socket to a process with torch, which serves the store on it as long as this one lives."""
+    """Start a process with torch that serves the store on this socket until the runner ends."""
     if watched:
         supervised.forget(listener.fileno())
     argv = [sys.executable, "-m", "dray.tcp_store", store[0], str(store[1]), str(listener.fileno())]
@@ -269,12 +269,12 @@ def serve(
 
 
 def _store_ended(plan: Mapping[str, Any], me: int, links: control.Control, code: int) -> None:
-    """dray's trainer needs it to save and end when it is asked; other programs may not need it any more, or at all."""
+    """End the run of dray's trainer, which needs the store to save when asked; other programs may not need it."""
     if not code or links.cause or links.stopped:  # 0: there is no torch, so nobody can ask for it
         return
     found = Finding(
         f"the store has ended: {children.ended_with(code)}",
-        fix="start the run again; with more memory (sbatch --mem) if the kernel has killed it for want of that",
+        fix="start the run again; with more memory (sbatch --mem) if the kernel killed the store for lack of it",
         code=exit_codes.RETRY,
         node=plan["world"]["nodes"][me]["name"],
     )
@@ -287,18 +287,18 @@ def _store_ended(plan: Mapping[str, Any], me: int, links: control.Control, code:
 
 
 def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
-    """Why this node failed, by what its ranks have recorded; else the launcher itself failed, which is recorded."""
+    """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
     name = plan["world"]["nodes"][me]["name"]
     if one := first.failure(plan, me):
         problem = f"rank {one['rank']} on {name}: {one['why']}"
         return Finding(problem, where=one["log"], code=one["code"], node=name, rank=one["rank"])
-    found = Finding(f"the launcher ended with {children.ended_with(code)}", code=children.exit_code(code), node=name)
+    found = Finding(f"the launcher ended: {children.ended_with(code)}", code=children.exit_code(code), node=name)
     _record(plan, str(me), found, why=found.problem)
     return found
 
 
 def digest(plan: Mapping[str, Any]) -> str:
-    """What all nodes must agree on; each machine without a shared disk has its own user and counts its own attempts."""
+    """The digest of what all nodes must share of the plan: users and attempts differ between machines of a hostfile."""
     same = {key: value for key, value in plan.items() if key not in ("user", "attempt")}
     text = json.dumps(same, sort_keys=True)
     for own in (plan["folder"], plan["scratch"]):
@@ -307,7 +307,7 @@ def digest(plan: Mapping[str, Any]) -> str:
 
 
 def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
-    """The launcher with what only this node knows filled in, then the supervisor of each rank, then the command."""
+    """The launcher's argv with this node's values filled in, then the rank supervisor, then the command."""
     world = plan["world"]
     values = {
         "{node_rank}": str(me),
@@ -324,7 +324,7 @@ def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
 def _record(
     plan: Mapping[str, Any], number: str, found: Finding, *, why: str, name: str = "", time: float | None = None
 ) -> None:
-    """Why node `number` failed; under another `name` that it was lost, at that time."""
+    """Record why node `number` failed; under another `name`, that it was lost and when."""
     log = f"{plan['folder']}/{run_folder.node_log(number)}"
     if node.own(plan) and (record.crowded(plan["folder"]) or (name and record.exists(plan["folder"], name))):
         return

@@ -18,7 +18,7 @@ _BUSY_S = 5.0  # a run that is ending gives its port back within seconds
 
 
 def listen(world: Mapping[str, Any]) -> socket.socket:
-    """A listening socket: on the plan's port, or else on one that the kernel chooses, which no other run can have."""
+    """A listening socket on the plan's port, or on a free one that the kernel chooses."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -31,7 +31,7 @@ def listen(world: Mapping[str, Any]) -> socket.socket:
                     f"port {world['port']} is busy on {world['nodes'][0]['name']}",
                     wanted=f"port {world['port']} free on the first node",
                     found="another program listens there",
-                    fix="start the run again later, or remove `port` from the recipe: a free one is chosen then",
+                    fix="remove `port` from the recipe, and dray takes a free one; or start the run again later",
                 ) from error
         time.sleep(0.2)
 
@@ -47,14 +47,14 @@ def _bind(world: Mapping[str, Any]) -> socket.socket:
             last = error
     raise UnfitError(
         "the first node has no address that the other nodes reach",
-        wanted=f"an address of its own for {world['master']}",
-        found=last or f"{world['master']} is loopback, and no route leads to {world['nodes'][1]['name']}",
-        fix="name the network's interface: `interfaces` in the site's file",
+        wanted=f"{world['master']} resolves to an address of the network between the nodes",
+        found=last or f"it resolves to loopback, and no route leads to {world['nodes'][1]['name']}",
+        fix='set interfaces = ["NAME"] in the site file, with the name of the network interface between the nodes',
     )
 
 
 def addresses(world: Mapping[str, Any]) -> list[str]:
-    """This node's addresses by preference. One node alone needs none that others reach."""
+    """This node's addresses, the preferred one first; loopback for a run of one node."""
     nodes = world["nodes"]
     if len(nodes) == 1:
         return ["127.0.0.1"]
@@ -75,14 +75,14 @@ def interface(names: list[str]) -> str:
         "the first node has none of the site's network interfaces",
         wanted=" or ".join(names),
         found=" ".join(name for _, name in socket.if_nameindex()),
-        fix="correct `interfaces` in the site's file, or ask for other nodes",
+        fix="correct `interfaces` in the site file, or ask for other nodes",
     )
 
 
 def gloo(address: str) -> dict[str, str]:
-    """The interface that has this node's address in the rendezvous, for gloo; none where no interface has it.
+    """GLOO_SOCKET_IFNAME: the interface of this node's address in the rendezvous; empty if no interface has it.
 
-    By itself gloo listens at the address of the host's name, which may be loopback, where no other node comes.
+    Without it gloo listens on the address of the host's name, which may be loopback.
     """
     if address.startswith("127."):  # all of them are loopback's, which has one
         return {"GLOO_SOCKET_IFNAME": "lo"}

@@ -1,7 +1,7 @@
-"""What ranks that hang do, told once for all that do the same, and each stack once of all nodes.
+"""Groups hung ranks by identical stack, so that the first node gets each stack once.
 
-A node tells the first one which of its ranks do the same, and a digest in place of their stack. The first node asks for
-a stack that it does not know. So 80,000 ranks that wait in one collective cost it 400 bytes a node, not 3 KB a rank.
+A node sends the first one its groups of ranks, each with the digest of its stack. The first node asks for the stacks
+that it does not know. So 80,000 ranks that wait in one collective cost it 400 bytes a node, not 3 KB a rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _digest(frames: tuple[str, ...]) -> str:
 
 
 class Alike:
-    """On each node what was seen of its own ranks, and on the first one of all."""
+    """What was seen of this node's ranks; on the first node, of all ranks."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Seen, str]] = {}  # without its stack, and the digest of that
@@ -35,13 +35,13 @@ class Alike:
         self._asked: Counter[str] = Counter()
 
     def add(self, seen: Seen) -> None:
-        """What this node has seen itself."""
+        """Add what this node has seen of one of its ranks."""
         digest = _digest(seen.frames)
         self._frames[digest] = seen.frames
         self._seen[seen.rank] = seen._replace(frames=()), digest
 
     def told(self) -> list[dict[str, Any]]:
-        """A message for each kind of rank."""
+        """A message for each group of ranks that do the same."""
         kinds: dict[tuple[Seen, str], list[int]] = {}
         for seen, digest in self._seen.values():
             kinds.setdefault((seen._replace(rank=0), digest), []).append(seen.rank)
@@ -51,11 +51,11 @@ class Alike:
         ]
 
     def hear(self, own: range, node: str, fields: Any) -> list[dict[str, Any]]:  # noqa: ANN401  any JSON value
-        """As the first node, what another one with these ranks has told; what to ask it. BrokenError: another kind."""
+        """Store a report of a node, whose ranks are `own`; return the request for its stack, if that is unknown."""
         if not isinstance(fields, dict) or not isinstance(ranks := fields.get("rank"), list):
-            raise BrokenError("what was seen of ranks, of another kind")
+            raise BrokenError("a malformed report of hung ranks")
         if not ranks or any(type(rank) is not int or rank not in own for rank in ranks):
-            raise BrokenError("what was seen of another node's rank")
+            raise BrokenError("a report of another node's rank")
         digest = _known_digest(fields.get("frames"))
         seen = Seen.told({**fields, "rank": ranks[0], "node": node, "frames": ()})
         self._seen |= {rank: (seen._replace(rank=rank), digest) for rank in ranks}
@@ -67,24 +67,24 @@ class Alike:
         return [{"tell": digest}]
 
     def tell(self, digest: Any) -> list[dict[str, Any]]:  # noqa: ANN401  any JSON value
-        """The stack that the first node has asked for."""
+        """Reply with the stack of this digest."""
         frames = self._frames.get(_known_digest(digest))
         return [] if frames is None else [{"stack": list(frames)}]
 
     def keep(self, frames: Any) -> None:  # noqa: ANN401  any JSON value
-        """A stack that this node has asked for. BrokenError: it has not."""
+        """Store a stack that this node has asked for. BrokenError: it has not."""
         stack = Seen.told({"rank": 0, "frames": frames}).frames
         if (digest := _digest(stack)) not in self._asked:
-            raise BrokenError("a stack that nobody has asked for")
+            raise BrokenError("a stack that was not asked for")
         self._frames[digest] = stack
 
     @property
     def waits(self) -> bool:
-        """Whether a stack that was asked for has not come."""
+        """Whether a requested stack is still missing."""
         return not self._asked.keys() <= self._frames.keys()
 
     def all(self, names: Mapping[int, str]) -> list[Seen]:
-        """Of each of these ranks, which are on these nodes."""
+        """What was seen of each rank; `names` has the node of each."""
         found = []
         for rank, node in names.items():
             seen, digest = self._seen.get(rank) or (Seen(rank, node, state="unseen"), "")
@@ -94,12 +94,12 @@ class Alike:
 
 def _known_digest(value: Any) -> str:  # noqa: ANN401  any JSON value
     if not isinstance(value, str) or len(value) != len(_digest(())):
-        raise BrokenError("the digest of a stack, of another kind")
+        raise BrokenError("a malformed digest of a stack")
     return value
 
 
 def lines(seen: Iterable[Seen]) -> Iterator[dict[str, Any]]:
-    """seen.jsonl: all that do the same, the fewest first, with their hosts; and what collectives they entered last."""
+    """The lines of seen.jsonl: groups of ranks that do the same, the smallest first, with their last collectives."""
     kinds: dict[Seen, list[Seen]] = {}
     for one in seen:
         kinds.setdefault(one._replace(rank=0, node="", flight=()), []).append(one)

@@ -1,4 +1,4 @@
-"""A run is asked to save and end: SIGUSR1 for the processes that handle it, and for no others, which it would kill."""
+"""Asks a run to save and end: SIGUSR1 goes only to processes that handle it, since it would kill the others."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 
 class Asked:
-    """Who has been told, each once."""
+    """The processes that have been asked, each once."""
 
     def __init__(self) -> None:
         self.told: set[int] = set()
 
     def tell(self, parents: Iterable[int]) -> None:
-        """Those among these processes and below them that handle it; what is below one that does, it tells itself."""
+        """Signal each process that handles SIGUSR1, and leave its children to it; else go on with its children."""
         for process in parents:
             if not handles(process, signal.SIGUSR1):
                 self.tell(below(process))
@@ -24,7 +24,7 @@ class Asked:
 
 
 def handles(process: int, number: int) -> bool:
-    """Whether it has a handler for this signal."""
+    """Whether the process has a handler for this signal."""
     try:
         with open(f"/proc/{process}/status", "rb") as file:
             caught = next((line for line in file if line.startswith(b"SigCgt:")), b"SigCgt: 0")
@@ -34,7 +34,7 @@ def handles(process: int, number: int) -> bool:
 
 
 def below(process: int) -> list[int]:
-    """Its children; each thread has its own."""
+    """The children of all the process's threads."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{process}/task"):

@@ -1,4 +1,4 @@
-"""The heartbeats of this node's ranks, looked at about once a second."""
+"""Reads the heartbeats of this node's ranks about once a second."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _GAP = 5.0  # seconds between two looks after which this process itself was stop
 
 
 class Beat(NamedTuple):
-    """What a rank's file holds."""
+    """The content of a rank's heartbeat file."""
 
     program: int = 0
-    """Its process id; 0 before it runs, and less once it has ended."""
+    """The program's process id; 0 before it runs, negative once it has ended."""
     step: int = 0
     phase: int = heartbeat.START
     limit: int = 0
     time: int = 0
-    """0 as long as the program itself has written nothing."""
+    """0 until the program has written its first heartbeat."""
 
 
 class Late(NamedTuple):
@@ -36,13 +36,13 @@ class Late(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether it is enough that this one hangs: in a step all wait for it. Elsewhere others may be at work."""
+        """Whether this rank alone proves a hang: in a step all wait for it; in other phases others may still work."""
         return self.phase == heartbeat.STEP
 
 
 class Beats:
-    """Of these ranks. One that writes none makes progress while its log grows, if the recipe sets a limit. Without a
-    `folder` of logs its supervisor counts what it writes."""
+    """The heartbeats of these ranks. If the recipe sets a limit, a rank without one makes progress while its log grows;
+    without a `folder` of logs its supervisor counts what it writes."""
 
     def __init__(self, folder: str, scratch: str, ranks: range, limit: int | None, now: float) -> None:
         self.ranks, self.limit = ranks, limit
@@ -57,7 +57,7 @@ class Beats:
                     os.unlink(left)
 
     def of(self, rank: int) -> Beat:
-        """What it has written last; nothing where it has no file yet."""
+        """The rank's last heartbeat; an empty one if it has no file yet."""
         try:
             with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
                 data = file.read(heartbeat.SIZE)
@@ -71,7 +71,7 @@ class Beats:
         return Beat(heartbeat.PROGRAM.unpack_from(data)[0], step, phase, limit, time)
 
     def look(self, now: float) -> Late | None:
-        """The rank that is late the longest."""
+        """The rank that is late the longest, if any is."""
         if now - self._looked > _GAP:
             self._changed = {rank: at + now - self._looked for rank, at in self._changed.items()}
             self.progress += now - self._looked
@@ -111,7 +111,7 @@ class Beats:
 
 
 def program(scratch: str, rank: int) -> int:
-    """The process of this rank's program; 0 before it runs, and less once it has ended."""
+    """The process id of this rank's program; 0 before it runs, negative once it has ended."""
     try:
         with open(heartbeat.path(scratch, rank), "rb", buffering=0) as file:
             return int(heartbeat.PROGRAM.unpack(file.read(heartbeat.PROGRAM.size))[0])
@@ -120,7 +120,7 @@ def program(scratch: str, rank: int) -> int:
 
 
 def _cpu_s(process: int) -> float:
-    """Seconds of a CPU that it has used, with children that have ended."""
+    """CPU seconds that the process and its ended children have used."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

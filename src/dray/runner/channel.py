@@ -30,12 +30,12 @@ _CODES = range(1, 256)
 
 
 def proof_s(nodes: int) -> float:
-    """Seconds that either end of a connection has for the proof: longer where thousands come at once."""
+    """Seconds in which each end must prove the secret: more if thousands of nodes connect at once."""
     return PROOF_S + nodes / _PROVED_PER_S
 
 
 class BrokenError(OSError):
-    """The peer is gone, or is not who it was."""
+    """The peer is gone, or has sent something invalid."""
 
 
 def _proof(secret: bytes, what: bytes, *parts: bytes) -> bytes:
@@ -43,7 +43,7 @@ def _proof(secret: bytes, what: bytes, *parts: bytes) -> bytes:
 
 
 class Channel:
-    """One end of it. Sends and receives dictionaries."""
+    """One end of a connection; it sends and receives dictionaries."""
 
     def __init__(self, line: socket.socket, key: bytes, *, host: bool) -> None:
         self.line = line
@@ -57,14 +57,14 @@ class Channel:
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: dict[str, Any]) -> None:
-        """OSError: the peer is gone, or does not read."""
+        """Send a message. OSError: the peer is gone, or does not read."""
         text = json.dumps(message).encode()
         proof = _proof(self._key, self._own, self._sent.to_bytes(8, "big"), text)
         self._sent += 1
         self.line.sendall(proof.hex().encode() + text + b"\n")
 
     def receive(self, most: int = _LONGEST) -> list[dict[str, Any]]:
-        """The messages that have come, once the connection can be read. OSError: it is of no more use."""
+        """The messages that have arrived on a readable connection. OSError: it is broken."""
         data = self.line.recv(most)
         if not data:
             raise BrokenError("the connection was closed")
@@ -74,7 +74,7 @@ class Channel:
         return [self._message(line) for line in lines]
 
     def receive_one(self, deadline: float) -> dict[str, Any]:
-        """The next message. What is right behind it stays in the connection, which can be read until somebody does."""
+        """The next message. Later ones stay in the socket, which so remains readable."""
         messages: list[dict[str, Any]] = []
         while not messages:
             _wait(self.line, deadline)
@@ -83,15 +83,15 @@ class Channel:
         return messages[0]
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self.line.close()
 
     def seal(self, what: bytes) -> bytes:
-        """A proof that this end sends what is no message; what is sealed has a number of its own."""
+        """A proof that this end sent these bytes outside of messages; they must contain a number of their own."""
         return _proof(self._key, self._own, b"piece ", what)
 
     def sealed(self, what: bytes, proof: bytes) -> bool:
-        """Whether the other end sent it."""
+        """Whether the other end sent these bytes."""
         return hmac.compare_digest(proof, _proof(self._key, self._theirs, b"piece ", what))
 
     def _message(self, line: bytes) -> dict[str, Any]:
@@ -99,40 +99,40 @@ class Channel:
         wanted = _proof(self._key, self._theirs, self._received.to_bytes(8, "big"), text).hex().encode()
         self._received += 1
         if not hmac.compare_digest(proof, wanted):
-            raise BrokenError("a message without its proof")
+            raise BrokenError("a message without a valid proof")
         try:
             message = json.loads(text)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise BrokenError("a message of another kind")
+            raise BrokenError("a malformed message")
         return message
 
 
 def finding(fields: object) -> Finding:
-    """The finding that a peer has sent. OSError: a field is missing, or of another kind."""
+    """The finding that a peer has sent. OSError: a field is missing, or has the wrong type."""
     try:
         found = Finding(**fields)  # type: ignore[arg-type]
     except TypeError:
-        raise BrokenError("a finding of another kind") from None
+        raise BrokenError("a malformed finding") from None
     kinds = {"code": (int,), "rank": (int, type(None))}
     if found.code not in _CODES or any(type(one) not in kinds.get(of, (str,)) for of, one in found._asdict().items()):
-        raise BrokenError("a finding of another kind")
+        raise BrokenError("a malformed finding")
     return found
 
 
 def greet(line: socket.socket, secret: bytes, deadline: float) -> Channel:
-    """As the guest: prove the secret, and have it proved."""
+    """As the guest, which connects: prove the secret, and check the host's proof."""
     theirs = read(line, NONCE, deadline)
     own = os.urandom(NONCE)
     line.sendall(own + _proof(secret, b"guest", theirs, own))
     if not hmac.compare_digest(read(line, 32, deadline), _proof(secret, b"host", own, theirs)):
-        raise BrokenError("it does not hold this run's secret")
+        raise BrokenError("the other end does not have this run's secret")
     return Channel(line, _proof(secret, b"key", theirs, own), host=False)
 
 
 def answer(line: socket.socket, secret: bytes, nonce: bytes, greeting: bytes) -> Channel | None:
-    """As the host, which has sent the nonce: a channel, if the greeting proves the secret."""
+    """As the host, which has sent the nonce: return a channel if the greeting proves the secret."""
     theirs = greeting[:NONCE]
     if not hmac.compare_digest(greeting[NONCE:], _proof(secret, b"guest", nonce, theirs)):
         return None
@@ -141,9 +141,9 @@ def answer(line: socket.socket, secret: bytes, nonce: bytes, greeting: bytes) ->
 
 
 def part(channels: Iterable[Channel], seconds: float = _PART_S) -> None:
-    """Close these once the other ends have done so, which they do when they have read all.
+    """Close these once the other ends have closed theirs, and so have read everything.
 
-    The kernel resets a connection that is closed with something unread, and drops what was told last.
+    The kernel resets a connection that is closed with unread data, and drops the last message.
     """
     left = {one.line.fileno(): one for one in channels}
     with suppress(OSError):  # of epoll itself, where this process can open no more files
@@ -153,7 +153,7 @@ def part(channels: Iterable[Channel], seconds: float = _PART_S) -> None:
 
 
 def _drain(left: dict[int, Channel], deadline: float) -> None:
-    """Close and take out those whose other end has closed."""
+    """Close and remove those whose other end has closed."""
     with select.epoll() as poll:
         for file, one in left.items():
             with suppress(OSError):  # it is gone, which is seen below
@@ -170,13 +170,13 @@ def _drain(left: dict[int, Channel], deadline: float) -> None:
 
 
 def read(line: socket.socket, count: int, deadline: float) -> bytes:
-    """Exactly so many bytes; one deadline for all of them, however slowly they come."""
+    """Read exactly `count` bytes, all of them before the deadline."""
     data = b""
     while len(data) < count:
         _wait(line, deadline)
         more = line.recv(count - len(data))
         if not more:
-            raise BrokenError("it closed the connection: it does not hold this run's secret")
+            raise BrokenError("the other end closed the connection: it does not have this run's secret")
         data += more
     return data
 
@@ -185,4 +185,4 @@ def _wait(line: socket.socket, deadline: float) -> None:
     poll = select.poll()
     poll.register(line, select.POLLIN)
     if not poll.poll(max(0, (deadline - time.monotonic()) * 1000)):
-        raise BrokenError("it does not answer")
+        raise BrokenError("the other end does not answer")

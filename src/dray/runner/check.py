@@ -1,7 +1,7 @@
-"""Before the rendezvous: each node checks itself, and needs no other node for it.
+"""The node check: before the rendezvous each node checks itself, without the others.
 
-What looks at a GPU, or at a disk, is a process of its own: a call of a driver that never comes back must not hold up
-the runner. At the deadline it is killed; one that not even SIGKILL ends is left alone and named.
+Each check of a GPU or a disk is a process of its own: a driver call that never returns must not hold up the runner. At
+the deadline it is killed; one that survives SIGKILL is left alone and named.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LOADING = "import torch"  # no fault of a GPU: the image is read from a busy dis
 
 
 def limit(world: Mapping[str, Any]) -> float:
-    """Seconds that a node may take. The others wait for it in the rendezvous, and have the other half for that."""
+    """Seconds that a node's check may take: half of the time for which the others wait in the rendezvous."""
     return float(world["rendezvous_timeout_s"]) / 2
 
 
 class Part:
-    """A process that checks a part of this node, and what it has told."""
+    """A process that checks a part of this node, and its findings so far."""
 
     def __init__(self, name: str, argv: list[str]) -> None:
         self.name, self.argv = name, argv
@@ -44,7 +44,7 @@ class Part:
         self._text, self._last = b"", ""
 
     def start(self, running: children.Children, label: int) -> None:
-        """Its two streams come to `hear`."""
+        """Start the check; `hear` reads its two streams."""
         self.reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -56,7 +56,7 @@ class Part:
         self._children = running
 
     def hear(self) -> None:
-        """Read what has come. A line that is an object is its word; all others are for the log."""
+        """Read new output: JSON objects are the check's own lines, all others go to the log."""
         try:
             while self._children and (data := os.read(self.reader, _CHUNK)):
                 *lines, self._text = (self._text + data).split(b"\n")
@@ -67,7 +67,7 @@ class Part:
         self.close()
 
     def close(self) -> None:
-        """Nothing more is read."""
+        """Stop reading."""
         if self._children:
             self._children.forget(self.reader)
             os.close(self.reader)
@@ -88,15 +88,15 @@ class Part:
             print(f"dray: {self.name}: {text}", flush=True)
 
     def ended(self, code: int) -> None:
-        """By itself, with this code."""
+        """Note that the check ended by itself, with this code."""
         self.hear()
         if code and not any(one.code for one in self.found):
             found = f"in: {self.phase}{f': {self._last}' * bool(self._last)}"
-            self._unfit(f"{self.name}: the check ended with {children.ended_with(code)}", found)
+            self._unfit(f"{self.name}: the check ended: {children.ended_with(code)}", found)
 
     def hangs(self, seconds: float, *, left: bool) -> None:
-        """It had to be killed; it may be `left`, where even that did not end it."""
-        moved = time.monotonic() - self._since < seconds / 2  # it was slow in what came before, such as the import
+        """Note that the check was killed at its deadline; it is `left` if SIGKILL did not end it."""
+        moved = time.monotonic() - self._since < seconds / 2  # an earlier phase was slow, such as the import
         if not left and (self.phase == LOADING or moved):
             done = "torch was not loaded" if self.phase == LOADING else f"{self.phase} was not done"
             self.found.append(Finding(f"{self.name} is not checked: {done} within {seconds:.0f} s"))
@@ -106,12 +106,12 @@ class Part:
 
     def _unfit(self, problem: str, found: str) -> None:
         fix = "leave this node out (sbatch --exclude), and tell the administrators"
-        wanted = "a check that comes to its end"
+        wanted = "a check that ends in time"
         self.found.append(Finding(problem, wanted=wanted, found=found, fix=fix, code=exit_codes.UNFIT))
 
 
 def parts(plan: Mapping[str, Any]) -> list[Part]:
-    """The node's own, and one for the GPU of each rank."""
+    """The check of the node itself, and one for each rank's GPU."""
     path = f"{plan['folder']}/{run_folder.PLAN}"
     found = [Part("node", [sys.executable, *_PYTHON, f"{_FOLDER}/here.py", path])]
     if plan["variant"] != "cpu":
@@ -121,7 +121,7 @@ def parts(plan: Mapping[str, Any]) -> list[Part]:
 
 
 def node(plan: Mapping[str, Any], me: int, measured: dict[str, float] | None = None) -> Finding | None:
-    """Why this node is unfit. What is only unwise is printed. What its slowest GPU gives goes into `measured`."""
+    """Why this node is unfit, if it is. Warnings are printed; `measured` gets the TFLOP/s of the slowest GPU."""
     began = time.monotonic()
     looked = parts(plan)
     run(looked, limit(plan["world"]))
@@ -129,7 +129,7 @@ def node(plan: Mapping[str, Any], me: int, measured: dict[str, float] | None = N
     for one in found:
         if not one.code:
             print(f"dray: {one.level}: {one}", flush=True)
-    print(f"dray: the node's check took {time.monotonic() - began:.1f} s", flush=True)
+    print(f"dray: the node check took {time.monotonic() - began:.1f} s", flush=True)
     speeds = [part.tflops for part in looked if part.tflops > 0]
     if speeds and measured is not None:
         measured[startup.TFLOPS] = min(speeds)
@@ -144,13 +144,13 @@ def node(plan: Mapping[str, Any], me: int, measured: dict[str, float] | None = N
 
 
 def line(found: Finding | None) -> str:
-    """What the other nodes hear; nothing of a node that is fit."""
+    """The finding as one line for the other nodes; empty if this node is fit."""
     text = " ".join(found.problem.split()) if found else ""
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:_LINE]
 
 
 def run(looked: list[Part], seconds: float) -> None:
-    """All at once; what has not ended after so many seconds is killed."""
+    """Run all checks at once; kill those that have not ended after these seconds."""
     running, deadline = children.Children(), time.monotonic() + seconds
     try:
         for label, part in enumerate(looked):

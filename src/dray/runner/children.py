@@ -33,7 +33,7 @@ class Events:
 
 
 class Children:
-    """The children of this process, each by a label of the caller's, such as a rank."""
+    """The children of this process, each with a label that the caller gives, such as a rank."""
 
     def __init__(self) -> None:
         self.running: dict[int, int] = {}
@@ -60,11 +60,11 @@ class Children:
         inherit: int | None = None,
         ended: Callable[[int], None] | None = None,
     ) -> None:
-        """Start a program; an OSError says why it cannot. It hears `on_parent_death` when this process is killed.
+        """Start a program; it gets the signal `on_parent_death` if this process is killed. OSError: it cannot start.
 
-        A session of its own keeps away signals to this one's group, which this process passes on. A child with `ended`
-        is not waited for: it serves the others, and ends with this process. If it ends before them, `wait` calls that
-        with its code.
+        A `session` of its own keeps signals to this process's group away; this process passes them on. A child with
+        `ended` serves the others: nobody waits for it, and it ends with this process. If it ends before them, `wait`
+        calls `ended` with its code.
         """
         here = os.getpid()
         failed, report = os.pipe2(os.O_CLOEXEC)
@@ -104,12 +104,12 @@ class Children:
             self.running[child] = label
 
     def watch(self, file: int, call: Callable[[], None]) -> None:
-        """Call this from `wait` when the file can be read."""
+        """Have `wait` call this when the file is readable."""
         self._watched[file] = call
         self._poll.register(file, select.POLLIN)
 
     def forget(self, file: int) -> None:
-        """Before it is closed."""
+        """Stop watching a file, before it is closed."""
         del self._watched[file]
         self._poll.unregister(file)
 
@@ -119,7 +119,7 @@ class Children:
             os.kill(child, number)
 
     def ask(self) -> None:
-        """Ask children, and what they have started, to save and end. `wait` asks those that can hear it only later."""
+        """Ask children and their children to save and end; `wait` asks those that do not handle the signal yet."""
         if self._asked is None:
             from dray.runner.asked import Asked  # noqa: PLC0415  few runs are asked
 
@@ -133,7 +133,7 @@ class Children:
             self.tell(signal.SIGTERM)
 
     def wait(self, seconds: float | None = None) -> Events:
-        """What happens next; nothing if these seconds pass."""
+        """Wait for signals and ended children, for these seconds at most."""
         if self._kill_at:
             left = self._kill_at - time.monotonic()
             if left <= 0:
@@ -161,9 +161,9 @@ class Children:
         return events
 
     def sweep(self, limit: float) -> bool:
-        """End all that comes from this process within these seconds; whether nothing is left.
+        """Kill all children within these seconds; return whether none is left.
 
-        What a launcher has left behind is found only after `adopt`. It has what is left of the grace of `end`.
+        After `adopt` these include what a launcher has left behind. They have the rest of the grace of `end`.
         """
         told: set[int] = set()
         while time.monotonic() < self._kill_at and (left := set(_children()) - self._serving.keys()):
@@ -179,7 +179,7 @@ class Children:
         return not left
 
     def close(self, limit: float) -> bool:
-        """Sweep, and leave signals to Python; whether nothing is left."""
+        """Sweep, and give signals back to Python; return whether no child is left."""
         swept = self.sweep(limit)
         signal.set_wakeup_fd(-1)
         for number in (*STOPS, signal.SIGCHLD):
@@ -193,12 +193,12 @@ class Children:
 
 
 def adopt() -> None:
-    """Be the parent of ranks whose launcher has ended."""
+    """Become the parent of ranks whose launcher has ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _children() -> list[int]:
-    """Those of this process that can still run."""
+    """The children of this process that can still run."""
     found, me = [], str(os.getpid())
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -212,7 +212,7 @@ def _children() -> list[int]:
 
 
 def _pause() -> None:
-    """Until more of them may have ended; the numbers of those that have are given back to the system."""
+    """Wait until more children may have ended, and reap those that have."""
     time.sleep(_SWEEP_S)
     while _reap():
         pass
@@ -226,18 +226,18 @@ def _reap() -> int:
 
 
 def die_with_parent() -> int:
-    """Be sent SIGTERM when the parent ends; the parent's number, which `os.getppid` gives no longer after that."""
+    """Get SIGTERM when the parent ends; return its process id, since `os.getppid` changes then."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     return os.getppid()
 
 
 def exit_code(code: int) -> int:
-    """As a shell has it: 128 and more for a signal."""
+    """The exit code as a shell gives it: 128 plus the number of a signal."""
     return code if code >= 0 else 128 - code
 
 
 def ended_with(code: int) -> str:
-    """In words."""
+    """`exit code 1`, or `killed by SIGKILL`."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 

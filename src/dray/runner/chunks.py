@@ -1,4 +1,4 @@
-"""A file goes from node to node in chunks: who has one hands it on, while the next ones come.
+"""Sends a file from node to node in chunks: a node passes on each chunk while it receives the next ones.
 
 Each chunk follows a head with its number and its digest, which carries a proof by the connection's key. Memory holds
 one chunk; the kernel sends from the file.
@@ -27,11 +27,11 @@ _UNPROVED = 16  # connections of nobody knows whom
 
 
 class StalledError(OSError):
-    """The peers are there, and nothing comes: another one would have no more."""
+    """The peers answer but have no new chunk: another peer would have no more."""
 
 
 class File:
-    """What of a file is there: its first chunks, and their digests."""
+    """A file of which the first chunks have arrived, with their digests."""
 
     def __init__(self, file: int, size: int) -> None:
         self.file, self.size, self.chunk = file, size, CHUNK
@@ -42,15 +42,15 @@ class File:
 
     @property
     def here(self) -> int:
-        """How many chunks."""
+        """How many chunks have arrived."""
         return len(self._digests)
 
     def length(self, number: int) -> int:
-        """Of this chunk; the last is shorter."""
+        """The bytes of this chunk; the last one is shorter."""
         return min(self.chunk, self.size - number * self.chunk)
 
     def put(self, data: memoryview, digest: bytes) -> None:
-        """The next chunk's, into the file."""
+        """Write the next chunk into the file."""
         at = self.here * self.chunk
         while data:
             written = os.pwrite(self.file, data, at)
@@ -58,31 +58,31 @@ class File:
         self.add(digest)
 
     def add(self, digest: bytes) -> None:
-        """The next chunk is in the file."""
+        """Note that the next chunk is in the file."""
         with self._more:
             self._digests.append(digest)
             self._more.notify_all()
 
     def end(self) -> None:
-        """No more will come."""
+        """Note that no more chunks will come."""
         with self._more:
             self._over = True
             self._more.notify_all()
 
     def digest(self, number: int) -> bytes | None:
-        """Once that chunk is there; None where it is not within a second. BrokenError: it will never be."""
+        """The digest of a chunk that has arrived; None after a second without it. BrokenError: it will never come."""
         with self._more:
             if self.here <= number and not self._over:
                 self._more.wait(_WAIT_S)
             if self.here > number:
                 return self._digests[number]
             if self._over:
-                raise BrokenError("this node does not get the rest itself")
+                raise BrokenError("this node itself does not get the rest")
             return None
 
 
 def read(source: int, file: File, *, keep: bool) -> None:
-    """As the first node: the file, once, from its beginning to its end."""
+    """As the first node: read the file once, from beginning to end."""
     buffer = memoryview(bytearray(file.chunk))
     for number in range(file.count):
         data, at = buffer[: file.length(number)], number * file.chunk
@@ -100,7 +100,7 @@ def read(source: int, file: File, *, keep: bool) -> None:
 
 
 def fetch(peer: Channel, file: File, deadline: float, came: Callable[[], None] = lambda: None) -> None:
-    """All chunks that are missing, in their order; `came` is called after each. OSError: another peer may have them."""
+    """Fetch all missing chunks in order, and call `came` after each. OSError: another peer may have them."""
     line = peer.line
     peer.send({"from": file.here})
     line.settimeout(LOST_S)
@@ -110,13 +110,13 @@ def fetch(peer: Channel, file: File, deadline: float, came: Callable[[], None] =
         _fill(line, head, deadline)
         number, length, digest = _HEAD.unpack(head[: _HEAD.size])
         if not peer.sealed(bytes(head[: _HEAD.size]), bytes(head[_HEAD.size :])) or number != file.here:
-            raise BrokenError("a chunk without its proof, or out of turn")
+            raise BrokenError("a chunk without a valid proof, or out of order")
         if not length:  # it waits, too
             if time.monotonic() - since > STALLED_S:
-                raise StalledError(f"no chunk came in {STALLED_S:.0f} s")
+                raise StalledError(f"no chunk arrived in {STALLED_S:.0f} s")
             continue
         if length != file.length(number):
-            raise BrokenError(f"chunk {number} is of another length")
+            raise BrokenError(f"chunk {number} has the wrong length")
         data = buffer[:length]
         _fill(line, data, deadline)
         if hashlib.sha256(data).digest() != digest:
@@ -127,14 +127,14 @@ def fetch(peer: Channel, file: File, deadline: float, came: Callable[[], None] =
 
 
 def push(line: socket.socket, file: int, at: int, length: int) -> None:
-    """A chunk, from the file."""
+    """Send a chunk from the file."""
     with os.fdopen(file, "rb", closefd=False) as source:
         if line.sendfile(source, at, length) != length:
             raise BrokenError("the file became shorter")
 
 
 class Server:
-    """Hands on what is there to all who prove the run's secret, each in a thread of its own."""
+    """Sends the chunks to all peers that prove the run's secret, each in a thread of its own."""
 
     def __init__(self, address: str, key: bytes, file: File) -> None:
         self._listener = socket.create_server((address, 0), backlog=128)
@@ -193,10 +193,10 @@ def _head(peer: Channel, number: int, length: int, digest: bytes) -> None:
 def _fill(line: socket.socket, buffer: memoryview, deadline: float) -> None:
     while buffer:
         if time.monotonic() > deadline:
-            raise StalledError("the time for the image is over")
+            raise StalledError("the deadline for the image has passed")
         got = line.recv_into(buffer)
         if not got:
-            raise BrokenError("it closed the connection")
+            raise BrokenError("the other end closed the connection")
         buffer = buffer[got:]
 
 

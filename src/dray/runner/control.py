@@ -1,7 +1,7 @@
-"""What the runners tell one another while their launchers run: a stop, a failure, a restart, that a node has ended.
+"""The control connections: while launchers run, runners report stops, failures, restarts and ended nodes.
 
-Each runner has a connection to the first one, from the rendezvous, which proves each message. It is the way for what a
-node must know within seconds; a connection that ends without a word is a runner that was killed or a node that is gone.
+Each runner keeps its connection to the first one from the rendezvous; every message carries a proof. If a connection
+ends without a last message, its runner was killed or its node is gone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nod
 
 
 class Control:
-    """This node's part. `channels` leads to all other nodes on the first one, and to the first on the others.
+    """This node's side. On the first node `channels` lead to all other nodes; on the others, to the first one.
 
-    A node whose launcher has ended kills what that has left behind, tells the first node that it is idle, and stays.
-    The first node says whether all start again, and ends last. srun ends all nodes with the first one that fails, at
-    once and with what has mounted the image there: a rank that still runs then may outlive the job.
+    A node whose launcher has ended kills what that has left behind, tells the first node that it is idle, and waits.
+    The first node says whether all start again, and ends last. When one node fails, srun kills all others at once, and
+    with them the program that has mounted the image: a rank that still runs then may outlive the job.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Control:
             children.watch(one.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
-        """Until the launchers of all nodes have ended, and what they have started; the exit code of this node.
+        """Wait until the launchers of all nodes, and their processes, have ended; return this node's exit code.
 
-        `explain` says of the launcher's exit code why this node has failed.
+        `explain` turns the launcher's exit code into the reason why this node has failed.
         """
         code, deadline, idle = 0, 0.0, False
         while self._children.running or self._waits():
@@ -117,7 +117,7 @@ class Control:
         return self.cause is not None and not self.saved and not self._hangs()
 
     def _watch(self) -> None:
-        """Look whether the ranks make progress, and once they do not, end them with the reason."""
+        """Watch whether the ranks make progress; if they hang, end them with the reason."""
         if self.hang is None or self.stopped or (self.cause and not self.saved and not self._hangs()):
             return
         for message in self.hang.look():
@@ -135,7 +135,7 @@ class Control:
                 self._tell_all(message)
 
     def _hangs(self) -> bool:
-        """Whether it does, and the first node has not yet named the cause."""
+        """Whether the run hangs, and the first node has not yet named the cause."""
         return self.hang is not None and self.hang.open
 
     def ask(self) -> None:
@@ -147,7 +147,7 @@ class Control:
             self._tell_all({"ask": True})
 
     def _failed(self, found: Finding) -> None:
-        """One that was asked to end, and says that the same again goes on from there, is no failure."""
+        """Note a failure; a rank that was asked to save, and ends with 75, has not failed."""
         if not self.asked or found.code != exit_codes.RETRY:
             self.saved = False
             self.fail(found)
@@ -164,20 +164,20 @@ class Control:
         self._tell_all({"failed": finding._asdict()})
 
     def report(self, what: str, told: Any) -> None:  # noqa: ANN401  any JSON value
-        """Tell the first node, which gathers it; what it tells itself is its own."""
+        """Report something to the first node, which gathers the reports of all."""
         if self.gathered:
             self.gathered.hear(0, {what: told})
         else:
             self._tell_all({what: told})
 
     def may_restart(self) -> bool:
-        """Whether the first node, whose own ranks have ended, may have all nodes start theirs again."""
+        """Whether all ranks may be started again; only the first node decides that."""
         if self._me or not self.cause or self.cause.code in _FINAL or self.stopped or self.asked:
             return False
         return self._left > 0 and len(self._open) == len(self._names) - 1
 
     def restart(self, start: Start) -> None:
-        """As the first node: all come to the next rendezvous once their ranks have ended."""
+        """As the first node: call all others to the next rendezvous."""
         self.next = start
         self._part({"restart": start._asdict()})
 
@@ -199,7 +199,7 @@ class Control:
         return (self._hangs() and not self.stopped) or any(node not in self._idle for node in self._open)
 
     def heard(self, number: int) -> None:
-        """A signal of this node's own. One that stops the run is for all nodes; the launcher hears it once."""
+        """Handle a signal to this node. One that stops the run goes to all nodes, and to the launcher only once."""
         if number == signal.SIGUSR1:
             self.ask()
         elif number not in _STOPS:
@@ -219,7 +219,7 @@ class Control:
             self.ask()
 
     def _stop(self, number: int, *, now: bool = False) -> None:
-        """Have the launcher end: as late as Slurm lets it, since its ranks may save, or `now`, within the grace."""
+        """End the launcher: its ranks may save as long as Slurm lets them; `now`, only within the grace."""
         if now:
             self._children.end(_GRACE)
         elif not self.stopped:
@@ -263,7 +263,7 @@ class Control:
         self._stop(signal.SIGTERM, now="now" in message)
 
     def _gathers(self, node: int, message: dict[str, Any]) -> bool:
-        """Whether it is for what the first node gathers of all."""
+        """Take a report that the first node gathers; False: the message is none."""
         if JOINED in message:
             self.joined.hear(message[JOINED])
         elif MESSAGE in message and self._startup:
@@ -290,9 +290,9 @@ class Control:
         name = self._names[node]
         finding = Finding(
             f"node {node} ({name}) is gone",
-            wanted="a runner that tells how its node ended",
+            wanted="a last message from the node's runner",
             found=why,
-            fix="start the run again; see the node's log and the cluster's own word on that node",
+            fix="start the run again; see that node's log, and what Slurm says: scontrol show node NAME",
             code=exit_codes.RETRY,
             node=name,
         )
@@ -301,7 +301,7 @@ class Control:
         self.end(finding)
 
     def end(self, finding: Finding) -> None:
-        """The run ends on all nodes, unless it does already."""
+        """End the run on all nodes, unless it is ending already."""
         if not self.cause and not self.stopped:
             self._end(finding)
             self._pass_on({"failed": finding._asdict()})
@@ -309,7 +309,7 @@ class Control:
     def _end(self, finding: Finding) -> None:
         """The run has failed elsewhere: this node's ranks would wait for the others for ever."""
         self.cause = finding
-        print(f"dray: this node ends: {finding}", file=sys.stderr, flush=True)
+        print(f"dray: this node's ranks are stopped: {finding}", file=sys.stderr, flush=True)
         self._children.end(_GRACE)
 
     def _pass_on(self, message: dict[str, Any]) -> None:
@@ -335,10 +335,10 @@ class Control:
 
 
 def _lines(file: str) -> list[bytes]:
-    """What somebody has written into it."""
+    """The lines of the stop file."""
     try:
         if os.stat(file).st_size == 0:
             return []
         return files.read(file, limit=_ASKED).splitlines()
-    except OSError:  # a disk that does not answer is no word of anybody's
+    except OSError:  # a disk that does not answer asks for nothing
         return []

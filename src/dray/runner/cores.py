@@ -1,4 +1,4 @@
-"""Which cores each rank of this node gets: a share of those that the node has, near its GPU where that can be told.
+"""The cores of each rank: an equal share of the job's cores on this node, near the rank's GPU if that is known.
 
 A core is the list of its threads, by the numbers that Linux gives them.
 """
@@ -20,12 +20,12 @@ _VENDORS = ("0x10de", "0x1002")
 
 
 def shares(ranks: int, world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> list[list[Core]]:
-    """The cores of each local rank; none where it cannot be told which are this job's."""
+    """The cores of each local rank; empty if it is not known which cores are this job's."""
     allowed = sorted(os.sched_getaffinity(0))
     cores = physical(allowed, sys)
     given = environ.get(world["identity"]["cpus"], "")
-    # Where nothing confines a job to its CPUs, it sees all of them, and cannot know which are its own. As many as there
-    # are cores are all of them: with --hint=nomultithread Slurm counts no second threads, and the cpuset has them.
+    # A job that is not confined to its CPUs sees all of them, and cannot know its own. If Slurm's count equals the
+    # physical cores, the job has them all: with --hint=nomultithread Slurm counts no second threads, the cpuset does.
     confined = not given.isdigit() or int(given) >= len(allowed) or int(given) == len(cores)
     if len(allowed) < ranks or not confined:
         return []
@@ -38,7 +38,7 @@ def shares(ranks: int, world: Mapping[str, Any], environ: Mapping[str, str], sys
 
 
 def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
-    """Where the ranks of this node run: each supervisor moves to its share. Threads follow unless somebody said."""
+    """DRAY_CORES, the share of cores to which each rank supervisor moves; and OMP_NUM_THREADS, unless it is set."""
     own = shares(world["ranks_per_node"], world, environ, sys)
     given = environ.get(world["identity"]["cpus"], "")
     cpus = [sum(map(len, share)) for share in own]
@@ -52,13 +52,13 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sy
     told, ranks = found.get("DRAY_CORES", "not bound"), world["ranks_per_node"]
     told += " (whole cores, with all their threads)" * whole
     if not own and given.isdigit() and int(given) < ranks:
-        told += f" ({given} for {ranks} ranks: ask for more, --cpus-per-task)"
+        told += f" ({given} for {ranks} ranks: ask for more with --cpus-per-task)"
     print(f"dray: cores of each rank: {told}; OMP_NUM_THREADS={found['OMP_NUM_THREADS']}", flush=True)
     return found
 
 
 def physical(threads: Sequence[int], sys: str = "/sys") -> list[Core]:
-    """Those cores, each with the threads that are named."""
+    """The cores of these threads, each with its threads."""
     cores: dict[int, list[int]] = {}
     for thread in threads:
         cores.setdefault(_first_thread(thread, sys), []).append(thread)
@@ -68,7 +68,7 @@ def physical(threads: Sequence[int], sys: str = "/sys") -> list[Core]:
 def split(
     cores: Sequence[Core], ranks: int, nodes: Mapping[int, Sequence[int]], gpus: Sequence[int]
 ) -> list[list[Core]]:
-    """Even shares in the order of the memory they are next to; beside their GPUs, where each rank has one of all."""
+    """Equal shares in the order of NUMA nodes; beside the ranks' GPUs, if there is one GPU for each rank."""
     near = {number: [core for core in cores if core[0] in set(threads)] for number, threads in nodes.items()}
     if len(gpus) == ranks and all(len(near.get(node, ())) >= gpus.count(node) for node in gpus):
         return [_part(near[node], gpus[:rank].count(node), gpus.count(node)) for rank, node in enumerate(gpus)]

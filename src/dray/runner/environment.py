@@ -1,4 +1,4 @@
-"""The environment of what a runner starts: the launcher, and the ranks of the preflight."""
+"""The environment of the launcher and of the preflight's ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dray.runner.start import Start
 def of(
     plan: Mapping[str, Any], me: int, store: tuple[str, int], start: Start, gloo: Mapping[str, str]
 ) -> dict[str, str]:
-    """On this node, with the store at this address and port."""
+    """The variables on this node, with the store at this address and port."""
     world = plan["world"]
     found = {
         # Where nobody has set another; torchrun and torch leave files in the first.

@@ -1,6 +1,6 @@
-"""What tells why a rank or a node has failed and is gone later: memory, kernel log, disks, what torch says it held.
+"""Collects evidence that is gone soon after a failure: memory, kernel log, disks, torch's message about GPU memory.
 
-Each line stands in the failure's record. Only what has failed pays for it, some milliseconds.
+Each line goes into the failure's record. It takes some milliseconds, and only after a failure.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _WORKER = re.compile(r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: 
 
 
 def collect(folder: str, log: object, rank: object = None) -> list[str]:
-    """What is seen now, at most twelve lines; whatever cannot be read here is left out. A log of several ranks has the
-    lines of this `rank`."""
+    """At most twelve lines of evidence; what cannot be read is left out. In a log of several ranks only the lines of
+    `rank` count."""
     looks: tuple[Callable[[], list[str]], ...] = (
         lambda: _logged(log, rank),
         _memory,
@@ -54,7 +54,7 @@ def collect(folder: str, log: object, rank: object = None) -> list[str]:
 
 
 def oom_kills() -> str:
-    """How many processes of this node's memory cgroup the kernel has killed; empty where it does not tell."""
+    """How many processes of this node's memory cgroup the kernel has killed; empty if unknown."""
     for path in _groups():
         if found := re.search(r"(?m)^oom_kill (\d{1,19})$", _read(path)):
             return found[1]
@@ -62,7 +62,7 @@ def oom_kills() -> str:
 
 
 def _groups() -> Iterator[str]:
-    """Where the counter may be: of this process's own cgroup, or of the root that a container sees."""
+    """The files that may have the counter: of this process's own cgroup, or of the root that a container sees."""
     for line in _read("/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         kinds, _, group = rest.partition(":")
@@ -75,7 +75,7 @@ def _groups() -> Iterator[str]:
 
 
 def _killed() -> int | None:
-    """How many of them since the ranks were started; None where nobody knows."""
+    """How many were killed since the ranks were started; None if unknown."""
     before, after = os.environ.get(BEFORE, ""), oom_kills()
     return int(after) - int(before) if before.isdigit() and after else None
 
@@ -88,7 +88,7 @@ def _memory() -> list[str]:
 
 
 def _limit(path: str) -> str:
-    """Of the cgroup with this counter, or of one above it."""
+    """The memory limit of the cgroup with this counter, or of one above it."""
     folder, name = os.path.split(path)
     if name == "memory.oom_control":
         found = re.search(r"(?m)^hierarchical_memory_limit (\d{1,19})$", _read(f"{folder}/memory.stat"))
@@ -103,11 +103,11 @@ def _limit(path: str) -> str:
 
 
 def require_image(node: str) -> None:
-    """RetryError: what has mounted the image is gone, as by a signal to all processes of a job. Nothing starts here."""
+    """Raise RetryError if the image's mount is gone, for example by a signal to all processes of the job."""
     for found in _image():
         raise RetryError(
             "the image's mount has gone away",
-            wanted="an image in which the ranks can be started again",
+            wanted="a mounted image, in which the ranks start again",
             found=found,
             fix="submit again, or set max_requeues; docs/survive.md says which signals leave the mount alone",
             node=node,
@@ -115,7 +115,7 @@ def require_image(node: str) -> None:
 
 
 def _image() -> list[str]:
-    """A mount that has gone away under the ranks answers so."""
+    """The error of a mount that has gone away under the ranks."""
     try:
         os.stat(sys.executable)
     except OSError as error:

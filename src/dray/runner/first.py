@@ -1,4 +1,4 @@
-"""The first failure of this node's ranks: what all others of the node, and maybe of the run, have died of."""
+"""The first failure of this node's ranks: the others of the node, and perhaps of the run, failed because of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dray.runner import node, record, silent
 
 
 def failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
-    """Its record; None where no rank has failed by itself.
+    """The record of that failure; None if no rank has failed by itself.
 
-    In a run of many ranks it is in the run's folder then, too: another rank may have been the first to write there.
+    In a run of many ranks it is copied to the run folder: another rank may have been the first to write there.
     """
     silent.record_ranks(plan, me)
     each, own, found = plan["world"]["ranks_per_node"], node.own(plan), []

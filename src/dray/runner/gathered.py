@@ -1,6 +1,6 @@
-"""What the first node of a run of many ranks hears of all others, in place of files of theirs on the shared disk.
+"""Node reports of a run of many ranks: sent to the first node, instead of written as files to the shared disk.
 
-Each node tells what it is, and how far its ranks came in the preflight. Only a preflight that has failed is judged.
+Each node reports what it is, and how far its ranks came in the preflight. Only a failed preflight is judged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LONGEST = 1000  # letters of a text
 
 
 class Gathered:
-    """On the first node."""
+    """The reports of all nodes, on the first one."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.nodes: set[int] = set()  # that have told of their preflight
@@ -31,34 +31,34 @@ class Gathered:
 
     @property
     def decided(self) -> bool:
-        """Whether a rank has told why the run cannot start."""
+        """Whether a rank has reported why the run cannot start."""
         return any("finding" in rank or "killed" in rank for rank in self._failed.values())
 
     def ranks(self) -> dict[int, dict[str, Any]]:
-        """How far each rank came, of all nodes that have told it."""
+        """How far each rank came, of all nodes that have reported it."""
         all_of = (range(one * self._each, (one + 1) * self._each) for one in self.nodes)
         done = {rank: self._report(rank, {"phase": "done"}) for own in all_of for rank in own}
         return {**done, **self._failed}
 
     def hear(self, number: int, message: Mapping[str, Any]) -> None:
-        """A message of MESSAGES. BrokenError: it is of another kind."""
+        """Take a message of MESSAGES. BrokenError: it is malformed."""
         if "about" in message:
             if not isinstance(message["about"], dict):
-                raise channel.BrokenError("what a node is, of another kind")
+                raise channel.BrokenError("a malformed report of a node")
             self.keep({**message["about"], "node": number, "name": self._name(number)})
             return
         reports = message["preflight"]
         if not isinstance(reports, list) or not all(isinstance(report, dict) for report in reports):
-            raise channel.BrokenError("a preflight of another kind")
+            raise channel.BrokenError("a malformed report of a preflight")
         own = range(number * self._each, (number + 1) * self._each)
         known = {report["rank"]: report for report in reports if type(report.get("rank")) is int}
         if len(known) < len(reports) or not known.keys() <= {*own}:
-            raise channel.BrokenError("the preflight of another node's rank")
+            raise channel.BrokenError("a preflight report of another node's rank")
         self._failed |= {rank: self._report(rank, known[rank]) for rank in known}
         self.nodes.add(number)
 
     def keep(self, about: Mapping[str, Any]) -> None:
-        """A line of nodes/nodes.jsonl, for the capsule; no run fails for want of it."""
+        """Append a line to nodes/nodes.jsonl, for the capsule; no run fails if it cannot be written."""
         target = f"{self._plan['folder']}/{run_folder.ALL_NODES}"
         try:
             if self._file < 0:
@@ -82,5 +82,5 @@ class Gathered:
 
 
 def gathered(plan: Mapping[str, Any], me: int) -> Gathered | None:
-    """On the first node of a run of many ranks."""
+    """The reports, on the first node of a run of many ranks; else None."""
     return Gathered(plan) if not me and node.own(plan) else None

@@ -1,7 +1,7 @@
-"""A run that hangs: noticed by heartbeats, what each rank does saved on its node, the odd one named by the first node.
+"""Finds a hang by heartbeats: each node saves what its ranks do, and the first node names the rank to blame.
 
-Each node looks at the heartbeats of its own ranks, and tells the first one that it makes progress, or which rank is
-late. In a step a late rank is enough. In any other phase the run hangs only if no rank of any node makes progress: the
+Each node reads the heartbeats of its own ranks, and tells the first one that they make progress, or which rank is late.
+In a step one late rank is enough. In any other phase the run hangs only if no rank of any node makes progress: the
 others may wait for one that tokenizes, or loads.
 """
 
@@ -28,8 +28,8 @@ _EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
 
 
 class Hang:
-    """Of one start of the ranks. What `look` and `hear` return goes to the first node, or from there to all others, but
-    for `tell`, which goes to the node that was heard."""
+    """The watch over one start of the ranks. A node sends what `look` and `hear` return to the first node; the first
+    node sends it to all others, except `tell`, which is a reply."""
 
     def __init__(self, plan: Mapping[str, Any], me: int, restart: int) -> None:
         world, now = plan["world"], time.monotonic()
@@ -52,7 +52,7 @@ class Hang:
         self._answered: set[int] = set()
 
     def look(self) -> list[dict[str, Any]]:
-        """What there is to tell; at once after a hang, else about each second."""
+        """The messages to send: about every second, and at once after a hang."""
         now = time.monotonic()
         if self.open:
             return self._collected(now)
@@ -73,7 +73,7 @@ class Hang:
         return messages
 
     def hear(self, node: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A message of MESSAGES. BrokenError: it is of another kind."""
+        """Take a message of MESSAGES. BrokenError: it is malformed."""
         now = time.monotonic()
         if self._me:
             if "tell" in message:
@@ -85,7 +85,7 @@ class Hang:
         elif "late" in message and not self.open:
             rank, step, phase, seconds, limit = map(_number, _five(message["late"]))
             if rank not in self._ranks(node):
-                raise channel.BrokenError("another node's rank is late")
+                raise channel.BrokenError("a late rank that is another node's")
             return self._judge(Late(int(rank), int(step), int(phase), seconds, limit), now)
         elif "seen" in message:
             return self._alike.hear(self._ranks(node), self._names[node], message["seen"])
@@ -102,7 +102,7 @@ class Hang:
         return str(self._names[rank // self._each]) if 0 <= rank < self._each * len(self._names) else ""
 
     def _judge(self, late: Late, now: float) -> list[dict[str, Any]]:
-        """As the first node."""
+        """As the first node, decide whether this late rank proves a hang."""
         if not late.alone and now - self._progress <= late.limit:
             return []
         self._late = late
@@ -130,7 +130,7 @@ class Hang:
             thread.start()
 
     def _collected(self, now: float) -> list[dict[str, Any]]:
-        """This node's part, once it is whole; on the first node, once all parts are there, the end of it."""
+        """This node's reports, once all its ranks are saved; the first node names the rank once all have reported."""
         if self._me not in self._answered and not any(thread.is_alive() for thread in self._threads):
             self._answered.add(self._me)
             if self._me:
@@ -141,7 +141,7 @@ class Hang:
         return []
 
     def _name(self) -> None:
-        """Who it is: the finding, and a record that is older than those of the ranks that were ended for it."""
+        """Name the rank to blame: the finding, and a record older than those of the ranks that dray then ended."""
         assert self._late is not None
         seen = self._alike.all({rank: self._node(rank) for rank in range(self._each * len(self._names))})
         found, what = odd.odd(seen)
@@ -152,7 +152,7 @@ class Hang:
         holds = "the stacks of all ranks"
         if node.own(self._plan):
             holds = "what all ranks did (seen.jsonl), and the stacks of this one"
-        fix = f"{folder} has {holds}; docs/survive.md"
+        fix = f"see {holds} in {folder}; docs/survive.md"
         self.named = Finding(
             problem, where=where, fix=fix, code=exit_codes.RETRY,
             node=found.node if found else "", rank=found.rank if found else None,
@@ -163,13 +163,13 @@ class Hang:
         self.open = False
 
     def keep(self, rank: int | None) -> None:
-        """Bring what the node's own folder has of this rank to the run's, where not all ranks are there."""
+        """Copy this rank's stacks from the node's own folder to the run folder, in a run of many ranks."""
         own, name = node.own(self._plan), f"{run_folder.hang(self._restart)}/rank-{rank}.txt"
         if own and os.path.exists(f"{own}/{name}"):
             record.copy(f"{own}/{name}", f"{self._plan['folder']}/{name}")
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
-        """failures/hang.json."""
+        """Write failures/hang.json."""
         record.write(
             self._plan["folder"], "hang", node=finding.node, rank=finding.rank, code=finding.code, why=finding.problem,
             log=finding.where, last_lines=list(frames), time=self.since,
@@ -182,11 +182,11 @@ def _ago(late: Late) -> str:
 
 def _five(fields: Any) -> list[Any]:  # noqa: ANN401  any JSON value
     if not isinstance(fields, list) or len(fields) != len(Late._fields):
-        raise channel.BrokenError("a rank that is late, of another kind")
+        raise channel.BrokenError("a malformed report of a late rank")
     return fields
 
 
 def _number(value: Any) -> float:  # noqa: ANN401  any JSON value
     if type(value) not in (int, float) or not 0 <= value < 1 << 62:
-        raise channel.BrokenError("a number of another kind")
+        raise channel.BrokenError("a malformed number")
     return float(value)

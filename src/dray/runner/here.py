@@ -1,4 +1,4 @@
-"""What a node lacks besides its GPUs, as a process that may be killed. Started by file, as rank.py is: 30 ms."""
+"""The node check apart from GPUs: a process that the runner can kill. Started by file, as rank.py is: 30 ms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Check = Callable[[], "Finding | list[Finding]"]
 
 
 def checks(plan: Mapping[str, Any]) -> Iterator[tuple[str, Check]]:
-    """Each by name."""
+    """The checks, each with its name."""
     wanted, folder, variant = plan["preflight"], plan["folder"], plan["variant"]
     yield "shared memory", lambda: node.shared_memory(wanted["shared_memory_gb"])
     yield f"room in {node.SCRATCH}", lambda: node.free_space(node.SCRATCH, wanted["free_gb"])
@@ -50,7 +50,7 @@ def _interfaces(variable: str, value: str) -> Finding:
 
 
 def found(name: str, check: Check) -> list[Finding]:
-    """What is wrong or unwise; a check that cannot be made is wrong too."""
+    """The errors and warnings of a check; a check that cannot run is an error too."""
     try:
         made = check()
     except OSError as error:
@@ -60,7 +60,7 @@ def found(name: str, check: Check) -> list[Finding]:
 
 
 def main(path: str) -> None:
-    """Say what is being looked at, and what is found: a JSON object a line."""
+    """Print the name of each check and its findings, one JSON object per line."""
     with open(path, "rb") as file:
         plan = json.load(file)
     for name, check in checks(plan):

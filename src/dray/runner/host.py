@@ -1,4 +1,4 @@
-"""The first node's side of the rendezvous: one loop over all connections, of which none makes another wait."""
+"""The first node's side of the rendezvous: one loop over all connections, none of which blocks another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LONGEST_LIST = 8192  # letters: all nodes hear it in one message
 
 
 def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> dict[int, Channel]:
-    """As the first node: the connections to all others, or what is wrong with one of them, which all are told."""
+    """As the first node: return the connections to all others; or tell all why the run cannot start, and raise that."""
     world = plan["world"]
     door = _Door(world, own, key, listener)
     refusal = door.open(time.monotonic() + world["rendezvous_timeout_s"])
@@ -54,7 +54,7 @@ class _Guest(NamedTuple):
 
 
 class _Door:
-    """Whom to let in."""
+    """Decides which connections belong to nodes of the run."""
 
     def __init__(self, world: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> None:
         self._guests: dict[int, _Guest] = {}
@@ -77,13 +77,13 @@ class _Door:
 
     @property
     def told(self) -> list[Channel]:
-        """All that hear the answer."""
+        """The connections that get the answer."""
         return [*(guest.channel for guest in self._guests.values()), *self._twins]
 
     def open(self, deadline: float) -> DrayError | None:
-        """Until all are there, or it is clear that the run cannot start.
+        """Wait until all nodes have come; return why the run cannot start, if it cannot.
 
-        Where a node is unfit the others still come, each once its own check has ended, so that all that are get named.
+        If a node is unfit, the first node still waits for the checks of the others, so that all unfit nodes get named.
         """
         self._deadline = deadline
         self._note(self._own)
@@ -114,26 +114,26 @@ class _Door:
         return self._stopped(late) if self.unfit and refusal is late else refusal
 
     def _oldest(self) -> Visitor | None:
-        """Of those that have proved nothing: they stand in the order in which they came, and all have as long."""
+        """The oldest unproved connection: they are in the order of arrival, and all have the same time."""
         return next(iter(self._unproved.values()), None)
 
     def _note(self, hello: Mapping[str, Any]) -> None:
-        """What a node's own check found; the others, which began when it did, have as long again to come."""
+        """Note what a node's own check found; the others began theirs at the same time, and get as long again."""
         if hello["unfit"]:
             self.unfit[hello["node"]] = hello["unfit"]
             self._deadline = min(self._deadline, time.monotonic() + check.limit(self._world))
 
     def unfit_names(self) -> list[str]:
-        """In the order of the nodes."""
+        """The names of the unfit nodes, in the order of the plan."""
         return [self._name(node) for node in sorted(self.unfit)]
 
     def _stopped(self, late: DrayError | None) -> StoppedError:
-        """Each node that is unfit has recorded why."""
+        """The refusal for unfit nodes; each of them has recorded why."""
         names, nodes = self.unfit_names(), self._world["nodes"]
         shown = [f"{self._name(node)}: {self.unfit[node]}" for node in sorted(self.unfit)[:_SHOWN]]
         return StoppedError(
             f"{len(names)} of {len(nodes)} nodes are unfit: {' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}",
-            wanted="nodes that pass their own check",
+            wanted="nodes that pass the node check",
             found="\n".join([*shown, *([late.finding.found] if late else [])]),
             fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
             code=exit_codes.UNFIT,
@@ -141,7 +141,7 @@ class _Door:
         )
 
     def _accept(self) -> None:
-        """Some of those that wait; what is there is heard before the rest, or a crowd would push it out."""
+        """Accept some of the waiting connections; the loop reads these first, or a crowd would push them out."""
         for _ in range(_AT_ONCE):
             oldest = self._oldest()
             if oldest and len(self._unproved) >= self._most_unproved:
@@ -161,7 +161,7 @@ class _Door:
                 self._show_out(visitor)
 
     def _hear(self, visitor: Visitor) -> DrayError | None:
-        """A piece of its greeting, or, when it has proved the secret, who it is."""
+        """Read a piece of the greeting, or, after the proof, the introduction."""
         try:
             if visitor.channel is None:
                 visitor.greeting += visitor.read()
@@ -200,7 +200,7 @@ class _Door:
         return refusal
 
     def _forget(self, node: int) -> None:
-        """A node that is gone before all are there may come again."""
+        """Close the connection of a node that is gone before all have come: it may come again."""
         guest = self._guests.pop(node)
         file = guest.channel.line.fileno()
         del self._numbers[file]
@@ -226,15 +226,16 @@ class _Door:
         others = f"; {self._turned_away} connections without this run's secret were closed" * bool(self._turned_away)
         address, port = self._listener.getsockname()
         return UnfitError(
-            f"{len(absent)} of {len(nodes)} nodes did not come in {self._world['rendezvous_timeout_s']} s",
-            wanted=f"all nodes at {address} port {port}",
+            f"{len(absent)} of {len(nodes)} nodes did not reach the first one in "
+            f"{self._world['rendezvous_timeout_s']} s",
+            wanted=f"a connection of every node to {address} port {port}",
             found=f"missing: {missing}{others}",
-            fix="see the logs of these nodes; `rendezvous_timeout_s` in the recipe is the time they are given",
+            fix="see the logs of these nodes; or give them more time: rendezvous_timeout_s=SECONDS",
         )
 
 
 class Visitor:
-    """A connection that has proved nothing yet, or has not said who it is."""
+    """A connection that has not yet proved the secret, or not yet said which node it is."""
 
     def __init__(self, line: socket.socket, seconds: float) -> None:
         line.setblocking(False)
@@ -243,7 +244,7 @@ class Visitor:
         self.channel: Channel | None = None
 
     def read(self) -> bytes:
-        """No byte beyond the greeting; what follows it is the channel's."""
+        """Read up to the end of the greeting; later bytes belong to the channel."""
         data = self.line.recv(channel.GREETING - len(self.greeting))
         if not data:
             raise channel.BrokenError("it left")
@@ -251,9 +252,9 @@ class Visitor:
 
 
 def allow_files(world: Mapping[str, Any]) -> int:
-    """How many connections may be there that have proved nothing, beside one of each node.
+    """Raise the limit of open files; return how many unproved connections fit beside one of each node.
 
-    A thousand nodes are more than a process may open by default; the hard limit is the administrators'.
+    The default limit is too low for a thousand nodes; the hard limit is the administrators'.
     """
     nodes = len(world["nodes"])
     fixed, (least, most) = nodes + _OWN_FILES, _UNPROVED
@@ -266,7 +267,7 @@ def allow_files(world: Mapping[str, Any]) -> int:
             wanted=f"a hard limit of {fixed + _FEWEST_UNPROVED} open files: one for each node and some more",
             found=f"ulimit -Hn: {hard}",
             where=world["nodes"][0]["name"],
-            fix=f"have the cluster's administrators raise it (LimitNOFILE of slurmd), or ask for "
+            fix=f"ask the administrators to raise it (LimitNOFILE of slurmd), or ask for "
             f"{max(1, hard - _OWN_FILES - _FEWEST_UNPROVED)} nodes at most",
         )
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -1,4 +1,4 @@
-"""Who a node is and what it holds, and what is wrong with that in the eyes of the first node."""
+"""A node's introduction: which node it is and what it holds; and the first node's check of that."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _LATEST = 1e11  # no clock of this millennium; it also keeps out what is no numb
 _HELD = (
     (
         "plan",
-        "the run folder must be on a disk that all nodes share, or at the same path on every machine; HF_HOME too",
+        "put the run folder and HF_HOME on a disk that all nodes share, or at the same path on every machine",
     ),
-    ("dray", "the same image on every node"),
+    ("dray", "use the same image on every node"),
     ("image", "copy the image to this node again, or put it on a disk that all nodes share"),
 )
 
 
 class StoppedError(DrayError):
-    """The first node has refused the launch: why is recorded, there or on the nodes that are unfit."""
+    """The first node has refused the launch; the reason is recorded there, or by the unfit nodes."""
 
 
 def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> dict[str, Any]:
-    """Who this node is, what all nodes must hold alike, and why it is unfit by its own check."""
+    """This node's number and name, what all nodes must hold alike, and why its own check found it unfit."""
     return {
         "node": number,
         "name": plan["world"]["nodes"][number]["name"],
@@ -44,7 +44,7 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str =
 
 
 def readable(hello: Mapping[str, Any], own: Mapping[str, Any], nodes: int) -> bool:
-    """Whether it has the fields of an introduction, each of its type and within its range."""
+    """Whether all fields are there, each with the right type and in its range."""
     if {name: type(value) for name, value in hello.items()} != {name: type(value) for name, value in own.items()}:
         return False
     texts = [value for value in hello.values() if isinstance(value, str)]
@@ -61,29 +61,29 @@ def odd(
     guests: Mapping[int, object],
     twin: str | None,
 ) -> DrayError | None:
-    """What is wrong with a node that has come. `own` is what the first node holds, at the time at which it came."""
+    """Why a node that has come is refused, if it is. `own` is the first node's introduction at that time."""
     who = f"node {hello['node']} ({hello['name']})"
     for held, fix in _HELD:
         if hello[held] != own[held]:
             return ConfigError(
-                f"{who} holds another {held}",
+                f"{who} has a different {held}",
                 wanted=f"{held} {own[held][:12] or '(unknown)'}",
                 found=f"{held} {hello[held][:12] or '(unknown)'}",
                 fix=fix,
             )
     if hello["node"] in guests or hello["node"] == own["node"]:
         return ConfigError(
-            f"two nodes believe that they are node {hello['node']}",
-            wanted="every node has its own number",
-            found=f"{hello['name']} is the second one",
-            fix="the node's number must come from each node's own task; do not export it before srun",
+            f"two nodes have the number {hello['node']}",
+            wanted="a number of its own for every node",
+            found=f"{hello['name']} has it too",
+            fix="do not export the node's number before srun: each node takes it from its own task",
         )
     if twin:
         return ConfigError(
             f"{who} and {twin} have the same host name",
-            wanted="nodes of different host names: libraries tell nodes apart by them",
+            wanted="different host names, by which libraries tell nodes apart",
             found=hello["host"],
-            fix="give the machines names of their own; or were two tasks started on one node?",
+            fix="give each machine a host name of its own; under Slurm start one task a node (--ntasks-per-node=1)",
         )
     skew = abs(hello["time"] - own["time"])
     if skew > _MOST_SKEW_S:

@@ -1,4 +1,4 @@
-"""Locks that a killed compiler has left: a rank that waits for one waits for ever, without a message."""
+"""Removes locks that a killed compiler has left: a rank would wait for one for ever, without a message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STALE_S = 15 * 60.0
 
 
 def clear(folder: str, since: float | None = None) -> None:
-    """Remove those of torch's extensions that nobody can hold any more: all ranks before this time have ended."""
+    """Remove locks of torch's extensions: stale ones, and those from before `since`, when other ranks have ended."""
     if not folder:
         return
     for path in glob.glob(f"{glob.escape(folder)}/**/lock", recursive=True):

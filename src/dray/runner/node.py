@@ -1,4 +1,4 @@
-"""Who this node is, by the variables of its own task, held against the plan."""
+"""This node's number, from the variables of its own task, checked against the plan."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dray.contract.findings import ConfigError, counted
 
 
 def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
-    """This node's number in the plan. A node that is not who the plan expects stops here."""
+    """This node's number in the plan. ConfigError: the plan expects another node."""
     names = world["identity"]
     nodes = world["nodes"]
     count = _number(names["nodes"], environ)
     if count != len(nodes):
         raise ConfigError(
-            f"the plan is for another number of nodes than {names['nodes']} says",
+            f"the plan has another number of nodes than {names['nodes']}",
             wanted=counted(len(nodes), "node"),
             found=f"{names['nodes']}={count}",
             fix="start node.sh with one task on each node of the plan: srun --nodes=N --ntasks-per-node=1",
@@ -34,16 +34,16 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
     name = environ.get(names["name"], "")
     if name != nodes[number]["name"]:
         raise ConfigError(
-            f"this node believes that it is node {number}, and the plan has another host there",
+            f"this node has number {number}, which is another host in the plan",
             wanted=f"node {number} is {nodes[number]['name']}",
             found=f"{names['name']}={name or '(not set)'}, {names['node']}={number}",
-            fix=f"{names['node']} must come from each node's own task; do not export it before srun",
+            fix=f"do not export {names['node']} before srun: each node takes it from its own task",
         )
     return number
 
 
 def require(plan: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Refuse a command that cannot start in the container, before every rank dies of it."""
+    """Refuse a command that cannot start in the container, before every rank fails with it."""
     first, *rest = plan["command"]
     folder, path = plan["where"], environ.get("PATH", os.defpath)
     for script in (word for word in rest[:1] if word.endswith(".py")):
@@ -56,8 +56,8 @@ def require(plan: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         raise _not_there(first, f"{first} on PATH ({path})")
     if not os.access(file, os.X_OK):
         raise ConfigError(
-            f"the program may not be executed: {first}",
-            wanted="a file with the mode of a program; or python, bash or another interpreter before its name",
+            f"the program is not executable: {first}",
+            wanted="an executable file; or python, bash or another interpreter before its name",
             found=f"mode {os.stat(file).st_mode & 0o7777:o} of {file}",
             fix=f"chmod +x {shlex.quote(file)}",
         )
@@ -69,7 +69,7 @@ def require(plan: Mapping[str, Any], environ: Mapping[str, str]) -> None:
                 where=file,
                 wanted="an interpreter of the image, such as #!/usr/bin/env python3",
                 found=ascii("#!" + " ".join(interpreter)),
-                fix="correct that line; \\r at its end are line ends of Windows (sed -i 's/\\r$//' FILE)",
+                fix="correct that line; if it ends with \\r, a line end of Windows: sed -i 's/\\r$//' FILE",
             )
 
 
@@ -77,14 +77,14 @@ def _not_there(word: str, wanted: str) -> ConfigError:
     return ConfigError(
         f"the program is not in the container: {word}",
         wanted=wanted,
-        found="no such file, seen from inside",
-        fix="correct the path. Inside, a node sees the folder where you submit, the recipe's folders and the "
-        "binds that dray plan -v lists; another one by [[binds]] in a site file (docs/launch.md)",
+        found="no such file in the container",
+        fix="correct the path. The container sees the folder where you submit, the recipe's folders and the binds "
+        "that dray plan -v lists; [[binds]] in a site file add others (docs/launch.md)",
     )
 
 
 def _program(word: str, folder: str, path: str) -> str | None:
-    """The file that a shell in that folder would start; one that may not be executed only by its path."""
+    """The file that a shell in that folder would start; a file that is not executable only if named by its path."""
     if "/" in word:
         file = os.path.join(folder, word)
         return file if os.path.isfile(file) else None
@@ -93,7 +93,7 @@ def _program(word: str, folder: str, path: str) -> str | None:
 
 
 def _interpreter(file: str) -> list[str]:
-    """The words of its first line after `#!`, as the kernel reads them; none of another program."""
+    """The words after `#!` in the first line, as the kernel reads them; empty without `#!`."""
     try:
         with open(file, "rb") as program:
             line = program.readline(256).decode(errors="replace")
@@ -103,12 +103,12 @@ def _interpreter(file: str) -> list[str]:
 
 
 def own(plan: Mapping[str, Any]) -> str:
-    """The node's own folder, where a run of many ranks has what is else on the shared disk; empty in a small run."""
+    """The node's own folder, which replaces the shared disk in a run of many ranks; empty in a small run."""
     return str(plan["scratch"]) if plan["world"].get("logs_by_node") else ""
 
 
 def log_of(plan: Mapping[str, Any], rank: int) -> tuple[str, str]:
-    """Where the lines of a rank are, and that folder."""
+    """The log with this rank's lines; and the node's own folder, in a run of many ranks."""
     found = own(plan)
     name = run_folder.node_log(rank // plan["world"]["ranks_per_node"]) if found else run_folder.rank_log(rank)
     return f"{plan['folder']}/{name}", found
@@ -118,9 +118,9 @@ def _number(name: str, environ: Mapping[str, str]) -> int:
     value = environ.get(name)
     if value is None or not value.isdigit():
         raise ConfigError(
-            f"{name} does not tell this node who it is",
+            f"{name} is not a number",
             wanted=f"{name}=0 or more",
             found=f"{name}={value}" if value is not None else f"{name} is not set",
-            fix="start node.sh through srun; inside a container the engine must let this variable through",
+            fix="start node.sh through srun; the container engine must pass this variable on",
         )
     return int(value)

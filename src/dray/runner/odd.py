@@ -1,4 +1,4 @@
-"""Which rank holds up the others: the one that is not in the collective that they wait in."""
+"""Finds the rank that holds up the others: it is not in the collective in which they wait."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ENDS = {"stopped": "is stopped (SIGSTOP)", "unseen": "was not seen: its node di
 
 
 class Entered(NamedTuple):
-    """The collective of a process group that a rank entered last, by torch's Flight Recorder."""
+    """The last collective that a rank entered in a process group, by torch's Flight Recorder."""
 
     group: str
     number: int
     name: str
     waits: bool = False
-    """Whether it has not ended."""
+    """Whether the collective has not ended."""
 
 
 class Seen(NamedTuple):
@@ -33,38 +33,38 @@ class Seen(NamedTuple):
     rank: int
     node: str = ""
     step: int = -1
-    """-1 where its program has no heartbeat."""
+    """-1 if its program has no heartbeat."""
     phase: str = ""
     state: str = ""
-    """runs, sleeps, stopped, ended, unseen; empty where nobody could look."""
+    """runs, sleeps, stopped, ended or unseen; empty if unknown."""
     frames: tuple[str, ...] = ()
-    """Of its main thread, the innermost first: `FILE:LINE FUNCTION`."""
+    """The frames of its main thread, innermost first: `FILE:LINE FUNCTION`."""
     flight: tuple[Entered, ...] = ()
-    """One of each process group."""
+    """Its last collective in each process group."""
 
     @classmethod
     def told(cls, fields: Any) -> Seen:  # noqa: ANN401  any JSON value
-        """As another node has sent it. BrokenError: it is of another kind."""
+        """From another node's message. BrokenError: it is malformed."""
         try:
             seen = cls(**fields)
             seen = seen._replace(frames=tuple(seen.frames), flight=tuple(Entered(*one) for one in seen.flight))
         except (TypeError, ValueError):
-            raise BrokenError("what was seen of a rank, of another kind") from None
+            raise BrokenError("a malformed report of a hung rank") from None
         whole = (seen.rank, seen.step, *(one.number for one in seen.flight))
         named = (part for one in seen.flight for part in (one.group, one.name))
         texts = (seen.node, seen.phase, seen.state, *seen.frames, *named)
         if any(type(one) is not int for one in whole) or any(type(one) is not str for one in texts):
-            raise BrokenError("what was seen of a rank, of another kind")
+            raise BrokenError("a malformed report of a hung rank")
         return seen
 
     @property
     def waits(self) -> str:
-        """The collective that it waits in, by its stack; empty where that shows none."""
+        """The collective in which the rank waits, by its stack; empty if that shows none."""
         return _collective(self.frames, self.state)
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """The rank's step, phase and innermost frames, in words."""
         step = f"at step {self.step}" if self.step >= 0 else ""
         phase = f"({self.phase})" if self.phase not in ("", "step") else ""
         parts = (frame.rpartition(" ") for frame in self.frames if not frame.startswith("<"))  # importlib's
@@ -89,7 +89,7 @@ def _collective(frames: tuple[str, ...], state: str) -> str:
 
 
 def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
-    """That rank, and what is odd about it. None: the ranks do not differ."""
+    """The rank that holds up the others, and how it differs; None if no rank differs."""
     for state, what in _ENDS.items():
         if found := _few(seen, lambda one, state=state: one.state == state):  # type: ignore[misc]
             return found[0], _told(what, found, seen)
@@ -103,7 +103,7 @@ def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
         ("waits in no collective", _few(seen, lambda one: not one.waits)),
         ("waits in another collective", _rare(seen, lambda one: one.waits)),
         ("runs, and the others sleep", _few(seen, lambda one: one.state == "runs")),
-        ("is elsewhere than the others", _rare(seen, lambda one: one.frames[:1])),
+        ("is at another place than the others", _rare(seen, lambda one: one.frames[:1])),
     )
     for what, found in kinds:
         if found:
@@ -112,7 +112,7 @@ def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
 
 
 def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
-    """The rank that has not entered a collective in which others of its group wait, or has entered another one."""
+    """The rank that has not entered a collective in which others of its group wait, or has entered another."""
     groups: dict[str, dict[Seen, Entered]] = {}
     for one in seen:
         for entry in one.flight:
@@ -125,7 +125,7 @@ def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
         if behind:
             one = min(behind, key=lambda one: entered[one].number)
             who = f"{counted(in_it := len(entered) - len(behind), 'rank')} wait{'s' * (in_it == 1)}"
-            what = f"has not entered {last.name}, collective {last.number} of group {group}, that {who} in"
+            what = f"has not entered {last.name}, collective {last.number} of group {group}, in which {who}"
             return one, _told(what, [one], [])
         if other := _rare(list(entered), lambda one: entered[one].name):  # noqa: B023
             known = {one.rank for one in other}
@@ -136,13 +136,13 @@ def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
 
 
 def _few(seen: list[Seen], which: Callable[[Seen], bool]) -> list[Seen]:
-    """Those, if others are not so."""
+    """The ranks for which it is true, if it is not true for all."""
     found = [one for one in seen if which(one)]
     return found if len(found) < len(seen) else []
 
 
 def _rare(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
-    """Those of the rarest kind, and of two equally rare ones the later ranks."""
+    """The ranks with the rarest value; of two equally rare values, the later ranks."""
     kinds = Counter(key(one) for one in seen)
     if len(kinds) < 2:
         return []
@@ -151,7 +151,7 @@ def _rare(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
 
 
 def _told(what: str, found: list[Seen], seen: list[Seen]) -> str:
-    """With the place of the first of those, and what the others do."""
+    """The sentence with the place of the first of these ranks, and what the others do."""
     others = counted(len(found) - 1, "other rank")
     more = f"; so {'is' if len(found) == 2 else 'are'} {others}" if 1 < len(found) < len(seen) else ""
     named = {one.rank for one in found}
@@ -163,5 +163,5 @@ def _told(what: str, found: list[Seen], seen: list[Seen]) -> str:
 
 
 def _short(place: str) -> str:
-    """Without the folders above a package."""
+    """The path without the folders above a package."""
     return place.rpartition("site-packages/")[2]

@@ -1,4 +1,4 @@
-"""What a rank or a launcher writes, on its way to its log: values that pass_env handed in are not written down."""
+"""Filters what a rank or a launcher writes to its log: names replace the values of pass_env's variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 8192  # bytes of a line with the rank before it; what has more is wri
 
 
 def passed() -> dict[str, str]:
-    """The values that no log or record may show, and their names."""
+    """The values of pass_env's variables, which no log or record may show, with their names."""
     return secrets.passed(os.environ.get(PASSED, "").split(), os.environ)
 
 
@@ -32,7 +32,7 @@ def redacted(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def between(before: bytes = b"") -> Filter | None:
-    """What a log needs, where pass_env has handed in what it may not show, or where others write to it too."""
+    """The filter of a log, if pass_env names variables or other ranks write to the log too; else None."""
     values = passed()
     return Filter(values, before) if values or before else None
 
@@ -40,7 +40,7 @@ def between(before: bytes = b"") -> Filter | None:
 class Filter:
     """A pipe between a child's two streams and this process's own, which is the log.
 
-    With something `before` each line only whole lines are written, each in one piece.
+    With a prefix `before` each line, only whole lines are written, each in one piece.
     """
 
     def __init__(self, values: Mapping[str, str], before: bytes = b"") -> None:
@@ -53,7 +53,7 @@ class Filter:
         self._before, self._line = before, b""
 
     def watch(self, supervised: children.Children) -> None:
-        """Once the child has the writer: write on whenever it writes."""
+        """Pass on the child's output whenever it writes; call this once the child has the writer."""
         os.close(self.writer)
 
         def call() -> None:
@@ -64,7 +64,7 @@ class Filter:
         supervised.watch(self.reader, call)
 
     def pass_on(self) -> bool:
-        """Write on what has come; whether anything has."""
+        """Pass on what has arrived; return whether anything has."""
         try:
             new = os.read(self.reader, _CHUNK)
         except BlockingIOError:
@@ -78,7 +78,7 @@ class Filter:
         return self._open
 
     def finish(self) -> None:
-        """Write what is left. The child has ended; what it started may hold the pipe open, and is not waited for."""
+        """Write the rest once the child has ended; its own children may keep the pipe open, without being awaited."""
         while self.pass_on():
             pass
         self._write(self._held, len(self._held))
@@ -87,7 +87,7 @@ class Filter:
             self._put(b"\n")
 
     def _write(self, text: bytes, end: int) -> int:
-        """Write at least up to there, and each value that begins before it whole; where that ended."""
+        """Write up to `end`, and whole each value that begins before it; return where that ended."""
         parts, done = [], 0
         for found in self._any.finditer(text) if self._names else ():
             if found.start() < end:
@@ -112,6 +112,6 @@ class Filter:
 
 
 def _begun(text: bytes, value: bytes) -> int:
-    """How much of the value the text ends with."""
+    """How many bytes of the value's beginning the text ends with."""
     lengths = range(min(len(value) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(value[:length])), 0)

@@ -1,4 +1,4 @@
-"""Before the launch, after each node's own check: whether all ranks can communicate, with a deadline that holds."""
+"""The preflight: after the node check and before the launch, all ranks prove in time that they can communicate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(
     environ: Mapping[str, str],
     links: control.Control | None = None,
 ) -> None:
-    """Come back when the way to the other nodes is fit. In a run of many ranks they tell it over `links`."""
+    """Return if all ranks can communicate, else raise why. In a run of many ranks nodes report over `links`."""
     began = time.monotonic()
     place = node.own(plan) or plan["folder"]
     try:
@@ -44,10 +44,10 @@ def check(
                 _note(place, plan, rank, signal.Signals(-code).name)
     except OSError as wrong:
         raise UnfitError(
-            "the preflight cannot begin",
-            wanted=f"{place} and /tmp, where this node can write",
+            "the preflight cannot start",
+            wanted=f"{place} and /tmp are writable on this node",
             found=wrong,
-            fix="is there room, and a quota left?",
+            fix="free space on that disk, and check your quota",
         ) from wrong
     if links and node.own(plan):
         _settle(plan, me, ranks, codes, links)
@@ -63,9 +63,9 @@ def _ranks(
     environ: Mapping[str, str],
     links: control.Control | None,
 ) -> dict[int, int]:
-    """How each of this node's ranks ended; they end by themselves at a deadline, unless they cannot.
+    """Run this node's ranks and return their exit codes; they end by themselves at a deadline, unless they hang.
 
-    Not by ranks.py: none of them may be stopped since another has ended, or it could not say where it stood.
+    Not by ranks.py, which ends all ranks after the first: then a rank could not report where it stood.
     """
     world, folder, own = plan["world"], plan["folder"], node.own(plan)
     each = world["ranks_per_node"]
@@ -91,14 +91,14 @@ def _ranks(
 
 
 def _over(links: control.Control) -> Callable[[], bool]:
-    """Whether it is known why the run cannot start, and this node's ranks wait in vain."""
+    """Whether it is known why the run cannot start, so that this node's ranks wait in vain."""
     return lambda: bool(links.cause or (links.gathered and links.gathered.decided))
 
 
 def _settle(
     plan: Mapping[str, Any], me: int, ranks: children.Children, codes: Mapping[int, int], links: control.Control
 ) -> None:
-    """Tell the first node how far this node's ranks came; where one has failed, end with what it makes of all."""
+    """Tell the first node how far this node's ranks came; if one has failed, raise what the first node concludes."""
     each, own, failed = plan["world"]["ranks_per_node"], node.own(plan), any(codes.values())
     local = range(me * each, (me + 1) * each)
     reports = {rank: one for rank, one in told(own).items() if rank in local}
@@ -123,12 +123,12 @@ def _settle(
 
 
 def _short(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first node is told of a rank."""
+    """The fields of a rank's report that the first node gets."""
     return {name: report[name] for name in _TOLD if name in report}
 
 
 def _show(own: str, local: range) -> None:
-    """Where each rank stood, and the end of what NCCL told it, into the node's log."""
+    """Copy each rank's stack, and the end of its NCCL log, into the node's log."""
     for rank in local:
         for name, most in ((f"rank-{rank}.stack", 200), (f"nccl-{rank}.log", 40)):
             for line in files.tail(f"{own}/{run_folder.PREFLIGHT}/{name}", most):
@@ -136,7 +136,7 @@ def _show(own: str, local: range) -> None:
 
 
 def _wait(ranks: children.Children, deadline: float, over: Callable[[], bool]) -> dict[int, int]:
-    """Each rank's code, negative for a signal that was not ours; one that even SIGKILL does not end is left alone."""
+    """Each rank's exit code, negative for another's signal; a rank that survives SIGKILL is left alone."""
     codes: dict[int, int] = {}
     killed = False
     while ranks.running:
@@ -157,7 +157,7 @@ def _wait(ranks: children.Children, deadline: float, over: Callable[[], bool]) -
 
 
 def _note(folder: str, plan: Mapping[str, Any], rank: int, by: str) -> None:
-    """What a rank could not say itself, for all nodes to see."""
+    """Write for all nodes what a killed rank could not report itself."""
     report = told(folder).get(rank) or {"rank": rank, "node": _node(plan, rank), "phase": "its start", "order": -1}
     path = f"{folder}/{run_folder.PREFLIGHT}/rank-{rank}.json"
     files.write_atomic(path, json.dumps({**report, "killed": by}))
@@ -168,7 +168,7 @@ def _node(plan: Mapping[str, Any], rank: int) -> str:
 
 
 def told(folder: str) -> dict[int, dict[str, Any]]:
-    """How far each rank came, by what it left; ranks of machines that share no disk with this one are not seen."""
+    """How far each rank came, by its report; ranks of machines without a shared disk are missing."""
     found = {}
     for path in glob.glob(f"{glob.escape(folder)}/{run_folder.PREFLIGHT}/rank-*.json"):
         with open(path, encoding="utf-8") as file:
@@ -180,7 +180,7 @@ def told(folder: str) -> dict[int, dict[str, Any]]:
 
 
 def _blame(plan: Mapping[str, Any], me: int) -> DrayError:
-    """By the word of all ranks, and with some patience: who is to blame may be the last to be heard of."""
+    """What went wrong, after a wait of up to 5 s for late reports: the rank to blame may be the last to report."""
     deadline = time.monotonic() + _OTHERS
     while True:
         last = time.monotonic() > deadline
@@ -193,7 +193,7 @@ def _blame(plan: Mapping[str, Any], me: int) -> DrayError:
 def finding(
     plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], log: str, *, last: bool
 ) -> DrayError | None:
-    """What went wrong, from how far each rank came. None where it is not sure yet, and more may be heard."""
+    """What went wrong, by how far each rank came; None while a later report may still change it."""
     for rank in ranks.values():
         if "finding" in rank:
             return error(rank["finding"])
@@ -217,7 +217,7 @@ def finding(
 
 def _silent(log: str) -> DrayError:
     return UnfitError(
-        "the preflight ended without a word", wanted="a report of each rank", found="none", fix=f"see {log}"
+        "the preflight failed without a report", wanted="a report of each rank", found="none", fix=f"see {log}"
     )
 
 
@@ -227,7 +227,7 @@ def _hung(
     expired: list[Mapping[str, Any]],
     silent: list[int],
 ) -> DrayError:
-    """Whom the others waited for: who never began, or came least far, or could not say where it stood."""
+    """The ranks for which the others waited: those that never began, came least far, or could not report."""
     limit, furthest = (
         max(expired, key=lambda rank: int(rank["order"])),
         max(ranks.values(), key=lambda r: int(r["order"])),
@@ -241,7 +241,7 @@ def _hung(
             f"{furthest['phase']} did not end within {limit['limit']} s on any rank",
             wanted=_LIMITS,
             found=f"all ranks hang in it, on {nodes}",
-            fix=f"{_stood(plan)} where each stood, and what NCCL reported",
+            fix=f"{_stood(plan)}, for where each rank stood and what NCCL reported",
         )
     known = ranks.get(guilty[0], {"rank": guilty[0], "node": _node(plan, guilty[0]), "phase": "its start"})
     return UnfitError(
@@ -250,7 +250,7 @@ def _hung(
         + f" did not answer in {limit['limit']} s",
         wanted=_LIMITS,
         found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
-        fix=f"leave that node out (sbatch --exclude); {_stood(plan)} where each stood",
+        fix=f"leave that node out (sbatch --exclude); {_stood(plan)}, for where each rank stood",
         node=_node(plan, guilty[0]),
         rank=guilty[0],
     )
@@ -258,11 +258,11 @@ def _hung(
 
 def _stood(plan: Mapping[str, Any]) -> str:
     if node.own(plan):
-        return f"{run_folder.node_log('*')} in the run's folder have"
-    return "preflight/rank-*.stack and nccl-*.log in the run's folder have"
+        return f"see {run_folder.node_log('*')} in the run folder"
+    return "see preflight/rank-*.stack and nccl-*.log in the run folder"
 
 
 def _of(rank: Mapping[str, Any], what: str, found: str, fix: str) -> DrayError:
     who = f"rank {rank['rank']} on {rank['node']}"
-    wanted = "a rank that comes through the preflight"
+    wanted = "a rank that passes the preflight"
     return UnfitError(f"{who} {what}", wanted=wanted, found=found, fix=fix, node=rank["node"], rank=rank["rank"])

@@ -1,8 +1,8 @@
-"""Whether all ranks have come together in one process group, by what torch leaves in the store: no rank is touched.
+"""Whether all ranks are in one process group, by what torch leaves in the store; the ranks notice nothing.
 
-torch counts each rank that comes to the store with a world size. Of a process group with Gloo, which also
-`init_process_group()` without a backend makes, each rank leaves its address under its number in that group. A rank that
-works alone, or by a store of its own, leaves neither. Whose connections these are, the ranks' nodes see.
+torch counts in the store each rank that joins it with a world size. In a process group with Gloo, which
+`init_process_group()` without a backend makes too, each rank also leaves its address under its number. A rank that
+works alone, or with a store of its own, leaves neither. Each node sees which of its ranks are connected to the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COUNT, _ADDRESS = "init/", "/default_pg/0//cpu//0/{}"
 
 
 class Joined:
-    """The ranks that were seen with a connection to the store; on the first node those of all nodes."""
+    """The ranks that were seen with a connection to the store; on the first node, those of all nodes."""
 
     def __init__(self, plan: Mapping[str, Any], me: int, port: int) -> None:
         each = plan["world"]["ranks_per_node"]
@@ -53,13 +53,13 @@ class Joined:
             self._unseen -= seen
 
     def hear(self, ranks: object) -> None:
-        """Those of another node. BrokenError: a message of another kind."""
+        """Add the ranks of another node. BrokenError: the message is malformed."""
         if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < self._size for rank in ranks):
-            raise BrokenError("ranks of another kind")
+            raise BrokenError("a malformed list of ranks")
         self.ranks |= {*ranks}
 
     def record(self, folder: str, store: tuple[str, int]) -> None:
-        """Leave a file where a process group is smaller than the world."""
+        """Write a file if the process group is smaller than the world."""
         if self._size == 1:
             return
         try:
@@ -74,7 +74,7 @@ class Joined:
 
 
 def _connections(port: int) -> set[str]:
-    """The sockets on this node that are connected with this port, as links in /proc name them."""
+    """The sockets on this node that are connected to this port, as links in /proc name them."""
     found = set()
     for family in ("tcp", "tcp6"):
         try:
@@ -88,7 +88,7 @@ def _connections(port: int) -> set[str]:
 
 
 def _holds(process: int, connections: set[str]) -> bool:
-    """Whether it has one of them, or a process that it has started."""
+    """Whether the process, or one that it has started, has one of these connections."""
     return process > 0 and (
         bool(connections & {*_files(process)}) or any(_holds(one, connections) for one in below(process))
     )
@@ -103,7 +103,7 @@ def _files(process: int) -> Iterable[str]:
 
 
 def _counted(store: tuple[str, int], size: int) -> tuple[int, int]:
-    """How many ranks came to the store, and how many the largest process group has, as far as it tells."""
+    """How many ranks joined the store, and how many the largest process group has, as far as the store tells."""
     with socket.create_connection(store, timeout=_ANSWER_S) as line:
         line.sendall(struct.pack("=BI", _VALIDATE, _MAGIC))
         counted, *addresses = _check(line, [_COUNT, *map(_ADDRESS.format, range(size))])

@@ -25,9 +25,9 @@ _GRACE = 10.0  # seconds from the launcher's death to the rank's
 
 
 def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
-    """Run the command with both streams in logs/rank-N.log; record it if it dies by itself.
+    """Run the command with both streams in logs/rank-N.log; record it if it fails by itself.
 
-    In a run of many ranks both are in the node's log, and its record is first of all in the node's own folder.
+    In a run of many ranks both streams go to the node's log, and the record goes first to the node's own folder.
     """
     rank = os.environ.get("RANK", "")
     shared, own = os.environ.pop("DRAY_NODE_LOG", ""), os.environ.get(heartbeat.FOLDER, "")
@@ -38,7 +38,7 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     os.dup2(output, 2)
     if not rank or os.environ.get("WORLD_SIZE") != world_size:
         found = f"RANK={rank or '(not set)'} WORLD_SIZE={os.environ.get('WORLD_SIZE', '(not set)')}"
-        why = f"the launcher made another world: {found}, the plan has {world_size} ranks"
+        why = f"the launcher started another world size: {found}, the plan has {world_size} ranks"
         return _failed(place, exit_codes.CONFIG, why)
     _bind()
     if restarts := os.environ.pop("DRAY_RESTARTS", ""):  # the runners', and not the launcher's own, which are 0
@@ -83,7 +83,7 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
 
 
 class Place:
-    """Whose log and record it is, and where they are."""
+    """A rank, and where its log and record are."""
 
     def __init__(self, folder: str, rank: str, node: str, log: str, own: str) -> None:
         self.folder, self.rank, self.node, self.log, self.own = folder, rank, node, log, own
@@ -91,7 +91,7 @@ class Place:
 
 
 def _filter(before: bytes) -> output.Filter | None:
-    """Between the rank and its log, where pass_env has handed in what no log may show, or others write to it too."""
+    """The filter between the rank and its log, if pass_env names variables or other ranks write to the log too."""
     if not before and not os.environ.get("DRAY_PASSED"):
         return None
     from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
@@ -100,7 +100,7 @@ def _filter(before: bytes) -> output.Filter | None:
 
 
 def _heartbeat(rank: str) -> int:
-    """The file, empty, in which the runner looks for the rank's program and its steps; -1 where there is none."""
+    """Create the empty file in which the runner looks for the rank's program and steps; -1 if there is none."""
     folder = os.environ.pop(heartbeat.FOLDER, "")
     if not folder:
         return -1
@@ -121,7 +121,7 @@ def _note(beat: int, *program: bytes) -> None:
 
 
 def _bind() -> None:
-    """Move to this rank's share of the node's cores, where the runner has found one."""
+    """Move to this rank's share of the node's cores, if the runner has found one."""
     shares, local = os.environ.pop("DRAY_CORES", ""), os.environ.get("LOCAL_RANK", "")
     if not shares or not local.isdigit() or int(local) > shares.count(";"):
         return
@@ -148,7 +148,7 @@ def _failed(place: Place, code: int, why: str, seen: float | None = None) -> int
 
 
 def _failed_alone(target: str, node: str, rank: int | None, code: int, why: str, seen: float) -> None:
-    """A record without anything that is still to be loaded; the lines of the log are read later."""
+    """Write the record without importing anything; the lines of the log are read later."""
 
     def quoted(text: str) -> str:
         plain = (letter.isascii() and letter.isalnum() for letter in text)

@@ -1,6 +1,6 @@
-"""Starts a node's ranks without an agent, each in the variables that torch reads; started by file, in milliseconds.
+"""Starts a node's ranks without an agent, each with the variables that torch reads. Started by file: milliseconds.
 
-In a job of Slurm each rank is a task too, as srun would have made it.
+In a Slurm job each rank also gets the variables of a task of its own, as srun would set them.
 
 One rank that dies ends the others, and its own exit code is this program's.
 """
@@ -20,7 +20,7 @@ _GRACE = 10.0  # seconds from asking the other ranks to end to ending them
 
 
 def main(nodes: int, each: int, node: int, master: str, port: str, command: list[str]) -> int:
-    """Run the command once for each local rank; the first code that is not 0."""
+    """Run the command once for each local rank; return the first exit code that is not 0."""
     runner = os.getppid()
     ranks = children.Children()
     for local in range(each):
@@ -52,7 +52,7 @@ def main(nodes: int, each: int, node: int, master: str, port: str, command: list
 
 
 def _task(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
-    """What srun tells each of these tasks; nothing where no task of Slurm's is above."""
+    """The variables that srun would set for a task of this rank; empty outside of a Slurm task."""
     if "SLURM_PROCID" not in os.environ:
         return {}
     size, layout = str(nodes * each), f"{each}(x{nodes})" if nodes > 1 else str(each)

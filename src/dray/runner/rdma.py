@@ -1,7 +1,7 @@
-"""Whether this image drives the node's RDMA cards: NCCL and RCCL use sockets where it does not, without a word.
+"""Whether this image can use the node's RDMA cards: if not, NCCL and RCCL silently use sockets.
 
-Which ABI of the kernel's a card's driver in the image speaks is in its code alone, and no file tells it. So libibverbs
-is asked, as NCCL asks it, and its own warnings are the reasons.
+No file says which kernel ABI a driver in the image supports. So dray asks libibverbs, as NCCL does, and its warnings
+are the reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIX = "use an image whose drivers fit the node's kernel, or bind the node's own
 
 
 def cards(*, needed: bool, sys: str = "/sys", library: str = _LIBRARY) -> list[Finding]:
-    """What libibverbs leaves out: an error where RDMA is needed and no card is left."""
+    """The cards that libibverbs cannot use: an error if RDMA is needed and no card is left."""
     present = _devices(sys)
     if not present:
         return []
@@ -78,7 +78,7 @@ def _absent(uverbs: str, warnings: Iterable[str]) -> str:
 
 
 def _ask(library: str) -> tuple[list[str], list[str]]:
-    """The devices that it lists, and the lines that it has written to the error output meanwhile."""
+    """The devices that libibverbs lists, and the warnings that it writes to stderr meanwhile."""
     verbs = ctypes.CDLL(library)
     verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     verbs.ibv_get_device_name.restype = ctypes.c_char_p

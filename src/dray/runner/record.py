@@ -1,4 +1,4 @@
-"""What stopped this node or this rank, as a file that outlives it."""
+"""Records why this node or a rank of it failed, as files that outlive it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ENOUGH = 64  # records on the shared disk of a run of many ranks; twice as many
 
 
 def write(folder: str, name: str, *, own: str = "", **fields: object) -> None:
-    """failures/NAME.json. A disk that is full must not hide the exit code as well.
+    """Write failures/NAME.json; a full disk must not hide the exit code as well.
 
-    With a folder of the node's `own` it is there first; on the shared disk only the first one of a node, while few are.
+    `own`, the node's own folder, gets it first. Then the shared disk gets only a node's first record, and few in all.
     """
     fields = {"time": time.time(), **fields}  # what follows takes a while
     if not fields.get("lost"):  # this node tells nothing of another that is gone
@@ -43,7 +43,7 @@ def _write(target: str, text: str) -> None:
 
 
 def _first(own: str, node: str) -> bool:
-    """Whether no other rank of this node has failed: one machine may be several nodes."""
+    """Whether no other rank of this node has failed before; one machine may be several nodes."""
     try:
         os.close(os.open(_mark(own, node), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
     except FileExistsError:
@@ -58,7 +58,7 @@ def _mark(own: str, node: str) -> str:
 
 
 def crowded(folder: str, most: int = _ENOUGH) -> bool:
-    """Whether so many have failed that one more record tells nothing."""
+    """Whether there are so many records that one more tells nothing."""
     try:
         return len(os.listdir(f"{folder}/{run_folder.FAILURES}")) >= most
     except OSError:
@@ -66,25 +66,25 @@ def crowded(folder: str, most: int = _ENOUGH) -> bool:
 
 
 def bring(own: str, folder: str, name: str) -> None:
-    """A record of the node's own folder to the shared disk, where it is not there yet."""
+    """Copy a record from the node's own folder to the shared disk, unless it has one of this name."""
     if not exists(folder, name) and not crowded(folder, 2 * _ENOUGH):
         copy(f"{own}/{run_folder.failure(name)}", f"{folder}/{run_folder.failure(name)}")
 
 
 def exists(folder: str, name: str) -> bool:
-    """Whether another node has written it."""
+    """Whether the run folder has a record of this name."""
     return os.path.exists(f"{folder}/{run_folder.failure(name)}")
 
 
 def forget(own: str, node: str, names: Iterable[str]) -> None:
-    """Before all ranks start again: what the node's own folder has of the start before."""
+    """Delete the records of the last start from the node's own folder, before all ranks start again."""
     for path in (*(f"{own}/{run_folder.failure(name)}" for name in names), _mark(own, node)):
         with suppress(OSError):
             os.unlink(path)
 
 
 def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What this node is."""
+    """The hardware and software of this node, as data."""
     accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm", "rocm6": "rocm"}.get(
         plan.get("variant", ""), "cpu"
     )
@@ -93,7 +93,7 @@ def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[
 
 
 def introduce(plan: Mapping[str, Any], me: int, environ: Mapping[str, str], report: Callable[[str, Any], None]) -> None:
-    """Leave what this node is, for the capsule: in a run of many ranks the first node hears it."""
+    """Save the hardware and software of this node, for the capsule; in a run of many ranks, tell the first node."""
     if plan["world"].get("logs_by_node"):
         report("about", about(plan, me, environ))
     else:
@@ -101,7 +101,7 @@ def introduce(plan: Mapping[str, Any], me: int, environ: Mapping[str, str], repo
 
 
 def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
-    """nodes/node-N.json, for the capsule; no run fails for want of it."""
+    """Write nodes/node-N.json, for the capsule; no run fails if it cannot be written."""
     target = f"{plan['folder']}/{run_folder.node(me)}"
     try:
         told = about(plan, me, environ)
@@ -112,23 +112,23 @@ def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> N
 
 
 def lines(target: str, told: Iterable[Mapping[str, Any]]) -> None:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     _write(target, "".join(f"{json.dumps(one)}\n" for one in told))
 
 
 def copy(source: str, target: str) -> None:
-    """A text of the node's own folder."""
+    """Copy a text file from the node's own folder."""
     with open(source, encoding="utf-8", errors="replace") as file:
         _write(target, file.read())
 
 
 def saved(folder: str) -> None:
-    """All ranks have saved and ended, as they were asked to."""
+    """Note that all ranks have saved and ended, as they were asked to."""
     _write(f"{folder}/{run_folder.SAVED}", "")
 
 
 def failing_nodes(folder: str, names: Iterable[str]) -> None:
-    """Those that are unfit by their own check, as sbatch --exclude takes them."""
+    """Write the names of the unfit nodes, as sbatch --exclude takes them."""
     target = f"{folder}/{run_folder.FAILING_NODES}"
     try:
         files.write_atomic(target, ",".join(names) + "\n")
@@ -137,7 +137,7 @@ def failing_nodes(folder: str, names: Iterable[str]) -> None:
 
 
 def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
-    """failures/NAME.json to failures/restart-N: it did not end the run, and says why all ranks were started again."""
+    """Move failures/NAME.json to failures/restart-N: it is the reason for a restart, and did not end the run."""
     target = f"{folder}/{run_folder.restart(restart)}"
     try:
         os.makedirs(target, exist_ok=True)

@@ -1,8 +1,8 @@
 """All nodes find and check one another before anything is launched.
 
-The first node binds a port and tells it in rendezvous.json; the others prove the run's secret there and say who they
-are and what they hold. The first node answers all at once: go, or what is wrong. So a node that never comes, comes
-twice or holds something else stops the run in time. The connections stay, for `control`.
+The first node binds a port and writes it to rendezvous.json; the others connect, prove the run's secret and say which
+node they are and what they hold. The first node answers all at once: go, or what is wrong. So a missing node, a second
+one with the same number or one with another plan or image stops the run early. `control` keeps the connections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENDING_S = 30  # a launcher that does not end is killed within 10
 
 
 def secret_of(folder: str) -> bytes:
-    """The run's, which the host has written."""
+    """The run's secret, which was written beside plan.json."""
     path = f"{folder}/{run_folder.SECRET}"
     try:
         secret = files.read(path, limit=_LONGEST, own=True).strip()
@@ -56,10 +56,10 @@ def meet(
     listener: socket.socket | None = None,
     unfit: Finding | None = None,
 ) -> tuple[dict[int, Channel], tuple[str, int], socket.socket | None]:
-    """When all nodes are there: the connections to them, or to the first; its address and port; there, its socket.
+    """Wait for all nodes; return the connections, the first node's address and port, and on it the listening socket.
 
-    Before a restart the other nodes know `at` which address the first one listens. A node that is `unfit` comes too: so
-    all nodes hear of it at once, and none waits for one that will not come.
+    Before a restart the others know the first node's address and port, `at`. An `unfit` node comes too, so that all
+    nodes hear of it at once, and none waits for a node that will not come.
     """
     world = plan["world"]
     several = len(world["nodes"]) > 1
@@ -89,7 +89,7 @@ def publish(plan: Mapping[str, Any], listener: socket.socket, name: str = run_fo
 
 
 def clocked(plan: Mapping[str, Any], me: int, start: Start, at: tuple[str, int], clock: Mapping[str, float]) -> None:
-    """As the first node, add when its runner began, all nodes had met, and the ranks were launched the first time."""
+    """As the first node: add to rendezvous.json when the runner began, all nodes had met and ranks were launched."""
     if me or start.number:
         return
     times = {name: round(seconds, 3) for name, seconds in {**clock, "launched": time.time()}.items()}
@@ -106,7 +106,7 @@ def _write(plan: Mapping[str, Any], name: str, **told: object) -> None:
 
 
 def published(plan: Mapping[str, Any], name: str = run_folder.RENDEZVOUS) -> tuple[str, int] | None:
-    """Where the first node of this attempt listens, once it has said so."""
+    """The address and port of this attempt's first node; None before it has written them."""
     world, folder = plan["world"], plan["folder"]
     if not world["shared_folder"]:
         return world["master"], world["port"]
@@ -126,7 +126,7 @@ def published(plan: Mapping[str, Any], name: str = run_folder.RENDEZVOUS) -> tup
 def join(
     plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, at: tuple[str, int] | None = None
 ) -> tuple[Channel, tuple[str, int]]:
-    """As any node but the first: the connection to it, and where that is, once all nodes are there."""
+    """As any other node: the connection to the first one, and its address and port, once all nodes are there."""
     world = plan["world"]
     deadline = time.monotonic() + world["rendezvous_timeout_s"]
     broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
@@ -154,7 +154,6 @@ def join(
                     if refused:
                         raise StoppedError(
                             "the first node stopped the launch",
-                            wanted="go",
                             found=refused,
                             fix=f"see {run_folder.FAILURES}",
                             code=refused.code,
@@ -167,24 +166,24 @@ def join(
         f"{who} could not reach the first node in {world['rendezvous_timeout_s']} s",
         wanted=f"a connection to {address[0]} port {address[1]}" if address else "the address of the first node",
         found=broken or reason,
-        fix=f"see {run_folder.node_log(0)}: did the first node start? do all nodes hold its secret, and can they reach "
-        "one another?",
+        fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, or may be on "
+        "a network that this node does not reach",
     )
 
 
 def first_wait(nodes: int) -> float:
-    """Before the first try: a wave of thousands would overflow the first node's queue of connections (somaxconn).
+    """Seconds before the first try: thousands at once would overflow the first node's queue (somaxconn).
 
-    The kernel takes seconds before it tries one again that was dropped.
+    The kernel retries a dropped connection only after seconds.
     """
     return 0.0 if nodes <= _ONE_WAVE else jittered(nodes / _LOOKS_PER_S / 2)
 
 
 def longer(pause: float, nodes: int) -> float:
-    """The next pause between two tries: a hundred nodes try as fast as two, ten thousand do not in one wave."""
+    """The next pause between two tries: as short for a hundred nodes as for two, and longer for ten thousand."""
     return min(1.5 * pause, max(_PAUSE_S, min(_LONGEST_PAUSE_S, nodes / _LOOKS_PER_S)))
 
 
 def jittered(pause: float) -> float:
-    """Between half of it and one and a half; `random` would cost more to import than all of this."""
+    """The pause times a random factor from 0.5 to 1.5; importing `random` would cost more than all of this."""
     return pause * (0.5 + int.from_bytes(os.urandom(2), "big") / 65536)

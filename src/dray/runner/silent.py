@@ -1,4 +1,4 @@
-"""Ranks whose supervisor was killed, and so has recorded nothing."""
+"""Records failed ranks whose supervisor was killed before it could record them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAIT_S = 0.5  # for a program to end with its supervisor, or for one that is al
 
 
 def record_ranks(plan: Mapping[str, Any], me: int) -> None:
-    """Record those of this node, once the launcher has ended or fails: a rank ends with its supervisor."""
+    """Record such ranks of this node, once the launcher has ended or fails: a rank ends with its supervisor."""
     each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
     seen, deadline = time.time(), time.monotonic() + _WAIT_S
     for rank in range(me * each, (me + 1) * each):
@@ -23,7 +23,7 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
             time.sleep(0.02)
         if silent:
             log, own = node.log_of(plan, rank)
-            why = "killed by SIGKILL, or the process that supervises it was"
+            why = "killed by SIGKILL, or its supervisor was"
             record.write(
                 plan["folder"], f"rank-{rank}", own=own, node=name, rank=rank, code=_KILLED, why=why, log=log,
                 last_lines=rank_lines.tail(log, rank if own else None), time=seen,
@@ -31,7 +31,7 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
 
 
 def _silent(plan: Mapping[str, Any], rank: int) -> bool | None:
-    """Whether its program is gone, and neither its end nor a record of that was written; None while it is there."""
+    """Whether the rank's program is gone without a written exit code or record; None while it runs."""
     if os.path.exists(f"{node.own(plan) or plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
         return False
     program = beats.program(plan["scratch"], rank)

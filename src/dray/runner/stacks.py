@@ -1,4 +1,4 @@
-"""What a rank that makes no progress does, saved before it ends: its stacks, its state, its collectives.
+"""Saves what a hung rank does, before it is ended: its stacks, its state, its collectives.
 
 Python's faulthandler writes the stacks of all threads on SIGABRT, also of a rank that spins or that is stopped, without
 its help: PYTHONFAULTHANDLER has put it into every Python. The signal ends the rank, which would be ended anyway.
@@ -41,21 +41,21 @@ _TOOLS: tuple[tuple[str, ...], ...] = (("py-spy", "dump", "--native", "--pid", "
 
 
 class Place(NamedTuple):
-    """Where a rank's things are."""
+    """A rank, its node and its files."""
 
     rank: int
     node: str
     log: str
     beat: str
-    """Its heartbeat's file."""
+    """Its heartbeat file."""
     file: str
-    """What to write."""
+    """The file to write."""
     before: bytes = b""
-    """What stands before its lines in the log."""
+    """The prefix of its lines in the log."""
 
 
 def save(at: Place, beat: Beat, began: float) -> Seen:
-    """Write the file, end the rank's program, and say in short what was seen. All nodes begin at the same time."""
+    """Write the file, end the rank's program and return what was seen. All nodes begin at the same time."""
     known = Seen(at.rank, at.node, beat.step if beat.time else -1, heartbeat.PHASES[beat.phase] if beat.time else "")
     program = beat.program if beat.program <= 0 or _is_below(beat.program) else 0
     if program <= 0:
@@ -87,19 +87,19 @@ def save(at: Place, beat: Beat, began: float) -> Seen:
 
 
 def frames(stacks: str) -> tuple[str, ...]:
-    """Of the main thread, which faulthandler writes last, the innermost first."""
+    """The main thread's frames, innermost first; faulthandler writes that thread last."""
     found = _FILE.findall(_THREAD.split(stacks)[-1])
     return tuple(f"{path}:{line} {function}"[-_FRAME:] for path, line, function in found[:_FRAMES])
 
 
 def newest(trace: Any) -> Any:  # noqa: ANN401  any JSON value
-    """A Flight Recorder's trace with its last entries alone."""
+    """A Flight Recorder's trace with only its last entries."""
     entries = trace.get("entries") if isinstance(trace, dict) else None
     return {**trace, "entries": entries[-_ENTRIES:]} if isinstance(entries, list) else trace
 
 
 def entered_last(trace: Any) -> list[Entered]:  # noqa: ANN401  any JSON value
-    """Of each process group in a Flight Recorder's trace, what the rank entered last."""
+    """The last collective that the rank entered in each process group of a Flight Recorder's trace."""
     last: dict[str, Entered] = {}
     for entry in trace.get("entries", ()) if isinstance(trace, dict) else ():
         with suppress(KeyError, TypeError, ValueError, IndexError):
@@ -112,7 +112,7 @@ def entered_last(trace: Any) -> list[Entered]:  # noqa: ANN401  any JSON value
 
 
 def _is_below(process: int) -> bool:
-    """Whether it comes from this one: a program that writes beside its place must not have another one killed."""
+    """Whether this process has started it: a corrupt heartbeat must not get another process killed."""
     own = os.getpid()
     while process > 1 and process != own:
         parent = _line(f"/proc/{process}/stat").rpartition(")")[2].split()[1:2]
@@ -123,7 +123,7 @@ def _is_below(process: int) -> bool:
 
 
 def _pythons(program: int) -> list[int]:
-    """Those of its processes that have faulthandler, without what they have started themselves."""
+    """The processes of the program that have faulthandler, without their own children."""
     found, look = [], [program]
     for process in look:
         try:
@@ -138,7 +138,7 @@ def _pythons(program: int) -> list[int]:
 
 
 def _state(process: int) -> str:
-    """Of its main thread: runs, sleeps, stopped or ended."""
+    """The state of its main thread: runs, sleeps, stopped or ended."""
     seen = []
     for _ in range(_SAMPLES):
         seen.append(_line(f"/proc/{process}/task/{process}/stat").rpartition(")")[2].strip()[:1])
@@ -151,7 +151,7 @@ def _state(process: int) -> str:
 
 
 def _threads(process: int) -> str:
-    """What the kernel says of each: its name, state, and what it waits in."""
+    """What the kernel says of each thread: its name, its state and where it waits."""
     lines = []
     with suppress(OSError):
         for thread in sorted(map(int, os.listdir(f"/proc/{process}/task")))[:128]:
@@ -171,7 +171,7 @@ def _line(path: str) -> str:
 
 
 def _flight(path: str) -> dict[str, Any]:
-    """Each of torch's Flight Recorders, by torch's worker server in the rank, which needs no thread of Python's."""
+    """The traces of torch's Flight Recorders, from torch's worker server in the rank, which needs no Python thread."""
     found, deadline = {}, time.monotonic() + _TORCH_S
     if os.path.exists(path):
         for handler in _HANDLERS:
@@ -196,7 +196,7 @@ def _answer(path: str, handler: str, deadline: float) -> bytes:
 
 
 def _ask(tools: list[tuple[str, ...]], process: int) -> dict[str, str]:
-    """Native stacks, and what NCCL knows of its communicators, where a tool for it is in the image or a layer."""
+    """Native stacks and NCCL's communicators, if the image or a layer has the tools for them."""
     found, deadline = {}, time.monotonic() + _TOOLS_S
     for tool in tools:
         argv = [word.format(process=process) for word in tool]
@@ -209,14 +209,14 @@ def _ask(tools: list[tuple[str, ...]], process: int) -> dict[str, str]:
 
 
 def _left(deadline: float) -> float:
-    """Seconds; OSError where there are none."""
+    """The seconds left; OSError if there are none."""
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left
 
 
 def _abort(program: int, pythons: list[int], at: Place) -> str:
-    """What faulthandler writes into the rank's log as the processes end."""
+    """End the processes; return what faulthandler has written to the rank's log."""
     begin = _size(at.log)
     for process in pythons:
         with suppress(OSError, ValueError):
@@ -262,7 +262,7 @@ def _size(path: str) -> int:
 
 
 def places(plan: Mapping[str, Any], restart: int, name: str, ranks: range) -> list[Place]:
-    """Of the ranks of this node."""
+    """The files of each rank of this node."""
     scratch, found = plan["scratch"], []
     for rank in ranks:
         log, own = node.log_of(plan, rank)

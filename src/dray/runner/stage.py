@@ -1,8 +1,8 @@
-"""`python -m dray.runner.stage PLAN.json <IMAGE >COPY`: the image from node to node, before this node's runner starts.
+"""`python -m dray.runner.stage PLAN.json <IMAGE >COPY`: copy the image from node to node, before the runner starts.
 
-The first node reads the image, once, and the others get it in a tree. All nodes take part, also those whose output is
-no file: they take no copy, and only wait for the others. Exit code 0: COPY is whole, as far as this node was told;
-node.sh proves its digest. Any other: node.sh copies the shared file.
+The first node reads the image once, and the others get it in a tree. All nodes take part; those whose output is no
+file take no copy, and only wait for the others. Exit code 0: COPY is complete, as far as this node knows, and node.sh
+checks its digest. Any other: node.sh copies the shared file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRIES = 4  # without a chunk more
 
 
 def main(path: str) -> int:
-    """0 once the copy is whole, and all nodes are done."""
+    """Return 0 once the copy is complete and all nodes are done."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     copy = os.dup(1)  # what anybody prints must not get into it
     os.dup2(2, 1)
@@ -40,12 +40,12 @@ def main(path: str) -> int:
         key = hmac.digest(rendezvous.secret_of(plan["folder"]), b"dray stage", "sha256")
         return stage(plan, me, key, copy if stat.S_ISREG(os.fstat(copy).st_mode) else None)
     except (OSError, DrayError) as error:
-        print(f"dray: the tree does not bring the image: {error}", flush=True)
+        print(f"dray: the image was not copied from node to node: {error}", flush=True)
         return 1
 
 
 def stage(plan: Mapping[str, Any], me: int, key: bytes, copy: int | None) -> int:
-    """The same, on a node of the plan."""
+    """Copy the image as node `me` of the plan; return 1 if this node has no room for it, else 0."""
     size, deadline, full = os.fstat(0).st_size, time.monotonic() + _LIMIT_S, False
     if copy is not None:
         try:
@@ -104,7 +104,7 @@ def _follow(plan: Mapping[str, Any], me: int, key: bytes, file: chunks.File | No
 
 
 def _get(first: Channel, key: bytes, file: chunks.File, deadline: float) -> None:
-    """From whom the first node says; from another one where that is gone, or what it sends is not what it was."""
+    """Copy from the node that the first one names; from another if that is gone or sends changed bytes."""
     tries, before, told = 0, 0, time.monotonic()
 
     def came() -> None:
@@ -117,7 +117,7 @@ def _get(first: Channel, key: bytes, file: chunks.File, deadline: float) -> None
     while file.here < file.count:
         at = first.receive_one(min(deadline, time.monotonic() + chunks.STALLED_S)).get("at")
         if not isinstance(at, list) or len(at) != 2:
-            raise BrokenError("the first node names nobody")
+            raise BrokenError("the first node named no node to copy from")
         try:
             peer = _connect((str(at[0]), int(at[1])), key, channel.PROOF_S)
             try:
@@ -130,7 +130,7 @@ def _get(first: Channel, key: bytes, file: chunks.File, deadline: float) -> None
             tries = 1 if file.here > before else tries + 1
             if tries >= _TRIES or file.here == file.count:
                 raise
-            print(f"dray: chunk {file.here} does not come from {at[0]}: {error}; another node is asked", flush=True)
+            print(f"dray: chunk {file.here} did not come from {at[0]}: {error}; asking another node", flush=True)
             before = file.here
             first.send({"lost": True})
 

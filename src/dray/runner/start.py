@@ -12,30 +12,30 @@ _NONCE = 32
 
 
 class Start(NamedTuple):
-    """Which one it is, and what all nodes must know of it. Who overhears it still lacks the run's secret."""
+    """A start's number, nonce and port, which all nodes must know. They are not secret."""
 
     number: int = 0
     nonce: str = ""
     port: int = 0
 
     def key(self, secret: bytes) -> bytes:
-        """What proves that a node belongs to this start."""
+        """The key by which a node proves that it belongs to this start; made with the run's secret."""
         if not self.number:
             return secret
         return hmac.digest(secret, f"dray restart {self.number} {self.nonce}".encode(), "sha256")
 
     def following(self, port: int) -> Start:
-        """The next one, as the first node makes it."""
+        """The next start, made by the first node."""
         return Start(self.number + 1, os.urandom(_NONCE).hex(), port)
 
     def after(self, fields: Any) -> Start:  # noqa: ANN401  any JSON value
-        """The next one, as the first node has told it. OSError: it cannot be."""
+        """The next start, from the first node's message. OSError: it is malformed or out of order."""
         try:
             told = Start(**fields)
             if (told.number, len(bytes.fromhex(told.nonce))) != (self.number + 1, _NONCE):
-                raise BrokenError("a restart out of turn")
+                raise BrokenError("a restart out of order")
         except (TypeError, ValueError):
-            raise BrokenError("a restart of another kind") from None
+            raise BrokenError("a malformed restart") from None
         if type(told.number) is not int or type(told.port) is not int or not 0 < told.port < 1 << 16:
-            raise BrokenError("a restart of another kind")
+            raise BrokenError("a malformed restart")
         return told

@@ -1,7 +1,7 @@
-"""How long each part of this node's start took; the first node collects what all tell, in startup.json.
+"""How long each part of this node's start took; the first node collects the times of all in startup.json.
 
-Ranks write theirs into their heartbeats, which are on the node; nodes tell the first one over the control connections.
-So the shared disk gets one file, however many nodes and ranks there are.
+Ranks write their times into their heartbeat files on the node; nodes send theirs over the control connections. So the
+shared disk gets one file, however many nodes and ranks there are.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOADED = time.clock_gettime(time.CLOCK_BOOTTIME)  # as the runner begins
 
 
 def now() -> float:
-    """By the clock that the node's script has read too."""
+    """Seconds by the clock that node.sh reads too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Startup:
-    """Of one node, from the beginning of its runner to the first step of its ranks; a restart is no part of it."""
+    """The times of one node, from the start of its runner to the first step of its ranks; without restarts."""
 
     def __init__(self, plan: Mapping[str, Any], me: int, began: float = _LOADED) -> None:
         world, told = plan["world"], os.environ.pop(startup.VARIABLE, "")
@@ -45,10 +45,10 @@ class Startup:
         self._told: dict[str, float] = {}
         self._unwritten = False
         self.open = True
-        """Whether its ranks have still to tell."""
+        """Whether ranks of this node have still to report times."""
 
     def lap(self, part: str) -> None:
-        """The time since the last lap went into this part."""
+        """Count the time since the last lap to this part."""
         if not self._launched:
             at = now()
             self.parts[part] = round(self.parts.get(part, 0.0) + at - self._since, 3)
@@ -60,7 +60,7 @@ class Startup:
         plan: Mapping[str, Any],
         me: int,
     ) -> Finding | None:
-        """What the node's own check finds, where the plan has a preflight, whose first part it is."""
+        """Run the node check, the first part of the preflight, if the plan has one; return its finding."""
         if plan["preflight"] is None:
             return None
         found = check(plan, me, self.parts)
@@ -68,12 +68,12 @@ class Startup:
         return found
 
     def launched(self) -> None:
-        """The launcher starts."""
+        """Note that the launcher starts."""
         if not self._launched:
             self._launched = now()
 
     def look(self, *, last: bool = False) -> list[dict[str, Any]]:
-        """What there is to tell the first node; `last` when its launcher has ended. The first one writes it down."""
+        """New times for the first node, which writes them down itself; `last`: the launcher has ended."""
         messages: list[dict[str, Any]] = []
         if self.open and (last or time.monotonic() >= self._looks_at):
             self._looks_at = time.monotonic() + _EACH_S
@@ -92,13 +92,13 @@ class Startup:
         return []
 
     def hear(self, node: int, told: object) -> None:
-        """What a node tells. What is odd in it is left out: no run ends for it."""
+        """Store the times of a node, without what is malformed in them: no run ends because of that."""
         if not self._me and 0 <= node < len(self._nodes):
             self._nodes[node] = startup.clean(told)
             self._unwritten = True
 
     def write(self) -> None:
-        """As the first node, if there is news. At thousands of nodes it comes in a crowd, and each write is of all."""
+        """As the first node: write startup.json if there is news. With thousands of nodes one write has many news."""
         if not self._unwritten:
             return
         begun, self._unwritten = time.monotonic(), False
@@ -110,7 +110,7 @@ class Startup:
         self._writes_at = ended + max(_WRITES_S, _TIMES * (ended - begun))
 
     def _of_ranks(self) -> tuple[dict[str, float], bool]:
-        """Of the rank that was the last to import all, for which the others waited; and whether all are at step 1."""
+        """The times of the last rank to finish its imports, for which the others waited; whether all are at step 1."""
         told = [self._marks(rank) for rank in self._ranks]
         if not all(marks[heartbeat.IMPORTED] for marks in told):
             return {}, False
@@ -126,7 +126,7 @@ class Startup:
         return parts, all(marks[heartbeat.FIRST_STEP] for marks in told)
 
     def _marks(self, rank: int) -> list[int]:
-        """What it has written so far; any program may write it."""
+        """The times that the rank has written so far; any program may write the file."""
         try:
             with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
                 data = file.read(heartbeat.SIZE)

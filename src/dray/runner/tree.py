@@ -1,7 +1,7 @@
-"""The first node's side of a tree by which nodes hand on the image: who gets it from whom, and when all are done.
+"""The first node's side of the tree by which nodes pass on the image: who copies from whom, and when all are done.
 
-Nodes get their places in the order in which they come, so a parent is there already: the second and the third
-node get the image from the first, the fourth and the fifth from the second. One loop serves all of them.
+Nodes get their places in the order in which they come, so that a parent is always there before: the second and the
+third node copy from the first, the fourth and the fifth from the second. One loop serves all of them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _LOOK_S = 1.0
 
 @dataclass
 class _Node:
-    """One that has come."""
+    """A node that has come."""
 
     link: Channel
     number: int
     heard: float = 0.0
-    """When it last told anything, which it does as long as it gets more."""
+    """When its last message came; it sends some while it gets chunks."""
     at: tuple[str, int] | None = None
-    """Where it hands on the image; None where it takes no copy."""
+    """The address at which it passes on the image; None if it takes no copy."""
     parent: _Node | None = None
-    """None: the first node."""
+    """The node from which it copies; None: the first node."""
     done: bool = False
     gone: bool = False
 
 
 class Tree:
-    """Whom each node asks."""
+    """Decides from which node each node copies."""
 
     def __init__(self, world: Mapping[str, Any], key: bytes, listener: socket.socket, at: tuple[str, int]) -> None:
         self._names = [node["name"] for node in world["nodes"]]
@@ -54,12 +54,12 @@ class Tree:
         self._selector = selectors.DefaultSelector()
         self._last = self._looked = time.monotonic()
         self.read = threading.Event()
-        """Whether this node has read what it reads: until then others may still come."""
+        """Whether this node has read the whole image; until then others may still come."""
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
     def serve(self, deadline: float) -> None:
-        """Until all nodes have their copy, have given up, or have not come."""
+        """Serve until all nodes have their copy, have given up, or did not come in time."""
         while not self._over(deadline):
             for ready, _ in self._selector.select(0.2):
                 line = ready.fileobj
@@ -81,11 +81,14 @@ class Tree:
                 _tell(node, {"over": True})
 
     def _leave_out(self, now: float) -> None:
-        """Those that hang, as with their disk: their kernel keeps the connection."""
+        """Give up on nodes that hang, for example with their disk: their kernel keeps the connection open."""
         for node in self._come.values():
             if not node.done and not node.gone and now > node.heard + SILENT_S:
                 name = self._names[node.number]
-                print(f"dray: {name} got no more of the image for {SILENT_S:.0f} s, and is not waited for", flush=True)
+                print(
+                    f"dray: {name} got no more of the image for {SILENT_S:.0f} s: nobody waits for it now",
+                    flush=True,
+                )
                 node.gone = True
                 self._close(node.link.line)
 
@@ -141,7 +144,7 @@ class Tree:
         if node.number < 0:
             number, port = int(message["node"]), int(message["port"])
             if not 0 < number < self._nodes or number in self._come:
-                raise ValueError("no such node, or one that has come")
+                raise ValueError("no such node, or it has come already")
             node.number, self._come[number], self._last = number, node, time.monotonic()
             if not port:  # it takes none, and waits for the others alone
                 node.done = True
@@ -158,7 +161,7 @@ class Tree:
             node.done = True
 
     def _place(self, node: _Node) -> None:
-        """Tell it whom to ask: the nearest above it that is there."""
+        """Tell the node from which other one to copy: the nearest above it that is there."""
         while node.parent and node.parent.gone:
             node.parent = node.parent.parent
         node.link.send({"at": node.parent.at if node.parent else self._at})

@@ -11,13 +11,13 @@ import sys
 
 
 def main(address: str, port: int, file: int) -> None:
-    """Only the runner's end ends it: where all processes are signalled, ranks still agree by it what they save."""
+    """Ignore all signals until the runner ends: if all processes are signalled, ranks still agree through the store."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
     except ImportError as error:
-        print(f"dray: MASTER_ADDR and MASTER_PORT have no store: {error}", file=sys.stderr, flush=True)
+        print(f"dray: there is no store at MASTER_ADDR and MASTER_PORT: {error}", file=sys.stderr, flush=True)
         return
     # Each rank holds a connection, and 1,024 files are the usual soft limit: beyond it connections are reset.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

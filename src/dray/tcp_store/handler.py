@@ -23,12 +23,12 @@ _TIMEOUT = datetime.timedelta(minutes=10)  # a node whose agent fails ends the o
 
 
 def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch registers under this module's name in pyproject."""
+    """The class of the handler; torch finds this function by its entry point in pyproject."""
     return StoreRendezvous
 
 
 class StoreRendezvous(RendezvousHandler):
-    """Where this agent stands, by what the runner has put into the environment."""
+    """This agent's place, from variables that the runner has set."""
 
     use_agent_store = True
 
@@ -39,29 +39,29 @@ class StoreRendezvous(RendezvousHandler):
         self._store = TCPStore(self._address, self._port, is_master=False, timeout=_TIMEOUT)
 
     def get_backend(self) -> str:
-        """As registered."""
+        """The name under which it is registered."""
         return "dray"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This agent's place; the agents' first exchange, which follows, waits for all of them."""
+        """Return this agent's place at once; the agents' first exchange, which follows, waits for all of them."""
         place = RendezvousStoreInfo(self._address, self._port)
         return RendezvousInfo(PrefixStore("dray", self._store), self._node, self._nodes, place)
 
     def num_nodes_waiting(self) -> int:
-        """None: more than 0 would make this agent start its ranks again."""
+        """Return 0: more would make this agent start its ranks again."""
         return 0
 
     def is_closed(self) -> bool:
-        """Never: the runners end it."""
+        """Return False: the runners end the rendezvous."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def get_run_id(self) -> str:
-        """torch's own name for the run."""
+        """torch's name for the run."""
         return str(self._run_id)
 
     def shutdown(self) -> bool:
-        """The store ends with the runner."""
+        """Do nothing: the store ends with the runner."""
         return True

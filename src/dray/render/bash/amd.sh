@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# AMD's devices for Apptainer without --rocm, which also binds the host's ROCm libraries over those of the wheels.
+# AMD's devices for Apptainer without --rocm, which would bind the host's ROCm libraries over those of the wheels.
 # node.sh contains this file.
 
 declare -a devices=()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What ch-run is told on a node. node.sh contains this file after places.sh; `scratch` is the run's folder on this node.
+# The options of ch-run on a node. node.sh contains this file after places.sh; `scratch` is the run's folder on this node.
 # shellcheck disable=SC2154,SC2034
 
 declare -a devices=()
@@ -30,7 +30,7 @@ node::lines() { # NAME...: a line break would end a value, and what follows it w
   local variable
   for variable; do
     if [[ -v "$variable" && "${!variable}" == *$'\n'* ]]; then
-      printf 'dray: %s has a line break, which charliecloud cannot hand in\n  where:  node %s\n  fix:    leave it out of pass_env\n' \
+      printf 'dray: %s has a line break, which charliecloud cannot pass on\n  where:  node %s\n  fix:    leave it out of pass_env\n' \
         "$variable" "$(node::host)" >&2
       exit 78
     fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How Apptainer, Docker and Podman are told of a mount. node.sh contains this file after places.sh.
+# The option of Apptainer, Docker and Podman for a mount. node.sh contains this file after places.sh.
 # shellcheck disable=SC2154,SC2034
 
 node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive

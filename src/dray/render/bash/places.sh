@@ -6,7 +6,7 @@
 declare -a binds=() mounts=()
 
 node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
+  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
   node::record "$3"
 }
 

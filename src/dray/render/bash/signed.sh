@@ -20,8 +20,8 @@ node::signed() { # ENGINE image|layer FILE RECORD KEY...
   else
     found="$(grep '^FATAL' <<<"$found" || tail --lines=3 <<<"$found")"
   fi
-  printf 'dray: the %s is not signed as it must be\n  where:  %s on node %s\n  wanted: a signature with one of %s\n  found:  %s\n  fix:    %s\n' \
+  printf 'dray: the %s lacks the required signature\n  where:  %s on node %s\n  wanted: a signature with one of %s\n  found:  %s\n  fix:    %s\n' \
     "$what" "$file" "$(node::host)" "$*" "$(paste --serial --delimiters=' ' <<<"$found")" \
-    "dray image sign; and on every node $engine key import FILE, with the public key" >&2
+    "sign it with dray image sign; import the public key on every node: $engine key import FILE" >&2
   node::record "$record"
 }

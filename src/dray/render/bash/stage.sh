@@ -39,7 +39,7 @@ node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one whe
 }
 
 node::full() { # IMAGE
-  echo "dray: no room for the image in ${copy%/*}: started from $1" >&2
+  echo "dray: no room for a copy of the image in ${copy%/*}: it is read from $1" >&2
 }
 
 # shellcheck disable=SC2317 # node::clean calls it
