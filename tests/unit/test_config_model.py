@@ -157,7 +157,7 @@ def test_all_errors_come_at_once(file: Path) -> None:
         "          papers.Tax                 expected a name that matches ^[a-z]+$\n"
         '          papers.toll = "x"          expected a whole number\n'
         '          engin = {"a": 1}           unknown key: did you mean `engine`? '
-        "also valid here: plate, axles, wheels, garage, stops, papers"
+        "also valid here: plate, axles, wheels, garage, stops and 1 more"
     )
 
 
@@ -174,9 +174,9 @@ def test_errors_of_the_command_line_say_so_and_stand_with_the_files(file: Path) 
         "also valid in [engine]: fuel, tuned (command line)\n"
         "          axles=[{load=x}]   expected a list, each a table (command line)\n"
         "          doors = 2          unknown key: "
-        "valid here: plate, engine, axles, wheels, garage, stops, papers\n"
+        "valid here: plate, engine, axles, wheels, garage and 2 more\n"
         "          engin.power=5      unknown key: did you mean `engine`? "
-        "also valid here: plate, axles, wheels, garage, stops, papers (command line)"
+        "also valid here: plate, axles, wheels, garage, stops and 1 more (command line)"
     )
 
 

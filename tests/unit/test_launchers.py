@@ -134,11 +134,11 @@ class TestWords:
             ((), "there is nothing to run"),
             (("nodes=2",), "there is nothing to run"),
             (("nodes=2", "--"), "there is nothing to run"),
-            (("r.toml", "--", "t.py"), "a recipe and a command were given, and each is a run of its own"),
+            (("r.toml", "--", "t.py"), "a recipe and a command were given, but a run has only one of them"),
             (("nodes=two", "--", "t.py"), "the command's recipe has 1 error"),
             (("--launcher", "mpirun", "--", "t.py"), "the command's recipe has 1 error"),
             (("gone.toml",), "recipe gone.toml does not exist"),
-            (("t.py", "nodes=2"), "a program was given in the place of a recipe"),
+            (("t.py", "nodes=2"), "a program was given instead of a recipe"),
         ],
     )
     def test_what_cannot_be(self, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

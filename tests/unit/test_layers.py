@@ -96,8 +96,8 @@ class TestLock:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "a layer of nothing"),
-        (["--pip", "trl", "--lock", "x.lock"], "--lock already says what the layer holds"),
+        ([], "no package for the layer was named"),
+        (["--pip", "trl", "--lock", "x.lock"], "--lock already names the layer's packages"),
         (["--pip", ""], "takes packages by name"),
         (["--pip", "--index-url=x"], "takes packages by name"),
         (["--pip", "git+https://example.org/x"], "takes packages by name"),

@@ -290,10 +290,10 @@ def test_a_path_that_is_not_there_is_not_good(tmp_path: Path, key: str, named: s
     assert (ended.returncode, ended.stdout, ended.stderr) == (
         78,
         "",
-        f"dray: what the recipe names is not on this machine\n  where:  {path}\n"
-        "  wanted: a file, a folder or a pattern that fits\n"
+        f"dray: files that the recipe names are missing on this machine\n  where:  {path}\n"
+        "  wanted: a file, a folder or a pattern that matches files\n"
         f"  found:  {key} = {tmp_path}/{Path(named)}\n"
-        "  fix:    correct it; or check the recipe on a machine that has it\n",
+        "  fix:    correct the path, or check the recipe on a machine that has the file\n",
     )
     (tmp_path / "nofolder").mkdir()
     (tmp_path / "no1.txt").touch()

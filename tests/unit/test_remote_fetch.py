@@ -127,7 +127,7 @@ def test_what_has_no_end_is_stopped_and_never_held_in_memory(here: Path, monkeyp
 
     tracemalloc.start()
     try:
-        with pytest.raises(ConfigError, match="the file there is too large"):
+        with pytest.raises(ConfigError, match="the remote's file is too large"):
             fetch(endless(), REPORT)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:

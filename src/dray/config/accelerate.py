@@ -15,7 +15,7 @@ from dray.config import agreement
 from dray.config.agreement import Setting
 from dray.config.recipe import Recipe
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 # What accelerate 1.15 reads; it ends on each node where there is another key.
 KEYS = {
@@ -44,9 +44,10 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
     file = _parsed(text, path)
     unknown = sorted(file.keys() - KEYS)
     if unknown:
+        near = nearest(unknown[0], KEYS)
         raise ConfigError(
-            "accelerate does not know this key", where=path, wanted=", ".join(sorted(KEYS)), found=", ".join(unknown),
-            fix=f"remove it from {path.name}",
+            "accelerate does not know this key", where=path, found=", ".join(unknown),
+            wanted=listed(sorted(KEYS, key=lambda key: (key != near, key))), fix=f"remove it from {path.name}",
         )  # fmt: skip
     if file.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise _refused(path, "compute_environment", "LOCAL_MACHINE", file["compute_environment"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import sys
 from pathlib import Path
 
 from dray.contract import secrets
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 
 def written_out(named: str, text: str, path: Path) -> str:
@@ -33,12 +32,12 @@ def written_out(named: str, text: str, path: Path) -> str:
         ) from error
     found = [one.name for one in body if isinstance(one, ast.FunctionDef)]
     if function not in found:
-        near = difflib.get_close_matches(function, found, n=1)
+        near = nearest(function, found)
         raise ConfigError(
             f"there is no function {function}",
             where=path,
             wanted=f"def {function}(row): at the top level of that file",
-            found=", ".join(found) or "no function",
-            fix=f"name it: {path.name}:{(near or found or [function])[0]}",
+            found=listed(found) or "no function",
+            fix=f"name a function of it: {path.name}:{near or (found or [function])[0]}",
         )
     return f"{path.name}:{function}\n{text}"

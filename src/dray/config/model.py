@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -16,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from dray.config.schema import Schema
 from dray.contract import files, secrets
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 S = TypeVar("S", bound="Spec")
 Keys = tuple[str | int, ...]
@@ -51,7 +50,8 @@ class Spec(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    selects: ClassVar[str] = ""  # the key whose value names a table of the file that lies over all others
+    selects: ClassVar[str] = ""  # the key whose value names a table of the file that overrides all others
+    lists: ClassVar[str] = ""  # the verb that prints all keys
 
     @model_validator(mode="after")
     def _holds_no_secret(self) -> Self:
@@ -91,9 +91,8 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
     spec, errors = _validate(model, data)
     if spec and not lines:
         return spec
-    schema = _schema(model)
     more = len(errors) - _SHOWN  # a file of another kind may have thousands
-    lines += [_line(error, schema, written, typed) for error in errors[:_SHOWN]]
+    lines += [_line(error, model, written, typed) for error in errors[:_SHOWN]]
     lines = list(dict.fromkeys(lines))  # each branch of a union reports on its own
     width = max(len(label) for label, _ in lines)
     shown = [f"{label:<{width}}   {text}".strip() for label, text in lines] + [f"and {more} more"] * (more > 0)
@@ -221,15 +220,17 @@ def _validate(model: type[S], data: Table) -> tuple[S | None, list[ErrorDetails]
         return None, wrong.errors(include_url=False)
 
 
-def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple[Keys, str]]) -> tuple[str, str]:
-    """What stands there, and what is wrong with it."""
-    loc, value = error["loc"], error["input"]
+def _line(error: ErrorDetails, model: type[Spec], written: Table, typed: list[tuple[Keys, str]]) -> tuple[str, str]:
+    """What was set, and what is wrong with it."""
+    schema, loc, value = _schema(model), error["loc"], error["input"]
     keys, text, shown = schema.keys(loc), "", True
     match error["type"]:
         case "extra_forbidden":
             keys = (*schema.keys(loc[:-1]), loc[-1])
             place = f"valid in [{'.'.join(map(str, keys[:-1]))}]" if keys[1:] else "valid here"
             text = f"unknown key: {_suggest(str(keys[-1]), schema.names(keys[:-1]), place)}"
+            if model.lists and text.endswith(" more"):
+                text += f"; all: {' '.join([model.lists, *map(str, keys[:-1][:1])])}"
         case "missing":
             text, shown = f"missing: expected {schema.expected(keys)}", False
         case "value_error":
@@ -246,8 +247,8 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
             wanted = schema.expected(keys)
             text = f"expected {wanted}" if wanted else error["msg"]
             if kind == "literal_error" and isinstance(value, str):
-                near = difflib.get_close_matches(value, re.findall('"([^"]*)"', wanted), n=1)
-                text += "".join(f"; did you mean `{match}`?" for match in near)
+                near = nearest(value, re.findall('"([^"]*)"', wanted))
+                text += f"; did you mean `{near}`?" * bool(near)
     override, label = _origin(keys, written, typed), ".".join(map(str, keys))
     if shown:
         found = json.dumps(value, ensure_ascii=False)
@@ -258,11 +259,11 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
 
 
 def _suggest(name: str, valid: list[str], place: str, folder: Path = Path()) -> str:
-    near = difflib.get_close_matches(name, valid, n=1)
-    others = [other for other in valid if other not in near]
-    parts = [f"did you mean `{folder / match}`?" for match in near]
+    near = nearest(name, valid)
+    others = [other for other in valid if other != near]
+    parts = [f"did you mean `{folder / near}`?"] * bool(near)
     if others:
-        parts.append(f"{'also ' if near else ''}{place}: {', '.join(others)}")
+        parts.append(f"{'also ' if near else ''}{place}: {listed(others)}")
     return " ".join(parts)
 
 

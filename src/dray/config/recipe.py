@@ -64,6 +64,7 @@ class Recipe(Spec):
     """One training run."""
 
     selects = "scale"
+    lists = "dray recipe keys"
     version: Literal[1] = 1
     """The version of these keys. A recipe of another one is refused; CHANGELOG.md has what changed."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]

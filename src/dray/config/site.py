@@ -124,6 +124,7 @@ class Fabric(Spec):
 class Site(Spec):
     """The profile of one cluster."""
 
+    lists = "dray site keys"
     name: Annotated[str, Field(pattern=NAME)]
     """The name of the file, without .toml."""
     about: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from dray.config import checkout
 from dray.config.model import load
 from dray.config.site import Site
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, nearest
 from dray.facts import Facts
 
 GENERIC = "generic"
@@ -43,12 +42,12 @@ def find(name: str) -> Site:
         return load(Site, Path(name))
     by_name = files()
     if name not in by_name:
-        near = get_close_matches(name, by_name, n=1)
+        near = nearest(name, by_name)
         raise ConfigError(
             f"there is no site {name!r}",
             where=f"{checkout.root() / 'slurm' / 'sites'} and {user_folder()}",
             wanted="a name that `dray site list` prints, or the path of a site file (*.toml)",
-            fix=f"--site {near[0]}" if near else "dray site list",
+            fix=f"--site {near}" if near else "dray site list",
         )
     site = load(Site, by_name[name])
     if site.name != name:

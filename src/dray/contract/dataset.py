@@ -9,6 +9,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from dray.contract import secrets
+from dray.contract.findings import listed, nearest
 
 HUB, BUILTIN = "hub", "builtin"
 BUILDERS = (
@@ -98,7 +99,8 @@ def _builder_trouble(named: Named) -> str:
     if named.builder == "pandas":
         return "pandas reads pickles, which may run code; convert the files to parquet"
     if named.builder and named.builder not in BUILDERS:
-        known = ", ".join(BUILDERS)
+        near = nearest(named.builder, BUILDERS)
+        known = listed(sorted(BUILDERS, key=lambda one: one != near))
         return f"there is no builder {named.builder} that reads text, only {known}; a file with a colon begins with ./"
     if named.remote and named.builder in ("sql", "lance"):
         return f"{named.builder}: reads what is on a disk, whose changes dray sees; download it, or write parquet"

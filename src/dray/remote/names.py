@@ -7,13 +7,12 @@ import os
 import re
 import shlex
 import tomllib
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 from dray.config import checkout
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # No word of these is an option of ssh, and none has what a shell reads as more than a word.
@@ -119,13 +118,13 @@ def find(name: str) -> Remote:
     """The remote of this name."""
     remotes = read()
     if name not in remotes:
-        near = get_close_matches(name, remotes, n=1)
+        near = nearest(name, remotes)
         raise ConfigError(
             "there is no such remote",
             where=file(),
-            wanted=f"one of {', '.join(sorted(remotes))}" if remotes else "a name that dray remote add has given",
+            wanted=f"one of {listed(sorted(remotes))}" if remotes else "a name that dray remote add gave",
             found=ascii(name),
-            fix=near[0] if near else "dray remote add NAME USER@HOST:/FOLDER",
+            fix=f"did you mean {near}?" if near else "dray remote add NAME USER@HOST:/FOLDER",
         )
     return remotes[name]
 
