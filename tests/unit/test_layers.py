@@ -190,8 +190,8 @@ class TestPlan:
         (("layer=../x",), "expected a name such as rl, or a file that ends in .sif"),
         (("layer=",), "expected a name such as rl"),
         (("layer=Rl",), "expected a name such as rl"),
-        (("layer=rl", "adopted=theirs"), "a layer is made for one of dray's own images"),
-        ((f"layer_digest=sha256:{'a' * 64}",), "layer_digest pins a layer, and the recipe has none"),
+        (("layer=rl", "adopted=theirs"), "layer works with dray's own images"),
+        ((f"layer_digest=sha256:{'a' * 64}",), "layer_digest pins a layer, but the recipe has none"),
         (("layer=rl", "layer_digest=abc"), "layer_digest"),
     ],
 )

@@ -105,13 +105,13 @@ def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.Mon
     ],
 )  # fmt: skip
 def test_a_name_that_the_verb_does_not_give(here: Path, sent: bytes, argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="a name that is not one of dray's"):
+    with pytest.raises(ConfigError, match="the remote's file has an unexpected name"):
         fetch([sent], argv)
     assert files_of(here) == {"train.py": "mine"}
 
 
 def test_the_other_verb_s_name(here: Path) -> None:
-    with pytest.raises(ConfigError, match="a name that is not one of dray's"):
+    with pytest.raises(ConfigError, match="the remote's file has an unexpected name"):
         fetch([b"dray-why-first.tar.gz\npage"], REPORT)
 
 

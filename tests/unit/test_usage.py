@@ -131,8 +131,8 @@ def test_keys_of_one_table() -> None:
     assert dray(ROOT, "site", "keys", "fabric")[1].startswith("fabric.kind  (")
     code, out, err = dray(ROOT, "recipe", "keys", "trian")
     assert (code, out) == (78, "")
-    assert err.startswith("dray: there is no such key\n  wanted: version, name, about, ")
-    assert err.endswith("\n  found:  trian\n  fix:    did you mean `train`?\n")
+    assert err.startswith("dray: there is no such key or table\n  wanted: version, name, about, ")
+    assert err.endswith(" and 32 more\n  found:  trian\n  fix:    dray recipe keys train\n")
 
 
 @pytest.mark.parametrize("target", ["image-foo", "image-foo-docker"])

@@ -1,4 +1,4 @@
-"""`dray enter`: a shell in the container of a running run."""
+"""`dray enter`: a shell in the container of a run."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def jupyter(
     ] = 8888,
     runs: Runs = None,
 ) -> None:
-    """Start JupyterLab in the container of a running run, or in an image on this machine, and print how to reach it.
+    """Start JupyterLab in the container of a run, or in an image on this machine, and print how to reach it.
 
     dray jupyter 4711 --node 1
     dray jupyter --image cuda

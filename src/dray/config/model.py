@@ -1,4 +1,4 @@
-"""Read a TOML file and overrides into a frozen model, and report all that is wrong with them at once."""
+"""Read a TOML file and overrides into a frozen model, and report all errors at once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document
 
 
 class SecretError(ValueError):
-    """What no message may show."""
+    """An error whose value no message may show."""
 
 
 def _texts(value: object) -> Iterator[str]:
-    """The texts in a value; a table of ours looks at its own."""
+    """The texts in a value, except in nested models, which check their own."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -57,19 +57,19 @@ class Spec(BaseModel):
     def _holds_no_secret(self) -> Self:
         found = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
         if found:
-            raise ValueError(f"{', '.join(found)}: this looks like a secret, and plans and run folders show it")
+            raise ValueError(f"{', '.join(found)}: this looks like a secret, which plans and run folders would show")
         return self
 
 
 def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
-    """The file with the `key=value` overrides on top. Everything that is wrong is in one ConfigError."""
+    """Read the file with the `key=value` overrides on top. One ConfigError has all errors."""
     kind = model.__name__.lower()
     written = _parse(_read(path, kind), path, kind)
     return validate(model, _layered(model, written, overrides), overrides, what=f"{kind} {path}")
 
 
 def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, what: str) -> S:
-    """The table with the overrides on top, as `load` does it."""
+    """Validate the table with the overrides on top, as `load` does."""
     data = written
     typed: list[tuple[Keys, str]] = []
     lines: list[tuple[str, str]] = []
@@ -79,12 +79,12 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
         if not equals or not all(keys) or len(keys) > files.DEPTH:
             lines.append((secrets.redacted(override)[:_SHOWN], "expected key=value, such as a.b=1 (command line)"))
             continue
-        if _SURROGATE.search(override):  # how Python hands on arguments that are no UTF-8
+        if _SURROGATE.search(override):  # how Python passes arguments that are not UTF-8
             lines.append((ascii(override), "expected UTF-8 text (command line)"))
             continue
         if model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
             own = ".".join(keys[1:]) or "KEY"
-            lines.append((override, f"has no effect: the command line wins over [{keys[0]}]; set {own}={raw}"))
+            lines.append((override, f"has no effect: the command line overrides [{keys[0]}]; set {own}={raw}"))
             continue
         typed.append((keys, override))
         data = _apply(model, data, keys, raw.strip())
@@ -105,7 +105,7 @@ def _schema(model: type[Spec]) -> Schema:
 
 
 def explained(wrong: ValidationError) -> str:
-    """What is wrong with data that no user wrote by hand, a line each."""
+    """The errors in data that no user wrote by hand, one per line."""
     found = wrong.errors(include_url=False, include_input=False)
     lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in found[:_SHOWN]]
     return "\n".join([*lines, *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
@@ -125,7 +125,7 @@ def _missing(path: Path, kind: str) -> NoReturn:
     names = sorted(other.name for other in folder.glob("*.toml"))
     raise ConfigError(
         f"{kind} {path} does not exist",
-        found=None if folder.is_dir() else f"{folder} is no folder either",
+        found=None if folder.is_dir() else f"the folder {folder} does not exist either",
         fix=_suggest(path.name, names, f"in {folder}", folder) or None,
     ) from None
 
@@ -150,7 +150,7 @@ def _parse(text: str, path: Path, kind: str) -> Table:
 
 
 def parse_toml(text: str) -> Table:
-    """TOML's tables; ValueError for what is none, and for what nothing that follows could hold."""
+    """Parse TOML; ValueError if it is not valid, too deep, or has a number of more than 64 bits."""
     bare = _TOML_STRINGS.sub("", text)
     # Each dotted key costs the square of its length.
     deep = any(part.count(".") > files.DEPTH for part in re.split(r"[][{}=,\n]", bare))
@@ -162,18 +162,18 @@ def parse_toml(text: str) -> Table:
     except RecursionError:
         deep = True
     if deep:
-        raise ValueError(f"more than {files.DEPTH} tables or lists within one another")
+        raise ValueError(f"more than {files.DEPTH} nested tables or lists")
     return table
 
 
 def _fits(value: object) -> bool:
-    """Whether each whole number is one that TOML has; a hexadecimal one may have more digits than Python writes."""
+    """Whether each whole number has at most 64 bits, as in TOML; Python cannot print some longer ones."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return all(map(_fits, inner)) and not (isinstance(value, int) and value.bit_length() > 63)
 
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
-    """The model decides whether `5` is a number or text: as TOML reads it if that fits, else text, or a list of it."""
+    """The data with the override: `raw` as TOML reads it if the model accepts that, else as text, or as a list."""
     candidates = [_put(data, keys, value) for value in (_value(raw), raw, [raw])]
     for candidate in candidates:
         if not any(error["loc"][: len(keys)] == keys for error in _validate(model, candidate)[1]):
@@ -199,7 +199,7 @@ def _layered(model: type[Spec], written: Table, overrides: Sequence[str]) -> Tab
 
 
 def _laid(under: Table, over: Table) -> Table:
-    """Tables become one, key by key; anything else is replaced."""
+    """Merge tables key by key; replace anything else."""
     both = [key for key in over if isinstance(over[key], dict) and isinstance(under.get(key), dict)]
     return {**under, **over, **{key: _laid(under[key], over[key]) for key in both}}
 
@@ -213,7 +213,7 @@ def _put(table: Table, keys: Keys, value: object) -> Table:
 
 
 def _validate(model: type[S], data: Table) -> tuple[S | None, list[ErrorDetails]]:
-    """By way of JSON, where strict means what TOML means: "5" is no number, but a list may become a tuple."""
+    """Validate as JSON, whose strict mode fits TOML: "5" is not a number, but a list may become a tuple."""
     try:
         return model.model_validate_json(json.dumps(data, default=str)), []
     except ValidationError as wrong:
@@ -234,7 +234,7 @@ def _line(error: ErrorDetails, model: type[Spec], written: Table, typed: list[tu
         case "missing":
             text, shown = f"missing: expected {schema.expected(keys)}", False
         case "value_error":
-            # A validator of a whole table says itself what it looked at; the table may hold a secret.
+            # A validator of a whole table names what it checked; the table may hold a secret.
             wrong = error["ctx"]["error"]
             text, shown = str(wrong), not isinstance(value, dict) and not isinstance(wrong, SecretError)
         case _ if loc[-1:] == ("[key]",):
