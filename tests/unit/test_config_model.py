@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from dray.config.model import Spec, load
 from dray.config.schema import Schema
 from dray.contract import exit_codes
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 
 class Axle(Spec):
@@ -278,3 +279,31 @@ def test_describe_lists_every_key_with_its_documentation() -> None:
         ("stops", "a list, each text", "[]", "Where it goes."),
         ("papers", "a table, each a whole number", "{}", "Numbers of its papers."),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("stesp", ["epochs", "steps"], "steps"),
+        ("trian", {"train": 1, "tiny": 2}, "train"),
+        ("xyz", ["epochs", "steps"], ""),
+        ("steps", [], ""),
+        ("", ["steps"], ""),
+    ],
+)
+def test_the_nearest_name(name: str, known: Iterable[str], near: str) -> None:
+    assert nearest(name, known) == near
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("", ""),
+        ("a", "a"),
+        ("abcde", "a, b, c, d, e"),
+        ("abcdef", "a, b, c, d, e and 1 more"),
+        (map(str, range(33)), "0, 1, 2, 3, 4 and 28 more"),
+    ],
+)
+def test_five_names_of_many(names: Iterable[str], text: str) -> None:
+    assert listed(names) == text

@@ -123,7 +123,7 @@ def page(said: dict[str, Said]) -> str:
 def test_the_page_is_what_is_printed(root: Path, tmp_path: Path) -> None:
     said = cases(Desk(root, tmp_path))
     assert [code for _, code, _ in said.values()] == [78, 78, 78, 78, 78, 78, 78, 75, 69, 78, 78]
-    golden(root / "docs" / "errors.md", page(said))
+    golden(root / "docs" / "reference" / "errors.md", page(said))
 
 
 @pytest.mark.torch

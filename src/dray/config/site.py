@@ -168,8 +168,8 @@ class Site(Spec):
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
     stage_by: Literal["auto", "sbcast", "tree", "copy"] = "auto"
-    """How nodes get their copies: by Slurm's sbcast; in a tree, in which nodes pass on what the first node reads; or each
-    node copies the shared file. `auto` tries all in this order. If sbcast or tree fails, the node copies the shared file."""
+    """How nodes get their copies: by Slurm's sbcast; in a tree, in which nodes pass on what the first one reads; or
+    each node copies the shared file. `auto` tries all in this order. If sbcast or tree fails, a node copies by itself."""
     cores: tuple[Cores, ...] = ()
     """The cores of each local rank, such as 49-55; used if the job has all of them and as many ranks on a node."""
     fabric: Fabric = Fabric()
@@ -194,7 +194,7 @@ class Site(Spec):
         return sorted({name for bind in self.binds for name in re.findall(r"\$(\w+)", bind.path)})
 
     def folders(self) -> list[str]:
-        """The folders that every node must have, without variables and without blanks, which the batch script would split."""
+        """The folders that every node must have. Without those with a blank, which the batch script would split."""
         return [bind.path for bind in self.binds if bind.required and not re.search(r"[$\s]", bind.path)]
 
     @model_validator(mode="after")

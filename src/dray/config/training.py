@@ -142,8 +142,8 @@ class Train(Spec):
     """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
     master_weights: bool = False
-    """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer updates copies of 32. Nothing is cast in
-    a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
+    """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer updates copies of 32. Nothing is cast
+    in a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
     fsdp_shard: Literal["auto", "node", "all"] | Annotated[int, Field(ge=1)] = "auto"
     """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
     others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
