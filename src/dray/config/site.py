@@ -169,7 +169,7 @@ class Site(Spec):
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
     stage_by: Literal["auto", "sbcast", "tree", "copy"] = "auto"
     """How nodes get their copies: by Slurm's sbcast; in a tree, in which nodes pass on what the first one reads; or
-    each node copies the shared file. `auto` tries all in this order. If sbcast or tree fails, a node copies by itself."""
+    each node copies the shared file. `auto` tries all in this order. If one fails, a node copies by itself."""
     cores: tuple[Cores, ...] = ()
     """The cores of each local rank, such as 49-55; used if the job has all of them and as many ranks on a node."""
     fabric: Fabric = Fabric()
