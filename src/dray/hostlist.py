@@ -17,7 +17,7 @@ _RANGE = re.compile(rf"([0-9]{{1,{_DIGITS}}})(?:-([0-9]{{1,{_DIGITS}}}))?")
 
 
 def expand(text: str) -> list[str]:
-    """Every host in the order of `scontrol show hostnames`, as often as the list names it."""
+    """All hosts in the order of `scontrol show hostnames`, including repeated ones."""
     hosts: list[str] = []
     position, end = len(text) - len(text.lstrip()), len(text.rstrip())
     while name := _NAME.match(text, position, end):

@@ -93,7 +93,7 @@ def run(
 
 
 def no_answer(argv: Sequence[str], seconds: float) -> UnfitError:
-    """The refusal of a command that has not ended in time."""
+    """The error for a command that did not end in time."""
     return UnfitError(
         f"{Path(argv[0]).name} gave no answer in {seconds:g} s",
         where=shlex.join(argv),
@@ -205,7 +205,7 @@ def _read_all(stream: IO[bytes], on_block: Callable[[bytes], None]) -> None:
 
 
 def in_front(argv: Sequence[str]) -> int:
-    """Run with this program's terminal to the end; return the exit code as a shell gives it, 128 + signal after one.
+    """Run to the end with this program's terminal; return the exit code, 128 + number after a signal.
 
     A terminal's Ctrl-C reaches both, and the command answers it. SIGTERM reaches this process alone,
     which passes it on.
@@ -235,7 +235,7 @@ def in_front(argv: Sequence[str]) -> int:
 
 
 def replace(argv: Sequence[str], env: Mapping[str, str] | None = None) -> NoReturn:
-    """Start in this program's place, with its terminal and all."""
+    """Replace this program by another one."""
     program = which(argv[0])
     if not program:
         raise UnfitError(f"{argv[0]} is not installed", where=f"PATH={os.environ.get('PATH', '')}")
@@ -255,12 +255,12 @@ class Running:
         return code if code is None or code >= 0 else 128 - code
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until it ends, or for so many seconds."""
+        """Wait until it ends, or for this many seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=seconds)
 
     def ask(self, number: int, seconds: float) -> bool:
-        """Send the whole group a signal, and say whether it has ended within so many seconds."""
+        """Send the whole group a signal; return whether it ended within this many seconds."""
         began = time.monotonic()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)

@@ -133,7 +133,7 @@ def test_what_is_derived_from_the_recipe(tmp_path: Path, words: tuple[str, ...],
 def test_the_trainer_s_own_ranks_are_started_and_no_more() -> None:
     found = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["launcher=accelerate", "train.strategy=fsdp"])
     assert files(found) == {"accelerate.json": PLAIN}
-    with pytest.raises(ConfigError, match="dray's trainer has all of this in \\[train\\]"):
+    with pytest.raises(ConfigError, match="dray's trainer is configured in \\[train\\]"):
         read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["launcher=accelerate", "accelerate=a.yaml"])
 
 
@@ -240,31 +240,31 @@ def test_a_deepspeed_file_gets_stage_and_precision_and_stands_alone(tmp_path: Pa
             ("command.deepspeed=ds.json", "command.strategy=fsdp"), None, {"zero_optimization": {"stage": 2}},
             "command.strategy and zero_optimization.stage do not agree\n",
         ),
-        (("command.deepspeed=ds.json",), None, {"zero_optimization": "x"}, "nobody names DeepSpeed's stage\n"),
+        (("command.deepspeed=ds.json",), None, {"zero_optimization": "x"}, "DeepSpeed's ZeRO stage is missing\n"),
         (("command.deepspeed=gone.json",), None, None, "the DeepSpeed file cannot be read\n"),
         (
             ("command.deepspeed=ds.json", "command.precision=fp8"), None, {"zero_optimization": {"stage": 2}},
             "recipe {folder}/r.toml has 1 error\n",
         ),
-        ((), "distributed_type: DEEPSPEED\n", None, "nobody names DeepSpeed's stage\n"),
+        ((), "distributed_type: DEEPSPEED\n", None, "DeepSpeed's ZeRO stage is missing\n"),
         ((), "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}\n", None, "accelerate's deepspeed_conf"),
         (
             (),
             "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, gradient_clipping: 1.0}\n",
             {"zero_optimization": {"stage": 2}},
-            "accelerate takes these from the DeepSpeed file alone\n",
+            "accelerate takes these keys from the DeepSpeed file only\n",
         ),
         (
             (), "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: gone.json}\n", None,
             "the DeepSpeed file cannot be read\n",
         ),
         ((), "distributed_type: MEGATRON_LM\n", None, "accelerate's distributed_type has a value that dray does not"),
-        ((), "mixed_precision: tf32\n", None, "accelerate's mixed_precision has a value that dray does not take\n"),
+        ((), "mixed_precision: tf32\n", None, "accelerate's mixed_precision has a value that dray does not support\n"),
         ((), "compute_environment: AMAZON_SAGEMAKER\n", None, "accelerate's compute_environment has a value"),
-        ((), "fsdp_config: [1]\n", None, "accelerate's fsdp_config has a value that dray does not take\n"),
+        ((), "fsdp_config: [1]\n", None, "accelerate's fsdp_config has a value that dray does not support\n"),
         (
             (), "distributed_type: FSDP\nfsdp_config: {version: 2, reshard_after_forward: FULL_SHARD}\n", None,
-            "accelerate's fsdp_config.fsdp_reshard_after_forward has a value that dray does not take\n",
+            "accelerate's fsdp_config.fsdp_reshard_after_forward has a value that dray does not support\n",
         ),
         ((), "nmu_processes: 8\n", None, "accelerate does not know this key\n"),
         ((), "a: 1\na: 2\n", None, f"{NO_YAML}  where:  {{path}}\n  found:  a twice, on line 2"),
@@ -276,9 +276,9 @@ def test_a_deepspeed_file_gets_stage_and_precision_and_stands_alone(tmp_path: Pa
         ((), "a: .nan\n", None, NO_YAML),
         ((), "a: " + "x" * (256 << 10), None, "accelerate's file cannot be read\n"),
         ((), "fsdp_config: {sharding_strategy: 1}\n", None, "the file is for FSDP1, which torch has replaced\n"),
-        ((), "deepspeed_config: {deepspeed_config_file: [1]}\n", None, "accelerate takes these from the DeepSpeed"),
-        ((), "", None, "accelerate's file is no table\n"),
-        ((), "- 1\n", None, "accelerate's file is no table\n"),
+        ((), "deepspeed_config: {deepspeed_config_file: [1]}\n", None, "accelerate takes these keys from"),
+        ((), "", None, "accelerate's file is not a table\n"),
+        ((), "- 1\n", None, "accelerate's file is not a table\n"),
         (("accelerate=gone.yaml",), None, None, "accelerate's file cannot be read\n"),
         (("launcher=torchrun", "command.strategy=fsdp"), None, None, "recipe {folder}/r.toml has 1 error\n"),
         (("command.strategy=tp",), None, None, "recipe {folder}/r.toml has 1 error\n"),

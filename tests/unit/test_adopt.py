@@ -442,6 +442,6 @@ def test_an_adopted_image_is_not_signed_here(checkout, tmp_path):
     )
     assert (done.returncode, theirs.read_bytes()) == (78, b"an image")
     assert done.stderr == (
-        f"dray: an adopted image is used as its owner left it\n  where:  {theirs}\n"
-        "  fix:    have its owner sign it (apptainer sign); then dray image adopt FILE --force\n"
+        f"dray: an adopted image cannot be signed here: it stays as its owner made it\n  where:  {theirs}\n"
+        "  fix:    ask its owner to sign it (apptainer sign); then dray image adopt FILE --force\n"
     )

@@ -152,7 +152,7 @@ def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Queue, tmp
     out = capsys.readouterr().out
     assert out.splitlines()[:4] == [
         "job 42_1: 1 rank", "job 42_2: 2 ranks", "job 43: 4 ranks",
-        "--at-most holds for each array: 2 jobs may run at once",
+        "--at-most holds for each of the 2 job arrays",
     ]  # fmt: skip
 
 
@@ -258,7 +258,9 @@ def test_options_of_jobs_without_a_job(
         monkeypatch.setenv("PATH", "/nowhere")
     for verb, own in ((sweeping.sweep, ["train.lr=1e-3,4e-3"]), (scaling.scale, [])):
         ranks = {"ranks": "1,2"} if verb is scaling.scale else {}
-        with pytest.raises(ConfigError, match="no job is submitted, and one run follows another") as refused:
+        with pytest.raises(
+            ConfigError, match="--sbatch and --at-most are for jobs, but here dray submits none"
+        ) as refused:
             verb(RECIPE, own, runs=queue.runs, **ranks, **options)  # type: ignore[operator]
         assert refused.value.finding.found == ("inside job 17" if inside else "no sbatch")
         assert refused.value.finding.fix == f"leave out {left_out}, or type it on a login node"

@@ -218,8 +218,9 @@ class TestRanks:
         assert dray(tmp_path, "run", "--ranks", "4", "--gpus-per-node", "2", "--", "train.py") == (
             78,
             "",
-            "dray: each rank has a GPU of its own\n  wanted: --ranks and --gpus-per-node of one number\n"
-            "  found:  --ranks 4 and --gpus-per-node 2\n  fix:    leave out --gpus-per-node, or --ranks 2\n",
+            "dray: --ranks and --gpus-per-node differ, but each rank needs one GPU\n"
+            "  wanted: the same number for both\n"
+            "  found:  --ranks 4 and --gpus-per-node 2\n  fix:    leave out --gpus-per-node, or set --ranks 2\n",
         )
 
 

@@ -104,4 +104,4 @@ def test_what_is_another_users_is_not_touched(kind: str, tmp_path: Path) -> None
 
 def test_no_cache() -> None:
     code, out = dray("list", "/not/there")
-    assert (code, out.splitlines()[0]) == (78, "dray: there is no such cache")
+    assert (code, out.splitlines()[0]) == (78, "dray: the cache folder does not exist")

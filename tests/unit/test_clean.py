@@ -282,7 +282,7 @@ def test_it_asks_first(tmp_path: Path) -> None:
     assert second.split()[2:7] == ["90.0", "days", "runs", str(kept.run), "compiled"]
     assert last.startswith("to remove: 2 things, ")
     asked = dray("runs", cwd=tmp_path)
-    assert (asked.returncode, asked.stderr.splitlines()[0]) == (78, "dray: there is no terminal to ask on")
+    assert (asked.returncode, asked.stderr.splitlines()[0]) == (78, "dray: confirmation needs a terminal")
     assert json.loads(dray("runs", "--json", cwd=tmp_path).stdout)[0]["removes"] == [str(paths.run)]
     assert paths.run.exists()
     assert dray("runs", "--yes", cwd=tmp_path).returncode == 0

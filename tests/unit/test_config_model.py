@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from dray.config.model import Spec, load
 from dray.config.schema import Schema
 from dray.contract import exit_codes
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 
 class Axle(Spec):
@@ -157,7 +158,7 @@ def test_all_errors_come_at_once(file: Path) -> None:
         "          papers.Tax                 expected a name that matches ^[a-z]+$\n"
         '          papers.toll = "x"          expected a whole number\n'
         '          engin = {"a": 1}           unknown key: did you mean `engine`? '
-        "also valid here: plate, axles, wheels, garage, stops, papers"
+        "also valid here: plate, axles, wheels, garage, stops and 1 more"
     )
 
 
@@ -174,9 +175,9 @@ def test_errors_of_the_command_line_say_so_and_stand_with_the_files(file: Path) 
         "also valid in [engine]: fuel, tuned (command line)\n"
         "          axles=[{load=x}]   expected a list, each a table (command line)\n"
         "          doors = 2          unknown key: "
-        "valid here: plate, engine, axles, wheels, garage, stops, papers\n"
+        "valid here: plate, engine, axles, wheels, garage and 2 more\n"
         "          engin.power=5      unknown key: did you mean `engine`? "
-        "also valid here: plate, axles, wheels, garage, stops, papers (command line)"
+        "also valid here: plate, axles, wheels, garage, stops and 1 more (command line)"
     )
 
 
@@ -250,7 +251,10 @@ def test_a_missing_file_names_its_neighbours(file: Path) -> None:
     assert refusal(Path("zzz")) == "truck zzz does not exist\n  fix:    in .: tram.toml, truck.toml"
     Path("empty").mkdir()
     assert refusal(Path("empty/a.toml")) == "truck empty/a.toml does not exist"
-    assert refusal(Path("none/a.toml")) == "truck none/a.toml does not exist\n  found:  none is no folder either"
+    assert (
+        refusal(Path("none/a.toml"))
+        == "truck none/a.toml does not exist\n  found:  the folder none does not exist either"
+    )
 
 
 def test_a_path_that_cannot_be_read(file: Path) -> None:
@@ -275,3 +279,31 @@ def test_describe_lists_every_key_with_its_documentation() -> None:
         ("stops", "a list, each text", "[]", "Where it goes."),
         ("papers", "a table, each a whole number", "{}", "Numbers of its papers."),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("stesp", ["epochs", "steps"], "steps"),
+        ("trian", {"train": 1, "tiny": 2}, "train"),
+        ("xyz", ["epochs", "steps"], ""),
+        ("steps", [], ""),
+        ("", ["steps"], ""),
+    ],
+)
+def test_the_nearest_name(name: str, known: Iterable[str], near: str) -> None:
+    assert nearest(name, known) == near
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("", ""),
+        ("a", "a"),
+        ("abcde", "a, b, c, d, e"),
+        ("abcdef", "a, b, c, d, e and 1 more"),
+        (map(str, range(33)), "0, 1, 2, 3, 4 and 28 more"),
+    ],
+)
+def test_five_names_of_many(names: Iterable[str], text: str) -> None:
+    assert listed(names) == text

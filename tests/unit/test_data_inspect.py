@@ -129,7 +129,7 @@ def test_what_an_assistant_says_is_predicted_and_documents_are_apart(tmp_path: P
         ("predicted", "4<|endoftext|>"),
         ("context", "\n"),
     ]
-    assert "\n  -- attention ends here: another document\n  context    '<|user|>\\n2+2?<|endoftext|>" in shown(found)
+    assert "\n  -- attention ends here: next document\n  context    '<|user|>\\n2+2?<|endoftext|>" in shown(found)
 
 
 def test_packing_is_told_with_what_it_drops_and_what_fills(tmp_path: Path, lines: Path) -> None:
@@ -141,7 +141,7 @@ def test_packing_is_told_with_what_it_drops_and_what_fills(tmp_path: Path, lines
     assert (training["documents"], training["tokens"], training["samples"]) == (101, 841, 51)
     text = shown(found)
     assert "\n  packing bfd: 200 tokens of padding (19.61%), 21 dropped (2.50%; bfd_split drops none)\n" in text
-    assert "\n  -- attention ends here: another document\n  padding    '<|endoftext|><|endoftext|>" in text
+    assert "\n  -- attention ends here: next document\n  padding    '<|endoftext|><|endoftext|>" in text
     row = found["rows"][0]
     assert [part["kind"] for part in row["parts"]] == ["context", "predicted"] * 2 + ["padding"]
     assert row["position_ids"] == [*range(8), *range(8), *range(4)]
@@ -169,7 +169,7 @@ def test_a_stream_is_not_counted(tmp_path: Path, lines: Path) -> None:
         {"key": "data.train", "dataset": str(lines), "files": 1, "bytes": lines.stat().st_size, "pieces": 1}
     ]
     assert len(found["rows"]) == 2
-    assert "read as a stream of 1 piece: nobody has counted its tokens" in shown(found)
+    assert "read as a stream of 1 shard; its tokens are not counted" in shown(found)
 
 
 def test_a_terminal_obeys_nothing_of_a_dataset(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_command_is_not_ours_to_look_into(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (
         78,
         "",
-        "dray: this recipe is of a command, and its program alone knows what it reads\n"
+        "dray: the data of a [command] cannot be inspected: only its program knows them\n"
         f"  where:  {recipe}\n"
         "  wanted: a recipe with [train]\n"
         "  found:  the command python3\n"

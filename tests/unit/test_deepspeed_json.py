@@ -72,8 +72,8 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
         ({}, ("train.lr_scheduler_type=cosine",), "train.lr_scheduler_type and scheduler.type do not agree"),
         ({"bf16": {"enabled": True}}, (), "train.precision and bf16.enabled do not agree"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, (), "fp16 and bf16 are both enabled"),
-        ({"zero_optimization": {}}, (), "nobody names DeepSpeed's stage"),
-        ({"zero_optimization": {"stage": "auto"}}, (), "nobody names DeepSpeed's stage"),
+        ({"zero_optimization": {}}, (), "DeepSpeed's ZeRO stage is missing"),
+        ({"zero_optimization": {"stage": "auto"}}, (), "DeepSpeed's ZeRO stage is missing"),
         (
             {},
             ("train.strategy=zero3",),
@@ -81,7 +81,7 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
             '  wanted: train.strategy = "zero3", as the recipe says\n'
             "  found:  zero_optimization.stage = 2, on line ",
         ),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, (), "weights are offloaded, and"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, (), "weights are offloaded, but"),
         (
             {"scheduler": {"params": {"total_num_steps": 5}, "type": "auto"}},
             ("train.warmup_steps=0",),
@@ -90,14 +90,14 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
         (
             {"zero_optimization": {**GIVEN["zero_optimization"], "offload_param": {"device": "cpu"}}},
             (),
-            "the recipe and the DeepSpeed file do not go together\n  where:  the recipe and {path}\n"
-            "  found:  offload = all wants strategy zero3, and it is zero2",
+            "the recipe and the DeepSpeed file do not fit together\n  where:  the recipe and {path}\n"
+            "  found:  offload = all needs strategy zero3, but it is zero2",
         ),
-        ({"zero_optimization": {"stage": 0}}, (), "nobody names DeepSpeed's stage"),
+        ({"zero_optimization": {"stage": 0}}, (), "DeepSpeed's ZeRO stage is missing"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, (), "dray offloads to the host's"),
         ({"optimizer": {"type": "Lamb"}}, (), "dray trains with AdamW"),
-        ({"fp16": {"min_loss_scale": 1e-10}}, (), "DeepSpeed wants a whole number for the least loss scale"),
-        ({"scheduler": {"type": "OneCycle"}}, (), "this schedule is not known"),
+        ({"fp16": {"min_loss_scale": 1e-10}}, (), "DeepSpeed needs a whole number as its smallest loss scale"),
+        ({"scheduler": {"type": "OneCycle"}}, (), "dray does not know this schedule"),
     ],
 )  # fmt: skip
 def test_what_does_not_agree_is_said_with_both_places(tmp_path: Path, change: dict, words: tuple, said: str) -> None:
@@ -115,8 +115,8 @@ def test_what_does_not_agree_is_said_with_both_places(tmp_path: Path, change: di
             "line 2, column 26" if sys.version_info >= (3, 13) else "line 3",
         ),
         ("{\n // a word\n}", "line 2, column 2"),
-        ("[]", "the DeepSpeed file is no object"),
-        ('{"steps_per_print": 1, "steps_per_print": 2}', "a key is there twice"),
+        ("[]", "the DeepSpeed file is not a JSON object"),
+        ('{"steps_per_print": 1, "steps_per_print": 2}', "a key appears twice"),
         ("", "line 1, column 1"),
     ],
 )

@@ -94,8 +94,8 @@ def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--max-memory", "cpu=1GB"], "are for a model on several devices"),
-        (["--offload-folder", "x"], "are for a model on several devices"),
+        (["--max-memory", "cpu=1GB"], "--max-memory and --offload-folder need --device-map"),
+        (["--offload-folder", "x"], "--max-memory and --offload-folder need --device-map"),
         (["--device-map", "auto", "--max-memory", "cpu"], "--max-memory has a wrong value"),
         (["--device-map", "auto", "--max-memory", "cpu=-1GB"], "--max-memory has a wrong value"),
         (["--device-map", "auto", "--max-memory", "gpu0=1GB"], "--max-memory has a wrong value"),

@@ -178,12 +178,12 @@ def diff(base: RunPaths, *words: str | Path) -> subprocess.CompletedProcess[str]
 def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
     base = planted(tmp_path, "base")
     alone = diff(base, "base")
-    assert (alone.returncode, alone.stderr.splitlines()[0]) == (78, "dray: there is no other run")
+    assert (alone.returncode, alone.stderr.splitlines()[0]) == (78, "dray: there is no other run to compare with")
     other = planted(base.run.parent, "slow", "train.seed=7")
     os.utime(base.plan, (1, 1))
     for words in (("slow", "slow"), ("slow", other.run), ("slow", other.folder)):
         refused = diff(base, *words)
-        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: both names are of one run"), words
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: both names mean the same run"), words
     for words in (("slow",), ("base",)):  # the newest one is slow
         assert "train.seed" in diff(base, *words).stdout
 

@@ -268,7 +268,7 @@ class TestTheCommand:
         assert (folder / "X.def").read_text() == DEFINITION
         again = self.run(folder, "Dockerfile", "--out", "X.def")
         assert (again.returncode, again.stdout) == (78, "")
-        assert again.stderr.endswith("dray: the file exists\n  where:  X.def\n  fix:    --force replaces it\n")
+        assert again.stderr.endswith("dray: the file exists already\n  where:  X.def\n  fix:    --force replaces it\n")
         assert self.run(folder, "X.def", "--out", "X.def", "--force").returncode == 78
         (folder / "X.def").write_text("old")
         assert self.run(folder, "Dockerfile", "--out", "X.def", "--force").returncode == 0

@@ -284,10 +284,10 @@ def test_what_is_no_checkpoint(tmp_path: Path, made: tuple[str, ...], found: str
 @pytest.mark.parametrize(
     ("words", "problem", "fix"),
     [
-        (("{}",), "nothing is asked for", "--to FOLDER"),
-        (("{}/none", "--to", "{}/x"), "there is no such checkpoint", "name its folder"),
+        (("{}",), "there is nothing to write: neither --to nor a recipe was given", "--to FOLDER"),
+        (("{}/none", "--to", "{}/x"), "the checkpoint does not exist", "give the path of its folder"),
         (("{}", "--to", "{}"), "the target exists already", "--to"),
-        (("{}", "--to", "{}/x", "--config", "{}"), "there is no config.json", "--config FOLDER"),
+        (("{}", "--to", "{}/x", "--config", "{}"), "--config names a folder without config.json", "--config FOLDER"),
         (("{}", "smoke-cpu"), "cannot resume from somebody else's", "checkpoint.folder=FOLDER"),
         (("{}", "smoke-cpu", "checkpoint.folder={}", "lora.enabled=true"), "cannot resume", "lora.enabled=false"),
         (("{}", "smoke-cpu", "checkpoint.folder={}/kept"), "the folder has checkpoints already", "ANOTHER"),

@@ -96,7 +96,7 @@ def test_on_a_cluster_the_commands_have_what_slurm_told(slurm: Slurm, capsys: py
         "/opt/dray image build cuda",
         f"{line} --dry-run",
         line,
-        "No site file knows this cluster: `dray site new` writes one, for its binds and its network.",
+        "No site file knows this cluster: `dray site new` writes one, with its binds and its network.",
     ]
     recipe = load(Recipe, Path("runs/recipes/mine.toml"))
     assert (recipe.image, recipe.batch and recipe.batch.global_size, recipe.model.name) == ("cuda", 16, "gpt2")
@@ -154,7 +154,7 @@ def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(
     verb.init(Path("x"), yes=True)
     *_, line, note = next_(capsys.readouterr().out)
     assert line.endswith("--sbatch=--account=project_465000000")
-    assert note == "project_465000000 is an example: put your own project there."
+    assert note == "project_465000000 is the site's example: put your own account there."
 
 
 @pytest.mark.parametrize(

@@ -82,22 +82,22 @@ class TestCommands:
             ('name = "r"\n[batch]\nglobal_size = 8\n', "missing: expected [train], or [command] argv"),
             (
                 'name = "r"\n[command]\nargv = ["x"]\n[batch]\nglobal_size = 8\n',
-                "[batch] and [train] are for dray's own trainer, and [command] is in its place",
+                "[batch] and [train] are for dray's own trainer, which [command] replaces",
             ),
             ('name = "r"\n[command]\nargv = []\n', "command.argv"),
             ('name = "r"\n[command]\nargv = ["x"]\nfolder = "/"\n', "command.folder is /, which would hide"),
             ('name = "r"\nlauncher = "mpirun"\n[command]\nargv = ["x"]\n', 'expected one of "torchrun", "accelerate"'),
             (
                 'name = "r"\npass_env = ["RANK"]\n[command]\nargv = ["x"]\n',
-                "RANK: the scheduler and the launcher set this",
+                "RANK: the scheduler or the launcher sets this",
             ),
             (
                 'name = "r"\npass_env = ["A"]\n[env]\nA = "1"\n[command]\nargv = ["x"]\n',
-                "A: in env and in pass_env; one of the two decides its value",
+                "A: in env and in pass_env; leave it out of one",
             ),
             (
                 'name = "r"\naccelerate = "a.yaml"\n[command]\nargv = ["x"]\n',
-                "accelerate names a file for that launcher, and the launcher is torchrun",
+                "accelerate names a file for that launcher, but the launcher is torchrun",
             ),
         ],
     )
@@ -134,11 +134,11 @@ class TestWords:
             ((), "there is nothing to run"),
             (("nodes=2",), "there is nothing to run"),
             (("nodes=2", "--"), "there is nothing to run"),
-            (("r.toml", "--", "t.py"), "a recipe and a command were given, and each is a run of its own"),
+            (("r.toml", "--", "t.py"), "a recipe and a command were given, but a run has only one of them"),
             (("nodes=two", "--", "t.py"), "the command's recipe has 1 error"),
             (("--launcher", "mpirun", "--", "t.py"), "the command's recipe has 1 error"),
             (("gone.toml",), "recipe gone.toml does not exist"),
-            (("t.py", "nodes=2"), "a program was given in the place of a recipe"),
+            (("t.py", "nodes=2"), "a program was given instead of a recipe"),
         ],
     )
     def test_what_cannot_be(self, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

@@ -96,8 +96,8 @@ class TestLock:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "a layer of nothing"),
-        (["--pip", "trl", "--lock", "x.lock"], "--lock already says what the layer holds"),
+        ([], "no package for the layer was named"),
+        (["--pip", "trl", "--lock", "x.lock"], "--lock already names the layer's packages"),
         (["--pip", ""], "takes packages by name"),
         (["--pip", "--index-url=x"], "takes packages by name"),
         (["--pip", "git+https://example.org/x"], "takes packages by name"),
@@ -190,8 +190,8 @@ class TestPlan:
         (("layer=../x",), "expected a name such as rl, or a file that ends in .sif"),
         (("layer=",), "expected a name such as rl"),
         (("layer=Rl",), "expected a name such as rl"),
-        (("layer=rl", "adopted=theirs"), "a layer is made for one of dray's own images"),
-        ((f"layer_digest=sha256:{'a' * 64}",), "layer_digest pins a layer, and the recipe has none"),
+        (("layer=rl", "adopted=theirs"), "layer works with dray's own images"),
+        ((f"layer_digest=sha256:{'a' * 64}",), "layer_digest pins a layer, but the recipe has none"),
         (("layer=rl", "layer_digest=abc"), "layer_digest"),
     ],
 )

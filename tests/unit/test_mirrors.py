@@ -98,7 +98,7 @@ def test_a_file_of_another_name(file, tmp_path, monkeypatch):
     other.unlink()
     with pytest.raises(ConfigError) as refused:
         mirrors.table()
-    assert str(refused.value) == f"the file of mirrors is not there\n  where:  DRAY_MIRRORS\n  found:  {other}"
+    assert str(refused.value) == f"the file of mirrors does not exist\n  where:  DRAY_MIRRORS\n  found:  {other}"
 
 
 def test_a_file_that_others_may_write(file):
@@ -108,7 +108,7 @@ def test_a_file_that_others_may_write(file):
     assert refused.value.details == {
         "where": str(file),
         "found": "a file that others may write, mode 0666",
-        "fix": f"chmod go-w {file}, in a file of your own: who writes it decides what an image is made from",
+        "fix": f"chmod go-w {file}, as its owner: it decides what an image is made from",
     }
 
 
@@ -138,7 +138,7 @@ def test_doctor_shows_the_table(file):
     file.chmod(0o622)
     (finding,) = doctor.mirror_table()
     assert finding.line() == (
-        "error   the file of mirrors is not yours alone: a file that others may write, mode 0622\n"
+        "error   other users may change the file of mirrors: a file that others may write, mode 0622\n"
         f"        where:  {file}\n"
-        f"        fix:    chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
+        f"        fix:    chmod go-w {file}, as its owner: it decides what an image is made from"
     )

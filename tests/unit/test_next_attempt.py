@@ -148,7 +148,7 @@ class TestInAnAllocation:
         ("words", "said"),
         [
             (("--nodes=3",), "a run in an allocation uses all of its nodes"),
-            (("--gpus-per-node=4",), "--gpus-per-node is what salloc was given; --ranks sets the ranks"),
+            (("--gpus-per-node=4",), "--gpus-per-node is set by salloc; --ranks sets the number of ranks"),
         ],
     )
     def test_what_the_allocation_decides(self, show: Path, words: tuple[str, ...], said: str) -> None:
@@ -158,4 +158,6 @@ class TestInAnAllocation:
     @pytest.mark.parametrize("words", [("--local",), ("--engine", "bare")])
     def test_it_stays_here(self, show: Path, words: tuple[str, ...]) -> None:
         ended = dray("run", "recipes/smoke-cpu.toml", *words, "batch.global_size=7", cwd=show)
-        assert ended.stdout.startswith(f"on this machine alone, by {' '.join(words)}; without it in the allocation: ")
+        assert ended.stdout.startswith(
+            f"on this machine only, because of {' '.join(words)}; without it, in the allocation: "
+        )

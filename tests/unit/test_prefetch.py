@@ -119,7 +119,12 @@ def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "env", "code", "said"),
     [
-        ((), {"XDG_CACHE_HOME": "{tmp}/cache"}, 0, "HF_HOME is not set: into {tmp}/cache/huggingface, which all nodes"),
+        (
+            (),
+            {"XDG_CACHE_HOME": "{tmp}/cache"},
+            0,
+            "HF_HOME is not set: fetching into {tmp}/cache/huggingface, which all nodes",
+        ),
         ((), {"HF_HOME": "here"}, 78, "found:  HF_HOME = 'here'"),
         (("data.train=builtin", "model.name="), {}, 0, "names nothing of the hub; there is nothing to fetch"),
         (("model.name=me/gated",), {"HF_HOME": "{tmp}"}, 78, "accept the terms on its page"),

@@ -27,17 +27,20 @@ def told(*words: str) -> str:
             'lr_cycles = 3 wants lr_scheduler_type = "cosine_with_restarts", not cosine',
         ),
         (("train.steps=5", "train.lr_power=2"), 'lr_power = 2.0 wants lr_scheduler_type = "polynomial", not cosine'),
-        (("train.steps=5", "train.offload=all"), "offload = all wants strategy zero3, and it is ddp"),
-        (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "wants strategy zero1, zero2 or zero3"),
+        (("train.steps=5", "train.offload=all"), "offload = all needs strategy zero3, but it is ddp"),
+        (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "needs strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),
-        (("train.steps=5", "data.streaming=true", "data.train=t"), "data.streaming wants data.validation"),
+        (("train.steps=5", "data.streaming=true", "data.train=t"), "data.streaming needs data.validation"),
         (("train.steps=5", "data.streaming=true", "data.validation=v"), "what is built in is no stream"),
         (("train.steps=5", "data.train=~/corpus"), "~ and $ are the shell's"),
-        (("train.steps=5", "checkpoint.folder=$SCRATCH/x"), "checkpoint.folder = $SCRATCH/x: it is taken as it stands"),
+        (
+            ("train.steps=5", "checkpoint.folder=$SCRATCH/x"),
+            "checkpoint.folder = $SCRATCH/x: dray does not expand ~ and $",
+        ),
         (("train.steps=5", "data.train=data/**/*.jsonl"), "* may be in a file's name alone"),
-        (("train.steps=5", "checkpoint.every=[[0, 50], [100, 10]]"), "expected pairs that reach further each"),
+        (("train.steps=5", "checkpoint.every=[[0, 50], [100, 10]]"), "expected pairs whose first numbers increase"),
         (("train.steps=5", "checkpoint.every=0"), "checkpoint.every"),
-        (("train.steps=5", "checkpoint.mirror=/far"), "none is made before the end; set checkpoint.every"),
+        (("train.steps=5", "checkpoint.mirror=/far"), "none is saved before the end; set checkpoint.every"),
         *(
             (("train.steps=5", "checkpoint.every=5", f"checkpoint.mirror={wrong}"), found)
             for wrong, found in (
@@ -55,17 +58,17 @@ def told(*words: str) -> str:
         ),
         (
             ("train.steps=5", "train.on_divergence=skip", "train.strategy=zero2"),
-            "on_divergence = skip wants strategy ddp",
+            "on_divergence = skip needs strategy ddp",
         ),
         (("train.steps=5", "train.on_divergence=ignore"), "train.on_divergence=ignore"),
         (("train.steps=5", "train.precision=fp8"), "train.precision=fp8"),
         (
             ("train.steps=5", "train.precision=bf16", "train.master_weights=true", "lora.enabled=true"),
-            "[lora] puts layers of its own in the model, and train.master_weights knows none",
+            "[lora] replaces layers of the model, which train.master_weights does not support",
         ),
         (
             ("train.steps=5", "train.precision=bf16", "train.master_weights=true", "analog.enabled=true"),
-            "[analog] puts layers of its own in the model, and train.master_weights knows none",
+            "[analog] replaces layers of the model, which train.master_weights does not support",
         ),
     ],
 )

@@ -79,8 +79,7 @@ def test_the_list_names_each_with_a_line() -> None:
     assert lines == [f"{name:<30} {line}" for name, line in zip(marked, about, strict=True)]
     assert (empty, note) == (
         "",
-        "* needs aihwkit_lightning or deepspeed, which come with an image alone: "
-        "dray run NAME scale=tiny --engine docker",
+        "* needs aihwkit_lightning or deepspeed, which only an image has: dray run NAME scale=tiny --engine docker",
     )
     assert max(map(len, ended.stdout.splitlines())) <= 120
 
@@ -237,7 +236,7 @@ def test_checkpoints_of_several_machines_want_one_disk() -> None:
     ("text", "words", "said"),
     [
         ('scale = "huge"', (), 'scale = "huge"   expected one of "whole", "tiny"'),
-        ("", ("scale=tiny",), "the recipe has no [tiny], which says what is other at that scale"),
+        ("", ("scale=tiny",), "the recipe has no table [tiny] with settings for it"),
         ('tiny = "small"', ("scale=tiny",), 'tiny = "small"   expected a table'),
         ("[tiny]\nnodez = 1", ("scale=tiny",), "nodez = 1   unknown key: did you mean `nodes`?"),
         ("[tiny.train]\nsteps = 0", ("scale=tiny",), "train.steps = 0   expected a whole number of at least 1"),
@@ -270,11 +269,11 @@ NOT_FINITE = "model.config   expected finite numbers: a model's config.json has 
     [
         (
             ("tiny.train.steps=5",),
-            "tiny.train.steps=5   has no effect: the command line wins over [tiny]; set train.steps=5",
+            "tiny.train.steps=5   has no effect: the command line overrides [tiny]; set train.steps=5",
         ),
         (
             ("scale=tiny", "tiny={}"),
-            "tiny={}   has no effect: the command line wins over [tiny]; set KEY={}",
+            "tiny={}   has no effect: the command line overrides [tiny]; set KEY={}",
         ),
         (("model.config.x=[1.0, inf]",), NOT_FINITE),
         (("model.config.x={a=[[nan]]}",), NOT_FINITE),
@@ -309,10 +308,10 @@ def test_a_path_that_is_not_there_is_not_good(tmp_path: Path, key: str, named: s
     assert (ended.returncode, ended.stdout, ended.stderr) == (
         78,
         "",
-        f"dray: what the recipe names is not on this machine\n  where:  {path}\n"
-        "  wanted: a file, a folder or a pattern that fits\n"
+        f"dray: files that the recipe names are missing on this machine\n  where:  {path}\n"
+        "  wanted: a file, a folder or a pattern that matches files\n"
         f"  found:  {key} = {tmp_path}/{Path(named)}\n"
-        "  fix:    correct it; or check the recipe on a machine that has it\n",
+        "  fix:    correct the path, or check the recipe on a machine that has the file\n",
     )
     (tmp_path / "nofolder").mkdir()
     (tmp_path / "no1.txt").touch()

@@ -105,13 +105,13 @@ def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.Mon
     ],
 )  # fmt: skip
 def test_a_name_that_the_verb_does_not_give(here: Path, sent: bytes, argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="a name that is not one of dray's"):
+    with pytest.raises(ConfigError, match="the remote's file has an unexpected name"):
         fetch([sent], argv)
     assert files_of(here) == {"train.py": "mine"}
 
 
 def test_the_other_verb_s_name(here: Path) -> None:
-    with pytest.raises(ConfigError, match="a name that is not one of dray's"):
+    with pytest.raises(ConfigError, match="the remote's file has an unexpected name"):
         fetch([b"dray-why-first.tar.gz\npage"], REPORT)
 
 
@@ -127,7 +127,7 @@ def test_what_has_no_end_is_stopped_and_never_held_in_memory(here: Path, monkeyp
 
     tracemalloc.start()
     try:
-        with pytest.raises(ConfigError, match="the file there is too large"):
+        with pytest.raises(ConfigError, match="the remote's file is too large"):
             fetch(endless(), REPORT)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:

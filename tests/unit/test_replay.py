@@ -49,7 +49,7 @@ def test_a_run_again_has_the_same_losses(tmp_path: Path) -> None:
     again = dray("replay", packed, runs=tmp_path / "runs")
     assert (again.returncode, again.stderr) == (0, "")
     told = again.stdout.splitlines()
-    assert told[0] == "the same as in the run, as far as can be told before it starts"
+    assert told[0] == "nothing differs from the run, as far as dray can tell before the start"
     assert told[-1] == "all 3 losses are identical to the last bit"
     compared = dray("diff", "first", runs=tmp_path / "runs").stdout.splitlines()
     assert [line.split()[:2] for line in compared if "checkpoint" in line] == [["keeping", "checkpoint.folder"]]

@@ -1,4 +1,4 @@
-"""`dray report`: one page on a run, or several beside one another, in whatever state their folders are."""
+"""`dray report`: one page about a run, or about several side by side, in whatever state their folders are."""
 
 from __future__ import annotations
 
@@ -316,8 +316,8 @@ def test_the_verb(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "problem"),
     [
-        ("recipe.toml", [], "--out names no report"),
-        ("report.html", ["--markdown"], "--out names no report"),
+        ("recipe.toml", [], "--out has a wrong ending"),
+        ("report.html", ["--markdown"], "--out has a wrong ending"),
         ("README.md", [], "the report would replace a file that is not a report"),
         ("my page.html", [], "the report would replace a file that is not a report"),
     ],

@@ -105,7 +105,7 @@ def test_the_same_job_again(slurm: Slurm, tmp_path: Path, capsys: Capture) -> No
     assert given(tmp_path) == expected(tmp_path, folder, *kept, "--nodes=2", "--time=10")
     told = capsys.readouterr().out.splitlines()
     assert told == [
-        "the same as in the run, as far as can be told before Slurm has chosen the nodes",
+        "nothing differs from the run, as far as dray can tell before Slurm chooses the nodes",
         shlex.join(["sbatch", *given(tmp_path)]),
         "job 42 is in the queue",
         f"run folder: {folder}",
@@ -122,7 +122,7 @@ def test_without_the_file_of_its_submission_the_site_decides(slurm: Slurm, tmp_p
     assert replay("mine", "--yes") == 0
     options = ("--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1")
     assert given(tmp_path) == expected(tmp_path, replayed(tmp_path), *options)
-    assert "options of sbatch: the site's; the run's folder has none of yours" in capsys.readouterr().out
+    assert "sbatch options: only the site's; the run folder has none of yours" in capsys.readouterr().out
 
 
 def test_the_site_of_the_run_is_named_again(slurm: Slurm, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_what_cannot_be_the_same_is_told_before_anything_is_made(
     with pytest.raises(ConfigError) as refused:
         replay("mine")
     assert (refused.value.finding.problem, refused.value.finding.fix) == (
-        "there is no terminal to ask on", "--yes, or --recipe",
+        "confirmation needs a terminal", "add --yes, or --recipe",
     )  # fmt: skip
     assert capsys.readouterr().out.splitlines()[:2] == [
         "what cannot be the same:",
@@ -171,8 +171,8 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(slurm: Slurm, tmp_path: Path)
     ("losses", "code", "last"),
     [
         ((2.0, 1.5), 0, "all 2 losses are identical to the last bit"),
-        ((2.0, 1.25), 1, "they had to be identical: nothing that decides them differs"),
-        ((2.0,), 1, "they had to be identical: nothing that decides them differs"),
+        ((2.0, 1.25), 1, "they should be identical: nothing that decides them differs"),
+        ((2.0,), 1, "they should be identical: nothing that decides them differs"),
     ],
 )
 def test_it_waits_and_compares(
@@ -199,7 +199,7 @@ def test_other_things_that_differ_are_named(slurm: Slurm, tmp_path: Path, capsys
     ran(tmp_path / "runs", 2.0, 1.25, run="again", words=("train.seed=7",))
     assert replay("mine", "--compare", "again") == 1
     assert capsys.readouterr().out.splitlines() == [
-        "what is not the same:",
+        "what differs:",
         "  seed: train.seed: 42 -> 7",
         "losses first differ at step 2: 1.5 and 1.25",
         "largest relative difference 1.7e-01, at step 2",
@@ -277,7 +277,7 @@ def test_a_replay_that_goes_on_is_not_compared(slurm: Slurm, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--compare", "mine"), "a run is no replay of itself"),
+        (("--compare", "mine"), "a run cannot be compared with itself"),
         (("--compare", "nothing"), "there is no such run"),
         (("--compare", "/nowhere"), "this is not a run folder"),
         (("--compare", "i.sif"), "this file is no capsule"),

@@ -143,9 +143,9 @@ def test_a_name_of_no_run_is_nothing_to_run(slurm: Slurm, tmp_path: Path) -> Non
 
 
 def test_a_remote_wants_to_know_what_to_bring(slurm: Slurm) -> None:
-    with pytest.raises(ConfigError, match="--run alone is not for --on") as refused:
+    with pytest.raises(ConfigError, match="--on cannot resume a run by --run alone") as refused:
         submit("--on", "lumi", "--run=mine")
-    assert refused.value.finding.fix.endswith("or at the login node: dray submit --run=mine")
+    assert refused.value.finding.fix.endswith("or, on the login node: dray submit --run=mine")
 
 
 def test_a_run_that_others_may_write_is_not_taken(slurm: Slurm, tmp_path: Path) -> None:

@@ -202,5 +202,5 @@ class TestVerify:
             check(key)
 
     def test_a_key_without_a_signature_to_check(self) -> None:
-        with pytest.raises(ConfigError, match="--key is for the signature"):
+        with pytest.raises(ConfigError, match="--key and --no-signature exclude each other"):
             image_look.verify("cpu", key=[A], signature=False)

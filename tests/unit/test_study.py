@@ -231,13 +231,13 @@ class TestStart:
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
-            ({}, "what to compare is not clear"),
-            ({"gpus": "1", "ranks": "1"}, "what to compare is not clear"),
-            ({"ranks": "1,2", "as_json": True}, "--json is for --table"),
+            ({}, "there is nothing to compare"),
+            ({"gpus": "1", "ranks": "1"}, "there is nothing to compare"),
+            ({"ranks": "1,2", "as_json": True}, "--json needs --table"),
             ({"ranks": "1,x"}, "--ranks has a wrong value"),
             ({"ranks": "0,1"}, "--ranks has a wrong value"),
             ({"ranks": "1,3"}, "global batch 16 is not divisible by 3 ranks"),
-            ({"gpus": "4,6", "per_node": 4}, "6 ranks do not fill nodes of 4"),
+            ({"gpus": "4,6", "per_node": 4}, "6 ranks do not fill whole nodes of 4"),
         ],
     )
     def test_what_is_wrong_is_said_before_one_begins(

@@ -242,8 +242,8 @@ def test_a_source_that_is_none_is_named(tmp_path: Path, files, name: str, conten
         (("data.mix.a.wieght=1",), "did you mean `weight`?"),
         (("data.mix.A.dataset=x",), "expected a name that matches"),
         (("data.mix.b.weight=2",), "missing: expected text"),
-        (("data.train=x.txt",), "beside [data.mix]: the mix is what is trained on; leave out data.train"),
-        (("data.streaming=true",), "data.streaming is for one dataset, data.train; a mix reads tokens on the disk"),
+        (("data.train=x.txt",), "beside [data.mix]: a run trains on one of them; leave out data.train"),
+        (("data.streaming=true",), "data.streaming works with data.train only; a mix reads tokens from the disk"),
         (("evaluate.a.dataset=x",), "data.mix.a and evaluate.a: metrics have one eval-a; rename one of them"),
         (("data.mix.b.dataset=y", "data.mix.b.weight=1e4"), "data.mix.a.weight = 1 of 10001 in all is less than one"),
         (("data.mix.a.dataset=hub:nobody",), "data.mix.a.dataset = hub:nobody: expected hub:OWNER/NAME"),
@@ -257,7 +257,7 @@ def test_what_is_no_mix(overrides: tuple[str, ...], said: str) -> None:
 
 
 def test_a_mix_has_no_epochs() -> None:
-    with pytest.raises(ConfigError, match=r"\[data.mix\] wants train.steps, not train.epochs"):
+    with pytest.raises(ConfigError, match=r"\[data.mix\] needs train.steps, not train.epochs"):
         read_recipe(ROOT / "tests/tiny.toml", ["train.epochs=5", "data.mix.a.dataset=x.txt"])
 
 

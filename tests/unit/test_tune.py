@@ -180,7 +180,7 @@ again: dray tune --table {folder}
         desk.plant(speed={"train.loss=chunked": 3.0}, loss={"train.loss=chunked": 2e-4})
         code, out, _ = dray(desk.recipe, "--keys=loss", "--all")
         assert code == 0
-        assert "REFUSED, since the losses are others: train.loss=chunked\nbest: the recipe's own: 1,000" in out
+        assert "REFUSED, since the losses differ: train.loss=chunked\nbest: the recipe's own: 1,000" in out
         why = "step 3: 4.70094 and 4.7 in run 001, 2.0e-04 apart; wanted at most 1e-04 (fp32)"
         assert f"\nlosses differ: {why}\n  train.loss=chunked\n" in out
         desk.plant(speed={"train.loss=chunked": 3.0}, loss={"train.loss=chunked": 5e-5})
@@ -334,7 +334,7 @@ class TestWrong:
             (["batch.per_device=3,4"], "global batch 16 is not divisible by 2 ranks x 3 per device"),
             (["--keys=lr"], "--keys names a key that dray does not tune"),
             (["train.strategy=ddp,fdsp"], "train.strategy cannot have this value"),
-            (["train.lr=1e-3,4e-3"], "several values are for batch.per_device, train.strategy"),
+            (["train.lr=1e-3,4e-3"], "dray tune compares values of batch.per_device, train.strategy"),
             (["train.stepz=3"], "unknown key"),
             (["--ranks=1", "--keys=strategy"], "there is nothing to tune"),
             (["--keys=per_device", "batch.global_size=2", "batch.per_device=1"], "there is nothing to tune"),

@@ -109,7 +109,7 @@ class TestApplied:
     def test_keys_that_do_not_go_together(self) -> None:
         recipe = planned("train.precision=bf16", "train.master_weights=true").recipe
         start = candidate(strategy="ddp", per_device=4)
-        with pytest.raises(ConfigError, match="master_weights wants strategy ddp"):
+        with pytest.raises(ConfigError, match="master_weights needs strategy ddp"):
             tuning.applied(recipe, start.changed({STRATEGY: "fsdp"}), start, ranks=2)
 
 

@@ -52,7 +52,7 @@ def dray(folder: Path, *words: str | Path) -> tuple[int, str, str]:
         ),
         (
             "generate",
-            "RUN is missing\n  wanted: A run's folder, name or its beginning, or a job's number.\n"
+            "RUN is missing\n  wanted: The run: its folder, its name or the beginning of it, or a job number.\n"
             "  fix:    P generate -h\n",
         ),
         ("plan --nodes", "option '--nodes' requires an argument\n  fix:    dray -h\n"),
@@ -93,7 +93,7 @@ def test_a_new_recipe_trains_on_the_users_own_text(tmp_path: Path) -> None:
 
 UNWRITTEN = (
     "cannot write the recipe\n  where:  {}\n  found:  {}\n"
-    "  fix:    name a file in a folder that you may write, on a disk with room\n"
+    "  fix:    name a file in a folder to which you may write, on a disk with free space\n"
 )
 EXISTS = "cannot write the recipe\n  where:  {}\n  found:  it exists already\n  fix:    give another name\n"
 
@@ -108,7 +108,7 @@ EXISTS = "cannot write the recipe\n  where:  {}\n  found:  it exists already\n  
         ),
         (
             ("x.toml", "--text", "gone.txt"),
-            "the text does not exist\n  where:  HERE/gone.txt\n  fix:    --text FILE, a file or a folder\n",
+            "--text names no existing file or folder\n  where:  HERE/gone.txt\n  fix:    --text FILE\n",
         ),
         (("there.toml",), EXISTS.format("there.toml")),
         (("no/x.toml",), UNWRITTEN.format("no/x.toml", "No such file or directory")),
@@ -131,8 +131,8 @@ def test_keys_of_one_table() -> None:
     assert dray(ROOT, "site", "keys", "fabric")[1].startswith("fabric.kind  (")
     code, out, err = dray(ROOT, "recipe", "keys", "trian")
     assert (code, out) == (78, "")
-    assert err.startswith("dray: there is no such key\n  wanted: version, name, about, ")
-    assert err.endswith("\n  found:  trian\n  fix:    did you mean `train`?\n")
+    assert err.startswith("dray: there is no such key or table\n  wanted: version, name, about, ")
+    assert err.endswith(" and 32 more\n  found:  trian\n  fix:    dray recipe keys train\n")
 
 
 @pytest.mark.parametrize("target", ["image-foo", "image-foo-docker"])
@@ -172,12 +172,12 @@ class TestRunsOfCommandsAndOthers:
         with pytest.raises(ConfigError) as refused:
             steps(tmp_path, "mine", 30)
         assert (refused.value.problem, refused.value.details) == (
-            "there is no checkpoint of step 30 of this run",
-            {"where": str(tmp_path), "found": both, "fix": "name a step of this run: --step"},
+            "this run has no checkpoint of step 30",
+            {"where": str(tmp_path), "found": both, "fix": "--step N, with a step of this run"},
         )
         with pytest.raises(ConfigError) as refused:
             steps(tmp_path, "third", None)
-        assert refused.value.details["fix"] == "name the run that wrote it: dray export RUN"
+        assert refused.value.details["fix"] == "dray export RUN, with the run that wrote it"
 
     @pytest.mark.parametrize("manifest", [None, "", "[]", "{}", "[" * 5000, "\0"])
     def test_a_damaged_checkpoint_is_left_to_the_export_which_says_more(self, tmp_path: Path, manifest) -> None:

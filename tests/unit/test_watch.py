@@ -285,7 +285,7 @@ def test_the_list(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dray_runs(several, capsys, last=1).endswith(more)
     assert dray_runs(several, capsys, states=["stopped"]).splitlines()[1].split()[0] == "first"
     assert dray_runs(several, capsys, recipe="gpt*").splitlines()[1].split()[:2] == ["waits", "no"]
-    assert dray_runs(several, capsys, since="2026-11-26") == f"none of the 3 runs in {several} fits\n"
+    assert dray_runs(several, capsys, since="2026-11-26") == f"none of the 3 runs in {several} matches\n"
     assert dray_runs(several / "none", capsys) == f"no runs in {several / 'none'}\n"
     told = json.loads(dray_runs(several, capsys, as_json=True))
     assert [State.model_validate(one).run for one in told] == ["waits", "second", "first"]

@@ -369,7 +369,7 @@ class TestStates:
         (["queued"], 78, "this is not a run folder"),
         (["--runs", "gone"], 78, "there are no runs"),
         (["--runs", "queued"], 78, "there are no runs"),
-        (["queued", "x.tar.gz"], 78, "a FILE goes with --bundle"),
+        (["queued", "x.tar.gz"], 78, "FILE needs --bundle"),
         (["x" * 300], 78, "there is no such run"),
         (["a", "b", "c"], 78, "got unexpected extra argument(s) (c)"),
     ],

@@ -1,4 +1,4 @@
-"""The command line: one small file a verb."""
+"""The command line: one file for each verb."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dray.contract.findings import DrayError
 
 app = typer.Typer(
     name="dray",
-    help="One pinned image, hauled to every node of a Slurm cluster, and training started in it.",
+    help="Build or adopt one container image, and train in it on the nodes of a Slurm cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,  # dray completion
-    epilog="Examples:\n  dray init my-runs\n  dray run recipes/smoke-cpu.toml",
+    epilog="Examples:\n  dray init my-runs\n  dray run recipes/smoke-cpu.toml\n  dray submit recipes/mine.toml -N 2",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -35,21 +35,21 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 # In the order of their use, as `dray --help` shows them.
 _PANELS = {
     "Start a run": ("init", "plan", "prefetch", "run", "submit", "scale", "sweep", "tune"),
-    "Watch it, and act on it": ("runs", "status", "logs", "top", "stop", "enter", "jupyter", "finish"),
-    "What came of it": ("why", "report", "diff", "replay", "capsule", "sync"),
+    "Watch and stop a run": ("runs", "status", "logs", "top", "stop", "enter", "jupyter", "finish"),
+    "After a run": ("why", "report", "diff", "replay", "capsule", "sync"),
     "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
-    "What a run is made of": ("recipe", "image", "data", "site", "env"),
+    "Recipes, images, datasets and sites": ("recipe", "image", "data", "site", "env"),
     "This machine": ("doctor", "remote", "cluster", "cache", "clean", "completion"),
 }
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
-# These may end in -- and a command, whose words are nobody else's.
+# These may end in -- and a command, whose arguments dray does not parse.
 _START = ("plan", "run", "submit", "enter", "env")
 _GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache", "remote")
 _EVERYTHING = tuple(name for names in _PANELS.values() for name in names)
 
 
 def _register(named: str | None) -> None:
-    """Only the verb that was named is imported: a job plans in every start, and need not load the Docker SDK for it."""
+    """Import only the verb that was named: a job plans at every start, and must not load the Docker SDK for it."""
     for panel, names in _PANELS.items():
         for name in {named} & {*names} if named in _EVERYTHING else names:
             module = importlib.import_module(f"dray.cli.{'model' if name in _OF_MODEL else name}")
@@ -62,9 +62,9 @@ def _register(named: str | None) -> None:
 
 
 def main() -> None:
-    """Run one verb. All that goes wrong is printed without a traceback, with the contract's exit code."""
+    """Run one verb. A failure is printed without a traceback, and ends with an exit code of contract.exit_codes."""
     argv = sys.argv[1:]
-    # `finish` has its own way with streams and folders: it cannot fail.
+    # `finish` handles streams and folders itself: it must not fail.
     output = None if argv[:1] == ["finish"] else Streams()
     code = _code(argv)
     if output and (refusal := output.refusal()):
@@ -86,7 +86,7 @@ def _code(argv: list[str]) -> int:
         if not wrong.format_message():  # nothing was typed, and typer has printed the help
             return exit_codes.CONFIG
         return _say(usage.error(wrong))
-    except typer.Abort:  # Ctrl-C, of which no verb made more
+    except typer.Abort:  # Ctrl-C that no verb has handled
         return 130
     except Exception as raised:
         return _say(unexpected.error(raised))

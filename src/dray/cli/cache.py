@@ -1,4 +1,4 @@
-"""`dray cache`: what runs keep on this machine beside their folders."""
+"""`dray cache`: tokenized datasets that runs keep on this machine."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dray.contract.files import open_to_others
 from dray.contract.findings import ConfigError
 from dray.runs import tokens
 
-app = typer.Typer(no_args_is_help=True, help="List and remove the tokens that runs keep on this machine.")
+app = typer.Typer(no_args_is_help=True, help="List and remove the tokenized datasets on this machine.")
 
 Folder = Annotated[
-    Path | None, typer.Argument(metavar="[FOLDER]", help=f"A data.cache_dir; else {node.TOKENS}UID, the default.")
+    Path | None, typer.Argument(metavar="[FOLDER]", help=f"A folder of data.cache_dir. Default: {node.TOKENS}UID.")
 ]
 
 
 @app.command("list")
 def show(
     folder: Folder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")] = False,
 ) -> None:
-    """Print each dataset's tokens: size, days since a run used them, folder, dataset.
+    """Print each tokenized dataset: size, days since a run used it, folder, dataset.
 
     dray cache list --json
     """
@@ -43,9 +43,11 @@ def show(
 @app.command()
 def clean(
     folder: Folder = None,
-    unused: Annotated[float, typer.Option("--unused", min=0, help="Only what no run used for so many days.")] = 0.0,
+    unused: Annotated[
+        float, typer.Option("--unused", min=0, help="Remove only what no run has used for this many days.")
+    ] = 0.0,
 ) -> None:
-    """Remove tokens, and what killed runs left in /tmp. A run that reads tokens at this moment keeps them.
+    """Remove tokenized datasets, and what killed runs left in /tmp. A run that has a dataset open can still read it.
 
     dray cache clean --unused 30
     """
@@ -68,13 +70,15 @@ def _checked(given: Path | None) -> Path:
     """Nothing of another user's is read or removed."""
     folder = _folder(given)
     if given and not folder.is_dir():
-        raise ConfigError("there is no such cache", where=folder, fix="name the folder that data.cache_dir names")
+        raise ConfigError(
+            "the cache folder does not exist", where=folder, fix="give the folder that data.cache_dir names"
+        )
     trouble = open_to_others(folder, folder=True) if os.path.lexists(folder) else ""
     if trouble:
         raise ConfigError(
             "the cache is open to other users",
             where=folder,
-            wanted=f"a folder of user {os.getuid()} in which no other may write",
+            wanted=f"a folder of user {os.getuid()} to which no other user may write",
             found=trouble,
             fix="set data.cache_dir to a folder of your own",
         )

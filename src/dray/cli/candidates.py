@@ -1,6 +1,6 @@
-"""What a shell may complete: recipes, their keys and values, runs, sites. Where one is wrong, nothing.
+"""What a shell may complete: recipes, their keys and values, runs, sites. What cannot be read completes nothing.
 
-Each verb names these functions, and only a TAB calls one: what reads recipes and sites is imported there.
+Each verb names these functions, and only a TAB calls one: so a function imports what it needs itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dray.remote import names
 from dray.runs import named
 from dray.runs.paths import default_runs
 
-# A name of anything else is typed by hand: no shell is asked to quote it.
+# A name with other characters is not offered: a shell would have to quote it.
 _PLAIN = re.compile(r"[\w.,+@%:/~=-]+")
 Completer = Callable[[typer.Context, list[str], str], list[str]]
 
@@ -44,7 +44,7 @@ def _sites(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: A
 
 
 def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
-    """Files that end in .toml and folders, as any shell has them, and the names of those that come with dray."""
+    """Folders and .toml files, as any shell completes them, and the names of the recipes that come with dray."""
     from dray.config import checkout  # noqa: PLC0415
 
     begun = incomplete.rpartition("/")[0] + "/" * ("/" in incomplete)
@@ -57,7 +57,7 @@ def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa:
 
 
 def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
-    """Each key with its =, or, behind that, the values that it may have, where they are few."""
+    """Each key with its =; after the =, the key's values if they are few."""
     from dray.config import checkout  # noqa: PLC0415
     from dray.config.recipe import Recipe  # noqa: PLC0415
     from dray.config.schema import Schema  # noqa: PLC0415
@@ -93,7 +93,7 @@ recipe_or_key, key_names = _quiet(_recipe_or_key), _quiet(_key_names)
 
 
 def one_of(names: Iterable[str]) -> Completer:
-    """An option whose values are few."""
+    """A completer for an option with a few fixed values."""
     return _quiet(lambda context, incomplete: iter(names))  # noqa: ARG005
 
 

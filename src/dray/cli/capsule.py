@@ -16,13 +16,13 @@ from dray.runs import capsule, pack, verify
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.write import read
 
-app = typer.Typer(no_args_is_help=True, help="What is needed to repeat a run: show it, verify it, hand it on.")
-AsJson = Annotated[bool, typer.Option("--json", help="JSON.")]
+app = typer.Typer(no_args_is_help=True, help="Show, verify or pack a run's capsule: what is needed to repeat the run.")
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def show(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
-    """Show a run's capsule, or a packed one: image, code, nodes, data.
+    """Show the capsule of a run, or a packed capsule: image, code, nodes, data.
 
     dray capsule show my.tar.gz
     """
@@ -36,13 +36,13 @@ def show(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
 
 @app.command("verify")
 def check(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
-    """Say of each file whether it is what was recorded; 1 where one is not.
+    """Check whether each file still is what the capsule recorded; exit code 1 if one is not.
 
     dray capsule verify 4711
     """
     with pack.opened(run, runs) as folder:
         last = last_attempt(folder)
-        # An attempt from before a later version of dray may have none.
+        # An attempt of an older dray may have none.
         every = [RunPaths(folder, number) for number in attempts(folder)] or [last]
         found = [verify.verify(one) for one in every if one.capsule.exists() or one.attempt == last.attempt]
     if as_json:
@@ -56,12 +56,12 @@ def check(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
 def hand_on(
     run: Run = "",
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="The archive; else dray-capsule-RUN.tar.gz.")
+        Path | None, typer.Argument(metavar="[FILE]", help="Archive to write. Default: dray-capsule-RUN.tar.gz.")
     ] = None,
     as_json: AsJson = False,
     runs: Runs = None,
 ) -> None:
-    """Pack a run's capsule, without secrets and checkpoints, to hand on.
+    """Pack a run's capsule into one archive for others, without secrets and checkpoints.
 
     dray capsule pack 4711
     """

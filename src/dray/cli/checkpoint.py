@@ -1,4 +1,4 @@
-"""`dray checkpoint`: checkpoints of other programs become dray's, or a model to begin from."""
+"""`dray checkpoint`: import checkpoints of Trainer, DeepSpeed and torch's DCP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, help="Import checkpoints of Trainer, Dee
 
 @app.callback()
 def _group() -> None:
-    """So that `import` stays a word of its own."""
+    """Keep `import` a subcommand: without a callback Typer drops the name of an only command."""
 
 
 @app.command("import")
@@ -35,46 +35,55 @@ def take(
     ],
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="[RECIPE]", help="Write a checkpoint into its checkpoint.folder, to resume from."),
+        typer.Argument(
+            metavar="[RECIPE]", help="Recipe to resume with: write a checkpoint into its checkpoint.folder."
+        ),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe's.")
     ] = None,
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a model, to begin from or to share.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write a model into this folder, to start from or to share.")
+    ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where config.json and the tokenizer are, if not beside it.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of config.json and tokenizer. Default: the checkpoint's."),
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(help="What stands before the names of the model's tensors, such as app.model. with its dot."),
+        typer.Option(help="Prefix of the model's tensor names in the checkpoint, with its dot, such as `app.model.`"),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "fp32", "bf16"], typer.Option(help="Type of the model's weights; auto: as they are.")
+        Literal["auto", "fp32", "bf16"], typer.Option(help="Type of the written weights; auto keeps their type.")
     ] = "auto",
-    shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file of the model.")] = 4.0,
+    shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB.")] = 4.0,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run the code of its pickles, where you know who wrote them.")
+        bool, typer.Option("--trust", help="Load its pickles, which can run code: only if you trust who wrote them.")
     ] = False,
     engine: Engine = "bare",
 ) -> None:
-    """Write another program's checkpoint as a model (--to), as a checkpoint that a recipe resumes from, or as both.
+    """Import another program's checkpoint as a model (--to), as a checkpoint that a recipe resumes from, or as both.
 
     dray checkpoint import output/checkpoint-500 --to my-model
     """
     source = source.absolute()
     if not source.exists():
-        raise ConfigError("there is no such checkpoint", where=source, fix="name its folder or file")
+        raise ConfigError("the checkpoint does not exist", where=source, fix="give the path of its folder or file")
     if to is None and recipe is None:
         raise ConfigError(
-            "nothing is asked for",
+            "there is nothing to write: neither --to nor a recipe was given",
             wanted="--to FOLDER, a recipe, or both",
             fix=f"dray checkpoint import {shlex.quote(str(source))} --to FOLDER",
         )
     if config is not None and not (config / "config.json").is_file():
-        raise ConfigError("there is no config.json", where=config, fix="--config FOLDER, of save_pretrained's")
+        raise ConfigError(
+            "--config names a folder without config.json",
+            where=config,
+            fix="--config FOLDER, written by save_pretrained",
+        )
     target = to.absolute() if to else None
     if target and (target.exists() or target.is_symlink()):
-        raise ConfigError("the target exists already", where=target, fix="name another folder: --to")
+        raise ConfigError("the target exists already", where=target, fix="--to ANOTHER_FOLDER")
     settings = _to_resume(found(recipe), overrides or []) if recipe else None
     if target:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +98,7 @@ def take(
         trust=trust,
     )
     seen = settings or Recipe(name="import", image="cpu", command=Command(argv=("true",)))
-    # A container sees what the recipe's datasets are, so these are two more.
+    # A container gets the recipe's datasets as binds, so the checkpoint and --config are listed as two more.
     places = {"source": source.parent} | ({"config": config.absolute()} if config else {})
     more = {name: Evaluation(dataset=str(place)) for name, place in places.items()}
     seen = seen.model_copy(update={"evaluate": {**seen.evaluate, **more}})
@@ -99,24 +108,32 @@ def take(
 
 
 def _to_resume(path: Path, overrides: list[str]) -> Recipe:
-    """The recipe, where a run of it can resume from somebody else's checkpoint."""
+    """The recipe, if a run of it can resume from another program's checkpoint."""
     recipe = read_recipe(path, overrides)
     folder = recipe.checkpoint.folder
     wrong = None
     if not recipe.train:
-        wrong = "a recipe with [train]", "a recipe of a command", "dray recipe new mine.toml"
+        wrong = "a recipe with [train]", "a recipe with [command]", "dray recipe new mine.toml"
     elif not folder:
-        wrong = "checkpoint.folder, where its runs look for checkpoints", "none", "checkpoint.folder=FOLDER"
+        wrong = "checkpoint.folder, in which its runs look for checkpoints", "none", "checkpoint.folder=FOLDER"
     elif recipe.lora and recipe.lora.enabled:
-        wrong = "all weights trained", "[lora]", "lora.enabled=false"
+        wrong = "a recipe that trains all weights", "[lora]", "lora.enabled=false"
     elif recipe.analog and recipe.analog.enabled:
-        wrong = "the model's own layers", "[analog]", "analog.enabled=false"
+        wrong = "a recipe without analog layers", "[analog]", "analog.enabled=false"
     elif recipe.data.streaming:
-        wrong = "tokens on the disk, whose position is the step", "data.streaming = true", "data.streaming=false"
+        wrong = (
+            "a dataset on the disk, in which the step gives the position",
+            "data.streaming = true",
+            "data.streaming=false",
+        )
     if wrong:
         wanted, seen, fix = wrong
         raise ConfigError(
-            "this recipe cannot resume from somebody else's checkpoint", where=path, wanted=wanted, found=seen, fix=fix
+            "this recipe cannot resume from another program's checkpoint",
+            where=path,
+            wanted=wanted,
+            found=seen,
+            fix=fix,
         )
     if steps := sorted(one.name for one in Path(folder).glob("step-*")):
         raise ConfigError(

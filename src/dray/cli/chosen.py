@@ -1,4 +1,4 @@
-"""What is to run, as several verbs take it: a recipe and settings, or a command."""
+"""The arguments that say what to run, for several verbs: a recipe and settings, or a command."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE] [KEY=VALUE]... [-- COMMAND...]",
-        help="A recipe file and settings that win over its own; or a command that runs on every rank in its place.",
+        help="A recipe, and settings that override it; or, after --, a command that runs on every rank instead.",
         autocompletion=candidates.recipe_or_key,
     ),
 ]
 Launcher = Annotated[
     str,
     typer.Option(
-        help="torchrun, accelerate, deepspeed, python or ray, in place of the recipe's.",
+        help="torchrun, accelerate, deepspeed, python or ray. Default: the recipe's.",
         autocompletion=candidates.one_of(("torchrun", "accelerate", "deepspeed", "python", "ray")),
     ),
 ]
 
 
 def found(path: Path) -> Path:
-    """A recipe's file as it is named here, or from the checkout: recipes/NAME.toml, or NAME as `recipe list` has it.
+    """A recipe's file: a path from here or from the checkout, or a NAME that `dray recipe list` prints.
 
-    What is none is taken for a misspelt file, or for a misspelt NAME.
+    If there is none, the path that the user probably meant: reading it makes the refusal.
     """
-    with suppress(OSError):  # a name that no file can have, which reading it says
+    with suppress(OSError):  # no file can have this name, as the reader says later
         if not path.exists():
             ours = checkout.root()
             candidates = (ours / path, ours / "recipes" / f"{path}.toml")
@@ -59,7 +59,7 @@ RecipeFile = Annotated[
     Path,
     typer.Argument(
         metavar="RECIPE",
-        help="A recipe file, such as recipes/smoke-cpu.toml, or its name.",
+        help="A recipe file, or a name that `dray recipe list` prints.",
         callback=found,
         autocompletion=candidates.recipes,
     ),
@@ -67,7 +67,7 @@ RecipeFile = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.", autocompletion=candidates.keys
+        metavar="[KEY=VALUE]...", help="Settings that override the recipe's.", autocompletion=candidates.keys
     ),
 ]
 _ENGINES = engines.names("local", "hosts")
@@ -85,37 +85,37 @@ Engine = Annotated[
         callback=_engine,
         autocompletion=candidates.one_of(_ENGINES),
         metavar=f"[{'|'.join(_ENGINES)}]",
-        help="What starts the image; bare: this Python. Apptainer and Singularity: with --hostfile.",
+        help="Container engine; bare: this Python, without an image. apptainer, singularity: with dray run --hostfile.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is to run, as the user asked for it."""
+    """What to run, as the user asked for it."""
 
     path: Path | None
     overrides: tuple[str, ...]
     command: tuple[str, ...]
     ranks: int | None
     last: write.Last | None = None
-    """Of a run that is there, where neither a recipe nor a command is given."""
+    """The last attempt of an existing run, if neither a recipe nor a command was given."""
 
     @property
     def beside(self) -> Path:
-        """Where the recipe is; a command runs where we stand."""
+        """The folder of the recipe; for a command the working folder."""
         if self.last:
             return checkout.root()
         return self.path.absolute().parent if self.path else Path.cwd()
 
     @property
     def gpus(self) -> int:
-        """Of a node, as the last attempt had them; --ranks says it anew."""
+        """The GPUs of a node in the last attempt; 0 if --ranks was given."""
         return self.last.gpus if self.last and not self.ranks else 0
 
     @property
     def image(self) -> str:
-        """The file of an image that was named for the last attempt (DRAY_IMAGE, --image); empty for dray's own."""
+        """The image file that was named for the last attempt (DRAY_IMAGE, --image); empty for dray's own image."""
         if not self.last or any(one.startswith(("image=", "adopted=")) for one in self.overrides):
             return ""
         plan, file = self.last.plan, Path(self.last.plan.image)
@@ -124,7 +124,7 @@ class Chosen:
         return "" if is_own or not file.is_file() else str(file)
 
     def say(self, options: Sequence[str] = ()) -> None:
-        """Tell which run goes on, and as what; with these options of sbatch."""
+        """Print which run is resumed, and with what: program, image, size and these options of sbatch."""
         if not self.last:
             return
         plan, recipe = self.last.plan, self.last.recipe
@@ -136,7 +136,7 @@ class Chosen:
         print(printable(f"resumes {plan.run} by the plan of attempt {plan.attempt}: {line}"), file=sys.stderr)
 
     def recipe(self) -> Recipe:
-        """Read it."""
+        """The recipe with its overrides, from its file or from the last attempt."""
         if self.last:
             return write.over(self.last.recipe, self.overrides)
         return write.read_recipe(self.path, self.overrides, self.command)
@@ -150,25 +150,25 @@ def chosen(
     gpus: int = 0,
     run: Path | None = None,
 ) -> Chosen:
-    """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name.
+    """A recipe or a command, with its settings. A file that exists is a recipe, even with = in its name.
 
-    Where neither is given, the plan of the last attempt of that `run` has both.
+    If neither is given, both come from the plan of the last attempt of `run`.
     """
     require_gpus(ranks, gpus)
     command, rest = tuple(context.obj or ()), [*(arguments or [])]
     if rest and not command and Path(rest[0]).suffix in (".py", ".sh"):
         raise ConfigError(
-            "a program was given in the place of a recipe",
-            wanted="a recipe, such as recipes/smoke-cpu.toml, or -- and a command",
+            "a program was given instead of a recipe",
+            wanted="a recipe, such as recipes/smoke-cpu.toml, or a command after --",
             found=rest[0],
             fix=f"put -- before it: {shlex.join([*rest[1:], '--', rest[0]])}",
         )
     path = found(Path(rest.pop(0))) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
     if path and command:
         raise ConfigError(
-            "a recipe and a command were given, and each is a run of its own",
+            "a recipe and a command were given, but a run has only one of them",
             found=f"{path} and {' '.join(command)}",
-            fix="leave one out; a recipe may name its command itself ([command] argv)",
+            fix="leave out one; a recipe can have its own command: [command] argv",
         )
     options = {"launcher": launcher, "ranks_per_node": ranks}
     overrides = (*rest, *(f"{key}={value}" for key, value in options.items() if value))
@@ -178,7 +178,7 @@ def chosen(
         raise ConfigError(
             "there is nothing to run",
             where=run or "",
-            wanted="a recipe, such as recipes/smoke-cpu.toml; -- and a command; or --run=NAME of a run that is there",
+            wanted="a recipe, such as recipes/smoke-cpu.toml; a command after --; or --run=NAME of an existing run",
             found=f"no run {run.name}" if run else "",
             fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
         )
@@ -186,18 +186,18 @@ def chosen(
 
 
 def require_gpus(ranks: int | None, gpus: int) -> None:
-    """A GPU for each rank."""
+    """Refuse --ranks and --gpus-per-node with different numbers."""
     if ranks and gpus and ranks != gpus:
         raise ConfigError(
-            "each rank has a GPU of its own",
-            wanted="--ranks and --gpus-per-node of one number",
+            "--ranks and --gpus-per-node differ, but each rank needs one GPU",
+            wanted="the same number for both",
             found=f"--ranks {ranks} and --gpus-per-node {gpus}",
-            fix=f"leave out --gpus-per-node, or --ranks {gpus}",
+            fix=f"leave out --gpus-per-node, or set --ranks {gpus}",
         )
 
 
 def report(plan: Plan) -> None:
-    """End with the first refusal of a plan, or print what is unwise in it."""
+    """Raise the first refusal of a plan, or print its warnings."""
     plan.refuse()
     for finding in plan.findings:
         print(f"dray: {finding.level}: {finding}", file=sys.stderr)

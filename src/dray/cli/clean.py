@@ -29,27 +29,34 @@ def _age(text: str) -> str:
 
 
 def clean(
-    kinds: Annotated[list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(old.KINDS)}.")] = None,
+    kinds: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(old.KINDS)}. Default: all but layers.")
+    ] = None,
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", callback=_age, help="30d, 12h, 4w: unchanged and unused for so long.")
+        str,
+        typer.Option(
+            metavar="AGE",
+            callback=_age,
+            help="Only what was unchanged and unused for this long, such as 30d, 12h or 4w.",
+        ),
     ] = "30d",
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Also runs with checkpoints or a model, with all that is in them.")
+        bool, typer.Option("--checkpoints", help="Remove also whole runs that have checkpoints or a model.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show it; remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A list of all; without --yes nothing is removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list; without --yes, remove nothing.")] = False,
     runs: Runs = None,
 ) -> None:
-    """Show old runs, tables of tune, scale and sweep, caches, images and what builds left; remove what you agree to.
+    """Show old runs, studies, caches, images and left-over files of builds, and remove them if you agree.
 
-    A run with checkpoints or a model keeps all but compiled code; layers go only if you name them.
+    A run with checkpoints or a model loses only its compiled code. Layers are removed only if you name that kind.
 
     dray clean runs --older-than 60d --dry-run
     """
     for kind in kinds or ():
         if kind not in old.KINDS:
-            raise ConfigError("there is no such kind to remove", wanted=", ".join(old.KINDS), found=ascii(kind))
+            raise ConfigError("KIND has a wrong value", wanted=", ".join(old.KINDS), found=ascii(kind))
     wanted = old.Options(
         tuple(dict.fromkeys(kinds or old.DEFAULT)), int(older_than[:-1]) * _DAYS[older_than[-1]], checkpoints,
         (runs or default_runs()).absolute(), _build(),
@@ -93,7 +100,7 @@ def _show(items: list[Item], going: list[Item]) -> None:
 def _agreed(going: list[Item]) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(
-            "there is no terminal to ask on", found="standard input is not a terminal", fix="--yes, or --dry-run"
+            "confirmation needs a terminal", found="standard input is not a terminal", fix="add --yes, or --dry-run"
         )
     return typer.confirm(f"remove {'it' if len(going) == 1 else 'them'}?")
 

@@ -37,13 +37,13 @@ def up(
     base: Annotated[
         str | None,
         typer.Option(
-            help="Debian trixie, as an image reference or a rootfs tar. Default: DRAY_CLUSTER_BASE, "
-            "else that of the cluster already up, else build/base/trixie.tar, else the pinned one.",
+            help="Debian trixie, as an image reference or a tar of a root filesystem. Default: DRAY_CLUSTER_BASE, "
+            "else the running cluster's, else build/base/trixie.tar, else the pinned image.",
         ),
     ] = None,
     share: Annotated[
         Path | None,
-        typer.Option(help="The folder that all nodes see as /shared. Default: build/cluster/shared."),
+        typer.Option(help="Folder that all nodes see as /shared. Default: build/cluster/shared."),
     ] = None,
 ) -> None:
     """Start the cluster, or repair it; fast if it is healthy.
@@ -63,7 +63,7 @@ def up(
 
 @app.command()
 def status() -> None:
-    """Show its machines and their states; 69 with the fix if something is wrong.
+    """Show the cluster's machines and their states; exit code 69 if something is wrong.
 
     dray cluster status
     """
@@ -102,7 +102,7 @@ def exec_(
     node: Annotated[str, typer.Option(help="The machine: controller, n1, n2 ...")] = CONTROLLER,
     user: Annotated[str, typer.Option(help="The user: dray or root.")] = USER,
 ) -> None:
-    """Run a command on the cluster, in this checkout; the exit code is the command's. dray runs in the CPU image.
+    """Run a command on the cluster, in this checkout, and return its exit code. `dray` itself runs in the CPU image.
 
     dray cluster exec -- sinfo
     dray cluster exec -- dray submit recipes/smoke-cpu.toml --follow

@@ -1,4 +1,4 @@
-"""`dray completion`: what a shell needs to complete dray's words, and the answer when it asks.
+"""`dray completion`: complete verbs, options, runs, recipes, keys and sites in your shell.
 
 The shell runs dray at each TAB, with the line in the environment. Typer answers; only the verb on the line is imported.
 """
@@ -17,8 +17,8 @@ from typer.completion import get_completion_inspect_parameters
 ASKED = "_DRAY_COMPLETE"
 _LINE = "_TYPER_COMPLETE_ARGS"
 
-# Like Typer's own, but: no word goes through eval or a pattern, names of folders being others' words; a = in a word
-# stays in it; and nothing follows what ends in = or /.
+# Unlike Typer's own scripts: no word goes through eval or a pattern, since others may name folders; a = in a word
+# stays in it; and no blank follows a word that ends in = or /.
 _BASH = """\
 _dray_completion() {
     local line=${COMP_LINE:0:COMP_POINT} argv
@@ -78,9 +78,11 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Yours: echo $SHELL.", show_default=False)],
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"], typer.Argument(help="Your shell, as echo $SHELL prints it.", show_default=False)
+    ],
 ) -> None:
-    """Print the script by which a shell completes verbs, options, runs, recipes, their keys, and sites.
+    """Print a script with which your shell completes verbs, options, runs, recipes, their keys, and sites.
 
     dray completion bash >>~/.bashrc
     dray completion fish >~/.config/fish/completions/dray.fish
@@ -89,7 +91,7 @@ def completion(
 
 
 def typed() -> list[str] | None:
-    """The words before the one that the shell asks to complete, without the program; None where no shell asks."""
+    """The words before the one to complete, without `dray`; None if no shell asks."""
     if ASKED not in os.environ:
         return None
     before = os.environ.get(_LINE, "").rpartition(" ")[0]
@@ -100,13 +102,13 @@ def typed() -> list[str] | None:
 
 
 def answer(app: typer.Typer) -> None:
-    """Print what may follow, in the words of the shell that asks."""
-    get_completion_inspect_parameters()  # makes Typer know the shells, as its own options for an app's completion do
+    """Print the completions in the format of the shell that asks."""
+    get_completion_inspect_parameters()  # registers the shells with Typer, as its own completion options do
     app(prog_name="dray", complete_var=ASKED, standalone_mode=False)
 
 
 def stubs(app: typer.Typer, names: Iterable[str]) -> None:
-    """The names of all verbs, without an import of one: each with the line that its file begins with."""
+    """Register all verbs without importing them, each with the first line of its file as its help."""
     for name in names:
         about = _about(Path(__file__).with_name(f"{name}.py"))
         app.command(name, help=about)(lambda: None)

@@ -21,7 +21,7 @@ from dray.contract.values import cell, printable
 from dray.runs import desk
 from dray.runs.write import read_recipe
 
-app = typer.Typer(no_args_is_help=True, help="Look at the datasets of a recipe, as its model will see them.")
+app = typer.Typer(no_args_is_help=True, help="Show the datasets of a recipe as its model will see them.")
 Table = dict[str, Any]
 _BAR, _HEAD, _TAIL, _PARTS = 40, 300, 100, 40  # characters, and parts of a row
 _STYLES = {"context": "dim", "predicted": "green", "masked": "magenta", "padding": "dim"}
@@ -29,27 +29,29 @@ _STYLES = {"context": "dim", "predicted": "green", "masked": "magenta", "padding
 
 @app.callback()
 def _group() -> None:
-    """So that `inspect` stays a word of its own."""
+    """Keep `inspect` a subcommand: without a callback Typer drops the name of an only command."""
 
 
 @app.command()
 def inspect(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, max=1000, help="How many of the first rows to show.")] = 2,
+    rows: Annotated[int, typer.Option(min=0, max=1000, help="Number of samples to show, from the first on.")] = 2,
     engine: Engine = "bare",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all ids and labels.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, with all token ids and labels.")
+    ] = False,
 ) -> None:
-    """Print what a run will read: datasets, tokens, lengths, and its first rows with what is predicted in them.
+    """Print what a run will read: datasets, tokens, lengths, and the first samples with the tokens to predict.
 
-    It tokenizes as a run does, and keeps the tokens for one.
+    It tokenizes as a run does, and a later run uses the tokens.
 
     dray data inspect recipes/smoke-cpu.toml --rows 2
     """
     settings = read_recipe(recipe, overrides or [])
     if not settings.train:
         raise ConfigError(
-            "this recipe is of a command, and its program alone knows what it reads",
+            "the data of a [command] cannot be inspected: only its program knows them",
             where=recipe,
             wanted="a recipe with [train]",
             found=f"the command {settings.command.argv[0]}" if settings.command else "no [train]",
@@ -58,7 +60,7 @@ def inspect(
     with TemporaryDirectory(prefix="dray-") as folder:
         report = Path(folder, "report.json")
         job = jobs.Inspect(settings.model_dump(mode="json"), rows, str(report))
-        with redirect_stdout(sys.stderr):  # what the trainer says meanwhile
+        with redirect_stdout(sys.stderr):  # what the trainer prints
             code = desk.once(settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate"))
         if code:
             raise typer.Exit(code)
@@ -93,7 +95,7 @@ def _dataset(one: Table, length: int) -> Iterator[str]:
     yield f"{one['key']} = {cell(one['dataset'])}{part}"
     size = f"  {counted(one['files'], 'file')}, {one['bytes'] / 1e6:,.1f} MB"
     if "tokens" not in one:
-        yield f"{size}, read as a stream of {counted(one['pieces'], 'piece')}: nobody has counted its tokens"
+        yield f"{size}, read as a stream of {counted(one['pieces'], 'shard')}; its tokens are not counted"
         return
     yield f"{size}: {one['documents']:,} documents, {one['tokens']:,} tokens, {one['samples']:,} samples"
     if "epochs" in one:
@@ -124,14 +126,14 @@ def _row(row: Table) -> Iterator[tuple[str, str]]:
     for part in row["parts"][:_PARTS]:
         if part["document"] != document:
             document = part["document"]
-            yield "  -- attention ends here: another document", "yellow"
+            yield "  -- attention ends here: next document", "yellow"
         answer = f"  for {_quoted(part['label'])}" if part["kind"] == "masked" else ""
         yield f"  {part['kind']:<9}  {_quoted(part['text'])}{answer}", _STYLES[part["kind"]]
     if left := row["parts"][_PARTS:]:
-        yield f"  and {counted(len(left), 'part')} more, which --json has", ""
+        yield f"  and {counted(len(left), 'part')} more; --json prints all", ""
 
 
 def _quoted(text: str) -> str:
-    """One line; a dataset may hold what a terminal obeys."""
+    """The text on one line, escaped: a dataset may hold control characters."""
     left = len(text) - _HEAD - _TAIL
     return repr(text) if left <= 0 else f"{text[:_HEAD]!r} ... {left:,} characters ... {text[-_TAIL:]!r}"

@@ -1,4 +1,4 @@
-"""`dray diff`: what differs between two runs, and what it came to."""
+"""`dray diff`: what differs between two runs, with their losses and times."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dray.runs import compared, pack
 from dray.runs.named import find, newest_first
 from dray.runs.paths import attempts, default_runs, newest_attempt
 
-A = Annotated[str, typer.Argument(metavar="A", help="A run, as every verb takes it, or a packed capsule.")]
-B = Annotated[str, typer.Argument(metavar="[B]", help="Another one; else the newest other run.")]
+A = Annotated[str, typer.Argument(metavar="A", help="A run's folder, name or job number, or a packed capsule.")]
+B = Annotated[str, typer.Argument(metavar="[B]", help="Another run or capsule. Default: the newest other run.")]
 
 
 def diff(
     a: A,
     b: B = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     runs: Runs = None,
 ) -> None:
-    """Show what differs between two runs, the likeliest to matter first, and losses and times side by side.
+    """Show what differs between two runs, the most important first, and their losses and times side by side.
 
     dray diff 4711 4712
     """
@@ -32,11 +32,11 @@ def diff(
     second = find(b, runs) if b else _newest_beside(first, runs)
     if _plan_of(first) == _plan_of(second):
         raise ConfigError(
-            "both names are of one run",
+            "both names mean the same run",
             where=first,
             wanted="two runs, or two attempts",
             found=f"{a} and {b}",
-            fix=f"dray diff {shlex.quote(a)} OTHER; dray runs lists them",
+            fix=f"dray diff {shlex.quote(a)} OTHER; dray runs lists all runs",
         )
     with pack.opened(str(first), runs) as ours, pack.opened(str(second), runs) as theirs:
         found = compared.compare(ours, theirs)
@@ -49,10 +49,12 @@ def _plan_of(found: Path) -> Path:
 
 
 def _newest_beside(first: Path, runs: Path | None) -> Path:
-    """The newest run that is another one."""
+    """The newest run besides the first."""
     folder = (runs or default_runs()).absolute()
     own = {first.resolve(), first.resolve().parent}
     for run in newest_first(folder):
         if attempts(run) and run.resolve() not in own:
             return run
-    raise ConfigError("there is no other run", where=folder, wanted="two runs", fix="dray diff A B names both")
+    raise ConfigError(
+        "there is no other run to compare with", where=folder, wanted="two runs", fix="dray diff A B, with a path for B"
+    )

@@ -1,4 +1,4 @@
-"""`dray doctor`: one page on this machine."""
+"""`dray doctor`: check this machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from dray.fitness.machine import Build
 
 
 def doctor(
-    variant: Annotated[str, typer.Argument(metavar="[VARIANT]", help="With --build: of this image alone.")] = "",
+    variant: Annotated[str, typer.Argument(metavar="[VARIANT]", help="With --build: check for this image only.")] = "",
     site: Site = "",
-    build: Annotated[bool, typer.Option("--build", help="What a build of images needs, and fetches nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+    build: Annotated[
+        bool, typer.Option("--build", help="Check what an image build needs, without fetching anything.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """Show what this machine or node has for a run, and the fix of what is wrong; 69 if something is.
+    """Check whether runs can start on this machine or node, and print a fix for each problem; exit code 69 if any.
 
     dray doctor --json
     dray doctor --build cuda
     """
     if variant and not build:
-        raise ConfigError("an image is checked with --build", found=variant, fix=f"dray doctor --build {variant}")
+        raise ConfigError("VARIANT needs --build", found=variant, fix=f"dray doctor --build {variant}")
     findings, code = _build(variant) if build else (checks.check(host.site(site)), exit_codes.UNFIT)
     if as_json:
         print(json.dumps([finding.data() for finding in findings], indent=1))
@@ -40,7 +42,7 @@ def doctor(
 
 
 def _build(variant: str) -> tuple[list[Finding], int]:
-    """Each finding once, of this image or of all, and the exit code: of all, that of the one that fits best."""
+    """Each finding once, of this image or of all, and the exit code; of all images, the code of the best one."""
     root = checkout.root(build=True)
     shared = list(checks.mirror_table())
     named = [variant] if variant else builds.variants(root)

@@ -1,4 +1,4 @@
-"""`dray enter`: a shell in the container of a run that goes on."""
+"""`dray enter`: a shell in the container of a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dray.runs import enter as inside
 from dray.runs import live
 from dray.runs.named import find
 
-Node = Annotated[str, typer.Option(metavar="N", help="A node's number from 0, or its name; else the first node.")]
+Node = Annotated[str, typer.Option(metavar="N", help="A node's name, or its number from 0. Default: the first node.")]
 
 
 def enter(context: typer.Context, run: Run = "", node: Node = "", runs: Runs = None) -> None:
-    """Open a shell in the container of a run that goes on, or run a COMMAND there.
+    """Open a shell, or run a COMMAND, in the container of a run that is still running.
 
-    It has the mounts and environment of the run, which goes on when you leave.
+    The shell has the run's mounts and environment. The run continues when you leave.
 
     dray enter 4711 --node 1
     dray enter 4711 -- nvidia-smi

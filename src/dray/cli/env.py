@@ -1,4 +1,4 @@
-"""`dray env`: the environment of a run's ranks, held against what is known of its variables."""
+"""`dray env`: check the environment variables of a run's ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dray.runs.paths import RunPaths
 
 _LEVELS = ("error", "warning", "note")
 
-app = typer.Typer(no_args_is_help=True, help="Which variables ranks get, who set them, and which will hurt.")
+app = typer.Typer(no_args_is_help=True, help="Check the environment variables that ranks will get.")
 
 
 @app.callback()
 def _group() -> None:
-    """So that `check` stays a word of its own."""
+    """Keep `check` a subcommand: without a callback Typer drops the name of an only command."""
 
 
 @app.command()
@@ -37,9 +37,9 @@ def check(
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     site: Site = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """Print what will hurt, hang or do nothing among the variables of a run; 78 where something is wrong.
+    """Print which variables of a run slow it down, make it hang or have no effect; exit code 78 if one is wrong.
 
     dray env check recipes/smoke-cpu.toml --site lumi -N4 image=rocm
     """

@@ -1,4 +1,4 @@
-"""The examples at the end of each --help: the last lines of a verb's docstring, each of which begins with `dray `."""
+"""The examples at the end of each --help: the last lines of a verb's docstring, if they begin with `dray `."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-_OF_GROUP = 3  # of how many verbs a group's own help shows one
+_OF_GROUP = 3  # how many examples the help of a group shows
 
 
 def split(doc: str) -> tuple[str, list[str]]:
@@ -19,7 +19,7 @@ def split(doc: str) -> tuple[str, list[str]]:
 
 
 def show(app: typer.Typer) -> None:
-    """Put every verb's examples behind its options, and some of them behind a group's."""
+    """Put each verb's examples below its options, and some of them below a group's verbs."""
     for verb in app.registered_commands:
         if verb.callback and not verb.epilog:
             verb.help, examples = split(verb.help or verb.callback.__doc__ or "")

@@ -1,4 +1,4 @@
-"""`dray finish`: the last thing a job does."""
+"""`dray finish`: the last step of a job."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dray.runs.write import read
 
 def finish(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    code: Annotated[int, typer.Option(min=0, max=255, help="What starting the nodes ended with.")],
-    stopped: Annotated[bool, typer.Option(help="It was stopped.")] = False,
+    code: Annotated[int, typer.Option(min=0, max=255, help="Exit code of the step that started the nodes.")],
+    stopped: Annotated[bool, typer.Option(help="The run was stopped.")] = False,
 ) -> None:
     """Write result.json, print how the run ended, and end with the run's exit code.
 
@@ -50,7 +50,7 @@ def finish(
 
 
 def _grace(paths: RunPaths) -> int:
-    """As the run was planned; a damaged plan is told later."""
+    """The grace of the plan; a damaged plan is reported later."""
     with suppress(Exception):
         return read(paths).grace_s
     return DEFAULT_S

@@ -1,4 +1,4 @@
-"""`dray image`: build the image that everything else runs in, and look into it."""
+"""`dray image`: build, adopt, extend and inspect images."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from dray.images.log import build_log
 from dray.images.rootfs import ROOTFS
 from dray.images.sources import bundle, inputs
 
-app = typer.Typer(help="Build the image that a run starts from, and look into it.", no_args_is_help=True)
+app = typer.Typer(help="Build, adopt, extend, inspect and verify images.", no_args_is_help=True)
 
-Variant = Annotated[str, typer.Argument(help=f"A folder of containers/: {', '.join(ACCELERATORS)}.")]
+Variant = Annotated[str, typer.Argument(help=f"Image variant: {', '.join(ACCELERATORS)}.")]
 Base = Annotated[
     str,
     typer.Option(
         envvar="DRAY_IMAGE_BASE",
-        help="An image reference, or the tar of a root filesystem; else that of image.toml.",
+        help="Base image: a reference, or a tar of a root filesystem. Default: the one in image.toml.",
     ),
 ]
 Wheels = Annotated[
-    Path | None, typer.Option(help="A folder of wheels and sources of your own, besides what is fetched.")
+    Path | None, typer.Option(help="Folder with wheels and sources of your own, in addition to the fetched ones.")
 ]
 
 
 class Debian(enum.StrEnum):
-    """Which of Debian's packages are taken."""
+    """Which versions of Debian's packages a build takes."""
 
     LOCKED = "locked"
     CURRENT = "current"
@@ -50,13 +50,13 @@ Packages = Annotated[
     typer.Option(
         "--debian",
         envvar="DRAY_IMAGE_DEBIAN",
-        help="locked: refuse packages that are not as locked; current: take what the sources have.",
+        help="locked: refuse packages that differ from the lock; current: take the newest of the package sources.",
     ),
 ]
 
 
 class Format(enum.StrEnum):
-    """What comes out."""
+    """The form of the built image."""
 
     SIF = "sif"
     DOCKER = "docker"
@@ -68,23 +68,26 @@ def build(
     variant: Variant,
     kind: Annotated[
         list[Format] | None,
-        typer.Option("--format", help="A SIF for Apptainer, or an image in Docker or Podman; may be repeated."),
+        typer.Option(
+            "--format", help="A SIF for Apptainer, or an image of Docker or Podman; may be repeated. Default: sif."
+        ),
     ] = None,
     base: Base = "",
     wheels: Wheels = None,
     debian: Packages = Debian.LOCKED,
-    bundled: Annotated[Path | None, typer.Option("--bundle", help="Build from a bundle, without a network.")] = None,
+    bundled: Annotated[Path | None, typer.Option("--bundle", help="Build from a bundle, without network.")] = None,
     signers: Annotated[
-        Path | None, typer.Option(help="Who may have signed the bundle: lines of a name and an ssh public key.")
+        Path | None,
+        typer.Option(help="File of accepted signers of the bundle: lines with a name and an ssh public key."),
     ] = None,
-    twice: Annotated[bool, typer.Option(help="Build two times, and refuse two that differ.")] = False,
+    twice: Annotated[bool, typer.Option(help="Build twice, and refuse images that differ.")] = False,
     from_nothing: Annotated[
-        bool, typer.Option("--from-nothing", help="Compile DeepSpeed's operators too, and use none that were kept.")
+        bool, typer.Option("--from-nothing", help="Compile DeepSpeed's operators again instead of using kept ones.")
     ] = False,
-    force: Annotated[bool, typer.Option(help="Build also what is there already, of the same inputs.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where the SIF goes; else build/dray-VARIANT.sif.")] = None,
+    force: Annotated[bool, typer.Option(help="Build even if an image of the same inputs exists.")] = False,
+    out: Annotated[Path | None, typer.Option(help="SIF to write. Default: build/dray-VARIANT.sif.")] = None,
 ) -> None:
-    """Build build/dray-VARIANT.sif, or the Docker image dray:VARIANT, or both from the same files.
+    """Build build/dray-VARIANT.sif, the Docker image dray:VARIANT, or both from the same files.
 
     dray image build cpu
     dray image build cuda --format docker
@@ -93,11 +96,9 @@ def build(
     if out and Format.SIF not in formats:
         raise ConfigError("--out is for --format sif", found=out, fix="docker save writes a Docker image to a file")
     if bundled and wheels:
-        raise ConfigError("a bundle has wheels of its own", found=f"--bundle {bundled} --wheels {wheels}")
+        raise ConfigError("--wheels does not go with --bundle: a bundle has its own wheels", fix="leave out --wheels")
     if signers and not bundled:
-        raise ConfigError(
-            "--signers is for --bundle", found=signers, fix="dray image verify checks who signed an image"
-        )
+        raise ConfigError("--signers needs --bundle", found=signers, fix="dray image verify checks who signed an image")
     if not os.environ.get("DRAY_CHECKED"):  # by make, before it installed anything
         wanted = Build(checkout=root, variant=variant, formats=formats, out=out, wheels=wheels, bundled=bool(bundled))
         if code := needs.show(needs.check(wanted), lambda line: print(line, file=sys.stderr)):
@@ -123,13 +124,13 @@ def build(
 @app.command("bundle")
 def bundle_(
     variant: Variant,
-    out: Annotated[Path | None, typer.Option(help="The folder; else build/bundle-VARIANT.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: build/bundle-VARIANT.")] = None,
     base: Base = "",
     wheels: Wheels = None,
     debian: Packages = Debian.LOCKED,
-    key: Annotated[Path | None, typer.Option(help="An ssh private key, to sign the bundle's checksums with.")] = None,
+    key: Annotated[Path | None, typer.Option(help="ssh private key that signs the bundle's checksums.")] = None,
 ) -> None:
-    """Gather all that a build reads in one folder, for a machine without a network.
+    """Gather all files that a build reads in one folder, to build on a machine without network.
 
     dray image bundle cuda --out cuda-bundle
     """
@@ -146,14 +147,14 @@ def bundle_(
 
 @app.command()
 def enter(variant: Variant) -> None:
-    """Open a shell in what a failed build has left, with the build's inputs in /mnt.
+    """Open a shell in the root filesystem of a failed build; /mnt has the build's inputs.
 
     dray image enter cpu
     """
     root = checkout.root(build=True)
     failed = store.failed(root, variant)
     if not (failed / ROOTFS).is_dir():
-        raise ConfigError("no build of this image has failed", where=failed, fix=f"dray image build {variant}")
+        raise ConfigError("there is no failed build of this image", where=failed, fix=f"dray image build {variant}")
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", where=failed)
     argv = builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"})

@@ -1,4 +1,4 @@
-"""`dray image adopt`: make an image usable that somebody else made."""
+"""`dray image adopt`: use an image that somebody else made."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def adopt(
             help=_SOURCES,
         ),
     ],
-    name: Annotated[str, typer.Option(help="What a recipe names it by; else the source's own name.")] = "",
+    name: Annotated[str, typer.Option(help="Name for recipes. Default: the source's own name.")] = "",
     site: Site = "",
-    force: Annotated[bool, typer.Option(help="Replace an adopted image of this name.")] = False,
+    force: Annotated[bool, typer.Option(help="Replace an adopted image with the same name.")] = False,
 ) -> None:
-    """Start an image of others once to see what it has, and record both, so that jobs use it where it is.
+    """Start somebody else's image once and record what is in it, so that jobs can use it where it is.
 
     dray image adopt theirs.sif --name theirs
     """
@@ -39,15 +39,15 @@ def adopt(
     for key, version in made.versions.items():
         print(f"{key:<{width}}  {version}")
     if made.brought:
-        print(f"beside it, since it lacks them: {', '.join(made.brought)}")
+        print(f"dray adds, since the image lacks them: {', '.join(made.brought)}")
     for lack in made.lacks:
-        print(f"dray: note: dray's own trainer wants {lack}", file=sys.stderr)
+        print(f"dray: note: dray's own trainer needs {lack}", file=sys.stderr)
     _compare(str(made.file), site)
     print(f'in a recipe:\nimage = "{made.variant}"\nadopted = "{made.file.parent.name.removeprefix("dray-")}"')
 
 
 def _compare(image: str, named: str) -> None:
-    """With the libraries that the site binds, where it binds any."""
+    """Compare the image with the libraries that the site binds, if it binds any."""
     site = host.site(named).site
     if site.fabric.strategy != "host":
         return

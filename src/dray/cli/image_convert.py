@@ -1,4 +1,4 @@
-"""`dray image convert`: a Dockerfile into a definition of Apptainer, the other way round, or the packages of either."""
+"""`dray image convert`: convert between Dockerfile and Apptainer definition file, or list the packages of either."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from dray.images import convert as converting
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A Dockerfile, or a definition such as X.def.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A Dockerfile, or a definition file such as X.def.")],
     variant: Annotated[
-        str, typer.Option(help="Write the packages that it installs, for a layer of this image, such as cuda.")
+        str, typer.Option(help="Write only the packages that FILE installs, for a layer of this image, such as cuda.")
     ] = "",
-    context: Annotated[Path | None, typer.Option(help="The folder that it copies from; else the file's own.")] = None,
+    context: Annotated[
+        Path | None, typer.Option(help="Build context, from which FILE copies. Default: its folder.")
+    ] = None,
     buildkit: Annotated[
-        bool, typer.Option("--buildkit", help="Let Apptainer 1.5 or newer build the Dockerfile as it is.")
+        bool,
+        typer.Option(
+            "--buildkit", help="Write a definition file with which Apptainer 1.5 builds the Dockerfile as it is."
+        ),
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Where it goes; else standard output.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
     force: Annotated[bool, typer.Option(help="Replace the file that --out names.")] = False,
 ) -> None:
-    """Convert a Dockerfile into a definition of Apptainer, or a definition into a Dockerfile.
+    """Convert a Dockerfile into an Apptainer definition file, or a definition file into a Dockerfile.
 
     dray image convert Dockerfile --out mine.def
     """
@@ -37,7 +42,7 @@ def convert(
             "--variant and --buildkit exclude each other", fix=f"dray image convert {file} --variant {variant}"
         )
     if out and out.exists() and file.exists() and out.samefile(file):
-        raise ConfigError("--out is the file to convert", found=out, fix="--out with another name")
+        raise ConfigError("--out would overwrite the file to convert", found=out, fix="--out ANOTHER_FILE")
     if variant:
         made = converting.packages(file, variant, checkout.root(), context)
     else:
@@ -50,14 +55,14 @@ def convert(
     try:
         files.write_atomic(out, made.text) if force else files.write_new(out, made.text)
     except FileExistsError:
-        raise ConfigError("the file exists", where=out, fix="--force replaces it") from None
+        raise ConfigError("the file exists already", where=out, fix="--force replaces it") from None
     except OSError as refused:
         raise ConfigError("the file cannot be written", where=out, found=refused.strerror) from refused
     print(f"{out}\n{_next(context or file.parent, out, made.text, variant)}")
 
 
 def _next(context: Path, out: Path, text: str, variant: str) -> str:
-    """What makes use of the file."""
+    """The command that uses the file."""
     if variant:
         return shlex.join(["dray", "image", "layer", variant, "--requirements", str(out), "--name", "NAME"])
     if any(line.startswith("FROM ") for line in text.splitlines()):

@@ -1,4 +1,4 @@
-"""`dray image layer`: packages of a user's own, in a small SIF beside the image."""
+"""`dray image layer`: add packages of your own to an image, in a small SIF beside it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from dray.images.layers import make
 def layer(
     variant: Annotated[str, typer.Argument(help="The image that the packages are added to, such as cuda.")],
     packages: Annotated[
-        list[str] | None, typer.Option("--pip", metavar="PACKAGE", help="As pip takes it, such as trl or 'trl>=1.0'.")
+        list[str] | None,
+        typer.Option("--pip", metavar="PACKAGE", help="Package as pip names it, such as 'trl>=1.0'; may be repeated."),
     ] = None,
-    requirements: Annotated[Path | None, typer.Option(help="A requirements.txt.")] = None,
+    requirements: Annotated[Path | None, typer.Option(help="A requirements.txt with the packages.")] = None,
     lock: Annotated[
-        Path | None, typer.Option(help="The lock of a layer: the same files again, nothing resolved.")
+        Path | None, typer.Option(help="Lock file of an earlier layer: take the same files again, without resolving.")
     ] = None,
-    name: Annotated[str, typer.Option(help="Its name in recipes; else that of its only package.")] = "",
+    name: Annotated[str, typer.Option(help="Name for recipes. Default: the name of its only package.")] = "",
     wheels: Annotated[
-        Path | None, typer.Option(help="A folder of wheels of your own, besides what is fetched.")
+        Path | None, typer.Option(help="Folder with wheels of your own, in addition to the fetched ones.")
     ] = None,
-    upgrade: Annotated[bool, typer.Option("--upgrade", help="Resolve again, to the newest versions that fit.")] = False,
+    upgrade: Annotated[bool, typer.Option("--upgrade", help="Resolve again, to the newest fitting versions.")] = False,
 ) -> None:
-    """Add packages to an image without building it again: dray image layer cuda --pip trl --pip wandb --name rl.
+    """Add packages to an image without building it again.
 
     dray image layer cuda --pip trl --pip wandb --name mine
     """
@@ -39,16 +40,16 @@ def layer(
         lines = files.text(requirements, "the requirements").splitlines()
         asked += [line for raw in lines if (line := raw.split(" #")[0].strip()) and not line.startswith("#")]
     if bool(asked) == bool(lock):
-        problem = "--lock already says what the layer holds" if lock else "a layer of nothing"
+        problem = "--lock already names the layer's packages" if lock else "no package for the layer was named"
         raise ConfigError(
-            problem, wanted="--pip or --requirements, or --lock", fix=f"dray image layer {variant} --pip trl"
+            problem, wanted="--pip or --requirements, or --lock alone", fix=f"dray image layer {variant} --pip trl"
         )
     if odd := [line for line in asked if not line or line.startswith("-") or "://" in line or not line.isprintable()]:
         raise ConfigError(
-            "a layer is locked by hashes, and takes packages by name",
+            "a layer takes packages by name only, since it is locked by hashes",
             wanted="a line such as trl or trl==1.0",
             found=ascii(odd[0]),
-            fix="build a wheel of it, and name the wheel's folder: --wheels FOLDER",
+            fix="build a wheel of the package, and give the wheel's folder: --wheels FOLDER",
         )
     if wheels and not wheels.is_dir():
         raise ConfigError("the folder of wheels does not exist", where=wheels)
@@ -62,4 +63,4 @@ def layer(
     print(f"{path}  {made.sif.size / 1e6:.1f} MB  sha256:{made.sif.sha256}")
     print(f'in a recipe: image = "{variant}", layer = "{key}"')
     lock_file = shlex.quote(os.path.relpath(path.with_suffix(".lock")))
-    print(f"the same bytes again: dray image layer {variant} --lock {lock_file}")
+    print(f"to build the same bytes again: dray image layer {variant} --lock {lock_file}")

@@ -18,17 +18,19 @@ from dray.images.sources import lock as locks
 def lock(
     variant: Annotated[
         str | None,
-        typer.Argument(help="A folder of containers/, such as cpu; or debian; or venv. Else all but debian."),
+        typer.Argument(help="What to lock: a variant such as cpu, debian or venv. Default: all but debian."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Only say if a lock is fresh, and serves both machines.")
+        bool, typer.Option("--check", help="Write nothing; check that a lock is fresh and fits both architectures.")
     ] = False,
-    upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
-    base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
+    upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest fitting versions.")] = False,
+    base: Annotated[
+        str, typer.Option(envvar="DRAY_IMAGE_BASE", help="With debian: base image whose package sources are asked.")
+    ] = "",
 ) -> None:
     """Resolve requirements.in to requirements.lock, debian.in to debian-*.lock, or .venv's packages to venv.lock.
 
-    A variant's environment.yml, its lock as a conda file, is written too.
+    For a variant it also writes environment.yml, the same lock as a conda file.
 
     dray image lock cuda --check
     """

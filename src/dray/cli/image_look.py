@@ -1,4 +1,4 @@
-"""`dray image inspect|verify|sign|sbom|diff`: what an image is, and whether it is the one that it should be."""
+"""`dray image inspect|verify|sign|sbom|diff`: what is in an image, who signed it, how two images differ."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _TOP = 15
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
 
 
-def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """Show what an image is and what takes its space, without starting it.
+def inspect(
+    image: Image, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+) -> None:
+    """Show an image's versions and the size of its packages, without starting it.
 
     dray image inspect cpu --json
     """
@@ -55,19 +57,20 @@ def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="
 
 def verify(
     image: Image,
-    recipe: Annotated[Path | None, typer.Option(help="A recipe, whose image_digest the image must have.")] = None,
-    digest: Annotated[str | None, typer.Option(help="sha256:... that the image must have.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with the image_digest that the image must have.")] = None,
+    digest: Annotated[str | None, typer.Option(help="Digest that the image must have, sha256:...")] = None,
     key: Annotated[
-        list[str] | None, typer.Option(help="The fingerprint of a key that may have signed it; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Fingerprint of an accepted key; may be repeated. Default: all keys of the keyring."),
     ] = None,
-    signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check who signed it.")] = True,
+    signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check the signature.")] = True,
 ) -> None:
-    """Refuse an image with another digest, or one that is not signed with a key of the keyring, or with these.
+    """Check an image's digest, and that a key of Apptainer's keyring, or of --key, has signed it.
 
     dray image verify cuda --recipe recipes/mine.toml
     """
     if key and not signature:
-        raise ConfigError("--key is for the signature", found="--no-signature", fix="leave out one of the two")
+        raise ConfigError("--key and --no-signature exclude each other", fix="leave out one of the two")
     sif = sif_format.read(_file(image))
     expected, source = identity.expected(sif.path, given=digest, recipe=recipe)
     found = identity.require(sif.path, expected, source)
@@ -80,18 +83,18 @@ def verify(
 
 def sign(
     image: Image,
-    key: Annotated[str, typer.Option(help="The key's fingerprint, or its end; needed where there are several.")] = "",
+    key: Annotated[str, typer.Option(help="The key's fingerprint, or its end. Needed if you have several keys.")] = "",
 ) -> None:
-    """Sign an image with a key of Apptainer's keyring. The file's digest changes, and its record with it.
+    """Sign an image with a key of Apptainer's keyring. The file gets a new digest, which dray records.
 
     dray image sign cuda
     """
     file = _file(image)
     if (file.parent / beside.DESCRIBED).is_file():
         raise ConfigError(
-            "an adopted image is used as its owner left it",
+            "an adopted image cannot be signed here: it stays as its owner made it",
             where=file.resolve(),
-            fix="have its owner sign it (apptainer sign); then dray image adopt FILE --force",
+            fix="ask its owner to sign it (apptainer sign); then dray image adopt FILE --force",
         )
     sif = sif_format.read(file)
     digest, fingerprint = signatures.sign(sif, key)
@@ -100,7 +103,7 @@ def sign(
 
 def sbom(
     image: Image,
-    spdx: Annotated[bool, typer.Option("--spdx", help="In SPDX 2.3, in place of CycloneDX 1.6.")] = False,
+    spdx: Annotated[bool, typer.Option("--spdx", help="Print SPDX 2.3 instead of CycloneDX 1.6.")] = False,
 ) -> None:
     """Print the bill of materials as JSON: every package, its licence and its hash.
 
@@ -110,16 +113,16 @@ def sbom(
     name = f"opt/dray/sbom{'.spdx' if spdx else ''}.json"
     found = contents.file(sif, name)
     if found is None:
-        problem = "dray did not build this image, or an older one did" if spdx else "dray did not build this image"
+        problem = "dray did not build this image, or an older dray did" if spdx else "dray did not build this image"
         raise ConfigError(problem, where=sif.path, wanted=f"/{name} in it")
     print(found.decode(), end="")
 
 
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A SIF.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another SIF.")],
 ) -> None:
-    """Name what makes two images differ, and why; exit code 1 where anything does.
+    """Show how two images differ, and why; exit code 1 if they do.
 
     dray image diff build/dray-cpu.sif other/dray-cpu.sif
     """
@@ -134,7 +137,7 @@ def _file(image: str) -> Path:
 
 
 def _adopted(file: Path, known: record.Record) -> str:
-    """As its record has it: what is in it is not dray's to describe."""
+    """What the record of an adopted image says: dray does not read the image itself."""
     lines = {"image": f"{file}, adopted from {known.base}", "digest": f"sha256:{known.sif.sha256}"}
     lines |= {"variant": known.variant, "dray": f"{known.dray}, beside it", **known.tools}
     width = max(map(len, lines))

@@ -21,7 +21,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 from dray.fitness import host, scheduler
 from dray.images import store
 from dray.runs.write import recipe_name
@@ -42,28 +42,34 @@ _UVX = "archive-v"
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A new or empty folder, or a checkout of dray's.")
+        Path, typer.Argument(metavar="[DIR]", help="A new or empty folder, or a checkout of dray.")
     ] = Path(),
     yes: Annotated[
-        bool, typer.Option("--yes", help="Ask nothing: take each default. So it is without a terminal.")
+        bool, typer.Option("--yes", help="Ask nothing and take each default, as without a terminal.")
     ] = False,
     name: Annotated[str, typer.Option(help="The recipe's name.")] = "mine",
     site: Annotated[
-        str, typer.Option(help="This cluster's site, in place of the one found.", autocompletion=candidates.sites)
+        str,
+        typer.Option(help="This cluster's site. Default: the one that dray detects.", autocompletion=candidates.sites),
     ] = "",
-    partition: Annotated[str, typer.Option(help="Slurm's partition; else the site's, or that with most GPUs.")] = "",
-    account: Annotated[str, typer.Option(help="Slurm's account.")] = "",
+    partition: Annotated[
+        str, typer.Option(help="Slurm partition. Default: the site's, else the one with most GPUs.")
+    ] = "",
+    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
     gpu: Annotated[
-        str, typer.Option(help="cuda, cuda12, rocm, rocm6 or cpu.", autocompletion=candidates.one_of(ACCELERATORS))
+        str,
+        typer.Option(
+            help="Image variant: cuda, cuda12, rocm, rocm6 or cpu.", autocompletion=candidates.one_of(ACCELERATORS)
+        ),
     ] = "",
     model: Annotated[
-        str, typer.Option(help="A model of the hub, or a folder; small: a GPT-2 of 1 M parameters from scratch.")
+        str, typer.Option(help="A model of the hub, a folder, or small: a GPT-2 of 1 M parameters from scratch.")
     ] = "",
     data: Annotated[str, typer.Option(help="A file, a folder, hub:OWNER/NAME, or builtin: a made-up language.")] = "",
 ) -> None:
-    """Write a folder to build images and submit from, with a first recipe, and print the next commands.
+    """Write a folder from which you build images and submit jobs, with a first recipe, and print the next commands.
 
-    What Slurm and this machine do not tell is asked, on a terminal. No file is overwritten.
+    On a terminal it asks what Slurm and this machine do not tell. It overwrites no file.
 
     dray init my-runs
     dray init my-runs --yes --model gpt2 --data ~/corpus
@@ -92,13 +98,13 @@ def init(
     commands += _submit(recipe, variant, gpus, found.site, options) if slurm else _here(recipe, variant)
     _next(folder, commands)
     if slurm and found.site.name == sites.GENERIC:
-        print("No site file knows this cluster: `dray site new` writes one, for its binds and its network.")
+        print("No site file knows this cluster: `dray site new` writes one, with its binds and its network.")
     if found.site.account and f"--sbatch=--account={found.site.account}" in options:
-        print(f"{found.site.account} is an example: put your own project there.")
+        print(f"{found.site.account} is the site's example: put your own account there.")
 
 
 def _next(folder: Path, commands: Sequence[Sequence[str]]) -> None:
-    """What to type, word for word."""
+    """Print the commands to type next, complete."""
     dray, *rest = program()
     print("Next:")
     if folder.resolve() != Path().resolve():
@@ -112,7 +118,7 @@ def _next(folder: Path, commands: Sequence[Sequence[str]]) -> None:
 
 
 class _Ask:
-    """Questions on a terminal; elsewhere each has its default."""
+    """Asks questions on a terminal; elsewhere takes the default of each."""
 
     def __init__(self, *, asks: bool) -> None:
         self.asks = asks
@@ -121,7 +127,7 @@ class _Ask:
         return str(typer.prompt(question, default=default or None)) if self.asks else default
 
     def one_of(self, question: str, choices: Sequence[str], default: str) -> str:
-        """A choice of several; of one there is nothing to ask."""
+        """Ask for one of several choices; a single choice needs no question."""
         if len(choices) < 2:
             return default
         while (answer := self.text(f"{question} ({', '.join(choices)})", default)) not in choices:
@@ -130,17 +136,18 @@ class _Ask:
 
 
 def _partition(ask: _Ask, given: str, partitions: list[scheduler.Partition], site: Sequence[str]) -> str:
-    """The site's own, else the one with most GPUs on a node, if nobody knows better."""
+    """The site's partition, else the user's choice, by default the one with most GPUs on a node."""
     names = [one.name for one in partitions]
     if given and names and given not in names:
-        raise ConfigError("Slurm has no such partition", wanted=", ".join(names), found=given, fix="--partition NAME")
+        fix = f"--partition {nearest(given, names) or 'NAME'}"
+        raise ConfigError("Slurm has no such partition", wanted=listed(names), found=given, fix=fix)
     known = next((option.partition("=")[2] for option in site if option.startswith("--partition=")), "")
     best = max(partitions, key=lambda one: (one.gpus, one.nodes), default=None)
     return given or known or (ask.one_of("partition", names, best.name) if best else "")
 
 
 def _variant(ask: _Ask, given: str, site: str | None, gres: scheduler.Partition | None, *, slurm: bool) -> str:
-    """The image for the GPUs: as the site says, else as Slurm names them, else as this machine has them."""
+    """The image for the GPUs: from the site, else from Slurm's names of the GPUs, else from this machine."""
     if given and given not in _GPUS:
         raise ConfigError("there is no image for such a GPU", wanted=", ".join(_GPUS), found=given, fix="--gpu cuda")
     if given or site:
@@ -156,7 +163,7 @@ def _variant(ask: _Ask, given: str, site: str | None, gres: scheduler.Partition 
 
 
 def _account(ask: _Ask, given: str, example: str, *, slurm: bool) -> str:
-    """Of several Slurm accounts the one to pay; where the site requires one that Slurm does not tell, its example."""
+    """The account to charge; the site's example if Slurm knows none."""
     accounts = scheduler.accounts() if slurm and not given else []
     if given or (len(accounts) == 1 and not example):
         return given  # Slurm's default is the only one
@@ -166,7 +173,7 @@ def _account(ask: _Ask, given: str, example: str, *, slurm: bool) -> str:
 
 
 def _model(given: str) -> str:
-    """Empty: a new one."""
+    """The model for the recipe; empty for a new one."""
     if given == _SMALL or not (given.startswith(("/", "~", ".")) or Path(given).is_dir()):
         return "" if given == _SMALL else given
     if not Path(given).expanduser().is_dir():
@@ -175,7 +182,7 @@ def _model(given: str) -> str:
 
 
 def _dataset(given: str) -> str:
-    """A file or folder by its whole path: the recipe may move."""
+    """The dataset for the recipe; a file or folder by its absolute path, since the recipe may move."""
     if given == "builtin" or re.match(r"(hub|[a-z0-9]{2,}):", given):
         return given
     if not Path(given).expanduser().exists() and not re.search(r"[*?\[]", given):
@@ -191,7 +198,7 @@ def _path(given: str) -> str:
 
 
 def _options(partition: str, site: Sequence[str], account: str) -> list[str]:
-    """What sbatch needs beside what the site says already."""
+    """The options that sbatch needs in addition to the site's."""
     wanted = {"--partition": partition, "--account": account}
     found = [f"{option}={value}" for option, value in wanted.items() if value]
     return [f"--sbatch={option}" for option in found if option not in site]
@@ -206,7 +213,7 @@ def _submit(recipe: Path, variant: str, gpus: int, site: Site, options: Sequence
 
 
 def _here(recipe: Path, variant: str) -> list[list[str]]:
-    """Without Slurm it runs on this machine: by this Python, or in Docker."""
+    """The commands without Slurm: run on this machine, in this Python or in Docker."""
     if variant == "cpu" and find_spec("torch"):
         return [["plan", str(recipe)], ["run", str(recipe)]]
     build = ["image", "build", variant, "--format", "docker"]

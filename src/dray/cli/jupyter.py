@@ -19,19 +19,23 @@ from dray.runs.named import find
 def jupyter(
     run: Run = "",
     image: Annotated[
-        str, typer.Option(metavar="FILE|VARIANT", help="Here, in this image, and not in that of a run.")
+        str, typer.Option(metavar="FILE|VARIANT", help="Start it on this machine in this image, instead of in a run.")
     ] = "",
     node: Node = "",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The first port to try, on the loopback alone.")] = 8888,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="First port to try; only this machine can reach it.")
+    ] = 8888,
     runs: Runs = None,
 ) -> None:
-    """Start JupyterLab in the container of a run that goes on, or here in an image, and print how to reach it.
+    """Start JupyterLab in the container of a run, or in an image on this machine, and print how to reach it.
 
     dray jupyter 4711 --node 1
     dray jupyter --image cuda
     """
     if image and (run or node):
-        raise ConfigError("--image is for this machine", found=run or f"--node {node}", fix="leave one of them out")
+        raise ConfigError(
+            "--image is for this machine, not for a run", found=run or f"--node {node}", fix="leave one of them out"
+        )
     state = None if image else live.look(live.own(find(run, runs)))
     parent = enter.plan_of(state)[1].folder if state else machine.SCRATCH
     try:

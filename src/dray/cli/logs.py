@@ -1,4 +1,4 @@
-"""`dray logs`: what the nodes and ranks of a run have written, and write."""
+"""`dray logs`: what the nodes and ranks of a run print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.runs import logs as files
 from dray.runs.logs import Log
 from dray.runs.look import Watched
@@ -32,21 +32,24 @@ _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 def logs(
     run: Run = "",
-    node: Annotated[str, typer.Option(metavar="N", help="Only of this node and its ranks: its name, or 0, 1 ...")] = "",
-    rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only of this rank.")] = None,
+    node: Annotated[
+        str, typer.Option(metavar="N", help="Only this node and its ranks: its name, or its number from 0.")
+    ] = "",
+    rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends, over its next attempts too.")
+        bool, typer.Option("--follow", "-f", help="Follow until the run ends, through its next attempts too.")
     ] = False,
     since: Annotated[
-        str, typer.Option(metavar="WHEN", help="Only lines from then on: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
+        str, typer.Option(metavar="WHEN", help="Only lines since then: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
     ] = "",
     last: Annotated[
-        int | None, typer.Option("--last", "-n", min=0, metavar="N", help="Only the last N lines; with -f, then on.")
+        int | None,
+        typer.Option("--last", "-n", min=0, metavar="N", help="Only the last N lines; with -f also all new ones."),
     ] = None,
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """Show the logs of all nodes and ranks, in the order of time as far as their lines tell it.
+    """Show the logs of all nodes and ranks, sorted by time if their lines have one.
 
     dray logs 4711 --rank 3 -n 50 -f
     """
@@ -67,7 +70,9 @@ def logs(
             where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
             wanted=f"the log of rank {rank}" if rank is not None else f"a log of node {node}" if node else "a log",
             found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}",
-            fix="dray status says what it waits for; dray logs -f waits too" if not seen.attempt else "another --rank",
+            fix="dray status shows what it waits for; dray logs -f waits too"
+            if not seen.attempt
+            else "another --rank or --node",
         )
     if follow:
         try:
@@ -77,7 +82,7 @@ def logs(
 
 
 class Printer:
-    """Lines with whose they are before them; on a terminal coloured by rank, and harmless."""
+    """Prints lines, each after the name of its rank or node; on a terminal in colours, without control characters."""
 
     def __init__(self) -> None:
         self._out: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # for colours, and the log's own bytes
@@ -86,12 +91,12 @@ class Printer:
         self._width = 0
 
     def widen(self, logs: Sequence[Log]) -> None:
-        """To these; the lines of a single log need no name."""
+        """Make room for the names of these logs; the lines of a single log need none."""
         several = len(logs) > 1 or any(log.ranks and log.only is None for log in logs)
         self._width = max((max(log.width, len(log.label)) for log in logs), default=0) if several else 0
 
     def line(self, log: Log, line: bytes) -> None:
-        """One line of a log. What is piped has the log's own bytes."""
+        """Print one line of a log; into a pipe go the log's own bytes."""
         name = f"{log.label:<{self._width}} | " if self._width else ""
         if not self.terminal:
             self._out.flush()
@@ -103,7 +108,7 @@ class Printer:
         print(name + shown(line), file=self._out)
 
     def say(self, text: str) -> None:
-        """What is no line of a log."""
+        """Print a line of dray's own, on standard error."""
         sys.stdout.flush()
         print(f"dray: {text}", file=sys.stderr, flush=True)
 
@@ -117,7 +122,7 @@ class _Shown:
         self._attempt: int | None = None
 
     def begin(self, seen: State, since: float, last: int | None, *, whole: bool) -> bool:
-        """Show what is there, in the order of time, or the `last` so many lines of it; whether there is a log."""
+        """Print the present lines, sorted by time, or only the `last` of them; return whether there is a log."""
         self._attempt = seen.attempt
         self._add(seen)
         paths = RunPaths(Path(seen.folder), seen.attempt or 1)
@@ -129,7 +134,7 @@ class _Shown:
         return bool(self._logs)
 
     def follow(self, seen: State, wait: Callable[[float], None] = time.sleep) -> None:
-        """Show what comes, until the run has ended."""
+        """Print new lines until the run has ended."""
         state = ""
         while not is_gone():
             over = self._watched.over(seen)
@@ -183,7 +188,7 @@ class _Shown:
             return int(self._node)
         raise ConfigError(
             "--node names no node of the run",
-            wanted=f"one of {' '.join(seen.nodes[:20])}, or its number, from 0",
+            wanted=f"one of {listed(seen.nodes)}; or a number from 0",
             found=ascii(self._node),
         )
 

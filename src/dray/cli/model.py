@@ -1,4 +1,4 @@
-"""`dray model`: what is made of a run's model. Each verb has a short form: `dray eval RUN` is `dray model eval RUN`."""
+"""`dray model`: evaluate, export or push a run's model. Short forms: `dray eval RUN` is `dray model eval RUN`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dray.runs import desk, hub, trust, write
 from dray.runs.named import find
 from dray.runs.paths import newest_attempt
 
-app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the model of a run, and let it generate text.")
+app = typer.Typer(no_args_is_help=True, help="Evaluate, export or push the model of a run, or generate text with it.")
 TrustRun = Annotated[
     bool,
     typer.Option(
         "--trust-run",
-        help="Of another user's run, take its env, pass_env, trust_remote_code and functions on rows, too.",
+        help="For another user's run: use its env, pass_env, trust_remote_code and functions on rows too.",
     ),
 ]
 DeviceMap = Annotated[
@@ -32,23 +32,25 @@ DeviceMap = Annotated[
 ]
 MaxMemory = Annotated[
     list[str] | None,
-    typer.Option(metavar="DEVICE=SIZE", help="With --device-map: 0=20GB or cpu=60GB; may be repeated."),
+    typer.Option(
+        metavar="DEVICE=SIZE", help="With --device-map: limit of a device, such as 0=20GB or cpu=60GB; may be repeated."
+    ),
 ]
 OffloadFolder = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="With --device-map: where layers go that no memory has room for; slow."),
+    typer.Option(metavar="DIR", help="With --device-map: folder for layers that fit into no memory; slow."),
 ]
 _SIZE = re.compile(r"(cpu|\d{1,3})=(\d{1,6}(?:\.\d{1,3})?[KMG]i?B)")
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
 # Of the runs in DRAY_RUNS or ./runs; its checkpoints/final is the model.
-_HELP = "A run's folder, name or its beginning, or a job's number."
+_HELP = "The run: its folder, its name or the beginning of it, or a job number."
 Run = Annotated[str, typer.Argument(metavar="RUN", help=_HELP, autocompletion=candidates.runs)]
 
 
 def _folder(run: str) -> Path:
-    """The newest is not meant where a script's variable is empty: its model would be pushed."""
+    """Refuse an empty name: a script's variable may be empty, and the newest run would be pushed."""
     if not run:
-        raise ConfigError("no run is named", wanted="a run's folder, name, or job's number", found="an empty word")
+        raise ConfigError("no run is named", wanted="a run's folder, name or job number", found="an empty argument")
     return find(run)
 
 
@@ -57,7 +59,9 @@ def evaluate(
     run: Run,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.dataset=some.txt."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings that override the run's, such as evaluate.mine.dataset=some.txt."
+        ),
     ] = None,
     device_map: DeviceMap = None,
     max_memory: MaxMemory = None,
@@ -65,7 +69,7 @@ def evaluate(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Evaluate the model of a run on the recipe's datasets, or on others, by this machine's GPU or its CPUs.
+    """Evaluate a run's model on the recipe's datasets, or on others, on this machine's GPU or CPUs.
 
     dray eval runs/20261120-124439-smoke-cpu-cea81f
     """
@@ -74,7 +78,7 @@ def evaluate(
     for override in overrides or []:
         if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
             raise ConfigError(
-                "this setting has no effect on an evaluation of the run's model",
+                "this setting has no effect on an evaluation",
                 wanted=f"settings of {', '.join(_EVALUATED)}",
                 found=override,
                 fix="leave it out",
@@ -91,19 +95,15 @@ def evaluate(
 
 
 def _placing(device_map: str | None, max_memory: list[str], folder: Path | None) -> dict[str, Any] | None:
-    """What the job is told of a model on several devices."""
+    """How the job places a model on several devices; None if it uses one."""
     if device_map is None and (max_memory or folder):
-        raise ConfigError(
-            "--max-memory and --offload-folder are for a model on several devices",
-            wanted="--device-map auto beside them",
-            fix="--device-map auto",
-        )
+        raise ConfigError("--max-memory and --offload-folder need --device-map", fix="add --device-map auto")
     sizes = {}
     for one in max_memory:
         match = _SIZE.fullmatch(one)
         if not match or match[1] in sizes:
             raise ConfigError(
-                "--max-memory has a wrong value", wanted="a GPU's number or cpu, once each, and a size",
+                "--max-memory has a wrong value", wanted="DEVICE=SIZE: a GPU's number or cpu, each only once",
                 found=one, fix="--max-memory 0=20GB --max-memory cpu=60GB",
             )  # fmt: skip
         sizes[match[1]] = match[2]
@@ -111,7 +111,7 @@ def _placing(device_map: str | None, max_memory: list[str], folder: Path | None)
 
 
 def _writing(recipe: Recipe, folder: Path | None) -> Recipe:
-    """A container may write there, as a run does in its folder of checkpoints; nowhere else."""
+    """The recipe with `folder` as its checkpoint folder: the only one to which a container may write."""
     held = recipe.checkpoint.model_copy(update={"folder": str(folder.absolute()) if folder else "", "mirror": ""})
     return recipe.model_copy(update={"checkpoint": held})
 
@@ -120,16 +120,18 @@ def _writing(recipe: Recipe, folder: Path | None) -> Recipe:
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="The text to continue; an sft model answers it.")] = "",
-    tokens: Annotated[int | None, typer.Option(min=1, help="How many to generate; else 64, or what fits.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="For a temperature above 0.")] = 0,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Number of tokens to generate. Default: 64, or as many as fit.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for a temperature above 0.")] = 0,
     device_map: DeviceMap = None,
     max_memory: MaxMemory = None,
     offload_folder: OffloadFolder = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Print a prompt and what the model of a run makes of it, by this machine's GPU or its CPUs.
+    """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
 
     dray generate runs/20261120-124439-mine-cea81f 'two: the' --tokens 40
     """
@@ -152,14 +154,18 @@ def generate(
 @app.command()
 def export(
     run: Run,
-    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step; else the newest.")] = None,
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Target; else RUN/exports/step-N.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: RUN/exports/step-N.")
+    ] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
-    shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file, and so the memory it takes.")] = 4.0,
+    shard_gb: Annotated[
+        float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB; the memory needed grows with it.")
+    ] = 4.0,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU.
+    """Export a checkpoint as a folder that from_pretrained loads: safetensors, config.json, tokenizer. Needs no GPU.
 
     dray export runs/20261120-124439-smoke-cpu-cea81f --to weights --dtype bf16
     """
@@ -169,7 +175,7 @@ def export(
     chosen = step or steps[-1]
     target = (to or paths.run / "exports" / f"step-{chosen}").absolute()
     if target.exists():
-        raise ConfigError("the target exists already", where=target, fix="name another folder: --to")
+        raise ConfigError("the target exists already", where=target, fix="--to ANOTHER_FOLDER")
     target.parent.mkdir(parents=True, exist_ok=True)
     job = jobs.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
     held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder), "mirror": ""})
@@ -188,19 +194,17 @@ def _steps(folder: Path, run: str, step: int | None) -> list[int]:
     found = (f"steps {', '.join(map(str, steps))} of the run {name}" for name, steps in runs.items())
     fix = "set checkpoint.every in the recipe"
     if step is None and (folder / "final").is_dir():
-        fix = (
-            f"{folder / 'final'} is the last model, in the form of an export; checkpoint.every=N keeps steps before it"
-        )
+        fix = f"{folder / 'final'} is an export of the last model; checkpoint.every=N keeps checkpoints before the end"
     if runs:
-        fix = "name a step of this run: --step" if own else "name the run that wrote it: dray export RUN"
+        fix = "--step N, with a step of this run" if own else "dray export RUN, with the run that wrote it"
     raise ConfigError(
-        f"there is no checkpoint of step {step} of this run" if step else "there is no checkpoint of this run",
+        f"this run has no checkpoint of step {step}" if step else "this run has no checkpoint",
         where=folder, found="\n".join(found) or "none", fix=fix,
     )  # fmt: skip
 
 
 def _run_of(checkpoint: Path) -> str:
-    """Which run wrote it; empty where its manifest cannot be read, which the export says better."""
+    """The run that wrote the checkpoint; empty if its manifest cannot be read, which the export reports."""
     try:
         return str(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["run"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -210,13 +214,13 @@ def _run_of(checkpoint: Path) -> str:
 @app.command()
 def push(
     run: Run,
-    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository on the hub; made if needed.")],
-    public: Annotated[bool, typer.Option("--public", help="Readable by all; else private.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, without the model.")] = False,
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the hub; created if it is missing.")],
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository. Default: private.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Push only the LoRA adapter, without the model.")] = False,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Push the model of a run to the hub, with its card, as the owner of HF_TOKEN.
+    """Push a run's model and its model card to the hub, as the user of HF_TOKEN.
 
     dray push runs/20261120-124439-smoke-cpu-cea81f me/my-model
     """
@@ -226,7 +230,7 @@ def push(
     if adapter:
         folder = folder.with_name("adapter")
         if not folder.is_dir():
-            raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter: the model is whole")
+            raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter to push the model")
     recipe = plan.recipe.model_copy(update={"pass_env": hub.passed()})
     job = jobs.Push(str(folder), name, private=not public)
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=folder, env={"HF_HUB_OFFLINE": "0"}))

@@ -1,4 +1,4 @@
-"""`--on`: a verb at a remote, in the place of here."""
+"""`--on`: run a verb at a remote."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from dray.remote.ssh import Brought, Connection
 On = Annotated[
     str,
     typer.Option(
-        "--on", metavar="REMOTE", help="At a cluster that dray remote add has named.", autocompletion=candidates.remotes
+        "--on",
+        metavar="REMOTE",
+        help="Do this at a remote cluster, named by dray remote add.",
+        autocompletion=candidates.remotes,
     ),
 ]
 _LAST = Brought()
-"""What was brought last."""
+"""The image and scripts that were brought last."""
 _NAMES = {"report": r"dray-report-[A-Za-z0-9._-]+\.html", "why": r"dray-why-[A-Za-z0-9._-]+\.tar\.gz"}
 _MODES = {"report": 0o644, "why": 0o600}
-"""Of the file that a verb writes."""
+"""The mode of the file that a verb writes."""
 _LEFT = {
     "logs": "the run goes on",
     "stop": "if the run was asked already, it still saves and ends; dray status --on {remote} shows it",
 }
-"""What is so after a Ctrl-C here."""
+"""What to print after a Ctrl-C here."""
 _LINE, _MOST = 256, 1 << 30
-"""Bytes of such a name, and of a file."""
+"""The most bytes of such a file's name, and of the file."""
 
 
 def hand_over(name: str) -> None:
-    """Do nothing without a name. Else run what was typed there, and exit with its code."""
+    """Run the typed verb at the remote and exit with its code; without a name do nothing."""
     if name:
         with ssh.connected(names.find(name)) as connection:
             code = run(connection, typed())
@@ -49,7 +52,7 @@ def hand_over(name: str) -> None:
 def bring_back(
     name: str, argv: Sequence[str], target: Path | None, runs: Path | None, require: Callable[[Path], None]
 ) -> None:
-    """Have a verb write its file there, and bring it here. `require` refuses a file here that must stay as it is."""
+    """Let a verb write its file at the remote, and copy it here. `require` refuses to replace a file that must stay."""
     asked = [*argv, *([f"--runs={runs}"] if runs else [])]
     if target:
         require(target)
@@ -72,7 +75,7 @@ def typed() -> list[str]:
 
 
 def run(connection: Connection, argv: Sequence[str], brought: Brought = _LAST) -> int:
-    """A verb there, whose output is passed on as it comes; by what was `brought`."""
+    """Run a verb at the remote with what was `brought`; its output is passed on as it comes."""
     logs = argv[0] == "logs"
     out = _Lines(sys.stdout, shown if logs else ssh.shown, raw=logs and not sys.stdout.isatty())
     err = _Lines(sys.stderr, ssh.shown)
@@ -89,7 +92,7 @@ def run(connection: Connection, argv: Sequence[str], brought: Brought = _LAST) -
 
 
 def fetch(connection: Connection, argv: Sequence[str], target: Path | None, require: Callable[[Path], None]) -> Path:
-    """The file that a verb writes there, under its own name or as `target`."""
+    """Copy the file that a verb writes at the remote, under its own name or as `target`."""
     err = _Lines(sys.stderr, ssh.shown)
     try:
         with ExitStack() as stack:
@@ -104,9 +107,9 @@ def fetch(connection: Connection, argv: Sequence[str], target: Path | None, requ
 
 
 class _File:
-    """A line with a name, and a file's content: another machine's, so the name is one that the verb gives.
+    """Receives a line with a name, and then a file's content. Only a name that the verb gives is accepted.
 
-    It is written as it comes, and has its name when `stack` ends.
+    The file is written as it comes, and gets its name when `stack` ends.
     """
 
     def __init__(self, stack: ExitStack, verb: str, target: Path | None, require: Callable[[Path], None]) -> None:
@@ -126,23 +129,23 @@ class _File:
         self._size += len(block)
         if self._size > _MOST:
             raise ConfigError(
-                "the file there is too large", wanted=f"at most {_MOST >> 20:,} MiB", fix="copy it by scp or rsync"
+                "the remote's file is too large", wanted=f"at most {_MOST >> 20:,} MiB", fix="copy it with scp or rsync"
             )
         self._stream.write(block)
 
     def path(self) -> Path:
-        """Where it is written."""
+        """The path to write."""
         name, line, _ = self._head.partition(b"\n")
         own = name.decode("utf-8", "replace")
         if not line or (self._target is None and not re.fullmatch(self._names, own)):
             raise ConfigError(
-                "the file there has a name that is not one of dray's", found=ascii(own), fix="name it here"
+                "the remote's file has an unexpected name", found=ascii(own), fix="give the FILE to write here yourself"
             )
         return self._target or Path(own)
 
 
 class _Lines:
-    """Another machine's output, line by line and harmless; `raw` as it is."""
+    """Another machine's output, line by line and without control characters; `raw`: as it is."""
 
     def __init__(self, stream: TextIO, form: Callable[[bytes], str], *, raw: bool = False) -> None:
         self._stream, self._form, self._raw, self._rest = stream, form, raw, b""
@@ -156,7 +159,7 @@ class _Lines:
         self._stream.flush()
 
     def end(self) -> None:
-        """What had no line break."""
+        """Print the rest, which has no line break."""
         self._stream.write(self._form(self._rest))
         self._rest = b""
         self._stream.flush()

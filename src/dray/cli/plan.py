@@ -1,4 +1,4 @@
-"""`dray plan`: show what would run, or write it down for a job that is about to run it."""
+"""`dray plan`: print what would run, or write it for a job that starts now."""
 
 from __future__ import annotations
 
@@ -34,26 +34,33 @@ def plan(
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     facts_file: Annotated[
-        str | None, typer.Option("--facts", metavar="FILE", help="What slurm/probe.sh printed; - is standard input.")
+        str | None,
+        typer.Option("--facts", metavar="FILE", help="File with the output of slurm/probe.sh; - reads standard input."),
     ] = None,
     form: Annotated[
         Literal["text", "json", "bash"],
-        typer.Option("--format", help="text to read, json (plan.json), bash (node.sh)."),
+        typer.Option("--format", help="text, json (as in plan.json) or bash (as in node.sh)."),
     ] = "text",
     verbose: Verbose = False,
     gpu_memory: GpuMemory = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Count parameters and activations in the model itself; needs torch here.")
+        bool,
+        typer.Option(
+            "--exact", help="Count the model's parameters and activations instead of estimating them; needs torch."
+        ),
     ] = False,
     site: Site = "",
     sbatch: Sbatch = None,
     runs: Runs = None,
     save: Annotated[
-        bool, typer.Option("--write", help="For a job: write the attempt's folder and print where, or what is asked.")
+        bool,
+        typer.Option(
+            "--write", help="For the batch script: write the attempt's folder and print its path, or ask for a fact."
+        ),
     ] = False,
-    run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
+    run: Annotated[str | None, typer.Option(hidden=True, help="Name of the run that dray submit began.")] = None,
 ) -> None:
-    """Print what would run, in ten lines; -v: all of it, and who set what. Starts nothing.
+    """Print in ten lines what would run, without starting it; -v prints everything, with the source of each value.
 
     dray plan recipes/smoke-cpu.toml --nodes 4 batch.global_size=32
     dray plan recipes/smoke-cpu.toml --site lumi -N4 image=rocm --format bash
@@ -65,8 +72,8 @@ def plan(
         raise ConfigError(
             "the facts already say which nodes and GPUs there are",
             where=facts_file,
-            found="--nodes, --gpus-per-node or --sbatch beside --facts",
-            fix="leave these out, or --facts",
+            found="--nodes, --gpus-per-node or --sbatch besides --facts",
+            fix="leave out these options, or --facts",
         )
     if facts_file:
         seen, choice = write.at_site(_read(facts_file, site, gpu_memory))
@@ -91,13 +98,13 @@ def plan(
 
 
 def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
-    """In ten lines, or whole."""
+    """Print the plan in ten lines, or all of it."""
     print(f"{login.ASSUMED}\n\n" if assumed else "", end="")
     print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
 def _write(asked: Chosen, recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
-    """Answer slurm/lib.sh: with what it must know better, or with where the attempt and its checkpoints are."""
+    """Answer slurm/lib.sh: with a fact that it must correct, or with the folders of the attempt and its checkpoints."""
     question = questions.ask(recipe, choice.site, seen) or layers.ask(recipe, choice.site, seen)
     if question:
         print(question)
@@ -112,7 +119,7 @@ def _read(name: str, site: str, gpu_memory: float | None) -> Facts:
     if name == "-":
         text = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin else ""
     else:
-        text = files.text(name, "the facts", fix="slurm/probe.sh writes facts, inside a job")
+        text = files.text(name, "the facts", fix="slurm/probe.sh prints facts, inside a job")
     seen = facts.parse(text, where="standard input" if name == "-" else name)
     if site not in ("", seen.site):
         raise ConfigError("the facts already name a site", where=name, wanted=seen.site, found=site, fix="omit --site")

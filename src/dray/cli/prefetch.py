@@ -1,4 +1,4 @@
-"""`dray prefetch`: what a recipe needs of the hub, brought where its run will look for it."""
+"""`dray prefetch`: download what a recipe needs from the hub, before its run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prefetch(
     overrides: Overrides = None,
     engine: Engine = "bare",
 ) -> None:
-    """Fetch a recipe's model, tokenizer and datasets into HF_HOME, where the hub is reachable; runs are offline.
+    """Download a recipe's model, tokenizer and datasets into HF_HOME, on a machine with network; runs are offline.
 
     dray prefetch recipes/gpt2-wikitext-ddp.toml
     """
@@ -32,15 +32,15 @@ def prefetch(
     given = os.environ.get("HF_HOME", "")
     if given and not given.startswith("/"):
         raise ConfigError(
-            "HF_HOME does not name a folder where runs look",
-            wanted="a whole path on a disk that all nodes share",
+            "HF_HOME is not an absolute path",
+            wanted="a folder that all nodes share",
             found=f"HF_HOME = {given!r}",
             fix="export HF_HOME=/a/shared/folder, here and where you submit",
         )
     home = Path(given) if given else local.hub_cache()
     home.mkdir(parents=True, exist_ok=True)
     if not given:
-        print(f"HF_HOME is not set: into {home}, which all nodes must see")
+        print(f"HF_HOME is not set: fetching into {home}, which all nodes must see")
     settings = settings.model_copy(update={"pass_env": tuple(dict.fromkeys((*settings.pass_env, *hub.passed())))})
     sections = settings.model_dump(mode="json", include={"data", "model", "evaluate"})
     code = desk.once(

@@ -1,4 +1,4 @@
-"""How a run goes: a recipe's steps, or what a command itself prints."""
+"""The progress of a run: a recipe's steps, or what a command prints."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dray.runs.reading import RECORD
 
 
 class Progress:
-    """Shows one run, from its folder's name on. On a hostfile's other machines (`only`), where there are no metrics,
-    it shows what their first rank prints."""
+    """Shows the progress of one run. On a hostfile's other machines (`only`), which have no metrics, it shows what
+    their first rank prints."""
 
     def __init__(self, plan: Plan, paths: RunPaths, only: int | None = None) -> None:
         world, train = plan.world, plan.recipe.train
@@ -53,13 +53,13 @@ class Progress:
         self._view.look()
 
     def stopping(self) -> None:
-        """Say that it is being stopped."""
+        """Print that the run is being stopped."""
         self._view.close()
         print("stopping: ranks get a few seconds to end by themselves; Ctrl-C again ends them at once", flush=True)
 
 
 class Steps:
-    """Steps and evaluations: a bar on a terminal, a line for each elsewhere. An evaluation is a line on both."""
+    """Shows steps as a bar on a terminal, elsewhere a line for each; an evaluation is a line on both."""
 
     def __init__(self, metrics: Path, steps: int | None, *, position: int = 0) -> None:
         self._file = Growing(metrics, position)
@@ -108,7 +108,7 @@ class Steps:
             self._draw(step, "training", "saving")
 
     def _draw(self, step: int, before: str, after: str) -> None:
-        """What the bar says before the last step, and after it."""
+        """Move the bar; `before` and `after` say what happens until the last step, and after it."""
         if self._bar:
             doing, count = before if step < self._steps else after, f"{step}/{self._steps}"
             self._bar.update(self._task, total=self._steps, completed=step, description=doing)
@@ -125,7 +125,7 @@ _EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
 
 
 def described(event: Event) -> str:
-    """The figures of a step, or an evaluation in words; empty for any other."""
+    """A step's figures, or an evaluation as a line; empty for other events."""
     kind = str(printable(event.get("event")))[:80]
     if kind == "step":
         speed, left = number(event, "tokens_per_s"), number(event, "seconds_left")

@@ -1,8 +1,7 @@
-"""`dray recipe`: look at recipes without running them."""
+"""`dray recipe`: list, write and check recipes."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import shlex
@@ -21,17 +20,17 @@ from dray.config.new_recipe import New
 from dray.config.recipe import Recipe
 from dray.config.schema import Schema
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 from dray.planning.batch import divide
 from dray.runs import lookup
 from dray.runs.write import read_recipe, recipe_name
 
-app = typer.Typer(no_args_is_help=True, help="Write and check recipes, and list their keys.")
+app = typer.Typer(no_args_is_help=True, help="List, write and check recipes, and list their keys.")
 
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """Print the recipes that come with dray. `scale=tiny` after a verb walks one with a small model and text.
+    """Print the recipes that come with dray. `dray run NAME scale=tiny` tries one with a small model and dataset.
 
     dray recipe list --json
     """
@@ -48,12 +47,12 @@ def list_(as_json: Json = False) -> None:
     for one in listed:
         print(f"{str(one['name']) + ' *' * bool(one['needs']):<30} {one['about']}")
     names = " or ".join(sorted(beyond))
-    print(f"\n* needs {names}, which come with an image alone: dray run NAME scale=tiny --engine docker")
+    print(f"\n* needs {names}, which only an image has: dray run NAME scale=tiny --engine docker")
 
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print all that is wrong with a recipe's keys, values, batch and paths; a run checks what is in those.
+    """Check a recipe's keys, values, batch and paths. What its files contain is checked when it runs.
 
     dray recipe check recipes/smoke-cpu.toml train.steps=500
     """
@@ -65,11 +64,11 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     missing = lookup.missing_paths(good)
     if missing:
         raise ConfigError(
-            "what the recipe names is not on this machine",
+            "files that the recipe names are missing on this machine",
             where=recipe,
-            wanted="a file, a folder or a pattern that fits",
+            wanted="a file, a folder or a pattern that matches files",
             found="\n".join(f"{key} = {path}" for key, path in missing.items()),
-            fix="correct it; or check the recipe on a machine that has it",
+            fix="correct the path, or check the recipe on a machine that has the file",
         )
     print(f"{recipe}: good ({good.name}, {good.launcher} in the {good.image} image)")
 
@@ -78,10 +77,10 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 def new(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, such as mine.toml.")],
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What to train on: a file or a folder; else what is built in.")
+        Path | None, typer.Option(metavar="FILE", help="File or folder to train on. Default: the built-in dataset.")
     ] = None,
 ) -> None:
-    """Write a recipe that trains a small GPT-2 from scratch in minutes, to begin from.
+    """Write a first recipe, which trains a small GPT-2 from scratch in minutes.
 
     dray recipe new mine.toml --text stories.txt
     """
@@ -89,31 +88,35 @@ def new(
         fix = f"dray recipe new {file}.toml"
         raise ConfigError("a recipe is a TOML file", wanted="a name that ends in .toml", found=file, fix=fix)
     if text and not text.exists():
-        raise ConfigError("the text does not exist", where=text.absolute(), fix="--text FILE, a file or a folder")
+        raise ConfigError("--text names no existing file or folder", where=text.absolute(), fix="--text FILE")
     content = New(name=recipe_name(file.stem), train=_beside(file, text)).text()
     write(file, content)
     print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
 def require_good(content: str) -> None:
-    """Refuse the text of a recipe that no verb would read."""
+    """Refuse the text of a recipe that is not valid."""
     validate(Recipe, tomllib.loads(content), what="the recipe")
 
 
 def write(file: Path, content: str) -> None:
-    """A new recipe, which is good, and never over an existing file."""
+    """Write a valid recipe as a new file; never replace one."""
     require_good(content)
     try:
         files.write_new(file, content)
     except OSError as error:
         exists = isinstance(error, FileExistsError)
         found = "it exists already" if exists else error.strerror
-        fix = "give another name" if exists else "name a file in a folder that you may write, on a disk with room"
+        fix = (
+            "give another name"
+            if exists
+            else "name a file in a folder to which you may write, on a disk with free space"
+        )
         raise ConfigError("cannot write the recipe", where=file, found=found, fix=fix) from error
 
 
 def _beside(file: Path, text: Path | None) -> str:
-    """The text as the recipe names it: relative to its own folder where it is inside."""
+    """The dataset as the recipe names it: relative to the recipe's folder if it is inside."""
     if text is None:
         return "builtin"
     place, folder = text.absolute(), file.absolute().parent
@@ -130,7 +133,7 @@ def keys(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Print every key of a recipe, or of one of its tables: its type, its default and what it is for.
+    """Print the keys of a recipe, or of one of its tables, each with its type, default and meaning.
 
     dray recipe keys train
     dray recipe keys checkpoint.every
@@ -139,14 +142,14 @@ def keys(
 
 
 def show_keys(model: type[Spec], name: str = "", *, as_json: bool = False) -> None:
-    """For writing such a file."""
+    """Print the keys of such a file, or only those of the table or key `name`."""
     described = Schema(model).describe()
     chosen = [entry for entry in described if not name or re.match(rf"{re.escape(name)}(\W|$)", entry[0])]
     if not chosen:
         tops = list(dict.fromkeys(re.split(r"\W", key)[0] for key, *_ in described))
-        near = difflib.get_close_matches(name, [*tops, *(key for key, *_ in described)], n=1)
-        fix = f"did you mean `{near[0]}`?" if near else ""
-        raise ConfigError("there is no such key", wanted=", ".join(tops), found=name, fix=fix)
+        near = nearest(name, [*tops, *(key for key, *_ in described)])
+        fix = f"{model.lists} {near}".rstrip()
+        raise ConfigError("there is no such key or table", wanted=listed(tops), found=name, fix=fix)
     if as_json:
         columns = ("key", "type", "default", "about")
         print(json.dumps([dict(zip(columns, entry, strict=True)) for entry in chosen], indent=1, ensure_ascii=False))

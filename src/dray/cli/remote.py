@@ -12,16 +12,20 @@ from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.remote import bring, names, parcel, ssh
 
-app = typer.Typer(no_args_is_help=True, help="Name clusters that ssh reaches: submit, runs, logs ... take --on NAME.")
-Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=candidates.remotes)]
+app = typer.Typer(
+    no_args_is_help=True, help="Name clusters that you reach by ssh; submit, runs, logs and others take --on NAME."
+)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A remote's name.", autocompletion=candidates.remotes)]
 
 
 @app.command()
 def add(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Your name for it.")],
-    place: Annotated[str, typer.Argument(metavar="USER@HOST:/FOLDER", help="As ssh takes it, and a folder there.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Your name for the remote.")],
+    place: Annotated[
+        str, typer.Argument(metavar="USER@HOST:/FOLDER", help="Login node as ssh takes it, and a folder there.")
+    ],
 ) -> None:
-    """Name a login node, and a folder of yours there that all nodes share. Nothing is connected yet.
+    """Name a login node, and a folder of yours there that all nodes share. dray does not connect yet.
 
     dray remote add lumi me@lumi.csc.fi:/scratch/project_1/me/dray
     """
@@ -29,7 +33,7 @@ def add(
     if name in remotes and remotes[name] != added:
         raise ConfigError(
             f"the name is taken by {remotes[name].place}",
-            fix=f"dray remote remove {name}, or another name",
+            fix=f"dray remote remove {name}, or choose another name",
         )
     names.write(remotes | {name: added})
     print(f"{name}: {added.place}\ndray remote check {name} shows whether it can run a job")
@@ -48,9 +52,11 @@ def show() -> None:
 @app.command()
 def check(
     name: Name,
-    image: Annotated[str, typer.Option(metavar="VARIANT|FILE", help="Bring this image and dray's scripts too.")] = "",
+    image: Annotated[
+        str, typer.Option(metavar="VARIANT|FILE", help="Copy this image and dray's scripts there too.")
+    ] = "",
 ) -> None:
-    """Log in, and look at what a job needs there: the folder, Slurm, Apptainer, room. The first login makes the folder.
+    """Log in and check what a job needs there: Slurm, Apptainer, space, and the folder, which the first login makes.
 
     dray remote check lumi
     dray remote check lumi --image cpu
@@ -66,7 +72,7 @@ def check(
 
 @app.command()
 def remove(name: Name) -> None:
-    """Forget the name. What is there stays there.
+    """Forget the name. The remote's files stay.
 
     dray remote remove lumi
     """

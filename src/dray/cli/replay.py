@@ -1,4 +1,4 @@
-"""`dray replay`: a run again, from its capsule."""
+"""`dray replay`: repeat a run from its capsule."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from dray.runs.paths import RunPaths, default_runs, newest_attempt
 from dray.runs.result import result_of
 
 _SHOWN = 20
-_AHEAD = "the same as in the run, as far as can be told before it starts"
+_AHEAD = "nothing differs from the run, as far as dray can tell before the start"
 
-_QUEUED = "the same as in the run, as far as can be told before Slurm has chosen the nodes"
+_QUEUED = "nothing differs from the run, as far as dray can tell before Slurm chooses the nodes"
 
 
 class _Before(NamedTuple):
-    """The run that is there."""
+    """The run to repeat."""
 
     word: str
     """Its folder, or its packed capsule."""
@@ -45,7 +45,7 @@ class _Before(NamedTuple):
     recipe: Recipe
 
     def differences(self, paths: RunPaths, plan: Plan, *, ended: bool) -> list[Difference]:
-        """What is not the same in the replay."""
+        """What differs in the replay."""
         found = replays.differences((self.plan, self.made), paths, plan, ended=ended)
         return [*replays.worlds(self.attempts, plan), *found]
 
@@ -53,25 +53,32 @@ class _Before(NamedTuple):
 def replay(
     run: Run = "",
     engine: Annotated[
-        str, typer.Option(metavar="[bare|docker|podman]", help="What starts the image here, in place of the run's own.")
+        str,
+        typer.Option(metavar="[bare|docker|podman]", help="Container engine on this machine. Default: the run's own."),
     ] = "",
     recipe: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the recipe as it was decided, to submit it again; start nothing."),
+        typer.Option(
+            metavar="FILE", help="Write the run's recipe with all decided values, to submit it; start nothing."
+        ),
     ] = None,
     compare: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Start nothing: compare with a replay that has ended.")
+        str, typer.Option(metavar="FOLDER", help="Compare with a replay that has ended; start nothing.")
     ] = "",
-    wait: Annotated[bool, typer.Option("--wait", help="Of a run of Slurm's: wait for the job's end, compare.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Of a run of Slurm's: submit it without asking.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="For a run of Slurm: wait until the job ends, then compare.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="For a run of Slurm: submit it without asking.")] = False,
     sbatch: Sbatch = None,
-    trusted: Annotated[bool, typer.Option("--trust-run", help="Run the code of a run that is not your own.")] = False,
+    trusted: Annotated[
+        bool, typer.Option("--trust-run", help="Run the code of another user's run, or of a packed one.")
+    ] = False,
     runs: Runs = None,
 ) -> None:
-    """Run again what a capsule has, and compare the losses step by step. RUN may be a packed one.
+    """Repeat a run from its capsule, and compare the losses step by step. RUN may be a packed capsule.
 
-    It lists what cannot be the same, and ends with 0 if all losses are equal to the last bit, else with 1.
-    A run that Slurm made is submitted again.
+    It lists what will differ. The exit code is 0 if all losses are equal to the last bit, else 1.
+    A run of Slurm is submitted again.
 
     dray replay 20261120-124439
     """
@@ -86,7 +93,7 @@ def replay(
         if compare:
             _compare(before, compare, runs)
         if made.files and (changed := [one.path for one in verify.verify(newest).files if one.state != "same"]):
-            print(f"not as recorded: {', '.join(changed[:_SHOWN])}", flush=True)
+            print(f"changed since the run: {', '.join(changed[:_SHOWN])}", flush=True)
         if not trusted and (find(run, runs).is_file() or trust.foreign(newest)):
             trust.require(trust.code_of(settings), before.word, does="a replay")
         if recipe:
@@ -111,20 +118,20 @@ def replay(
 
 
 def _one_of(wholly: dict[str, bool], queues: dict[str, bool]) -> None:
-    """Refuse options that do not go together; those of a job go with none of the others."""
+    """Refuse options that exclude each other; the options of a job exclude all others."""
     given = [name for name, is_given in wholly.items() if is_given]
     given += [name for name, is_given in queues.items() if is_given][:1] if given else []
     if len(given) > 1:
         raise ConfigError(
             f"{given[1]} does not go with {given[0]}",
-            wanted="--wait, --yes and --sbatch with a run that is submitted; else one of --compare, --recipe, --engine",
+            wanted="one of --compare, --recipe and --engine; or, if the run is submitted, --wait, --yes and --sbatch",
             found=" and ".join(given),
             fix=f"leave out {given[1]}",
         )
 
 
 def _submit(before: _Before, runs: Path, more: Sequence[str], *, yes: bool, wait: bool) -> None:
-    """A job with the same nodes, ranks and options, once it is agreed to what it is."""
+    """Submit a job with the same nodes, ranks and options, after the user has agreed."""
     asked = resubmit.asked(before.paths.run)
     job = resubmit.job(before.recipe, before.plan, asked, runs, more)
     report(job.plan)
@@ -135,7 +142,7 @@ def _submit(before: _Before, runs: Path, more: Sequence[str], *, yes: bool, wait
     )
     _list(resubmit.decided(found), _QUEUED, "what cannot be the same:")
     if asked is None:
-        print("options of sbatch: the site's; the run's folder has none of yours (--sbatch=--time=08:00:00 adds one)")
+        print("sbatch options: only the site's; the run folder has none of yours (--sbatch=--time=08:00:00 adds one)")
     print(shlex.join(job.argv), flush=True)
     if not yes and not _agreed():
         print("nothing was submitted")
@@ -157,38 +164,43 @@ def _submit(before: _Before, runs: Path, more: Sequence[str], *, yes: bool, wait
 def _agreed() -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(
-            "there is no terminal to ask on", found="standard input is not a terminal", fix="--yes, or --recipe"
+            "confirmation needs a terminal", found="standard input is not a terminal", fix="add --yes, or --recipe"
         )
     return typer.confirm("submit it?")
 
 
 def _compare(before: _Before, word: str, runs: Path | None) -> NoReturn:
-    """With a replay that is there."""
+    """Compare with a replay that exists."""
     with pack.opened(word, runs) as folder:
         resubmit.require_ended(folder)
         paths = newest_attempt(folder)
         if paths.run.resolve() == before.paths.run.resolve():
-            raise ConfigError("a run is no replay of itself", where="--compare", found=word, fix="name its replay")
+            raise ConfigError(
+                "a run cannot be compared with itself",
+                where="--compare",
+                found=word,
+                fix="--compare FOLDER, of its replay",
+            )
         result = result_of(paths)
         if result is None or result.exit_code:
-            end = f"has {result.status}, with exit code {result.exit_code}" if result else "has left no result"
+            end = f"has {result.status}, with exit code {result.exit_code}" if result else "wrote no result"
             print(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}")
         after = compared.of_run(folder, paths)
         _judge(before, after, write.read(paths), [], result.exit_code if result else exit_codes.DONE)
 
 
 def _judge(before: _Before, after: list[RunPaths], plan: Plan, known: list[Difference], code: int) -> NoReturn:
-    """What else differs, and whether the losses are the same; `known` was told before."""
+    """Print what else differs, and whether the losses are the same; `known` was printed before."""
     found = before.differences(after[-1], plan, ended=True)
-    _list([one for one in found if one not in known], "", f"what is not the same{' besides' * bool(known)}:")
+    _list([one for one in found if one not in known], "", f"what {'else ' * bool(known)}differs:")
     parting = effect.effect(before.attempts, after).parting
     if not before.recipe.train:
-        print("a command's own figures dray does not know: compare what it printed")
+        print("dray does not know the losses of a command: compare what it printed")
         raise typer.Exit(code)
     print("\n".join(effect.losses_text(parting, "the run", "the replay")))
     if not replays.same(parting):
         why = replays.breaks(found, before.recipe, before.made)
-        print(f"not promised: {why[0]}" if why else "they had to be identical: nothing that decides them differs")
+        print(f"not promised: {why[0]}" if why else "they should be identical: nothing that decides them differs")
     raise typer.Exit(code or (exit_codes.DONE if replays.same(parting) else exit_codes.FAILED))
 
 
@@ -207,6 +219,8 @@ def _save(file: Path, recipe: Recipe, nodes: int) -> None:
         try:
             write_new(path, text)
         except OSError as error:
-            wanted = "a FILE that is not there yet"
-            raise ConfigError("it cannot be written", where=path, wanted=wanted, found=error.strerror) from error
+            wanted = "a FILE that does not exist yet"
+            raise ConfigError(
+                "the recipe cannot be written", where=path, wanted=wanted, found=error.strerror
+            ) from error
     print(f"{file}: dray submit {shlex.quote(str(file))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")

@@ -1,4 +1,4 @@
-"""`dray report`: one page on a run, or several beside one another."""
+"""`dray report`: one page about a run, or about several side by side."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def report(
     named: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Runs: folders, names or their beginnings, or jobs' numbers; else the newest."
+            metavar="[RUN]...", help="Runs: folders, names or their beginnings, or job numbers. Default: the newest."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to write it; Markdown if it ends in .md.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="File to write, .html or .md. Default: dray-report-RUN.html."),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Markdown in place of HTML; printed without --out.")
+        bool, typer.Option("--markdown", help="Write Markdown instead of HTML; print it without --out.")
     ] = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """Write a report of a run, or of several beside one another: one HTML page that needs no network, or Markdown.
+    """Write a report of a run, or of several side by side: one HTML page that needs no network, or Markdown.
 
     dray report 4711 4712 --out compared.html
     """
     endings = (".md",) if markdown else (".html", ".md")
     if out and out.suffix not in endings:
         raise ConfigError(
-            "--out names no report", wanted=f"a FILE that ends in {' or '.join(endings)}", found=ascii(str(out)),
+            "--out has a wrong ending", wanted=f"a FILE that ends in {' or '.join(endings)}", found=ascii(str(out)),
             fix=f"--out={shlex.quote(str(out.with_suffix(endings[0])) if out.name else f'report{endings[0]}')}",
         )  # fmt: skip
     markdown = markdown or bool(out and out.suffix == ".md")
@@ -83,7 +84,7 @@ def report(
 
 
 def _require(file: Path) -> None:
-    """Refuse a FILE that dray has not written: an option too many must not cost a recipe."""
+    """Refuse a FILE that dray did not write: a mistyped option must not cost a recipe."""
     if not os.path.lexists(file):
         return
     found = "a file that dray did not write"
@@ -95,7 +96,7 @@ def _require(file: Path) -> None:
     raise ConfigError(
         "the report would replace a file that is not a report",
         where=file,
-        wanted="a new file, or a report that dray wrote before",
+        wanted="a new file, or an older report of dray",
         found=found,
-        fix=f"another name, as --out=dray-report{file.suffix}",
+        fix=f"another name, such as --out=dray-report{file.suffix}",
     )

@@ -1,4 +1,4 @@
-"""`dray run`: a recipe on this machine."""
+"""`dray run`: run a recipe or a command on this machine."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def run(
     runs: Runs = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Machines, one a line; type the same command on each. No SSH, no scheduler."),
+        typer.Option(metavar="FILE", help="File of machines, one a line; type the same command on each. Needs no SSH."),
     ] = None,
-    node: Annotated[int | None, typer.Option(help="Which line of the hostfile this machine is, from 0.")] = None,
+    node: Annotated[int | None, typer.Option(help="With --hostfile: this machine's line in it, from 0.")] = None,
     run_id: Annotated[
         str,
         typer.Option(
@@ -47,19 +47,19 @@ def run(
             metavar="ID",
             callback=run_name,
             autocompletion=candidates.runs,
-            help="A name for this run; of one that is there, its next attempt.",
+            help="Name of the run; if it exists, start its next attempt.",
         ),
     ] = "",
     secret: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --hostfile: what machines prove to one another; the same on each."),
+        typer.Option(metavar="FILE", help="With --hostfile: file with the secret that all machines share."),
     ] = None,
     show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
-    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: on this machine all the same.")] = False,
+    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")] = False,
 ) -> None:
-    """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes.
+    """Run a recipe or a command on this machine, or on the machines of a hostfile, and show its progress.
 
-    Inside an salloc it takes the nodes of the allocation, without a queue.
+    Inside an salloc it runs on the nodes of the allocation, without waiting in the queue.
 
     dray run recipes/smoke-cpu.toml train.steps=20
     dray run --ranks 2 -- python train.py --lr 1e-4
@@ -71,12 +71,12 @@ def run(
         engine = asked.last.plan.engine
     settings = asked.recipe()
     if not hostfile:
-        _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
+        _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "needs --hostfile")
     if not hostfile and (allocated := allocation.found(os.environ)):
         if why := "--local" if here else _given(context, engine):
-            print(f"on this machine alone, by {why}; without it in the allocation: {allocated}")
+            print(f"on this machine only, because of {why}; without it, in the allocation: {allocated}")
         else:
-            _refuse({"--gpus-per-node": bool(gpus_per_node)}, "is what salloc was given; --ranks sets the ranks")
+            _refuse({"--gpus-per-node": bool(gpus_per_node)}, "is set by salloc; --ranks sets the number of ranks")
             allocation.require_nodes(allocated, nodes)
             _take(allocated, asked, folder, run_id, site)
 
@@ -88,9 +88,11 @@ def run(
     if hostfile or settings.image != "cpu":
         gpus_per_node = gpus_per_node or ranks or asked.gpus
     if not hostfile:
-        _refuse({f"--engine {engine}": engine not in engines.names("local")}, "goes with --hostfile, or with sbatch")
+        _refuse(
+            {f"--engine {engine}": engine not in engines.names("local")}, "needs --hostfile, or a job (dray submit)"
+        )
     if hostfile:
-        _refuse({"--nodes": nodes is not None}, "is not for a hostfile, whose lines are the nodes")
+        _refuse({"--nodes": nodes is not None}, "does not go with a hostfile, whose lines are the nodes")
         machines = hosts.read(hostfile)
         name = run_id or machines.run_id(settings)
         if show:
@@ -113,7 +115,7 @@ def run(
 
 
 def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None) -> Result:
-    """Start what is planned here, show how it goes, and how it ended. `again` is what to type for its next attempt."""
+    """Start a plan on this machine, show its progress and its end. `again` is the command for its next attempt."""
     progress = Progress(plan, paths, only)
     report(plan)
     began = time.monotonic()
@@ -121,7 +123,7 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
         try:
             watch, stopping = progress.update, progress.stopping
             code, stopped = local.run(plan, paths, watch=watch, stopping=stopping, only=only), None
-        except KeyboardInterrupt as stop:  # all that was started is gone by now
+        except KeyboardInterrupt as stop:  # all started processes have ended by now
             code, stopped = 128 + signal.Signals[str(stop) or "SIGINT"], Stop(str(stop) or "Ctrl-C", utc())
     spent = None if only is not None else accounting.here(paths, plan, time.monotonic() - began)
     result = finish(paths, code=code, stopped=stopped, spent=spent)
@@ -130,13 +132,13 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
 
 
 def _given(context: typer.Context, engine: str) -> str:
-    """The option by which an engine of this machine was chosen; empty for the default."""
+    """The option that chose an engine of this machine; empty for the default."""
     source = context.get_parameter_source("engine")
     return f"--engine {engine}" if source and source.name != "DEFAULT" else ""
 
 
 def _take(allocated: allocation.Allocation, asked: Chosen, folder: Path, run_id: str, site: str) -> NoReturn:
-    """The batch script takes this program's place, and its terminal: Ctrl-C is the script's."""
+    """Replace this process by the batch script, which then gets Ctrl-C."""
     print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
     argv = allocation.argv(
         allocated,

@@ -1,4 +1,4 @@
-"""`dray runs`: the runs that there are, the newest first."""
+"""`dray runs`: list the runs, the newest first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dray.runs.state import State
 
 _HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS", "COST")
 _LESS = ("COST", "ATTEMPTS", "NODES", "RECIPE", "STARTED")
-"""The first ones to go where a terminal is too narrow; `dray status` has all."""
+"""The order in which columns go if a terminal is too narrow; `dray status` shows all."""
 _LAST = 30
 _RIGHT = {"NODES", "STEP", "LOSS", "ATTEMPTS", "COST"}
 _COLOURS = {"running": "green", "queued": "cyan", "failed": "red", "lost": "red", "stopped": "yellow"}
@@ -37,20 +37,20 @@ _COLOURS = {"running": "green", "queued": "cyan", "failed": "red", "lost": "red"
 def runs(
     states: Annotated[
         list[str] | None,
-        typer.Option("--state", metavar="STATE", help=f"Only these: {', '.join(state.STATES)}; may be repeated."),
+        typer.Option("--state", metavar="STATE", help=f"Only this state: {', '.join(state.STATES)}; may be repeated."),
     ] = None,
-    recipe: Annotated[str, typer.Option(metavar="NAME", help="Only of this recipe; gpt2* is several.")] = "",
+    recipe: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this recipe; gpt2* matches several.")] = "",
     since: times.Since = "",
     last: Annotated[
-        int | None, typer.Option("--last", "-n", min=0, help="How many, 0 for all; else 30, and all with --json.")
+        int | None, typer.Option("--last", "-n", min=0, help="Number of runs, 0 for all. Default: 30; with --json all.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """List runs, the newest first: state, recipe, nodes, step, loss, start and attempts.
+    """List runs, the newest first: state, recipe, nodes, step, loss, start, attempts and cost.
 
-    A state is what the run's files tell, and Slurm's queue where this machine has one.
+    The state comes from the run's files, and from Slurm's queue if this machine has Slurm.
 
     dray runs --state failed --state lost --since 3d
     """
@@ -69,7 +69,9 @@ def runs(
         print(json.dumps([one.model_dump() for one in shown], indent=1))
         return
     if not shown:
-        print(f"no runs in {folder}" if not newest else f"none of the {counted(len(newest), 'run')} in {folder} fits")
+        print(
+            f"no runs in {folder}" if not newest else f"none of the {counted(len(newest), 'run')} in {folder} matches"
+        )
         return
     table(shown)
     if len(shown) == limit and next(fitting, None):
@@ -85,7 +87,7 @@ def _fitting(found: Iterator[State], states: Sequence[str], recipe: str, since: 
 
 
 def table(shown: Sequence[State]) -> None:
-    """In columns. No line is broken for a reader as awk; on a terminal that is too narrow some columns are left out."""
+    """Print columns. Lines are never wrapped, for tools such as awk; on a narrow terminal some columns are left out."""
     rows = [_row(one) for one in shown]
     widths = {head: max(map(len, (head, *(row[place] for row in rows)))) for place, head in enumerate(_HEADS)}
     if terminal := sys.stdout.isatty():

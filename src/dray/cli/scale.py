@@ -20,13 +20,13 @@ from dray.runs.arrays import Size
 def scale(
     recipe: studies.RecipeFile = None,
     overrides: Overrides = None,
-    gpus: Annotated[str, typer.Option(metavar="1,2,4", help="How many GPUs each run has.")] = "",
-    ranks: Annotated[str, typer.Option(metavar="1,2", help="On CPUs: how many ranks each run has.")] = "",
+    gpus: Annotated[str, typer.Option(metavar="1,2,4", help="Numbers of GPUs, one run for each.")] = "",
+    ranks: Annotated[str, typer.Option(metavar="1,2", help="On CPUs: numbers of ranks, one run for each.")] = "",
     per_node: Annotated[
-        int, typer.Option(min=0, help="GPUs, or ranks, of a whole node; else the site's GPUs, or all on one node.")
+        int, typer.Option(min=0, help="GPUs or ranks per full node. 0: the site's GPUs, or all on one node.")
     ] = 0,
     weak: Annotated[
-        bool, typer.Option("--weak", help="Hold the batch of a rank, in place of the global batch.")
+        bool, typer.Option("--weak", help="Weak scaling: hold the batch of each rank, not the global batch.")
     ] = False,
     site: Site = "",
     runs: Runs = None,
@@ -35,10 +35,10 @@ def scale(
     table: studies.Table = "",
     as_json: Json = False,
 ) -> None:
-    """Run a recipe on several numbers of GPUs, and compare speed, efficiency and losses; 1 where losses differ.
+    """Run a recipe on several numbers of GPUs, and compare speed, efficiency and losses; exit code 1 if losses differ.
 
-    With Slurm runs with the same nodes and options are a job array, others jobs of their own, and --table shows them
-    later; without, and inside a job, one follows another.
+    With Slurm, dray submits the runs: those with the same nodes and options as one job array. --table shows them later.
+    Without Slurm, or inside a job, the runs follow one another here.
 
     dray scale recipes/smoke-cpu.toml --ranks 1,2 train.steps=20
     dray scale recipes/gpt2-wikitext-ddp.toml --gpus 1,2,4,8,16 --weak
@@ -47,7 +47,7 @@ def scale(
     studies.show_asked(table, runs, as_json=as_json)
     if recipe is None or bool(gpus) == bool(ranks):
         raise ConfigError(
-            "what to compare is not clear", wanted="a recipe, and --gpus or --ranks with several numbers",
+            "there is nothing to compare", wanted="a recipe, and either --gpus or --ranks with several numbers",
             fix="dray scale RECIPE --gpus 1,2,4,8; on CPUs --ranks 1,2",
         )  # fmt: skip
     path, settings = found(recipe), overrides or []
@@ -83,21 +83,21 @@ def _nodes(count: int, per_node: int) -> tuple[int, int]:
         return 1, count
     if count % per_node:
         raise ConfigError(
-            f"{count} ranks do not fill nodes of {per_node}", wanted=f"a multiple of {per_node}",
-            fix="other numbers, or --per-node",
+            f"{count} ranks do not fill whole nodes of {per_node}", wanted=f"a multiple of {per_node}",
+            fix="choose other numbers, or set --per-node",
         )  # fmt: skip
     return count // per_node, per_node
 
 
 def _weak_batch(recipe: Recipe, count: int, fewest: int) -> int:
-    """The recipe's own is for the fewest ranks."""
+    """The global batch for `count` ranks; the recipe's own is for the fewest."""
     if not recipe.batch:
         raise ConfigError("--weak needs a recipe with [batch]", fix="leave out --weak")
     return recipe.batch.global_size * count // fewest
 
 
 def _batch(recipe: Recipe, count: int, own: list[str]) -> None:
-    """Each must be divisible, before one of them begins."""
+    """Refuse a batch that is not divisible, before the first run begins."""
     if recipe.batch:
         size = int(own[0].partition("=")[2]) if own else recipe.batch.global_size
         divide(recipe.batch.model_copy(update={"global_size": size}), world_size=count)

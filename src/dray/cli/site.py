@@ -1,4 +1,4 @@
-"""`dray site`: what clusters ask for and offer."""
+"""`dray site`: list, show, check and write the site files of clusters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import host, site_file
 
-app = typer.Typer(no_args_is_help=True, help="Clusters: list, show and check their site files, or write one.")
+app = typer.Typer(no_args_is_help=True, help="List, show and check the site files of clusters, or write one.")
 
 Name = Annotated[
     str,
@@ -55,7 +55,7 @@ def list_(as_json: Json = False) -> None:
 def show(
     site: Name = "",
     image: Annotated[
-        str, typer.Option(metavar="FILE|VARIANT", help="Compare the host's libraries with this image instead.")
+        str, typer.Option(metavar="FILE|VARIANT", help="Instead, check whether the host's libraries fit this image.")
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -95,7 +95,7 @@ def keys(
     name: Annotated[str, typer.Argument(metavar="[KEY]", help="A table or a key, such as fabric. Default: all.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Print every key of a site file, or of one of its tables: its type, its default and its meaning.
+    """Print the keys of a site file, or of one of its tables, each with its type, default and meaning.
 
     dray site keys fabric
     """
@@ -128,8 +128,10 @@ def check(
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Default: what Slurm calls the cluster.")] = "",
-    show_only: Annotated[bool, typer.Option("--print", help="Print it and write nothing.")] = False,
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="The site's name. Default: Slurm's name of the cluster.")
+    ] = "",
+    show_only: Annotated[bool, typer.Option("--print", help="Print the site file; write nothing.")] = False,
 ) -> None:
     """Write a site file from what this machine shows. Run it on a login node or, better, on a compute node.
 
@@ -147,7 +149,9 @@ def new(
     except OSError as error:
         exists = isinstance(error, FileExistsError)
         other = (
-            "dray site new ANOTHER-NAME, or remove it" if exists else f"make {sites.user_folder()} writable, with room"
+            "dray site new ANOTHER-NAME, or remove it"
+            if exists
+            else f"make {sites.user_folder()} writable, with free space"
         )
         raise ConfigError(
             "cannot write the site file",
@@ -182,5 +186,5 @@ def _compare(site: Site, image: str) -> None:
     print(_ORDER)
     if not compared.fits:
         missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]
-        found = "\n".join(missing) or "see the verdicts"
+        found = "\n".join(missing) or "see the verdicts above"
         raise UnfitError("the host's libraries do not fit this image", found=found, fix="see docs/sites.md")

@@ -1,4 +1,4 @@
-"""`dray status`: where a run is, while it waits, while it runs, and once it has ended."""
+"""`dray status`: the state of a run, while it waits, while it runs and after its end."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from dray.runs.state import State
 _NODES = 8
 _UNTOLD = {
     state.LOST: "its job is gone, and was killed before it could write a result",
-    state.NO_RESULT: "it runs, or was killed before it could write a result",
+    state.NO_RESULT: "it is running, or was killed before it could write a result",
 }
 
 
 def status(
     run: Run = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """Show where a run is: why it waits and until when; which stage or step it has reached; how it ended.
+    """Show the state of a run: why it waits and until when, which stage or step it has reached, or how it ended.
 
     dray status 4711
     """
@@ -46,7 +46,7 @@ def status(
 
 
 def text(seen: State) -> list[str]:
-    """A few lines."""
+    """The state in a few lines."""
     lines = [head(seen), *waiting(seen)]
     start = [f"  {line}" for line in startup.lines(seen.startup)]
     start += [f"  cost: {cost.text(seen.spent)}"] if seen.spent else []
@@ -63,7 +63,7 @@ def text(seen: State) -> list[str]:
 
 
 def head(seen: State) -> str:
-    """Its name, state and what it is."""
+    """One line: name, state, recipe, attempt, job and nodes."""
     parts = [seen.recipe] if seen.recipe else []
     parts += [f"attempt {seen.attempt}"] if seen.attempt else []
     parts += [f"job {seen.job_id or seen.job}"] if seen.job else []
@@ -73,13 +73,13 @@ def head(seen: State) -> str:
 
 
 def waiting(seen: State) -> list[str]:
-    """What Slurm tells of a job that is in the queue."""
+    """What Slurm tells about a job in the queue."""
     told = seen.waiting
     if told is None:
         if seen.state != state.QUEUED:
             return []
         return [
-            f"  job {seen.job_id or seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"
+            f"  job {seen.job_id or seen.job} was submitted {times.local(seen.started)}; Slurm tells nothing more here"
         ]
     why = ": ".join(word for word in (told.reason, told.meaning) if word not in ("", "None"))
     lines = [f"  Slurm: job {told.id or told.job} {told.state}{', ' * bool(why)}{why}"]
@@ -95,7 +95,7 @@ def waiting(seen: State) -> list[str]:
 
 
 def running(seen: State) -> list[str]:
-    """Stage, step, speed, nodes and what is odd."""
+    """Stage, step, speed, and notes about nodes."""
     live = seen.live
     if live is None:
         return []
@@ -125,7 +125,7 @@ def figures(seen: State) -> str:
 
 
 def _last_words(seen: State) -> list[str]:
-    """Those of an attempt that has a result."""
+    """The summary of an attempt that has a result."""
     paths = RunPaths(Path(seen.folder), seen.attempt or 1)
     with suppress(OSError, ValueError):
         return summary(read(paths.result), paths).splitlines()

@@ -15,13 +15,13 @@ from dray.runs.named import find
 def stop(
     run: Run = "",
     now: Annotated[
-        bool, typer.Option("--now", help="End it at once, by scancel or SIGTERM; what is not saved is lost.")
+        bool, typer.Option("--now", help="End it at once, by scancel or SIGTERM; unsaved steps are lost.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has ended.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the run has ended.")] = True,
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """Ask a run to save a checkpoint and end, wait for it, and show its last words. It is not put back into the queue.
+    """Ask a run to save a checkpoint and end, wait, and show how it ended. The job is not requeued.
 
     A job that waits in the queue is cancelled.
 
@@ -31,7 +31,7 @@ def stop(
     try:
         halt.stop(live.own(find(run, runs) if run else halt.newest(runs)), now=now, wait=wait, say=_say)
     except KeyboardInterrupt:
-        print("the run still saves and ends; dray stop shows its last words")
+        print("the run still saves and ends; dray stop shows how it ended")
         raise typer.Exit(130) from None
 
 

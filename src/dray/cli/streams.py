@@ -1,4 +1,4 @@
-"""What a verb is started with and did not choose: its streams, its folder, its words."""
+"""What a verb is started with: standard streams, working folder and arguments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PATHS = ("HOME", "HF_HOME", "XDG_CONFIG_HOME", "TMPDIR")
 
 
 class _Output(io.FileIO):
-    """Standard output that a verb outlives: a training goes on where its terminal's log is full or gone."""
+    """Standard output that may fail while the verb goes on: training continues if the disk is full or a pipe closed."""
 
     refused: OSError | None = None
     _taken = b""
-    """What was written as Ctrl-C came. The buffer over this one was not told so, and hands it over once more."""
+    """What was written when Ctrl-C came. The buffer above does not know this, and writes it again."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         taken, self._taken = self._taken, b""
@@ -44,16 +44,16 @@ class _Output(io.FileIO):
 
 
 class Shown:
-    """A stream that sends its terminal nothing but text: recipes, sites and run folders are other people's too.
+    """A stream without control characters: recipes, sites and run folders may be other people's.
 
-    rich takes the stream behind it, for its colours and bars: what it is given must be `printable` already.
+    rich writes to the stream behind it, for colours and bars: its input must be `printable` already.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        """The text, with escapes for what a terminal would obey."""
+        """Write the text with its control characters escaped."""
         return self.rich_proxied_file.write(printable(text))
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever a stream has
@@ -61,12 +61,12 @@ class Shown:
 
 
 def show(stream: TextIO) -> TextIO:
-    """The same stream, through which nothing but text goes."""
+    """The stream with control characters escaped."""
     return cast("TextIO", stream if isinstance(stream, Shown) else Shown(stream))
 
 
 class Streams:
-    """Closed ones become /dev/null, so that no file that is opened later takes their number and gets our lines."""
+    """The standard streams. Closed ones become /dev/null, else a later file gets their number and dray's lines."""
 
     def __init__(self) -> None:
         for number in range(3):
@@ -88,7 +88,7 @@ class Streams:
         sys.stdout, sys.stderr = show(sys.stdout), show(sys.stderr)
 
     def refusal(self) -> DrayError | None:
-        """Why not all that was printed has arrived; a reader that has gone (`| head`) wanted no more."""
+        """The error if output was lost; None if a reader has just closed its pipe (`| head`)."""
         sys.stdout.flush()
         refused = self._out.refused if self._out else None
         if refused is None or isinstance(refused, BrokenPipeError):
@@ -97,13 +97,13 @@ class Streams:
 
 
 def is_gone() -> bool:
-    """Whether nobody takes what is printed any more: a verb that only prints has nothing left to do."""
+    """Whether standard output can no longer be written: a verb that only prints may end then."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return isinstance(raw, _Output) and raw.refused is not None
 
 
 def settle() -> None:
-    """Give up what no stream takes: Python would try once more at its end, and make 120 of the exit code."""
+    """Drop what cannot be written: else Python tries again at its end, and exits with 120."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             if stream:
@@ -113,12 +113,12 @@ def settle() -> None:
 
 
 def silence(number: int) -> None:
-    """Send to /dev/null whatever this stream is still given."""
+    """Send the rest of this stream to /dev/null."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def require(argv: Sequence[str]) -> None:
-    """Refuse what would fail in the middle: a working folder that is gone, and names that no file of ours can hold."""
+    """Refuse a working folder that is gone, and names that are not UTF-8: both would fail later."""
     try:
         folder = str(Path.cwd())
     except OSError as gone:
@@ -136,6 +136,6 @@ def require(argv: Sequence[str]) -> None:
 
 
 def shown(line: bytes) -> str:
-    """As a terminal may be sent it: of a bar that draws over itself the last state, and nothing that moves a cursor."""
+    """The line for a terminal: a progress bar's last state, without control characters."""
     text = _STYLE.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
     return str(printable(text)).expandtabs()

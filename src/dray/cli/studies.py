@@ -34,15 +34,15 @@ RecipeFile = Annotated[
     typer.Argument(metavar="[RECIPE]", help="A recipe file, or its name.", autocompletion=recipes),
 ]
 Table = Annotated[
-    str, typer.Option("--table", metavar="STUDY", help="Start nothing: show the runs of this study as they are now.")
+    str, typer.Option("--table", metavar="STUDY", help="Show the runs of this study as they are now; start nothing.")
 ]
 AtOnce = Annotated[
     int | None,
     typer.Option(
-        "--at-most", metavar="M", min=1, help="With Slurm: at most so many tasks of an array at once; else as it can."
+        "--at-most", metavar="M", min=1, help="With Slurm: run at most this many tasks of a job array at once."
     ),
 ]
-# After these no other run begins: it would be refused likewise, or the user or Slurm has stopped this one.
+# After these codes no other run begins: it would be refused too, or the user or Slurm has stopped the study.
 _LAST = (exit_codes.CONFIG, exit_codes.RETRY, *(128 + one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
 
 
@@ -50,15 +50,15 @@ class Wanted(NamedTuple):
     """One run of a study."""
 
     settings: Sequence[str]
-    """What it has that the others have not."""
+    """The settings that only this run has."""
     size: Size
     ranks: int = 0
-    """Of all its nodes, where that is what differs."""
+    """The ranks of all its nodes, if the runs differ in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What both verbs start: jobs of Slurm's, or, without Slurm and inside a job, one after another here."""
+    """Starts the runs of a study: as Slurm jobs, or, without Slurm or inside a job, one after another here."""
 
     kind: Literal["strong", "weak", "sweep"]
     recipe: Path
@@ -69,7 +69,7 @@ class Start:
     at_most: int | None
 
     def __call__(self, wanted: Sequence[Wanted]) -> None:
-        """All of them; then what there is to see."""
+        """Start all runs, then show the table."""
         if len(wanted) > studies.MOST:
             raise ConfigError("a study has too many runs", wanted=f"at most {studies.MOST}", found=len(wanted))
         read = [write.read_recipe(self.recipe, [*self.settings, *one.settings]) for one in wanted]  # before one begins
@@ -86,7 +86,7 @@ class Start:
             return
         if self.sbatch or self.at_most:
             raise ConfigError(
-                "no job is submitted, and one run follows another", where="this machine",
+                "--sbatch and --at-most are for jobs, but here dray submits none", where="this machine",
                 found=f"inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else "no sbatch",
                 fix=f"leave out {'--at-most' if self.at_most else '--sbatch'}, or type it on a login node",
             )  # fmt: skip
@@ -109,7 +109,7 @@ class Start:
         return [f"{option}={value}" for option, value in given.items() if value]
 
     def _queue(self, folder: Path, study: Study, own: Sequence[list[str]], sizes: Sequence[Size]) -> None:
-        """Plan all of them, so that one that is refused leaves nothing; then submit them."""
+        """Plan all runs before submitting any, so that a refused one leaves nothing."""
         submit.check(self.sbatch)
         site = str(Path(self.site).absolute()) if self.site.endswith(".toml") else self.site
         known = login.known(site)
@@ -132,7 +132,7 @@ class Start:
                 print("\n".join(_again(folder, study)))
             raise
         if self.at_most and len(found) > 1:
-            print(f"--at-most holds for each array: {counted(len(found), 'job')} may run at once")
+            print(f"--at-most holds for each of the {counted(len(found), 'job array')}")
         print()
         show(folder)
 
@@ -140,7 +140,7 @@ class Start:
 def _submitted(
     folder: Path, study: Study, group: Sequence[arrays.Job], argv: Sequence[str], code: tuple[source.Source, str] | None
 ) -> Study:
-    """The study, kept at once with the job of these: what has begun is in it, however this program ends."""
+    """Submit a group and save its job numbers in the study at once, in case this program is killed."""
     jobs = dict(zip((job.run.name for job in group), arrays.submit(group, argv, code), strict=True))
     members = [
         one.model_copy(update={"job": jobs[one.run].job, "task": jobs[one.run].task}) if one.run in jobs else one
@@ -153,7 +153,7 @@ def _submitted(
 
 
 def _report(jobs: Sequence[arrays.Job]) -> None:
-    """Once what is unwise in several; and the images, of which a large one is read whole."""
+    """Print each warning once; verify each image once, since that reads it all."""
     told = {f"dray: {finding.level}: {finding}" for job in jobs for finding in job.plan.findings}
     for image in {(job.plan.recipe.image_name, job.plan.recipe.image_digest, job.plan.engine) for job in jobs}:
         store.required(checkout.root(), *image)
@@ -167,7 +167,7 @@ class Here:
         self._folder, self._study = folder, study.model_copy(update={"members": []})
 
     def add(self, member: Member, argv: Sequence[str]) -> int:
-        """One run; its exit code."""
+        """Start one run; return its exit code."""
         before = self._study.members
         self._study = studies.keep(self._folder, self._study, [*before, member])
         print(f"\n== {_about(member.ranks, member.settings)}", flush=True)
@@ -177,7 +177,7 @@ class Here:
             return code
         finally:
             if code == exit_codes.CONFIG and not (self._folder.parent / member.run).exists():
-                self._study = studies.keep(self._folder, self._study, before)  # it was refused: there is nothing of it
+                self._study = studies.keep(self._folder, self._study, before)  # it was refused, and left nothing
 
 
 def _program() -> list[str]:
@@ -185,9 +185,9 @@ def _program() -> list[str]:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """`dray run` in this process, so that Ctrl-C ends its ranks as always; what it says to type is a run's.
+    """`dray run` in this process, so that Ctrl-C ends its ranks, and so that its hints name `dray run`.
 
-    Inside an salloc the batch script takes the place of the process of `dray run`, which must not be this one.
+    Inside an salloc the batch script replaces the process of `dray run`, so that is another process.
     """
     if allocation.found(os.environ):
         return process.in_front([*_program(), "run", *argv])
@@ -201,21 +201,21 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _apart(recipe: Recipe, member: Member) -> list[str]:
-    """No run of a study goes on from another's checkpoints."""
+    """Settings that give the run checkpoint folders of its own: it must not resume from another run's."""
     named = {"folder": recipe.checkpoint.folder, "mirror": recipe.checkpoint.mirror}
     return [f"checkpoint.{key}={place.rstrip('/')}/{member.run}" for key, place in named.items() if place]
 
 
 def show_asked(table: str, runs: Path | None, *, as_json: bool) -> None:
-    """With --table; runs that are started print as they go, and their table is no JSON."""
+    """With --table, show that study and exit. Refuse --json without it: runs that start print their progress."""
     if table:
         show(folder_of(table, runs), as_json=as_json)
     if as_json:
-        raise ConfigError("--json is for --table", fix="leave it out; then --table STUDY --json shows the runs")
+        raise ConfigError("--json needs --table", fix="leave out --json; later, --table STUDY --json prints the runs")
 
 
 def show(folder: Path, *, as_json: bool = False, code: int = 0) -> None:
-    """The table; 1 where a run has failed, or losses differ that should not."""
+    """Print the table; exit with 1 if a run failed, or if losses differ that should be equal."""
     study = studies.load(folder)
     rows, parity = studies.look(folder, study)
     failed = any(row.state in (state.FAILED, state.STOPPED, state.LOST) for row in rows)
@@ -232,7 +232,7 @@ def show(folder: Path, *, as_json: bool = False, code: int = 0) -> None:
 
 
 def folder_of(named: str, runs: Path | None) -> Path:
-    """Of the study that --table names."""
+    """The folder of the study that --table names."""
     return studies.find(named, (runs or default_runs()).absolute())
 
 

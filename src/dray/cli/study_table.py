@@ -11,7 +11,7 @@ _BAR = 20
 
 
 def table(study: Study, rows: Sequence[Row]) -> list[str]:
-    """Its runs, a line each; of a study of scaling the efficiency as bars too."""
+    """A line for each run; for a scaling study also the efficiency as bars."""
     scaling = study.kind != "sweep"
     titles = ["ranks" if scaling else "settings", "state", "tokens/s", *(["speedup", "efficiency"] * scaling)]
     titles += ["step s", "train s", "loss", "eval loss", "run"]
@@ -30,7 +30,7 @@ def table(study: Study, rows: Sequence[Row]) -> list[str]:
 
 
 def columns(lines: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
-    """A table as text; `left` says which of its columns are aligned there."""
+    """The lines of a table; `left` says which columns are aligned to the left."""
     lines = [[*map(cell, line)] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
@@ -56,11 +56,11 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def parity(study: Study, found: Parity) -> list[str]:
-    """Whether losses agree that should."""
+    """Whether losses agree that should be equal."""
     if study.kind != "strong":
         return []
     if found.broken:
-        wanted = f"wanted: at most {PARITY:.0e}, the recipe is fp32 and the global batch is the same"
+        wanted = f"wanted: at most {PARITY:.0e}, since the recipe is fp32 and the global batch is the same"
         return ["", "LOSS PARITY IS BROKEN", *(f"  {line}" for line in found.broken), f"  {wanted}"]
     if not found.steps:
         return ["", "losses: not compared yet; no two runs have logged the same step"]

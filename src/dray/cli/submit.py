@@ -1,4 +1,4 @@
-"""`dray submit`: a recipe to the cluster's queue."""
+"""`dray submit`: submit a recipe or a command to Slurm."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def submit(
         typer.Option(
             "--run",
             metavar="NAME|FOLDER",
-            help="A name for this run, or its folder; of one that is there, its next attempt.",
+            help="Name or folder of the run; if it exists, submit its next attempt.",
         ),
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
     as_json: Json = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Then watch the run, as dray top does.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="After submitting, watch the run as dray top does.")] = False,
     on: On = "",
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options.
@@ -59,9 +59,9 @@ def submit(
     if on:
         if run and not arguments and not context.obj:
             raise ConfigError(
-                "--run alone is not for --on: the plan is there, and the image that it wants is brought from here",
+                "--on cannot resume a run by --run alone: its plan is at the remote, but its image comes from here",
                 found=f"--on {on} --run={run}",
-                fix=f"name the recipe or the command again; or at the login node: dray submit --run={shlex.quote(run)}",
+                fix=f"give the recipe or command again; or, on the login node: dray submit --run={shlex.quote(run)}",
             )
         asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
         options: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""`dray submit --on`: what the run needs is brought there, and submitted there."""
+"""`dray submit --on`: copy what the run needs to a remote, and submit it there."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dray.remote.parcel import Parcel
 
 
 def submit(name: str, asked: Chosen, argv: Sequence[str], *, site: str, follow: bool) -> int:
-    """The exit code of `dray submit` at the remote."""
+    """Run `dray submit` at the remote; return its exit code."""
     if follow:
-        raise ConfigError("--follow is not for --on", fix=f"dray logs --on {name} -f, once it is in the queue")
+        raise ConfigError("--follow does not go with --on", fix=f"after submitting: dray logs --on {name} -f")
     remote, recipe = names.find(name), asked.recipe()
     if recipe.adopted or recipe.layer:
         raise ConfigError(
-            "an adopted image or a layer is not brought to a remote",
+            "adopted images and layers are not copied to a remote",
             found=f"adopted = {recipe.adopted!r}, layer = {recipe.layer!r}",
-            fix="submit this recipe at the login node, or build an image with the packages in it",
+            fix="submit this recipe on the login node, or build an image that contains the packages",
         )
-    # The digest that a recipe pins is that of this file, which is looked at before it is sent.
+    # The digest that the recipe pins is checked here, before the file is sent.
     image = bring.require_sif(store.required(checkout.root(), recipe.image_name, recipe.image_digest))
     file = Path(site) if site.endswith(".toml") else None
     sent = along(asked, recipe, file)
@@ -43,7 +43,7 @@ def submit(name: str, asked: Chosen, argv: Sequence[str], *, site: str, follow: 
 
 
 def along(asked: Chosen, recipe: Recipe, site: Path | None) -> Parcel:
-    """The recipe's file, and the files that go along with it."""
+    """The recipe's file, and the files that it names."""
     # As it is written: in what was read, a file of DeepSpeed's or accelerate's has its text in the place of its name.
     written = parse_toml(files.text(asked.path, "the recipe")) if asked.path else {}
     values = [*parcel.texts(written)]
@@ -52,8 +52,8 @@ def along(asked: Chosen, recipe: Recipe, site: Path | None) -> Parcel:
     folder = Path(os.path.normpath(recipe.command.folder)) if recipe.command else None
     if folder and not folder.is_relative_to(asked.beside):
         raise ConfigError(
-            "the command's folder is not beside the recipe, and only that is brought to a remote",
+            "the command's folder is outside the recipe's folder, which is all that dray copies to a remote",
             found=folder,
-            fix="put it beside the recipe",
+            fix="move it into the recipe's folder",
         )
     return parcel.recipe(asked.path, values, folder, asked.beside, site)

@@ -1,4 +1,4 @@
-"""`dray sweep`: one recipe with several values of its keys."""
+"""`dray sweep`: run one recipe with several values of its keys."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def sweep(
     table: studies.Table = "",
     as_json: Json = False,
 ) -> None:
-    """Run a recipe once for each combination of the values that settings have, divided by commas; then a table.
+    """Run a recipe once for each combination of values, such as train.lr=1e-3,4e-3, and print a table.
 
-    With Slurm they are the tasks of a job array, and --table shows them later; without, and inside a job, one follows
-    another.
+    With Slurm, the runs are the tasks of a job array, and --table shows them later. Without Slurm, or inside a job, the
+    runs follow one another here.
 
     dray sweep recipes/smoke-cpu.toml train.lr=1e-3,4e-3 train.steps=20
     dray sweep recipes/gpt2-wikitext-ddp.toml train.lr=1e-4,3e-4,1e-3 --at-most 2

@@ -1,4 +1,4 @@
-"""`dray sync`: the metrics of a run to its trackers' servers."""
+"""`dray sync`: send the metrics of a run to its trackers' servers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def sync(
     run: Run = "",
     to: Annotated[
         list[str] | None,
-        typer.Option(metavar="TRACKER", help="A tracker, in place of train.trackers; may be repeated."),
+        typer.Option(metavar="TRACKER", help="Tracker to send to; may be repeated. Default: train.trackers."),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run ends, as it writes them.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep sending until the run ends.")] = False,
     engine: Engine = "bare",
     runs: Runs = None,
 ) -> None:
-    """Send a run's metrics to W&B, MLflow, Trackio and others, from a login node; what was sent is not sent again.
+    """Send a run's metrics to W&B, MLflow, Trackio and others, from a login node. Nothing is sent twice.
 
     dray sync 4711 --to mlflow
     """
@@ -43,12 +43,12 @@ def sync(
             where=paths.run,
             wanted="a tracker in train.trackers, or --to",
             found=f"train.trackers = [{', '.join(named)}]",
-            fix="--to wandb; the run need not have tracked by it",
+            fix="--to wandb, even if the recipe does not name it",
         )
     if not files.is_own(paths.run):
         raise ConfigError(
-            "the run is another user's, and keeps what was sent", where=paths.run, wanted="a run of yours",
-            fix="let its owner sync it, or copy the run folder",
+            "the run is another user's: dray cannot record in it what it sent", where=paths.run,
+            wanted="a run of yours", fix="let its owner sync it, or copy the run folder",
         )  # fmt: skip
     own = tuple(f"{name.partition('_')[0].upper()}_" for name in names)
     given = (*hub.passed(), *sorted(name for name in os.environ if name.startswith(own)))

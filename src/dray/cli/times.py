@@ -1,4 +1,4 @@
-"""Times as users type and read them: of this machine's zone, as squeue shows them."""
+"""Times as users type and read them, in this machine's time zone, as squeue shows them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dray.contract.findings import ConfigError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 Since = Annotated[
-    str, typer.Option(metavar="WHEN", help="What began before is left out: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
+    str, typer.Option(metavar="WHEN", help="Only runs that began since then: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
 ]
 
 
 def since(text: str) -> float:
-    """Seconds since 1970; 0 for no text."""
+    """The typed time in seconds since 1970; 0 if it is empty."""
     if not text:
         return 0.0
     if found := re.fullmatch(r"([0-9]{1,6}) ?([smhdw])", text):
@@ -33,13 +33,13 @@ def since(text: str) -> float:
     except (ValueError, OverflowError):
         raise ConfigError(
             "--since has a wrong value",
-            wanted="30s, 90m, 12h, 3d or 2w before now, the last 18:00, or a date, as 2026-11-24 or 2026-11-24T18:00",
+            wanted="an age such as 90m, 12h, 3d or 2w, a time such as 18:00, or a date: 2026-11-24 or 2026-11-24T18:00",
             found=ascii(text),
         ) from None
 
 
 def seconds(utc: str | None) -> float | None:
-    """Of a time as result.json has it."""
+    """A time of result.json in seconds since 1970; None if there is none."""
     try:
         return datetime.fromisoformat(utc).timestamp() if utc else None
     except (ValueError, OverflowError):
@@ -47,6 +47,6 @@ def seconds(utc: str | None) -> float | None:
 
 
 def local(utc: str | None) -> str:
-    """The same in this machine's zone, to the minute; empty where there is none."""
+    """A time of result.json in this machine's zone, to the minute; empty if there is none."""
     at = seconds(utc)
     return "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

@@ -1,4 +1,4 @@
-"""`dray top`: a run, live, until it ends."""
+"""`dray top`: watch a run live, until it ends."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dray.runs.stages import Node, duration
 from dray.runs.state import RUNNING, State
 
 _LOOK_S = 1.0
-_SMALL, _FEW, _CLOSELY_S = 4 << 20, 64, 15.0  # large metrics and many logs are looked at less often
+_SMALL, _FEW, _CLOSELY_S = 4 << 20, 64, 15.0  # large metrics and many logs are read less often
 _NODES, _LINES, _TAIL = 8, 6, 1 << 14
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.,-~=+*"
 
 
 def top(run: Run = "", runs: Runs = None) -> None:
-    """Watch a run live: progress, loss, speed, nodes and last lines; Ctrl-C leaves the run alone.
+    """Watch a run live: progress, loss, speed, nodes and last lines. Ctrl-C does not stop the run.
 
-    Piped, it prints a line for each step that is logged.
+    Into a pipe it prints a line for each logged step.
 
     dray top 4711
     """
@@ -44,7 +44,7 @@ def top(run: Run = "", runs: Runs = None) -> None:
 
 
 def watch(run: Path, wait: Callable[[float], None] = time.sleep) -> None:
-    """Until it has ended, over its next attempts too."""
+    """Show the run until it has ended, through its next attempts too."""
     console = Console(highlight=False)
     view = _Terminal(run, console) if console.is_interactive else _Plain(run)
     try:
@@ -72,11 +72,11 @@ class _View:
 
     @property
     def paths(self) -> RunPaths:
-        """Of the attempt that is shown."""
+        """The paths of the shown attempt."""
         return RunPaths(Path(self.seen.folder), self.seen.attempt or 1)
 
     def look(self) -> bool:
-        """Show how it is now; whether it has ended."""
+        """Show the present state; return whether the run has ended."""
         closely = time.monotonic() > self._closely + _CLOSELY_S
         with suppress(OSError):
             small = len(self.seen.nodes) <= _FEW and self.paths.metrics.stat().st_size < _SMALL
@@ -97,7 +97,7 @@ class _View:
         return self._watched.look(closely=closely)
 
     def show(self, *, over: bool) -> None:
-        """What is new."""
+        """Show what is new."""
 
 
 class _Plain(_View):
@@ -110,7 +110,7 @@ class _Plain(_View):
         self._of: Path | None = None
 
     def show(self, *, over: bool) -> None:
-        """The state, unless it has ended, which is told last; then steps."""
+        """Print the state, if it is new and not the final one, then new steps."""
         seen = self.seen
         lines = [] if over else [status.head(seen), *status.waiting(seen)[:1]]
         lines += [f"stage: {seen.live.stage}"] if seen.live and seen.state == RUNNING else []
@@ -143,13 +143,13 @@ class _Terminal(_View):
         self._screen.stop()
 
     def show(self, *, over: bool) -> None:
-        """All of it, but for a run that has ended, of which the last words follow."""
+        """Draw the screen, unless the run has ended: then `watch` prints how."""
         if not over:
             self._screen.update(screen(self.seen, self.paths, self._console), refresh=True)
 
 
 def screen(seen: State, paths: RunPaths, console: Console) -> RenderableType:
-    """All that is shown of a run."""
+    """What the terminal shows of a run."""
     width, parts = console.width, list[RenderableType]()
     parts.append(_text(status.head(seen), "bold"))
     parts += [_text(line) for line in status.waiting(seen)]
@@ -181,7 +181,7 @@ def _text(line: str, style: str = "") -> Text:
 
 
 def sparkline(values: list[float], width: int, *, utf: bool = True) -> str:
-    """The values as a line of blocks with the least and the most behind it; several that share a block are averaged."""
+    """The values as a line of blocks, then the largest and the smallest; a block is the mean of its values."""
     if len(values) < 2:
         return ""
     blocks = _BLOCKS if utf else _ASCII
@@ -195,7 +195,7 @@ def sparkline(values: list[float], width: int, *, utf: bool = True) -> str:
 
 
 def _nodes(nodes: list[Node]) -> list[str]:
-    """Those with something to tell first, then those that are quiet longest."""
+    """A line for each node: first those with notes, then those that have been quiet longest."""
     order = sorted(nodes, key=lambda node: (not node.notes, -(node.quiet_s or 0.0)))
     width = max((len(node.name) for node in order[:_NODES]), default=0)
     lines = []
@@ -207,5 +207,5 @@ def _nodes(nodes: list[Node]) -> list[str]:
 
 
 def last_lines(log: RankLog) -> list[str]:
-    """Of a rank's log, as a terminal may be sent them."""
+    """The last lines of a rank's log, without control characters."""
     return [shown(line.encode()) for line in log.tail(_LINES)]

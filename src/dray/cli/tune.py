@@ -1,4 +1,4 @@
-"""`dray tune`: the setting of a recipe that trains the same in less time."""
+"""`dray tune`: find the settings with which a recipe trains fastest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dray.runs.tuned import Tuning
 
 _MOST = 256
 _WARM_UP = 3
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best setting as a recipe.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Recipe to write, with the best settings.")]
 
 
 def tune(
@@ -39,30 +39,31 @@ def tune(
     ] = None,
     overrides: Overrides = None,
     keys: Annotated[
-        str, typer.Option(metavar="KEY,KEY", help="The keys to tune, such as strategy,per_device; else all of them.")
+        str, typer.Option(metavar="KEY,KEY", help="Keys to tune, such as strategy,per_device. Default: all.")
     ] = "",
-    every: Annotated[bool, typer.Option("--all", help="Measure all candidates, in place of the search.")] = False,
-    steps: Annotated[int, typer.Option(min=5, max=10_000, help=f"Steps to measure, after {_WARM_UP} to warm up.")] = 10,
-    limit: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="The longest that a candidate may take.")
-    ] = 900,
+    every: Annotated[bool, typer.Option("--all", help="Measure all candidates instead of searching.")] = False,
+    steps: Annotated[
+        int, typer.Option(min=5, max=10_000, help=f"Steps to measure, after {_WARM_UP} warm-up steps.")
+    ] = 10,
+    limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time limit of each candidate.")] = 900,
     out: Out = None,
-    force: Annotated[bool, typer.Option("--force", help="--out may replace a file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     gpu_memory: GpuMemory = None,
     engine: Engine = "bare",
     site: Site = "",
-    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: on this machine all the same.")] = False,
+    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")] = False,
     runs: Runs = None,
     table: studies.Table = "",
     as_json: Json = False,
 ) -> None:
-    """Find the setting with which a recipe trains the same in less time, by short runs one after another.
+    """Find the settings with which a recipe trains fastest to the same losses, by short runs one after another.
 
-    Strategy, micro-batch, activation checkpointing, compilation, loss and fsdp's shards; never what is trained.
-    In a job, or an salloc, it measures on the job's nodes; else on this machine.
+    It tries strategies, micro-batches, activation checkpointing, compilation, ways to compute the loss and fsdp's
+    sharding. It never changes what is trained.
+    In a job or an salloc it measures on the job's nodes, else on this machine.
 
     dray tune recipes/smoke-cpu.toml --nodes 1 --out tuned.toml
     dray tune recipes/smoke-cpu.toml --keys strategy,loss --all
@@ -95,7 +96,7 @@ def tune(
     if every and tuning.grid > _MOST:
         raise ConfigError(
             "--all has too many candidates", wanted=f"at most {_MOST}", found=tuning.grid,
-            fix="leave out --all; --keys, or values such as batch.per_device=4,8, take fewer",
+            fix="leave out --all, or take fewer with --keys or values such as batch.per_device=4,8",
         )  # fmt: skip
     told = counted(tuning.grid, "candidate")
     print(f"{told} of {read.name}, on {tuning.where}\n{folder}", file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -115,8 +116,8 @@ def tune(
     except OSError as refused:
         tune_table.show(folder, tuner.tuning, as_json=as_json)
         raise ConfigError(
-            "the table cannot be written", where=folder, found=refused.strerror, fix="free the disk, or --runs",
-            code=exit_codes.UNFIT,
+            "the table cannot be written", where=folder, found=refused.strerror,
+            fix="free space on the disk, or --runs FOLDER", code=exit_codes.UNFIT,
         ) from refused  # fmt: skip
     tune_table.show(folder, tuner.tuning, as_json=as_json)
     tune_table.require_some(folder, tuner.tuning)
@@ -125,7 +126,7 @@ def tune(
 
 
 def _divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[Value, ...]]]:
-    """Settings for all candidates, and the keys to tune that are given several values."""
+    """The settings of all candidates, and the keys to tune that got several values."""
     settings, given = [], {}
     for override in overrides:
         key, _, text = override.partition("=")
@@ -137,7 +138,7 @@ def _divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[Value
 
 
 def _keys(text: str, settings: Sequence[str]) -> tuple[str, ...]:
-    """What is set to one value on the command line stays, unless it is named."""
+    """The keys of --keys, else all keys that have no single value on the command line."""
     if text:
         return tunings.keys(text)
     fixed = {setting.partition("=")[0].strip() for setting in settings}
@@ -149,7 +150,7 @@ def _read(path: Path, settings: Sequence[str]) -> Recipe:
         recipe = write.read_recipe(path, settings)
     except ConfigError as wrong:
         if any(re.match(r"[^=]+=[^\[{\"']*,", setting) for setting in settings):
-            wrong.amend(fix=f"several values are for {', '.join(KEYS)}; dray sweep compares other keys")
+            wrong.amend(fix=f"dray tune compares values of {', '.join(KEYS)}; dray sweep those of other keys")
         raise
     if recipe.train is None:
         raise ConfigError(
@@ -169,7 +170,7 @@ def _begun(
     if not candidates.axes:
         raise ConfigError(
             "there is nothing to tune", wanted=f"a key of {', '.join(KEYS)} with several values",
-            found=f"--keys and settings leave none on {counted(plan.world.size, 'rank')}", fix="leave out --keys",
+            found=f"--keys and the settings leave none on {counted(plan.world.size, 'rank')}", fix="leave out --keys",
         )  # fmt: skip
     configuration = lookup.files(plan.recipe, where.facts).configuration or {}
     tolerance, why = tunings.tolerance(plan.recipe, configuration, exact=study.PARITY)

@@ -1,4 +1,4 @@
-"""The table of `dray tune`, and the best of it as a recipe."""
+"""The table of `dray tune`, and its best settings as a recipe."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _LEFT = ("", "setting", "state", "run")
 
 
 def line(number: int, tuning: Tuning, row: Row) -> str:
-    """One candidate, as soon as it is known."""
+    """The line of a candidate that has ended."""
     shown = f"{_speed(row)}" if row.state == DONE else f"{row.state}: {row.why}"
     return f"{number:>3}  {setting(tuning, row)}: {shown}"
 
 
 def setting(tuning: Tuning, row: Row) -> str:
-    """What a row has that the recipe has not."""
+    """The settings of a row that differ from the recipe's."""
     found = tuned.candidate(row.values).differences(tuned.candidate(tuning.start))
     return " ".join(f"{key}={_value(value)}" for key, value in found) or _OWN
 
 
 def lines(tuning: Tuning) -> list[str]:
-    """The fastest first; below, why others have no figure."""
+    """The table, the fastest first; below it, why other candidates have no figures."""
     best, table = tuning.best, [list(_TITLES)]
     begun = [row for row in tuning.rows if row.run]
     for row in sorted(begun, key=lambda row: -(row.tokens_per_s or 0.0) if row.state == DONE else 1.0):
@@ -60,14 +60,14 @@ def lines(tuning: Tuning) -> list[str]:
 
 
 def summary(tuning: Tuning) -> list[str]:
-    """How many runs it took, and what is the best."""
+    """The number of runs, and the best settings."""
     begun, best = sum(bool(row.run) for row in tuning.rows), tuning.best
     left = f", {counted(len(tuning.rows) - begun, 'candidate')} left out" if len(tuning.rows) > begun else ""
     how = "all of them" if tuning.every else "the search"
     ended = "" if tuning.complete else "; it has not ended"
     found = [f"{counted(begun, 'run')}{left}, of {counted(tuning.grid, 'candidate')} ({how}{ended})"]
     if refused := [setting(tuning, row) for row in tuning.rows if row.state == DIFFER]:
-        found.append(f"REFUSED, since the losses are others: {'; '.join(refused)}")
+        found.append(f"REFUSED, since the losses differ: {'; '.join(refused)}")
     if best is None:
         return found
     found.append(f"best: {setting(tuning, best)}: {_speed(best)}")
@@ -78,7 +78,7 @@ def summary(tuning: Tuning) -> list[str]:
 
 
 def show(folder: Path, tuning: Tuning, *, as_json: bool = False) -> None:
-    """All there is to see."""
+    """Print the table and the summary."""
     if as_json:
         best = tuning.best
         print(json.dumps({"study": str(folder), **tuning.model_dump(), "best": best and best.model_dump()}, indent=1))
@@ -87,35 +87,34 @@ def show(folder: Path, tuning: Tuning, *, as_json: bool = False) -> None:
 
 
 def write(folder: Path, tuning: Tuning, out: Path) -> None:
-    """The best as a recipe. Where the disk does not take it, it is printed: it took long to find."""
+    """Write the best settings as a recipe. If that fails they are printed, since they took long to find."""
     best = tuning.best
     if best is None:
         raise none_runs(tuning, folder)
     head = [
         f"{tuning.recipe.get('name')}, tuned by dray {__version__} on {time.strftime('%Y-%m-%d', time.gmtime())}: "
         f"{tuning.where}",
-        f"tokens/s are medians of {counted(tuning.steps, 'step')} after {tuning.warm_up}; +- is half of them around it",
+        f"tokens/s: median of {counted(tuning.steps, 'step')} after {tuning.warm_up} of warm-up; half lie within +-",
         *summary(tuning), "", *lines(tuning),
     ]  # fmt: skip
     for path, text in tuned.as_files(tuning, best, out, head).items():
         if path != out and os.path.lexists(path) and path.read_text(encoding="utf-8", errors="replace") != text:
             raise ConfigError(
-                "a file that the recipe names would be replaced", where=path, wanted="a new file",
-                found="another file", fix="name another --out",
+                "a file that the recipe names exists already and differs", where=path, fix="choose another --out",
             )  # fmt: skip
         try:
             files.write_atomic(path, text)
         except OSError as refused:
             print(text)
             raise ConfigError(
-                "the best setting could not be written; it is printed above", where=path, found=refused.strerror,
+                "the best settings could not be written; they are printed above", where=path, found=refused.strerror,
                 fix=f"dray tune --table {folder} --out FILE", code=exit_codes.FAILED,
             ) from refused  # fmt: skip
     print(f"{out}: dray run {out}")
 
 
 def require_some(folder: Path, tuning: Tuning) -> None:
-    """A best one."""
+    """Refuse a table without a best row."""
     if tuning.best is None:
         raise none_runs(tuning, folder)
 

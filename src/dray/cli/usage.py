@@ -1,4 +1,4 @@
-"""A command line that no verb takes, as a finding in the form of every other."""
+"""Errors of the command line as findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AROUND = re.compile(r"^(Input should be |Value error, .* is not )|, unable to p
 
 
 def error(wrong: TyperException) -> ConfigError:
-    """Which option, argument or command it is, what it takes, what was typed, and where to read more."""
+    """The wrong option, argument or command, what it takes, what was typed, and the help to read."""
     context: Any = getattr(wrong, "ctx", None)
     parameter: Any = getattr(wrong, "param", None)
     help_ = f"{context.command_path} -h" if context else "dray -h"

@@ -19,22 +19,23 @@ def why(
     context: typer.Context,
     run: Run = "",
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="With --bundle: the archive; else dray-why-RUN.tar.gz.")
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="With --bundle: archive to write. Default: dray-why-RUN.tar.gz."),
     ] = None,
     bundle: Annotated[
         bool, typer.Option("--bundle", help="Pack plan, result, failures and the ends of logs, without secrets.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """Show why a run failed: the first failure, its cause and the fix; --bundle packs what a bug report needs.
+    """Show why a run failed: the first failure, its cause and the fix. --bundle packs the files for a bug report.
 
     dray why
     dray why 4711 report.tar.gz --bundle
     """
     if file and not bundle:
-        raise ConfigError("a FILE goes with --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
+        raise ConfigError("FILE needs --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
     if on and bundle:
         asked = ["why", run, "--bundle"]
         bring_back(on, asked, file, runs if typed(context, "runs") else None, bundles.require_new)

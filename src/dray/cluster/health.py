@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def stuck(self) -> bool:
-        """It runs but does not answer, and needs a restart. A drained node answers."""
+        """Whether it runs but does not answer, and so needs a restart. A drained node answers."""
         return self.container == "running" and self.problem is not None and "drain" not in self.slurm
 
 
@@ -48,12 +48,12 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        """Every machine works and Slurm knows every node."""
+        """Whether every machine works and Slurm knows every node."""
         return not self.problems and all(one.slurm for one in self.machines if one.name != CONTROLLER)
 
     @property
     def ended(self) -> bool:
-        """A container has stopped; waiting changes nothing."""
+        """Whether a container has stopped, so that waiting is useless."""
         return any(machine.container != "running" for machine in self.machines)
 
 

@@ -1,4 +1,4 @@
-"""The local cluster: bring it up, heal it, run commands in it, take it down."""
+"""The local cluster: start it, repair it, run commands in it, remove it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What the cluster is made from. A container made from another one is replaced."""
+    """The configuration of the cluster. A container with another configuration is replaced."""
 
     size: Size
     image: str
@@ -51,7 +51,7 @@ class Config:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What a later call must know of the cluster that it finds."""
+        """What a later call must know about the cluster that it finds."""
         digest = hashlib.sha256(repr((self, slurm_files(self.size), self.environment)).encode()).hexdigest()
         return {
             "dray.cluster": "local",

@@ -15,7 +15,7 @@ from dray.config import agreement
 from dray.config.agreement import Setting
 from dray.config.recipe import Recipe
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 # What accelerate 1.15 reads; it ends on each node where there is another key.
 KEYS = {
@@ -40,13 +40,14 @@ _IN_DEEPSPEEDS = (
 
 
 def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
-    """The recipe with what the file decides, and the file as JSON."""
+    """The recipe with the values of the file, and the file as JSON."""
     file = _parsed(text, path)
     unknown = sorted(file.keys() - KEYS)
     if unknown:
+        near = nearest(unknown[0], KEYS)
         raise ConfigError(
-            "accelerate does not know this key", where=path, wanted=", ".join(sorted(KEYS)), found=", ".join(unknown),
-            fix=f"remove it from {path.name}",
+            "accelerate does not know this key", where=path, found=", ".join(unknown),
+            wanted=listed(sorted(KEYS, key=lambda key: (key != near, key))), fix=f"remove it from {path.name}",
         )  # fmt: skip
     if file.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise _refused(path, "compute_environment", "LOCAL_MACHINE", file["compute_environment"])
@@ -65,7 +66,7 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
     import yaml  # noqa: PLC0415  only here
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-        """Its tables have each key once, and nothing stands for something else, which may grow without end."""
+        """Refuses duplicate keys, and aliases, which may expand without end."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401
             if self.check_event(yaml.AliasEvent):
@@ -83,19 +84,19 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
     try:
         file = yaml.load(text, Loader)  # noqa: S506  the safe one
         json.dumps(file, allow_nan=False)
-        found = f"more than {files.DEPTH} tables and lists within one another" if files.too_deep(file) else ""
+        found = f"more than {files.DEPTH} nested tables and lists" if files.too_deep(file) else ""
     except yaml.MarkedYAMLError as wrong:
         mark = wrong.problem_mark
         found = f"{wrong.problem}{f', on line {mark.line + 1}' if mark else ''}"
     except (yaml.YAMLError, TypeError, ValueError) as wrong:  # a date, or NaN, is nothing of accelerate's
         found = str(wrong).splitlines()[0]
     except RecursionError:
-        found = f"more than {files.DEPTH} tables and lists within one another"
+        found = f"more than {files.DEPTH} nested tables and lists"
     if found:
         raise ConfigError("accelerate's file is not valid YAML", where=path, found=found)
     if not isinstance(file, dict):
         raise ConfigError(
-            "accelerate's file is no table", where=path, wanted="key: value", found=type(file).__name__,
+            "accelerate's file is not a table", where=path, wanted="key: value", found=type(file).__name__,
             fix="accelerate config --config_file FILE writes one",
         )  # fmt: skip
     for key, value in file.items():
@@ -108,8 +109,8 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 def _refused(path: Path, key: str, wanted: str, found: object, fix: str = "") -> ConfigError:
     return ConfigError(
-        f"accelerate's {key} has a value that dray does not take", where=path, wanted=wanted, found=json.dumps(found),
-        fix=fix or f"write {key}: {wanted.partition(',')[0]}",
+        f"accelerate's {key} has a value that dray does not support", where=path, wanted=wanted,
+        found=json.dumps(found), fix=fix or f"write {key}: {wanted.partition(',')[0]}",
     )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def _of_deepspeed(config: dict[str, Any], path: Path, recipe: Recipe) -> list[tu
         both = [key for key in _IN_DEEPSPEEDS if config.get(key) is not None]
         if both or not isinstance(file, str):
             raise ConfigError(
-                "accelerate takes these from the DeepSpeed file alone", where=f"{path}: deepspeed_config",
+                "accelerate takes these keys from the DeepSpeed file only", where=f"{path}: deepspeed_config",
                 wanted=f"a path and none of {', '.join(_IN_DEEPSPEEDS)}", found=", ".join(both) or json.dumps(file),
                 fix=f"move them to {file}" if both else 'write deepspeed_config_file: "zero2.json"',
             )  # fmt: skip
@@ -161,7 +162,7 @@ def _of_deepspeed(config: dict[str, Any], path: Path, recipe: Recipe) -> list[tu
         found.append(("command.deepspeed", "deepspeed_config.deepspeed_config_file", str(Path(command.folder) / file)))
     if not found and not (command.strategy or "").startswith("zero") and not command.deepspeed:
         raise ConfigError(
-            "nobody names DeepSpeed's stage", where=path,
+            "DeepSpeed's ZeRO stage is missing", where=path,
             wanted="deepspeed_config.zero_stage of 1, 2 or 3, or command.strategy of zero1, zero2 or zero3",
             found="nothing", fix="set one of them",
         )  # fmt: skip

@@ -14,21 +14,21 @@ from dray.contract.findings import ConfigError
 
 
 class Setting(NamedTuple):
-    """What both set."""
+    """A setting that both the recipe and the file have."""
 
     name: str
     """The recipe's key, with its section."""
     value: Any
-    """As a recipe has it."""
+    """The file's value, as a recipe writes it."""
     key: str
-    """The file's own name of it."""
+    """The file's name of the key."""
     written: Any
-    """What stands there."""
+    """The value in the file."""
     line: int
 
 
 def settled(recipe: Recipe, settings: Iterable[Setting], path: Path, *, leave: str) -> dict[str, Any]:
-    """The recipe's table with what the file decides; `leave` says how a key of a file is left to the recipe."""
+    """The recipe's table with the file's values; `leave` is the fix that leaves a key of the file to the recipe."""
     given: dict[str, Any] = recipe.model_dump(exclude_unset=True)
     for name, value, key, written, line in settings:
         section, field = name.split(".")
@@ -47,12 +47,12 @@ def settled(recipe: Recipe, settings: Iterable[Setting], path: Path, *, leave: s
 
 
 def validated(given: dict[str, Any], what: str, path: Path) -> Recipe:
-    """The recipe of that table."""
+    """Validate that table as a recipe."""
     try:
         return Recipe.model_validate(given)
     except ValidationError as error:
         raise ConfigError(
-            f"the recipe and {what} do not go together",
+            f"the recipe and {what} do not fit together",
             where=f"the recipe and {path}",
             found="; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors()),
         ) from error

@@ -16,49 +16,49 @@ class Analog(Spec):
     """Linear layers become analog ones: quantised inputs, noisy and clipped weights."""
 
     enabled: bool = True
-    """Whether it is done at all: off, the same recipe is its own digital comparison."""
+    """Whether layers become analog. With false the same recipe trains digital layers, to compare with."""
     exclude: tuple[str, ...] = ()
-    """Layers that stay digital, by their names in the model; one that is tied to the embeddings always does."""
+    """Layers that stay digital, by their names in the model. A layer tied to the embeddings always stays digital."""
     clip_type: Literal["none", "gaussian", "gaussian_channel"] = "none"
-    """After each step weights are cut off at so many standard deviations: of the layer's, or of each output's."""
+    """Clip weights after each step at clip_sigma standard deviations, of the layer or of each output channel."""
     clip_sigma: Annotated[float, Field(gt=0)] = 2.5
-    """How many."""
+    """Standard deviations at which clip_type clips weights."""
     forward_inp_res: Natural = 0
-    """Steps of the inputs' converter, 2^bits - 2: 254 is 8 bits. 0 does not quantise. It wants input_range_enable."""
+    """Steps of the inputs' converter, 2^bits - 2: 254 is 8 bits. 0 does not quantise. Needs input_range_enable."""
     forward_out_noise: Annotated[float, Field(ge=0)] = 0.0
     """Standard deviation of the noise at the outputs."""
     forward_out_noise_per_channel: bool = False
-    """Whether that is relative to each output's own weights."""
+    """Whether forward_out_noise is relative to the weights of each output channel."""
     forward_out_res: Natural = 0
-    """Steps of the outputs' converter; 0 does not quantise. It wants forward_out_bound and input_range_enable."""
+    """Steps of the outputs' converter; 0 does not quantise. Needs forward_out_bound and input_range_enable."""
     forward_out_bound: Annotated[float, Field(ge=0)] = 0.0
-    """Where the outputs' converter cuts off."""
+    """The bound at which the outputs' converter clips."""
     mapping_max_input_size: int = -1
-    """Inputs of one tile; wider layers are parted. 0 or less: one tile each."""
+    """Inputs of one tile; wider layers are split into several. 0 or less: one tile per layer."""
     modifier_type: Literal["none", "add_gauss", "add_gauss_channel"] = "none"
-    """Noise on the weights in training: relative to the layer's largest weight, or to each output's."""
+    """Noise on the weights in training, relative to the largest weight of the layer or of each output channel."""
     modifier_std_dev: Annotated[float, Field(ge=0)] = 0.0
-    """Its standard deviation."""
+    """Standard deviation of the noise of modifier_type."""
     modifier_quantize: Literal["none", "tensor", "channel"] = "none"
-    """Whether weights are quantised in training, by layer or by output."""
+    """Whether weights are quantised in training, per layer or per output channel."""
     modifier_res: Natural = 0
-    """Steps of that."""
+    """Steps of modifier_quantize."""
     input_range_enable: bool = False
-    """Whether each layer has a fixed range of inputs, beyond which they are cut off."""
+    """Whether each layer has a range of inputs, at which larger inputs are clipped."""
     input_range_learn_input_range: bool = True
-    """Whether it is learned."""
+    """Whether the input range is learned."""
     input_range_init_value: Annotated[float, Field(gt=0)] = 3.0
-    """Where it begins."""
+    """The input range at the start."""
     input_range_init_from_data: Natural = 100
-    """For so many batches it follows the data in place of being learned."""
+    """Batches during which the input range follows the data, before it is learned."""
     input_range_init_std_alpha: Annotated[float, Field(gt=0)] = 3.0
-    """There: how many standard deviations of the inputs."""
+    """The input range during these batches, in standard deviations of the inputs."""
     input_range_decay: Annotated[float, Field(ge=0)] = 0.001
-    """How much it is drawn to zero while hardly any input is cut off."""
+    """Decay of the input range while hardly any input is clipped."""
     input_range_input_min_percentage: Share = 0.95
-    """The share of inputs within it above which it is drawn to zero."""
+    """The input range decays while more than this share of the inputs is within it."""
     input_range_fast_mode: bool = False
-    """Whether the range follows a running minimum and maximum, which is faster."""
+    """Whether the input range follows a running minimum and maximum, which is faster."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Analog:
@@ -75,5 +75,5 @@ class Analog(Spec):
         }
         for name, (missing, what) in wants.items():
             if missing:
-                raise ValueError(f"{name} = {getattr(self, name)} wants {what}")
+                raise ValueError(f"{name} = {getattr(self, name)} needs {what}")
         return self

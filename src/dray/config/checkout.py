@@ -1,4 +1,4 @@
-"""Where the project's own files are: containers/, recipes/, slurm/, build/."""
+"""The folder of dray's own files: containers/, recipes/, slurm/, build/."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def root(*, build: bool = False) -> Path:
     raise ConfigError(
         "no dray checkout found",
         where=folder,
-        wanted=f"a folder of yours or root's, which not all may write, with {_MARK}/ in it",
+        wanted=f"a folder of yours or root's with {_MARK}/ in it, to which not everybody may write",
         found=f"{above[0]}, which another user may change" if above else "",
         fix="dray init FOLDER && cd FOLDER; or change into your clone of dray, or set DRAY_HOME to it",
     )
 
 
 def home() -> Path:
-    """The user's home; a user id that no passwd knows, as containers have, has none where HOME is not set."""
+    """The user's home; /nonexistent for a user id without one, as in containers."""
     try:
         return Path.home()
     except RuntimeError:
@@ -49,19 +49,19 @@ def home() -> Path:
 
 
 def configuration() -> Path:
-    """The folder of the user's own settings of dray."""
+    """The folder of the user's settings for dray."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "dray"
 
 
 def write(folder: Path) -> None:
-    """A new checkout, from which images build with the same bytes as from the one that this package was made from.
+    """Write a new checkout, which builds images with the same bytes as the checkout of this package.
 
-    An image contains dray's wheel, and that README.md and LICENSE; many a message names `make image-VARIANT`.
+    An image has dray's wheel, which contains README.md and LICENSE; and messages name `make image-VARIANT`.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError("a checkout needs a folder", where=folder, found="a file", fix="give another name")
+        raise ConfigError("a file has the name of the new folder", where=folder, fix="give another name")
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError("the folder is not empty", where=folder, fix="give the name of a new one")
+        raise ConfigError("the folder is not empty", where=folder, fix="give the name of a new folder")
     source = _INSTALLED if _INSTALLED.is_dir() else _CLONE
     hook = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
     new = not folder.exists()
@@ -74,7 +74,7 @@ def write(folder: Path) -> None:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
         reasons = [reason for *_, reason in error.args[0]] if isinstance(error, shutil.Error) else [error.strerror]
-        fix = "name a folder that you may write, on a disk with room"
+        fix = "name a folder to which you may write, on a disk with free space"
         raise ConfigError("the checkout cannot be written", where=folder, found=reasons[0], fix=fix) from error
 
 

@@ -1,4 +1,4 @@
-"""[checkpoint] of a recipe: what a run keeps, how often and where."""
+"""[checkpoint] of a recipe: how often a run saves checkpoints, and where."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _URL = re.compile(r"(s3|gs)://[A-Za-z0-9][A-Za-z0-9._-]+(/(?!\.\.?(/|$))[A-Za-z0
 
 
 class Checkpoint(Spec):
-    """What a run keeps, so that another may resume."""
+    """The checkpoints of a run, from which it or another run can resume."""
 
     every: Every = ()
-    """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50. A number
-    alone holds to the end. Left out: none before the end."""
+    """Pairs [until, every]: [[100, 10], [0, 50]] saves every 10 steps until step 100, then every 50. A single number
+    holds to the end. Left out: no checkpoint before the end."""
     at_start: bool = False
-    """Whether a checkpoint of step 0 is kept too. It is removed as others are, once there are `keep` newer ones."""
+    """Whether step 0 is saved too. Its checkpoint is removed like the others, once there are `keep` newer ones."""
     keep: Count = 2
     """How many of the newest checkpoints to keep."""
     final: bool = True
-    """Whether the model is saved at the end. false: for a run that only measures, as those of dray tune."""
+    """Whether the model is saved at the end. false: for a run that only measures, as dray tune's runs do."""
     folder: str = ""
-    """Where checkpoints are kept; else in the run folder. With a folder, the same command, requeued or typed again,
-    resumes where the last one stopped. A relative path starts at the recipe's own folder. One run at a time has it."""
+    """Folder for checkpoints. Left out: in the run folder. With a folder, the same command, requeued or typed again,
+    resumes where the last one stopped. A relative path starts at the recipe's own folder. One run at a time uses it."""
     mirror: str = ""
-    """Where each checkpoint is copied while training goes on: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder. A run
-    resumes from there if it has a newer one than the checkpoint folder. It keeps `keep` of them too."""
+    """Where each checkpoint is copied during training: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder. A run
+    resumes from the mirror if it has a newer checkpoint than the folder. It also keeps `keep` of them."""
 
     @property
     def mirror_folder(self) -> str:
-        """The mirror, where it is a folder."""
+        """The mirror, if it is a folder."""
         return "" if "://" in self.mirror else self.mirror
 
     @field_validator("mirror")
@@ -56,7 +56,7 @@ class Checkpoint(Spec):
     @model_validator(mode="after")
     def _copies_something(self) -> Checkpoint:
         if self.mirror and not self.every:
-            raise ValueError("mirror copies checkpoints, and none is made before the end; set checkpoint.every")
+            raise ValueError("mirror copies checkpoints, but none is saved before the end; set checkpoint.every")
         if self.mirror and self.mirror == self.folder:
             raise ValueError("mirror is the checkpoint folder itself; name another place")
         return self
@@ -77,5 +77,7 @@ class Checkpoint(Spec):
     def _ascending(cls, every: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         untils = [until or math.inf for until, _ in every]
         if untils != sorted(set(untils)):
-            raise ValueError("expected pairs that reach further each, such as [[100, 10], [0, 50]]; 0 is for ever")
+            raise ValueError(
+                "expected pairs whose first numbers increase, such as [[100, 10], [0, 50]]; 0 stands for the end"
+            )
         return every

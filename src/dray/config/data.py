@@ -28,86 +28,86 @@ Map = Annotated[str, AfterValidator(_names_a_function)]
 
 
 class Source(Spec):
-    """One source of a mix."""
+    """One dataset of a mix."""
 
     dataset: str
-    """Named as data.train is. Its last documents are for evaluation."""
+    """The dataset, written as in data.train. Its last documents are for evaluation."""
     column: str = ""
-    """Which column holds a document; left out: as data.column."""
+    """The column with the documents. Left out: data.column."""
     map: Map = ""
-    """A function on its rows, named as data.map names one; left out: data.map."""
+    """A function on its rows, written as in data.map. Left out: data.map."""
     weight: Annotated[float, Field(gt=0, le=1e15)] = 1.0
-    """How many samples are of it, beside those of the other sources: 3 beside 1 is three of four."""
+    """Its share of the samples, relative to the other sources: 3 and 1 give three samples of four."""
     repeat: Annotated[int, Field(ge=0)] = 0
-    """Epochs, after which it ends and the other sources have its share; 0: it repeats as long as the run goes."""
+    """Epochs after which it ends, and the other sources take its share. 0: it repeats until the run ends."""
     until: Annotated[int, Field(ge=0)] = 0
-    """The step after which it ends and the other sources have its share; 0: the last one."""
+    """The step after which it ends, and the other sources take its share. 0: the last step."""
 
 
 class Data(Spec):
-    """What is trained on."""
+    """The datasets, and how they become samples."""
 
     train: str = "builtin"
     """The dataset to train on: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a
-    pattern of txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row, on a disk or by URL (s3://, hf://,
+    pattern of txt, json, jsonl, csv, tsv, parquet or arrow, one document per line or row, on a disk or by URL (s3://, hf://,
     https://); `BUILDER:FILES` for what another builder of `datasets` reads, such as webdataset or xml; or
     `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`. `:train[:1%]` behind files takes a part of their rows. A relative path
     starts at the recipe's own folder."""
     mix: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], Source] = {}
-    """Several datasets to train on, by weight, in the place of `train`; by the names that metrics have for them."""
+    """Several datasets to train on, by weight, instead of `train`. Metrics use the names given here."""
     validation: str = ""
-    """The dataset to evaluate, named likewise. Left out: the last documents of `train`, or of each source of `mix`."""
+    """The dataset to evaluate, as in `train`. Left out: the last documents of `train`, or of each source of `mix`."""
     test: str = ""
     """The dataset to evaluate once, after training."""
     validation_split_percentage: Annotated[int, Field(ge=1, le=50)] = 5
-    """Percentage of the documents of `train` kept for evaluation where `validation` is left out; of each source of
+    """Percentage of the documents of `train` kept for evaluation if `validation` is left out; of each source of
     `mix` in any case."""
     column: str = "text"
-    """Which column or key holds a document, where there are several; with train.objective = "sft" a conversation, a
+    """The column or key with the documents, if there are several; with train.objective = "sft" with conversations: a
     list of messages with role and content."""
     answer_column: str = ""
-    """With train.objective = "sft": the column of the answers, where `column` is that of the questions."""
+    """With train.objective = "sft": the column with the answers; `column` then has the questions."""
     map: Map = ""
-    """FILE.py:FUNCTION: Python of yours that gets each row as a dict, before `column` is read, and returns a dict, a
-    list of several, or None to drop it. The plan has the file's text. A relative path starts beside the recipe."""
+    """FILE.py:FUNCTION: your function, which gets each row as a dict before `column` is read, and returns a dict, a
+    list of dicts, or None to drop the row. The plan has the file's text. A relative path starts beside the recipe."""
     config_kwargs: dict[Literal[*dataset.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
-    """By builder of `datasets`: more arguments of load_dataset for what it reads, such as sep of csv or sql of sql."""
+    """More arguments of load_dataset, by builder of `datasets`, such as sep for csv or sql for sql."""
     min_characters: Annotated[int, Field(ge=0)] = 0
-    """Shorter documents are left out; a conversation counts with the names of its roles."""
+    """Shorter documents are left out. The length of a conversation includes the names of its roles."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in one sample."""
     packing: Literal["wrapped", "bfd", "bfd_split"] = "wrapped"
-    """How documents become samples. wrapped: they are joined and cut; no token is dropped. bfd: those that fit stay
-    whole (best fit decreasing), with padding where none fits, and longer ones lose their end. bfd_split: longer ones
+    """How documents become samples. wrapped: they are joined and cut; no token is dropped. bfd: documents that fit stay
+    whole (best fit decreasing), padding fills the rest, and longer ones lose their end. bfd_split: longer ones
     are split, and nothing is dropped."""
     document_mask: bool = False
-    """Whether attention stays within each document, where a sample holds several."""
+    """Whether attention stays within each document of a sample that has several."""
     max_train_samples: Annotated[int, Field(ge=0)] = 0
     """Train on at most this many samples, of each source of `mix`; 0 is all."""
     max_eval_samples: Annotated[int, Field(ge=0)] = 0
     """Evaluate and test on at most this many samples; 0 is all."""
     streaming: bool = False
-    """Tokenize while training, and keep no tokens on the disk: for datasets larger than a node's disk."""
+    """Tokenize during training, without tokens on the disk: for datasets larger than a node's disk."""
     cache_dir: str = ""
-    """Where a node keeps tokenized datasets, made once; else a folder in /tmp."""
+    """Folder in which a node keeps tokenized datasets for later runs. Left out: a folder in /tmp."""
 
     @field_validator("config_kwargs")
     @classmethod
     def _are_the_builders_own(cls, kwargs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for builder, given in kwargs.items():
             if taken := sorted({*given} & _TAKEN):
-                raise ValueError(f"{builder}.{taken[0]}: dray decides it, by the name of the dataset or by itself")
+                raise ValueError(f"{builder}.{taken[0]}: dray sets this argument itself")
         return kwargs
 
     @model_validator(mode="after")
     def _mixes(self) -> Data:
         if self.mix and self.train != "builtin":
             raise ValueError(
-                f"data.train = {self.train} beside [data.mix]: the mix is what is trained on; leave out data.train, or "
+                f"data.train = {self.train} beside [data.mix]: a run trains on one of them; leave out data.train, or "
                 'make it a source: [data.mix.NAME] dataset = "..."'
             )
         if self.mix and self.streaming:
-            raise ValueError("data.streaming is for one dataset, data.train; a mix reads tokens on the disk")
+            raise ValueError("data.streaming works with data.train only; a mix reads tokens from the disk")
         if self.streaming and self.packing != "wrapped":
             raise ValueError(
                 f"data.streaming joins documents as they come and cuts them; data.packing = {self.packing} wants all "

@@ -46,7 +46,7 @@ _OPEN = (_MISSING, "auto")
 
 
 def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
-    """The recipe with what the file decides, and the file with what only DeepSpeed knows."""
+    """The recipe with the file's values, and with the rest of the file, which only DeepSpeed reads."""
     file = _parsed(text, path)
     section = "train" if recipe.train else "command"
     part = recipe.train or recipe.command
@@ -87,12 +87,14 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
         if twice:
-            raise ConfigError("a key is there twice", where=path, found=", ".join(sorted(twice)), fix="remove one")
+            raise ConfigError("a key appears twice", where=path, found=", ".join(sorted(twice)), fix="remove one")
         return dict(pairs)
 
     file = parse_json(text, "the DeepSpeed file", path, pairs=once)
     if not isinstance(file, dict):
-        raise ConfigError("the DeepSpeed file is no object", where=path, wanted="{...}", found=type(file).__name__)
+        raise ConfigError(
+            "the DeepSpeed file is not a JSON object", where=path, wanted="{...}", found=type(file).__name__
+        )
     return file
 
 
@@ -113,11 +115,11 @@ def _of_precision(file: dict[str, Any], path: Path) -> list[_Found]:
     least = _at(file, "fp16.min_loss_scale")
     if isinstance(least, float) and not least.is_integer():
         raise ConfigError(
-            "DeepSpeed wants a whole number for the least loss scale",
+            "DeepSpeed needs a whole number as its smallest loss scale",
             where=f"{path}: fp16.min_loss_scale",
             wanted="1 or more",
             found=json.dumps(least),
-            fix='write "min_loss_scale": 1; a scale below 1 makes what is small smaller',
+            fix='write "min_loss_scale": 1; a scale below 1 makes small gradients smaller',
         )
     power = _at(file, "fp16.initial_scale_power")
     scale = [("train.initial_loss_scale", "fp16.initial_scale_power", 2.0**power)] if isinstance(power, int) else []
@@ -135,7 +137,7 @@ def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, secti
     by_recipe = stage in _OPEN and strategy is not None and STRATEGIES[strategy].deepspeed
     if stage not in (1, 2, 3) and not by_recipe:
         raise ConfigError(
-            "nobody names DeepSpeed's stage",
+            "DeepSpeed's ZeRO stage is missing",
             where=path,
             wanted=f"zero_optimization.stage of 1, 2 or 3, or {section}.strategy of zero1, zero2 or zero3",
             found="nothing" if stage is _MISSING else json.dumps(stage),
@@ -150,7 +152,7 @@ def _of_offload(file: dict[str, Any], path: Path) -> list[_Found]:
     for part, device in places.items():
         if device not in (_MISSING, "auto", "none", "cpu"):
             raise ConfigError(
-                "dray offloads to the host's memory alone",
+                "dray offloads to the host's memory only",
                 where=f"{path}: {keys[part]}",
                 wanted="cpu, none or auto",
                 found=json.dumps(device),
@@ -158,7 +160,7 @@ def _of_offload(file: dict[str, Any], path: Path) -> list[_Found]:
             )
     if places["param"] == "cpu" and places["optimizer"] not in ("cpu", "auto"):
         raise ConfigError(
-            "weights are offloaded, and the optimizer is not",
+            "weights are offloaded, but the optimizer is not",
             where=path,
             wanted="offload_optimizer beside offload_param",
             found=keys["param"],
@@ -182,7 +184,7 @@ def _of_sections(file: dict[str, Any], path: Path) -> list[_Found]:
         return []
     if scheduler not in _SCHEDULES:
         raise ConfigError(
-            "this schedule is not known", where=f"{path}: scheduler.type", wanted=", ".join(_SCHEDULES),
+            "dray does not know this schedule", where=f"{path}: scheduler.type", wanted=", ".join(_SCHEDULES),
             found=json.dumps(scheduler), fix="leave the section out, and set train.lr_scheduler_type",
         )  # fmt: skip
     return [("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[scheduler])]
@@ -196,7 +198,7 @@ def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value
 
 
 def _line(text: str, key: str) -> int:
-    """Where the key's last part is, after those before it."""
+    """The line of the key's last part."""
     at = 0
     for part in key.split(" ", maxsplit=1)[0].split("."):
         at = max(text.find(f'"{part}"', at), at)

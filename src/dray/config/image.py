@@ -30,9 +30,9 @@ class Vendor(Spec):
     version: Annotated[str, Field(pattern=r"^[0-9][0-9a-z.+]*$")]
     """The version, with the vendor's own ending such as +rocm6.4."""
     sha256: list[Digest]
-    """The hash of each of its files that may be installed."""
+    """The hashes of the files that may be installed."""
     index: Annotated[str, Field(pattern=r"^https://\S+$")]
-    """The vendor's index, asked for this package alone, and only if the user's own pip does not find it."""
+    """The vendor's index, asked for this package only, and only if the user's own pip does not find it."""
     mb: PositiveInt | None = None
     """The size of its wheel in MB, which the vendor's index does not tell."""
 
@@ -41,11 +41,11 @@ class Source(Spec):
     """Sources that a step of the build compiles: a release's tar, fetched and pinned by hash."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-    """The program, as the tar's only folder NAME-VERSION has it."""
+    """The program's name, as in the tar's only folder NAME-VERSION."""
     version: Annotated[str, Field(pattern=r"^[0-9][0-9a-z.]*$")]
     """The release."""
     sha256: Digest
-    """The hash of the tar without its compression, which may differ from day to day."""
+    """The hash of the uncompressed tar: the compression may change between downloads."""
     url: Annotated[str, Field(pattern=r"^https://\S+\.tar\.gz$")]
     """The release's .tar.gz; fetched unless the folder of --wheels has it."""
     license: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+() -]+$")]
@@ -53,15 +53,15 @@ class Source(Spec):
 
     @property
     def file(self) -> str:
-        """The name of the tar."""
+        """The tar's file name."""
         return f"{self.name}-{self.version}.tar"
 
 
 class Size(Spec):
-    """How much a build fetches and writes, in MB of 1,000,000 bytes: it is refused where there is no room for that."""
+    """How much a build downloads and writes, in MB of 1,000,000 bytes: dray refuses a build without that free space."""
 
     locks: list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]]
-    """The digests in the heads of the locks whose wheels were summed; `dray image lock` writes them."""
+    """The digests of the locks whose wheels were summed; `dray image lock` writes them."""
     wheels_mb: NonNegativeInt
     """The locked wheels for x86_64; `dray image lock` writes it."""
     unpacked_mb: PositiveInt
@@ -80,9 +80,9 @@ class Image(Spec):
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
     """The base's Python, such as 3.11, which the lock's wheels are for."""
     machines: list[Literal["x86_64", "aarch64"]] = Field(default=["x86_64"])
-    """The processors that its wheels are for, as uname -m names them."""
+    """The architectures that its wheels are for, as uname -m names them."""
     size: Size | None = None
-    """What a build takes on the disk. `dray image lock` writes it for a new variant."""
+    """The disk space that a build needs. `dray image lock` writes it for a new variant."""
     driver: Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")] | None = None
     """The oldest host driver that it runs with."""
     architectures: list[Annotated[str, Field(pattern=r"^(\d+\.\d+|gfx[0-9a-f]+)$")]] = Field(default_factory=list)
@@ -92,7 +92,7 @@ class Image(Spec):
     source: list[Source] = Field(default_factory=list)
     """Sources that the build compiles, with their hashes."""
     without: list[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9+.-]+$")]] = Field(default_factory=list)
-    """Packages of Debian's locks that are not for this variant."""
+    """Packages of Debian's locks that this variant does not install."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], Line] = Field(default_factory=dict)
     """Environment variables of this variant, added to containers/environment."""
     labels: dict[Annotated[str, Field(pattern=r"^[a-z0-9.-]+$")], Line] = Field(default_factory=dict)

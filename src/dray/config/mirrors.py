@@ -1,4 +1,4 @@
-"""The user's own mirrors: what dray contacts in the place of a container registry, a vendor's index or an archive."""
+"""The user's mirrors: what dray contacts instead of a container registry, a vendor's index or an archive."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ class Mirrors(Spec):
     """The file ~/.config/dray/mirrors.toml."""
 
     mirrors: dict[Place, Place] = Field(default_factory=dict)
-    """By registry ("docker.io", "nvcr.io/nvidia") or URL: what is contacted in its place. The longest one counts."""
+    """For a registry ("docker.io", "nvcr.io/nvidia") or URL: what dray contacts instead. The longest match wins."""
 
 
 def path() -> Path:
-    """Where the file is: DRAY_MIRRORS, else the user's configuration."""
+    """The file's path: DRAY_MIRRORS, else in the user's configuration."""
     named = os.environ.get("DRAY_MIRRORS")
     return Path(named).expanduser() if named else configuration() / "mirrors.toml"
 
 
 def table() -> dict[str, str]:
-    """All of it, the longest first; empty where there is no file."""
+    """All mirrors, the longest name first; empty without a file."""
     file = path()
     if not os.environ.get("DRAY_MIRRORS") and not file.exists():
         return {}
     try:
         trouble = files.open_to_others(file.resolve())
     except FileNotFoundError:
-        raise ConfigError("the file of mirrors is not there", where="DRAY_MIRRORS", found=file) from None
+        raise ConfigError("the file of mirrors does not exist", where="DRAY_MIRRORS", found=file) from None
     if trouble:
-        fix = f"chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
-        raise ConfigError("the file of mirrors is not yours alone", where=file, found=trouble, fix=fix)
+        fix = f"chmod go-w {file}, as its owner: it decides what an image is made from"
+        raise ConfigError("other users may change the file of mirrors", where=file, found=trouble, fix=fix)
     if re.search(r"""=\s*["'][^"'\n]*@""", files.text(file, "the file of mirrors")):
         fix = "keep it in ~/.netrc, or use docker login"
         raise ConfigError(
-            "a mirror's address has a login in it, which commands and logs would show", where=file, fix=fix
+            "a mirror's address contains a login, which commands and logs would show", where=file, fix=fix
         )
     entries = load(Mirrors, file).mirrors
     for name, mirror in entries.items():
         if ("://" in name) != ("://" in mirror):
             raise ConfigError(
-                "a mirror is of another kind than what it stands for",
+                "a mirror and what it replaces are of different kinds",
                 where=file,
                 wanted="two URLs, or two registries without https://",
                 found=f"{name} = {mirror}",
@@ -65,7 +65,7 @@ def table() -> dict[str, str]:
 
 
 def url(address: str) -> str:
-    """What is contacted for a URL."""
+    """The URL to contact for a URL: its mirror, else itself."""
     for name, mirror in table().items():
         if address == name or address.startswith(f"{name}/"):
             return mirror + address.removeprefix(name)
@@ -73,7 +73,7 @@ def url(address: str) -> str:
 
 
 def image(reference: str) -> str:
-    """What is pulled for debian:bookworm-slim@sha256:... or oras://ghcr.io/x; without a mirror it stays as it is."""
+    """The image to pull for debian:bookworm-slim@sha256:... or oras://ghcr.io/x: its mirror, else itself."""
     scheme, separator, name = reference.rpartition("://")
     if scheme in ("http", "https"):
         return url(reference)
@@ -93,9 +93,9 @@ def image(reference: str) -> str:
 
 
 def sed() -> str:
-    """The same for apt's sources, as a script for sed --regexp-extended: the longest entry that fits, for each URL.
+    """A script for sed --regexp-extended that puts mirrors into apt's sources: for each URL the longest matching entry.
 
-    What was written is marked until the end, so that a shorter entry leaves it alone.
+    Replaced text is marked until the end, so that a shorter entry does not replace it again.
     """
     urls = {re.sub(r"([.+])", r"\\\1", name): mirror for name, mirror in table().items() if "://" in name}
     lines = [

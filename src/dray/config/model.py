@@ -1,8 +1,7 @@
-"""Read a TOML file and overrides into a frozen model, and report all that is wrong with them at once."""
+"""Read a TOML file and overrides into a frozen model, and report all errors at once."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -16,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from dray.config.schema import Schema
 from dray.contract import files, secrets
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 S = TypeVar("S", bound="Spec")
 Keys = tuple[str | int, ...]
@@ -32,11 +31,11 @@ _TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document
 
 
 class SecretError(ValueError):
-    """What no message may show."""
+    """An error whose value no message may show."""
 
 
 def _texts(value: object) -> Iterator[str]:
-    """The texts in a value; a table of ours looks at its own."""
+    """The texts in a value, except in nested models, which check their own."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -51,25 +50,26 @@ class Spec(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    selects: ClassVar[str] = ""  # the key whose value names a table of the file that lies over all others
+    selects: ClassVar[str] = ""  # the key whose value names a table of the file that overrides all others
+    lists: ClassVar[str] = ""  # the verb that prints all keys
 
     @model_validator(mode="after")
     def _holds_no_secret(self) -> Self:
         found = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
         if found:
-            raise ValueError(f"{', '.join(found)}: this looks like a secret, and plans and run folders show it")
+            raise ValueError(f"{', '.join(found)}: this looks like a secret, which plans and run folders would show")
         return self
 
 
 def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
-    """The file with the `key=value` overrides on top. Everything that is wrong is in one ConfigError."""
+    """Read the file with the `key=value` overrides on top. One ConfigError has all errors."""
     kind = model.__name__.lower()
     written = _parse(_read(path, kind), path, kind)
     return validate(model, _layered(model, written, overrides), overrides, what=f"{kind} {path}")
 
 
 def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, what: str) -> S:
-    """The table with the overrides on top, as `load` does it."""
+    """Validate the table with the overrides on top, as `load` does."""
     data = written
     typed: list[tuple[Keys, str]] = []
     lines: list[tuple[str, str]] = []
@@ -79,21 +79,20 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
         if not equals or not all(keys) or len(keys) > files.DEPTH:
             lines.append((secrets.redacted(override)[:_SHOWN], "expected key=value, such as a.b=1 (command line)"))
             continue
-        if _SURROGATE.search(override):  # how Python hands on arguments that are no UTF-8
+        if _SURROGATE.search(override):  # how Python passes arguments that are not UTF-8
             lines.append((ascii(override), "expected UTF-8 text (command line)"))
             continue
         if model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
             own = ".".join(keys[1:]) or "KEY"
-            lines.append((override, f"has no effect: the command line wins over [{keys[0]}]; set {own}={raw}"))
+            lines.append((override, f"has no effect: the command line overrides [{keys[0]}]; set {own}={raw}"))
             continue
         typed.append((keys, override))
         data = _apply(model, data, keys, raw.strip())
     spec, errors = _validate(model, data)
     if spec and not lines:
         return spec
-    schema = _schema(model)
     more = len(errors) - _SHOWN  # a file of another kind may have thousands
-    lines += [_line(error, schema, written, typed) for error in errors[:_SHOWN]]
+    lines += [_line(error, model, written, typed) for error in errors[:_SHOWN]]
     lines = list(dict.fromkeys(lines))  # each branch of a union reports on its own
     width = max(len(label) for label, _ in lines)
     shown = [f"{label:<{width}}   {text}".strip() for label, text in lines] + [f"and {more} more"] * (more > 0)
@@ -106,7 +105,7 @@ def _schema(model: type[Spec]) -> Schema:
 
 
 def explained(wrong: ValidationError) -> str:
-    """What is wrong with data that no user wrote by hand, a line each."""
+    """The errors in data that no user wrote by hand, one per line."""
     found = wrong.errors(include_url=False, include_input=False)
     lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in found[:_SHOWN]]
     return "\n".join([*lines, *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
@@ -126,7 +125,7 @@ def _missing(path: Path, kind: str) -> NoReturn:
     names = sorted(other.name for other in folder.glob("*.toml"))
     raise ConfigError(
         f"{kind} {path} does not exist",
-        found=None if folder.is_dir() else f"{folder} is no folder either",
+        found=None if folder.is_dir() else f"the folder {folder} does not exist either",
         fix=_suggest(path.name, names, f"in {folder}", folder) or None,
     ) from None
 
@@ -151,7 +150,7 @@ def _parse(text: str, path: Path, kind: str) -> Table:
 
 
 def parse_toml(text: str) -> Table:
-    """TOML's tables; ValueError for what is none, and for what nothing that follows could hold."""
+    """Parse TOML; ValueError if it is not valid, too deep, or has a number of more than 64 bits."""
     bare = _TOML_STRINGS.sub("", text)
     # Each dotted key costs the square of its length.
     deep = any(part.count(".") > files.DEPTH for part in re.split(r"[][{}=,\n]", bare))
@@ -163,18 +162,18 @@ def parse_toml(text: str) -> Table:
     except RecursionError:
         deep = True
     if deep:
-        raise ValueError(f"more than {files.DEPTH} tables or lists within one another")
+        raise ValueError(f"more than {files.DEPTH} nested tables or lists")
     return table
 
 
 def _fits(value: object) -> bool:
-    """Whether each whole number is one that TOML has; a hexadecimal one may have more digits than Python writes."""
+    """Whether each whole number has at most 64 bits, as in TOML; Python cannot print some longer ones."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return all(map(_fits, inner)) and not (isinstance(value, int) and value.bit_length() > 63)
 
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
-    """The model decides whether `5` is a number or text: as TOML reads it if that fits, else text, or a list of it."""
+    """The data with the override: `raw` as TOML reads it if the model accepts that, else as text, or as a list."""
     candidates = [_put(data, keys, value) for value in (_value(raw), raw, [raw])]
     for candidate in candidates:
         if not any(error["loc"][: len(keys)] == keys for error in _validate(model, candidate)[1]):
@@ -200,7 +199,7 @@ def _layered(model: type[Spec], written: Table, overrides: Sequence[str]) -> Tab
 
 
 def _laid(under: Table, over: Table) -> Table:
-    """Tables become one, key by key; anything else is replaced."""
+    """Merge tables key by key; replace anything else."""
     both = [key for key in over if isinstance(over[key], dict) and isinstance(under.get(key), dict)]
     return {**under, **over, **{key: _laid(under[key], over[key]) for key in both}}
 
@@ -214,26 +213,28 @@ def _put(table: Table, keys: Keys, value: object) -> Table:
 
 
 def _validate(model: type[S], data: Table) -> tuple[S | None, list[ErrorDetails]]:
-    """By way of JSON, where strict means what TOML means: "5" is no number, but a list may become a tuple."""
+    """Validate as JSON, whose strict mode fits TOML: "5" is not a number, but a list may become a tuple."""
     try:
         return model.model_validate_json(json.dumps(data, default=str)), []
     except ValidationError as wrong:
         return None, wrong.errors(include_url=False)
 
 
-def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple[Keys, str]]) -> tuple[str, str]:
-    """What stands there, and what is wrong with it."""
-    loc, value = error["loc"], error["input"]
+def _line(error: ErrorDetails, model: type[Spec], written: Table, typed: list[tuple[Keys, str]]) -> tuple[str, str]:
+    """What was set, and what is wrong with it."""
+    schema, loc, value = _schema(model), error["loc"], error["input"]
     keys, text, shown = schema.keys(loc), "", True
     match error["type"]:
         case "extra_forbidden":
             keys = (*schema.keys(loc[:-1]), loc[-1])
             place = f"valid in [{'.'.join(map(str, keys[:-1]))}]" if keys[1:] else "valid here"
             text = f"unknown key: {_suggest(str(keys[-1]), schema.names(keys[:-1]), place)}"
+            if model.lists and text.endswith(" more"):
+                text += f"; all: {' '.join([model.lists, *map(str, keys[:-1][:1])])}"
         case "missing":
             text, shown = f"missing: expected {schema.expected(keys)}", False
         case "value_error":
-            # A validator of a whole table says itself what it looked at; the table may hold a secret.
+            # A validator of a whole table names what it checked; the table may hold a secret.
             wrong = error["ctx"]["error"]
             text, shown = str(wrong), not isinstance(value, dict) and not isinstance(wrong, SecretError)
         case _ if loc[-1:] == ("[key]",):
@@ -246,8 +247,8 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
             wanted = schema.expected(keys)
             text = f"expected {wanted}" if wanted else error["msg"]
             if kind == "literal_error" and isinstance(value, str):
-                near = difflib.get_close_matches(value, re.findall('"([^"]*)"', wanted), n=1)
-                text += "".join(f"; did you mean `{match}`?" for match in near)
+                near = nearest(value, re.findall('"([^"]*)"', wanted))
+                text += f"; did you mean `{near}`?" * bool(near)
     override, label = _origin(keys, written, typed), ".".join(map(str, keys))
     if shown:
         found = json.dumps(value, ensure_ascii=False)
@@ -258,11 +259,11 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
 
 
 def _suggest(name: str, valid: list[str], place: str, folder: Path = Path()) -> str:
-    near = difflib.get_close_matches(name, valid, n=1)
-    others = [other for other in valid if other not in near]
-    parts = [f"did you mean `{folder / match}`?" for match in near]
+    near = nearest(name, valid)
+    others = [other for other in valid if other != near]
+    parts = [f"did you mean `{folder / near}`?"] * bool(near)
     if others:
-        parts.append(f"{'also ' if near else ''}{place}: {', '.join(others)}")
+        parts.append(f"{'also ' if near else ''}{place}: {listed(others)}")
     return " ".join(parts)
 
 

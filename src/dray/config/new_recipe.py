@@ -1,4 +1,4 @@
-"""A recipe to begin from, with comments."""
+"""A first recipe, with comments."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ n_positions = 128
 
 @dataclass(frozen=True, kw_only=True)
 class New:
-    """What a recipe is made of; the defaults make the one for this machine."""
+    """The values of a first recipe; the defaults are for a machine without GPUs."""
 
     name: str
     train: str = "builtin"
     image: str = "cpu"
     gpus: int = 0
-    """Of a node; 0: the recipe is for CPUs."""
+    """GPUs of a node; 0: the recipe is for CPUs."""
     model: str = ""
-    """A model of the hub, or a folder of `save_pretrained`'s; else a small one from scratch."""
+    """A model of the hub, or a folder that `save_pretrained` wrote; empty: a small model from scratch."""
     keys: bool = False
-    """Whether it says where all keys are listed."""
+    """Whether its comments say how to list all keys."""
 
     def text(self) -> str:
-        """The file."""
+        """The text of the recipe."""
         about = (
             f"# {self.model} is trained further.\n"
             if self.model

@@ -1,4 +1,4 @@
-"""Which Python packages a recipe needs beside torch: an image has all of them, another Python may not."""
+"""The Python packages that a recipe needs besides torch: an image has all of them, another Python may not."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Package(NamedTuple):
     module: str
     setting: str
     without: tuple[str, ...] = ()
-    """What to add to the command line to do without it."""
+    """What to add to the command line to run without the package."""
     demo: bool = True
     """Whether `make demo` installs it. It leaves out DeepSpeed, which outside an image compiles its operators in each
     run, for minutes, with this machine's compiler."""
 
 
 def of(recipe: Recipe) -> list[Package]:
-    """All that this recipe needs."""
+    """The packages that this recipe needs."""
     train, found = recipe.train, list[Package]()
     if recipe.launcher in ("accelerate", "deepspeed"):
         without = ("--launcher=torchrun", *(["accelerate="] if recipe.accelerate else []))

@@ -1,4 +1,4 @@
-"""What is checked before a launch: each node by itself, then all of them together."""
+"""[preflight] of a recipe: checks before the launch, of each node by itself and of all nodes together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dray.config.training import Count
 
 
 class Preflight(Spec):
-    """What each node shows of itself before the rendezvous, and what the nodes prove to one another after it."""
+    """Checks of each node before the rendezvous, and of all nodes together after it."""
 
     when: Literal["several", "always", "never"] = "several"
-    """several: in runs of several nodes; always: on one node too."""
+    """several: only in runs of several nodes; always: on one node too."""
     timeout_s: Count = 60
     """Seconds that all collectives together may take, after the rendezvous."""
     megabytes: Count = 64
@@ -24,4 +24,4 @@ class Preflight(Spec):
     shared_memory_gb: Annotated[float, Field(ge=0)] = 0.5
     """Size that /dev/shm must have."""
     memory_gb: Annotated[float, Field(ge=0)] = 0.5
-    """Memory that the job must have on each node: what is available, and what its cgroup allows."""
+    """Memory that the job must have on each node, both available and allowed by its cgroup."""

@@ -1,4 +1,4 @@
-"""What a recipe says of a run's folder, and of a run that hangs."""
+"""[runs] of a recipe: the run folder; and the limits for a run that hangs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import Field
 from dray.config.model import Spec
 
 HangTimeout = Annotated[int, Field(ge=0, le=604_800)]
-"""Seconds; at most a week."""
+"""Seconds, at most a week."""
 
 
 class Runs(Spec):
     """The run folder."""
 
     share: Literal["none", "group"] = "none"
-    """Who may read it besides you: no one, or your group; the run's secret stays yours alone."""
+    """Who may read it besides you: no one, or your group. Only you may read the run's secret."""
     logs_by_node_above: Annotated[int, Field(ge=0)] = 512
-    """A run of more ranks than these keeps one log for each node, with the rank before each line, and no file for each
-    rank. `dray logs --rank` shows a rank's lines. 0: always so."""
+    """A run with more ranks than this keeps one log per node, with the rank before each line, instead of one per
+    rank. `dray logs --rank` shows a rank's lines. 0: always one log per node."""

@@ -40,7 +40,7 @@ class Schema:
         self._root = model.model_json_schema()
 
     def keys(self, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        """The user's keys in a location; pydantic also names the branches of a union."""
+        """The keys of a location that the user wrote, without the union branches that pydantic adds."""
         return tuple(key for key, _ in self._walk(loc))
 
     def names(self, keys: tuple[str | int, ...]) -> list[str]:
@@ -52,7 +52,7 @@ class Schema:
         return self._text(self._at(keys))
 
     def describe(self) -> list[tuple[str, str, str, str]]:
-        """Every key with its type, default and documentation; a table's keys in place of the table."""
+        """Every key with its type, default and documentation; for a table its keys."""
         return list(self._described(self._root, ""))
 
     def _described(self, node: Node, prefix: str) -> Iterator[tuple[str, str, str, str]]:

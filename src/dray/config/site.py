@@ -47,7 +47,7 @@ class SiteBind(Spec):
     write: bool = False
     """Whether ranks may write there."""
     required: bool = True
-    """Whether a node without it is unfit; if false, such a node goes without it."""
+    """Whether a node without it is unfit; if false, such a node runs without the bind."""
 
     @field_validator("path")
     @classmethod
@@ -91,7 +91,7 @@ class Fabric(Spec):
     """NCCL's or RCCL's network plugin: its full path, in which a * selects the newest match; or `image`: the one for
     libfabric in dray's images, which drives the host's libfabric."""
     transport: tuple[str, ...] = ()
-    """The transports that NCCL or RCCL may use between nodes, such as cxi or IB. A run with another one is refused."""
+    """The transports that NCCL or RCCL may use between nodes, such as cxi or IB. dray ends a run with another one."""
     min_bus_bandwidth_gb_s: Annotated[float, Field(ge=0)] = 0.0
     """Minimum bus bandwidth of an all-reduce over two to eight nodes, in GB/s; 0: no minimum."""
 
@@ -124,12 +124,13 @@ class Fabric(Spec):
 class Site(Spec):
     """The profile of one cluster."""
 
+    lists = "dray site keys"
     name: Annotated[str, Field(pattern=NAME)]
     """The name of the file, without .toml."""
     about: str
     """The machine in one sentence."""
     clusters: tuple[str, ...] = ()
-    """Its names in Slurm (SLURM_CLUSTER_NAME), by which dray selects this site."""
+    """The cluster's names in Slurm (SLURM_CLUSTER_NAME), by which dray selects this site."""
     hosts: tuple[str, ...] = ()
     """Patterns of host names, such as iris-*, if the name in Slurm is not enough."""
     image: Variant | None = None
@@ -139,9 +140,9 @@ class Site(Spec):
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
     """GPUs of a node; the default of --gpus-per-node."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How a job requests them: --gpus-per-node=N or --gres=gpu:N."""
+    """How a job requests GPUs: --gpus-per-node=N or --gres=gpu:N."""
     gpu_memory_gb: Annotated[float, Field(ge=0)] = 0.0
-    """Memory of one GPU, the smaller one if there are two kinds; a run that does not fit is refused."""
+    """Memory of one GPU, the smaller one if there are two kinds. dray refuses a run that does not fit."""
     bf16: bool = True
     """Whether its GPUs multiply bf16 in hardware; those before A100 (V100) emulate it, without tensor cores. If false,
     a recipe without train.precision trains in fp16, and one with bf16 is refused."""
@@ -160,15 +161,15 @@ class Site(Spec):
     interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
     """Interfaces for the rendezvous, in order of preference. Default: the address of the first node's host name."""
     engine: Literal["", "pyxis", "edf", "charliecloud", "podman-hpc", "shifter"] = ""
-    """What starts containers, if it is not apptainer or singularity (docs/reference/engines.md)."""
+    """The container engine, if it is not apptainer or singularity (docs/reference/engines.md)."""
     annotations: Annotated[dict[Annotation, str], BeforeValidator(_flat)] = {}
-    """With `edf`: what the Container Engine's hooks are told, such as com.hooks.netstack.source = "artifact"; with
-    `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". Each beats dray's own."""
+    """With `edf`: annotations for the Container Engine's hooks, such as com.hooks.netstack.source = "artifact"; with
+    `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". They override dray's own."""
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
     stage_by: Literal["auto", "sbcast", "tree", "copy"] = "auto"
-    """How the copies come: by Slurm's sbcast, in a tree in which nodes hand on what the first one reads, or each node
-    copies the shared file. `auto` tries all in this order. With the others, a node copies what did not come."""
+    """How nodes get their copies: by Slurm's sbcast; in a tree, in which nodes pass on what the first one reads; or
+    each node copies the shared file. `auto` tries all in this order. If one fails, a node copies by itself."""
     cores: tuple[Cores, ...] = ()
     """The cores of each local rank, such as 49-55; used if the job has all of them and as many ranks on a node."""
     fabric: Fabric = Fabric()
@@ -189,11 +190,11 @@ class Site(Spec):
         return cores
 
     def variables(self) -> list[str]:
-        """The names of the variables in its paths."""
+        """The names of the variables in the site's paths."""
         return sorted({name for bind in self.binds for name in re.findall(r"\$(\w+)", bind.path)})
 
     def folders(self) -> list[str]:
-        """What every node must have by that name; a blank would end a word of the batch script."""
+        """The folders that every node must have. Without those with a blank, which the batch script would split."""
         return [bind.path for bind in self.binds if bind.required and not re.search(r"[$\s]", bind.path)]
 
     @model_validator(mode="after")
@@ -208,7 +209,7 @@ class Site(Spec):
             raise ValueError(f"cores: {len(self.cores)} masks for {self.gpus_per_node} GPUs (gpus_per_node)")
         engine = engines.get(self.engine or "apptainer")
         if self.stage and not engine.script_mounts:
-            raise ValueError(f"stage: with {self.engine} Slurm starts the image before a node could copy it")
+            raise ValueError(f"stage: with {self.engine}, Slurm starts the image before a node could copy it")
         if self.stage_by != "auto" and not self.stage:
             raise ValueError(f'stage_by = "{self.stage_by}" needs stage, the folder on each node for the copy')
         if self.annotations and not engine.takes_annotations:

@@ -1,10 +1,9 @@
-"""The site files, and which one a job uses: a file, a name, or the one that names this cluster."""
+"""The site files, and which one a job uses: by path, by name, or the one that names this cluster."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from dray.config import checkout
 from dray.config.model import load
 from dray.config.site import Site
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, nearest
 from dray.facts import Facts
 
 GENERIC = "generic"
@@ -20,14 +19,14 @@ NAMED = "chosen by name"
 
 
 class Choice(NamedTuple):
-    """A site, and why it is this one."""
+    """A site, and the reason for it."""
 
     site: Site
     reason: str
 
 
 def user_folder() -> Path:
-    """The folder of the user's own files, which override ours of the same name."""
+    """The folder of the user's own site files, which override dray's files of the same name."""
     return Path(os.environ.get("DRAY_SITES") or checkout.configuration() / "sites")
 
 
@@ -38,22 +37,22 @@ def files() -> dict[str, Path]:
 
 
 def find(name: str) -> Site:
-    """The site of this name, or of the file that `name` is the path of."""
+    """The site with this name, or in the file with this path."""
     if name.endswith(".toml"):
         return load(Site, Path(name))
     by_name = files()
     if name not in by_name:
-        near = get_close_matches(name, by_name, n=1)
+        near = nearest(name, by_name)
         raise ConfigError(
             f"there is no site {name!r}",
             where=f"{checkout.root() / 'slurm' / 'sites'} and {user_folder()}",
             wanted="a name that `dray site list` prints, or the path of a site file (*.toml)",
-            fix=f"--site {near[0]}" if near else "dray site list",
+            fix=f"--site {near}" if near else "dray site list",
         )
     site = load(Site, by_name[name])
     if site.name != name:
         raise ConfigError(
-            "the name in a site file differs from the file's", where=by_name[name], wanted=name, found=site.name
+            "the name in a site file differs from the file's name", where=by_name[name], wanted=name, found=site.name
         )
     return site
 
@@ -64,7 +63,7 @@ def detect(cluster: str, host: str) -> Choice:
         try:
             site = load(Site, path)
         except ConfigError:
-            if path.parent == user_folder():  # it may be for this very cluster: skipping it would be a silent fallback
+            if path.parent == user_folder():  # it may be for this cluster: skipping it would be a silent fallback
                 raise
             continue
         if cluster in site.clusters:
@@ -76,7 +75,7 @@ def detect(cluster: str, host: str) -> Choice:
 
 
 def portable(name: str) -> str:
-    """A site's name as a job can use it, which may lack this shell's variables: the user's own files by path."""
+    """A site's name for a job; a path for the user's own files, since a job may lack this shell's variables."""
     path = files().get(name)
     return str(path) if path and path.parent == user_folder() else name
 
@@ -87,7 +86,7 @@ def path_variables(site: Site, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose(facts: Facts) -> Choice:
-    """The site that the facts name, else the one that they match."""
+    """The site that the facts name, else the one that matches them."""
     if facts.site:
         return Choice(find(facts.site), NAMED)
     if facts.scheduler != "slurm":

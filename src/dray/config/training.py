@@ -18,14 +18,14 @@ Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", 
 
 
 class Sharding(NamedTuple):
-    """What of a model a strategy divides over the ranks, and what goes with it."""
+    """What a strategy shards over the ranks, and what follows from it."""
 
     stage: int
-    """As DeepSpeed counts: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+    """The ZeRO stage, as DeepSpeed counts: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     deepspeed: bool = False
     analog: bool = True
     mixed_dtypes: bool = True
-    """Whether the weights of one layer may be of several types, as those of LoRA beside 16-bit ones are."""
+    """Whether one layer may have weights of several types, such as LoRA's beside 16-bit weights."""
 
 
 STRATEGIES: dict[Strategy, Sharding] = {
@@ -39,42 +39,42 @@ STRATEGIES: dict[Strategy, Sharding] = {
 
 
 class Batch(Spec):
-    """How many samples make one optimizer step. The global size is the promise; the rest follows from the world."""
+    """The samples of one optimizer step. dray keeps global_size; the rest follows from the world size."""
 
     global_size: Count
     """Samples in one optimizer step over all ranks."""
     per_device: Count | None = None
-    """Samples of one micro-batch on each rank. Left out: as many as the world size and the accumulation leave."""
+    """Samples of one micro-batch on each rank. Left out: global_size divided by world size and accumulation."""
     gradient_accumulation_steps: Count | None = None
-    """Micro-batches before one optimizer step. Left out: as many as it takes to reach the global size."""
+    """Micro-batches before one optimizer step. Left out: as many as global_size needs."""
 
 
 class Model(Spec):
-    """The network: one that exists, by name, or a new one of a type that transformers knows."""
+    """The model: an existing one by name, or a new one of a type that transformers knows."""
 
     name: str = ""
-    """A model of the hub, or a folder of `save_pretrained`'s, with a `/` or `.` (the recipe's folder) at the start."""
+    """A model of the hub, or a folder of `save_pretrained`; its path begins with `/` or `.` (the recipe's folder)."""
     revision: str = "main"
     """The hub's commit, tag or branch."""
     weights: bool = True
-    """Whether the named model's weights are taken, or its configuration alone."""
+    """Whether to load the named model's weights, or only its configuration."""
     trust_remote_code: bool = False
-    """Whether Python code that comes with the named model may run."""
+    """Whether Python code of the named model may run."""
     type: str = "gpt2"
-    """A model type that transformers knows, where there is no name."""
+    """Without name: a model type that transformers knows."""
     config: dict[str, Scalar | list[Any] | dict[str, Any]] = {}
     """Settings of the configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
     tokenizer: str = ""
-    """A tokenizer, named as `name` is. Left out: the named model's own, or one token a byte."""
+    """A tokenizer, written as `name`. Left out: the named model's own, or one token per byte."""
     tokenizer_revision: str = "main"
-    """Its commit, tag or branch on the hub, where it is not the named model's own."""
+    """The tokenizer's commit, tag or branch on the hub, if it is not the named model's own."""
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """Which of transformers' attention functions; auto is sdpa, or eager where a model has no other."""
+    """Attention function of transformers; auto is sdpa, or eager if the model has no other."""
     pad_to_multiple_of: Literal["auto"] | Annotated[int, Field(ge=0, le=1024)] = "auto"
-    """The head computes with a vocabulary padded to a multiple of this; nothing saved shows it, and 0 pads nothing.
+    """The head computes with a vocabulary padded to a multiple of this; saved models are not padded. 0 pads nothing.
     auto: 128 on GPUs, for speed; none on a CPU, with DeepSpeed, an analog head or Triton's loss."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
-    """Type of the weights that the optimizer moves; auto is the named model's own."""
+    """Type of the weights that the optimizer updates; auto is the named model's own."""
 
     @field_validator("config")
     @classmethod
@@ -88,12 +88,12 @@ class Model(Spec):
 
 
 class Train(Spec):
-    """The loop."""
+    """The training loop of dray's trainer."""
 
     steps: Count | None = None
     """Optimizer steps."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Epochs over the training dataset, in place of steps."""
+    """Epochs over the training dataset, instead of steps."""
     objective: Literal["causal", "masked", "sft"] = "causal"
     """causal: predict each token from those before it. masked: predict masked tokens from all others. sft: causal, on
     conversations in the model's chat template, with labels on the assistant's messages alone."""
@@ -102,7 +102,7 @@ class Train(Spec):
     kernels of dray's own, on GPUs from A100 and MI250X on; no GPU has run them yet. The last two never hold the logits
     of all tokens; all skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Probability that a token is masked, where the objective is masked."""
+    """With objective = masked: probability that a token is masked."""
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -112,7 +112,7 @@ class Train(Spec):
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """The polynomial's power; 1 is linear."""
     lr_cycles: Count = 1
-    """How many times cosine_with_restarts falls."""
+    """Number of cosine cycles of cosine_with_restarts."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the schedule."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -132,18 +132,18 @@ class Train(Spec):
     seed: Annotated[int, Field(ge=0)] = 42
     """Seeds weights, data order and dropout."""
     deterministic: bool = False
-    """Whether two runs on the same kind of GPUs agree to the last bit, which costs some speed. On a CPU they always
+    """Whether two runs on the same kind of GPUs agree to the last bit, which is slower. On a CPU they always
     do."""
     log_every: Count = 10
-    """Steps between two lines of metrics."""
+    """Log metrics every so many steps."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 does not clip."""
     strategy: Strategy = "ddp"
     """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
     master_weights: bool = False
-    """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer moves masters of 32. Nothing is cast in
-    a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
+    """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer updates copies of 32. Nothing is cast
+    in a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
     fsdp_shard: Literal["auto", "node", "all"] | Annotated[int, Field(ge=1)] = "auto"
     """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
     others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
@@ -167,10 +167,10 @@ class Train(Spec):
     activation_checkpointing: bool = False
     """Whether activations are computed again in the backward pass instead of kept."""
     deepspeed: str | None = None
-    """A DeepSpeed JSON file; it decides the strategy. The recipe fills in each `auto`; a value in both must be
+    """A DeepSpeed JSON file; it decides the strategy. The recipe fills in each `auto`; a value set in both must be
     the same. A relative path starts beside the recipe."""
     eval_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between two evaluations; 0 is after training alone."""
+    """Steps between two evaluations; 0: only after training."""
     attention_stats: bool = False
     """Whether the smallest and the largest attention score of each layer are logged."""
     trackers: tuple[Tracker, ...] = ()
@@ -194,20 +194,20 @@ class Train(Spec):
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         if self.master_weights and (self.strategy != "ddp" or self.precision == "fp32"):
             found = f"they are {self.strategy} and {self.precision}"
-            raise ValueError(f"master_weights wants strategy ddp and precision bf16 or fp16; {found}")
+            raise ValueError(f"master_weights needs strategy ddp and precision bf16 or fp16; {found}")
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
-            raise ValueError("on_divergence = skip wants strategy ddp or fsdp: DeepSpeed's optimizer does not go back")
+            raise ValueError("on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back")
         if self.offload and self.strategy not in stages and not unread:
-            raise ValueError(f"offload = {self.offload} wants strategy {stages}, and it is {self.strategy}")
+            raise ValueError(f"offload = {self.offload} needs strategy {stages}, but it is {self.strategy}")
         return self
 
 
 class Lora(Spec):
-    """Low-rank adapters (LoRA, by peft): they are trained, and the model's own weights are frozen."""
+    """Low-rank adapters (LoRA, by peft): only the adapters are trained; the model's own weights are frozen."""
 
     enabled: bool = True
-    """false: the same recipe trains all weights."""
+    """false: train all weights instead."""
     rank: Count = 16
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
@@ -215,20 +215,20 @@ class Lora(Spec):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapters' inputs."""
     target_modules: tuple[str, ...] = ()
-    """Ends of the names of the layers to adapt, such as q_proj. Left out: all linear layers but the head."""
+    """Layers to adapt, by the end of their names, such as q_proj. Left out: all linear layers but the head."""
 
 
 class Evaluation(Spec):
-    """One more dataset to evaluate, beside data.validation."""
+    """One more dataset to evaluate, in addition to data.validation."""
 
     dataset: str
-    """Named as data.train is."""
+    """The dataset, written as in data.train."""
     column: str = ""
-    """Which column holds a document; left out: as data.column."""
+    """The column with the documents. Left out: data.column."""
     map: Map = ""
-    """A function on its rows, named as data.map names one; left out: none."""
+    """A function on its rows, written as in data.map. Left out: none."""
     stride: Annotated[int, Field(ge=0)] = 0
-    """Tokens from one window to the next: each is predicted from at least data.sequence_length - stride before it. 0:
+    """Tokens from one window to the next: a token is predicted from at least data.sequence_length - stride others. 0:
     windows side by side."""
     last_word: bool = False
     """Whether only the last word of each document has labels; loss and accuracy are then by words."""
@@ -238,5 +238,5 @@ class Evaluation(Spec):
     @model_validator(mode="after")
     def _one_way(self) -> Evaluation:
         if self.stride and self.last_word:
-            raise ValueError("stride and last_word are two ways to evaluate a dataset; name it twice to have both")
+            raise ValueError("stride and last_word are two ways to evaluate a dataset; for both, add the dataset twice")
         return self

@@ -9,7 +9,7 @@ LIMIT = 8192
 
 
 def parse(text: str) -> list[int]:
-    """The cores of a list; ValueError where it names one that no machine has, or more than a machine has."""
+    """The cores of a list; ValueError if a number or the count exceeds LIMIT."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -23,7 +23,7 @@ def parse(text: str) -> list[int]:
 
 
 def render(cores: Iterable[int]) -> str:
-    """As `parse` reads it."""
+    """The list as text, which `parse` reads."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

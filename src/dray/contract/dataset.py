@@ -9,15 +9,16 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from dray.contract import secrets
+from dray.contract.findings import listed, nearest
 
 HUB, BUILTIN = "hub", "builtin"
 BUILDERS = (
     "arrow", "conll", "csv", "fasta", "fastq", "genbank", "hdf5", "json", "lance", "parquet", "sql", "text", "tsfile",
     "vortex", "webdataset", "xml",
 )  # fmt: skip
-"""Those of `datasets` that make rows with text. `pandas` reads pickles, which may run code."""
+"""The builders of `datasets` that make rows with text. Not `pandas`, whose pickles may run code."""
 ENDINGS = {".tar": "webdataset", ".xml": "xml", ".h5": "hdf5", ".hdf5": "hdf5", ".lance": "lance"}
-"""What is read by a builder without its name; files of other endings are text, a document a line."""
+"""Endings whose builder need not be named."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 _BUILDER = re.compile(r"([A-Za-z][A-Za-z0-9_]+):(?!//)(.*)", re.DOTALL)
@@ -36,16 +37,16 @@ class Named(NamedTuple):
     files: str
     """A path, a pattern, a URL of files, or a dataset of the hub without its split."""
     split: str = ""
-    """train[:1%]; of the hub also others, and empty for what the key stands for."""
+    """train[:1%]; a dataset of the hub may have other splits. Empty: the default of the key."""
 
     @property
     def remote(self) -> bool:
-        """Whether it is files by fsspec: s3://, hf://, https:// and others."""
+        """Whether fsspec reads its files: s3://, hf://, https:// and others."""
         return self.builder != HUB and "://" in self.files
 
     @property
     def path(self) -> str:
-        """The file, folder or pattern of this machine's disk; empty where it names none."""
+        """The file, folder or pattern on this machine's disk; empty if there is none."""
         return "" if self.builder == HUB or self.remote or self.files in ("", BUILTIN) else self.files
 
     def at(self, path: str) -> str:
@@ -66,25 +67,25 @@ def parse(name: str) -> Named:
 
 
 def ending(files: str) -> str:
-    """Of a file, without that of its compression: .jsonl of texts.jsonl.zst, and of https://host/texts.jsonl?x=1."""
+    """A file's ending without its compression: .jsonl for texts.jsonl.zst and for https://host/texts.jsonl?x=1."""
     path = PurePosixPath((urlsplit(files).path if "://" in files else files).lower())
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
 def trouble(name: str) -> str:
-    """What is wrong with a name as it stands; empty where nothing is."""
+    """What is wrong with a name; empty if nothing is."""
     named = parse(name)
     checks = (_slice_trouble,) if named.builder == HUB else (_builder_trouble, _url_trouble, _slice_trouble)
     return next((found for check in checks if (found := check(named))), "")
 
 
 def shows_secret(name: str) -> bool:
-    """Whether no message may show the name."""
+    """Whether the name holds a secret, so that no message may show it."""
     return "://" in name and _SHOWN in _url_trouble(parse(name))
 
 
 def kwargs_trouble(names: Iterable[str], kwargs: Mapping[str, Mapping[str, object]]) -> str:
-    """What is wrong with the builders' own arguments beside the datasets."""
+    """What is wrong with the builders' arguments, given these datasets; empty if nothing is."""
     named = [parse(name) for name in names]
     builders = {one.builder or ENDINGS.get(ending(one.files), "") for one in named}
     if unused := sorted({*kwargs} - builders):
@@ -98,7 +99,8 @@ def _builder_trouble(named: Named) -> str:
     if named.builder == "pandas":
         return "pandas reads pickles, which may run code; convert the files to parquet"
     if named.builder and named.builder not in BUILDERS:
-        known = ", ".join(BUILDERS)
+        near = nearest(named.builder, BUILDERS)
+        known = listed(sorted(BUILDERS, key=lambda one: one != near))
         return f"there is no builder {named.builder} that reads text, only {known}; a file with a colon begins with ./"
     if named.remote and named.builder in ("sql", "lance"):
         return f"{named.builder}: reads what is on a disk, whose changes dray sees; download it, or write parquet"

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, read without surprises; who may write them; files of ours, complete or not there."""
+"""Read files that others may have written, check who may write them, and write files atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from dray.contract.findings import ConfigError
 
 DEPTH = 64
-"""Tables and lists within one another; Python itself gives up at some hundreds."""
+"""The deepest nesting of tables and lists; Python itself fails at some hundreds."""
 _LIMIT, _USUAL = 16 << 20, 1 << 16
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -29,7 +29,7 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BufferedReader:
-    """A file to read; OSError says so where it is none: opening a FIFO waits for ever, and a device has no end."""
+    """Open a regular file; OSError for anything else: a FIFO would wait for ever, and a device has no end."""
     return open(_opened(path, link=link)[0], "rb")
 
 
@@ -55,7 +55,7 @@ def _opened(path: str | os.PathLike[str], *, link: bool = True, own: bool = Fals
 
 
 def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False) -> bytes:
-    """The content of a file of at most so many bytes; OSError says what is wrong with it.
+    """The content of a file of at most `limit` bytes; OSError says what is wrong with it.
 
     One that decides what runs is read as `own`: in a folder that a group may write, any of its users could have put
     another run in the place of this one.
@@ -86,7 +86,7 @@ def end(path: str | os.PathLike[str], most: int) -> tuple[bytes, bool]:
 def text(
     path: str | os.PathLike[str], what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT, own: bool = False
 ) -> str:
-    """The UTF-8 text of a user's file; `what` names it in the ConfigError of one that cannot be read."""
+    """The UTF-8 text of a user's file; `what` names the file in the ConfigError."""
     try:
         raw = read(path, limit=limit, own=own)
     except OSError as refused:
@@ -122,7 +122,7 @@ def text(
 def parse_json(
     content: str, what: str, where: object, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:  # noqa: ANN401  any JSON value
-    """What the JSON says; ConfigError where it is none, or nothing that could be written down again."""
+    """The value of a JSON text; ConfigError if it is not valid, or if JSON could not hold it again."""
     place = str(where)
     try:
         value = json.loads(content, object_pairs_hook=pairs)
@@ -143,7 +143,7 @@ def parse_json(
 
 
 def too_deep(value: object) -> bool:
-    """Whether there are more than DEPTH tables and lists within one another."""
+    """Whether tables and lists are nested deeper than DEPTH."""
     level = [value]
     for _ in range(DEPTH + 1):
         level = [
@@ -158,14 +158,14 @@ def too_deep(value: object) -> bool:
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o644) -> None:
-    """Write to a file beside it, bring it to the disk, then rename: a reader sees the old content or the new one."""
+    """Write to a temporary file, fsync, then rename: a reader sees the old content or the new one."""
     with replacing(path, mode=mode) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], *, mode: int = 0o644) -> Iterator[BufferedWriter]:
-    """The same, of content that comes bit by bit; where it does not come to its end, nothing is replaced."""
+    """As `write_atomic`, for content that comes in parts; if the block fails, nothing is replaced."""
     target = os.fspath(path)
     part = f"{target}.part-{os.getpid()}"
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
@@ -183,7 +183,7 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o644) -> Iterator[Bu
 
 
 def write_new(path: str | os.PathLike[str], content: str) -> None:
-    """Write a file that is not there yet; where it cannot be written whole, none is left."""
+    """Write a new file; if that fails, remove it again."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with open(file, "w", encoding="utf-8") as stream:
@@ -194,13 +194,13 @@ def write_new(path: str | os.PathLike[str], content: str) -> None:
 
 
 def is_own(path: str | os.PathLike[str]) -> bool:
-    """Whether this user or root decides what is there: no other user owns it, and not everybody may write to it."""
+    """Whether it belongs to this user or root, and not everybody may write to it."""
     found = os.stat(path)
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
 
 
 def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str:
-    """What lets another user than this one and root decide what is in it; empty where nothing does."""
+    """Why a user other than this one and root could change it; empty if none could."""
     found = os.lstat(path)
     kind = "folder" if folder else "file"
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
@@ -213,7 +213,7 @@ def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str
 
 
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
-    """The last lines of a log; none where there is no log."""
+    """The last lines of a log; none if the log does not exist."""
     try:
         return end(path, 16384)[0].decode("utf-8", "replace").splitlines()[-lines:]
     except OSError:

@@ -27,7 +27,7 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 
 class Finding(NamedTuple):
-    """What is wrong or unwise; in a list of checks `problem` is what was checked, and `found` how it is."""
+    """A problem or warning; in a list of checks `problem` is what was checked, and `found` the result."""
 
     problem: str
     where: str = ""
@@ -35,28 +35,28 @@ class Finding(NamedTuple):
     found: str = ""
     fix: str = ""
     code: int = exit_codes.DONE
-    """What the run ends with. With 0 it goes on."""
+    """The exit code with which the run ends. With 0 it goes on."""
     node: str = ""
     rank: int | None = None
     source: str = ""
     """Where the rule comes from."""
     kind: Literal["ok", "skip", "note", "warning"] = "warning"
-    """What a finding is that stops nothing (code 0)."""
+    """The kind of a finding that stops nothing (code 0)."""
 
     @property
     def level(self) -> Literal["ok", "skip", "note", "warning", "error"]:
-        """How grave it is."""
+        """`error` if it stops the run, else its kind."""
         return "error" if self.code else self.kind
 
     def line(self) -> str:
-        """One of a list of checks: `ok    torch: 2.13.0`, and what to do about it in the lines below."""
+        """The finding in a list of checks: `ok    torch: 2.13.0`, and its details in the lines below."""
         found, *rest = self.found.splitlines() or [""]
         head = f"{self.level:<8}{self.problem}" + (f": {found}" if found else "")
         below = [*rest, *self._details("where", "wanted", "fix", "source")]
         return "\n".join([head, *(f"{'':<8}{line}" for line in below)])
 
     def data(self) -> dict[str, Any]:
-        """For JSON: the level, and all that is not empty."""
+        """The finding for JSON: its level and all fields that are not empty."""
         fields = {name: value for name, value in self._asdict().items() if value not in ("", None)}
         return {"level": self.level, **{name: fields[name] for name in fields if name not in ("code", "kind")}}
 
@@ -107,7 +107,7 @@ class DrayError(Exception):
         return {name: named[name] for name in ("where", "wanted", "found", "fix") if named[name]}
 
     def amend(self, *, where: object = "", found: object = "", fix: str = "") -> None:
-        """Add what only a caller knows."""
+        """Add details that only the caller knows."""
         known = self.finding
         self.finding = known._replace(
             where=str(where or known.where), found=str(found or known.found), fix=fix or known.fix
@@ -130,13 +130,13 @@ class UnfitError(DrayError):
 
 
 class RetryError(DrayError):
-    """Nothing is wrong with the run; the same again may succeed."""
+    """Nothing is wrong with the run; it may succeed if started again."""
 
     exit_code = exit_codes.RETRY
 
 
 def error(finding: Finding | dict[str, Any]) -> DrayError:
-    """The error that a finding is, of the kind that its code says."""
+    """The exception for a finding, of the class that fits its code."""
     finding = finding if isinstance(finding, Finding) else Finding(**finding)
     kinds = {kind.exit_code: kind for kind in (ConfigError, UnfitError, RetryError)}
     raised = kinds.get(finding.code, DrayError)(finding.problem)

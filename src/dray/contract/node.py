@@ -1,4 +1,4 @@
-"""What a node offers, as /proc and the file systems show it. Host, runner and image check it by the same rule."""
+"""Checks of a node by /proc and its file systems, the same on the host, in the runner and in the image."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_LIMIT = 1 << 60  # what cgroup v1 has in its place is a little less than 1 <
 
 
 def has_gpu(accelerator: str) -> bool:
-    """Whether this user may open a GPU here. A job's cgroup may still deny it: torch has the last word."""
+    """Whether this user may open a GPU here. A job's cgroup may still deny it, which only torch finds out."""
     control = {"cuda": "/dev/nvidiactl", "rocm": "/dev/kfd"}.get(accelerator)
     return control is not None and os.access(control, os.R_OK | os.W_OK)
 
@@ -61,12 +61,12 @@ def amdgpu_driver(version_file: str | os.PathLike[str] = _AMD) -> str | None:
 
 
 def driver(accelerator: str) -> str | None:
-    """The version of the kernel module for these GPUs; none where nobody tells it."""
+    """The version of the kernel module for these GPUs; None if it is unknown."""
     return {"cuda": nvidia_driver, "rocm": amdgpu_driver}.get(accelerator, lambda: None)()
 
 
 def older(version: str, than: str) -> bool:
-    """Whether a driver is: 580 is as old as 580.0, and older than 580.65.06."""
+    """Whether a driver is older: 580 equals 580.0, and is older than 580.65.06."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(".")]
@@ -75,13 +75,13 @@ def older(version: str, than: str) -> bool:
 
 
 def image_for(accelerator: str, driver: str) -> str:
-    """The variant that runs with a driver which is too old for the newest; empty where none does."""
+    """The image variant for a driver that is too old for the newest; empty if there is none."""
     variant, oldest = _OLDER_IMAGES[accelerator]
     return "" if older(driver, than=oldest) else variant
 
 
 def locked_memory(*, needed: bool, limit: int | None = None) -> Finding:
-    """Whether network cards may register the ranks' memory (RDMA), which locks it; `needed` where they have to."""
+    """Whether network cards may register, and so lock, the ranks' memory for RDMA; `needed`: the run requires it."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY or limit >= _LOCKED_GB * 1e9:
         return Finding("locked memory", found="unlimited" if limit < 0 else f"{limit / 1e9:.3f} GB", kind="ok")
@@ -96,7 +96,7 @@ def locked_memory(*, needed: bool, limit: int | None = None) -> Finding:
 
 
 def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
-    """Whether a network variable names interfaces of this node: gloo wants each, NCCL and RCCL one that begins so.
+    """Whether a network variable names interfaces of this node: all of them for gloo, a prefix for NCCL and RCCL.
 
     With a wrong one every rank fails, in words that name no variable.
     """
@@ -128,7 +128,7 @@ def shared_memory(wanted_gb: float, path: str = SHARED_MEMORY) -> Finding:
 
 
 def free_space(folder: str, wanted_gb: float) -> Finding:
-    """Whether a folder has room."""
+    """Whether a folder has free space."""
     status = os.statvfs(folder)
     free = status.f_frsize * status.f_bavail / 1e9
     fix = "remove what is not needed in it, or leave this node out (sbatch --exclude)"
@@ -137,7 +137,7 @@ def free_space(folder: str, wanted_gb: float) -> Finding:
 
 
 def writable(folder: str) -> Finding:
-    """Whether a file can be written there: room alone tells of no quota, no mount that is read-only, no bad disk."""
+    """Whether a file can be written there: a quota, a read-only mount or a bad disk may prevent it despite space."""
     path = f"{folder}/.check-{os.urandom(8).hex()}"  # containers may have the same name and number
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -166,7 +166,7 @@ def memory(
     own: str = "/proc/self/cgroup",
     groups: str = "/sys/fs/cgroup",
 ) -> Finding:
-    """Whether the job has memory here: what is available, and what its cgroup, which Slurm makes, lets it have."""
+    """Whether the job has enough memory here: available, and allowed by Slurm's cgroup."""
     with open(meminfo, encoding="ascii") as file:
         found = re.search(r"^MemAvailable: +([0-9]+) kB$", file.read(), re.MULTILINE)
     available = int(found[1]) * 1024 / 1e9 if found else float("inf")
@@ -182,7 +182,7 @@ def memory(
 
 
 def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int | None:
-    """The lowest limit of this process's cgroups, in bytes; none where there is none, or none is seen here."""
+    """The lowest limit of this process's cgroups, in bytes; None if there is none, or none is visible."""
     limits = []
     try:
         with open(own, encoding="utf-8", errors="replace") as file:
@@ -206,7 +206,7 @@ def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup")
 
 
 def xids(path: str = _KERNEL_LOG) -> list[Finding]:
-    """Errors of NVIDIA's GPUs in the kernel's log since the machine started, where this user may read it."""
+    """Errors of NVIDIA GPUs in the kernel's log since the machine started, if this user may read it."""
     seen: dict[tuple[str, int], None] = {}
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

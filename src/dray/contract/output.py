@@ -1,4 +1,4 @@
-"""What this process prints."""
+"""Hide what this process prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def unprinted() -> Iterator[None]:
-    """Nothing that is written to stdout meanwhile is seen, by C++ either."""
+    """Hide all output to stdout meanwhile, also of C++ code."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,4 +1,4 @@
-"""Which process it is, so that it is not taken for another one with the same number later."""
+"""Identify a process, so that a later one with the same id is not taken for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def mark(pid: int) -> list[Any]:
-    """What no other process is: this start of the kernel, the namespace of process ids, the id, and when it began."""
+    """A process's identity: boot id, pid namespace, pid and start time."""
     boot = namespace = ""
     with suppress(OSError):  # a container that hides them; then nobody knows when this process has ended
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -28,11 +28,11 @@ def began(pid: int) -> str:
 
 
 def here(process: list[Any]) -> bool:
-    """Whether this machine can know of it, in the namespace that asks."""
+    """Whether this machine and pid namespace can see the process."""
     boot, namespace, _, began_at = process
     return bool(boot and namespace and began_at) and mark(os.getpid())[:2] == [boot, namespace]
 
 
 def gone(process: list[Any]) -> bool:
-    """Whether this machine knows that it has ended."""
+    """Whether the process has certainly ended."""
     return here(process) and began(process[2]) != process[3]

@@ -17,12 +17,12 @@ _WINDOWS = (1 << 16, 1 << 20, 1 << 24)  # bytes from the end: other ranks may ha
 
 
 def prefix(rank: int | str) -> bytes:
-    """What stands before each line of a rank."""
+    """The prefix of each line of a rank."""
     return f"rank {rank} | ".encode()
 
 
 def split(line: bytes) -> tuple[int | None, bytes]:
-    """Whose line it is, and the line itself; None for one of the runner or the launcher."""
+    """The rank of a line, and the line; None for the runner's and the launcher's lines."""
     found = _LINE.match(line)
     return (int(found[1]), line[found.end() :]) if found else (None, line)
 

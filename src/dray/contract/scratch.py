@@ -1,4 +1,4 @@
-"""A node's own folder of an attempt: private, held as long as somebody uses it, and cleared when nobody does."""
+"""A node's private folder of an attempt: locked while a process uses it, and cleared afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOCK = "lock"
 
 
 def take(folder: str) -> int:
-    """Make it, or join another node of this machine in it. It is held while the returned file is open."""
+    """Make the folder, or share it with another node on this machine. The returned open file holds the lock."""
     clear_left_over(*os.path.split(folder))
     while True:
         try:
@@ -40,7 +40,7 @@ def take(folder: str) -> int:
 
 
 def clear_left_over(parent: str, own: str = "") -> list[str]:
-    """Remove what runs of this user left whose runner was killed: nobody holds the lock in it any more."""
+    """Remove the folders of this user's killed runs, whose lock nobody holds."""
     removed = []
     for folder in left_over(parent, own):
         import shutil  # noqa: PLC0415  3 ms, for what is rarely there
@@ -51,7 +51,7 @@ def clear_left_over(parent: str, own: str = "") -> list[str]:
 
 
 def left_over(parent: str, own: str = "") -> Iterator[str]:
-    """Such folders; each is held until the next one is asked for."""
+    """Left-over folders; each is locked until the next one is requested."""
     for name in os.listdir(parent):
         folder = f"{parent}/{name}"
         if name == own or not name.startswith(f"dray-{os.geteuid()}-") or not _ours(folder):
@@ -71,7 +71,7 @@ def left_over(parent: str, own: str = "") -> Iterator[str]:
 
 
 def held(folder: object) -> bool | None:
-    """Whether a runner of this user holds it, as a plan names it; None where it is not on this machine."""
+    """Whether a runner of this user holds the folder that a plan names; None if it is not on this machine."""
     if not isinstance(folder, str) or not folder.startswith(f"{node.OWN}{os.geteuid()}-") or folder.count("/") > 2:
         return None
     try:

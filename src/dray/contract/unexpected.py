@@ -28,7 +28,7 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def error(raised: BaseException, *, log: bool = False) -> DrayError:
-    """What to say of it. In a log the traceback of a defect stands above: the folder for files goes with the run."""
+    """The finding for an exception. In a job's log the traceback is printed above it, since /tmp goes with the run."""
     if isinstance(raised, DrayError):
         return raised
     place = _place(raised)
@@ -47,7 +47,7 @@ def error(raised: BaseException, *, log: bool = False) -> DrayError:
 
 
 def is_machines(raised: BaseException) -> bool:
-    """Whether a machine or a disk's server refuses what is right; also as libraries in Rust say it."""
+    """Whether the machine or a file server refused a valid request; also as Rust libraries report it."""
     return _errno(raised) in MENDED
 
 

@@ -1,4 +1,4 @@
-"""Values that reach bash, srun, a comment of a script or a terminal: none has a control character in it."""
+"""Values that reach bash, srun, a script's comment or a terminal must have no control characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNPRINTABLE = re.compile(f"[{_CONTROL}\ud800-\udfff]")
 
 
 def control_characters(values: object, key: str = "") -> Iterator[Finding]:
-    """A refusal for each text in these values that has one; tables and lists are looked through, under `key`."""
+    """A refusal for each text with a control character, also in nested tables and lists; `key` is their key."""
     if isinstance(values, str):
         if _REFUSED.search(values):
             yield Finding(
@@ -49,7 +49,7 @@ def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
 
 
 def cell(text: str) -> str:
-    """The same on one line, for a table or a line that other lines follow: what is in it makes no row of its own."""
+    """The text on one line, for a row of a table."""
     return text if text.isprintable() else "".join(one if one.isprintable() else _escape(one) for one in text)
 
 

@@ -1,1 +1,1 @@
-"""Clusters that are reached by the user's own ssh: names, connection, what is brought there."""
+"""Clusters that dray reaches by the user's own ssh: names, connection, and what is copied there."""

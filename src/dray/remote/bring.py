@@ -1,4 +1,4 @@
-"""Bring an image, dray's scripts and a recipe to a remote; what is there already by its digest stays."""
+"""Copy an image, dray's scripts and a recipe to a remote, unless a file with the same digest is there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 1 << 20
 def bring(
     connection: Connection, image: Path, say: Callable[[str], None], dray: Parcel, recipe: Parcel | None = None
 ) -> Brought:
-    """Bring what is missing there. Later verbs use this image and these scripts."""
+    """Copy what is missing there. Later verbs use this image and these scripts."""
     digest = verify.digest(image).removeprefix("sha256:")
     path, item = connection.remote.path, f"images/{digest}.sif"
     parcels = [dray, recipe] if recipe else [dray]
@@ -60,7 +60,7 @@ def _blocks(file: Path, size: int) -> Iterator[bytes]:
 
 
 def require_sif(image: Path) -> Path:
-    """The image, if it is a file that can be brought."""
+    """The image, if it is a SIF, which dray can copy; else refuse it."""
     if image.suffix != ".sif" or not image.is_file():
         raise ConfigError(
             "only an image in a SIF is brought to a remote",

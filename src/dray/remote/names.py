@@ -7,16 +7,15 @@ import os
 import re
 import shlex
 import tomllib
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 from dray.config import checkout
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-# No word of these is an option of ssh, and none has what a shell reads as more than a word.
+# None of these can be an option of ssh, and none needs quoting in a shell.
 _HOST = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 _PLACE = re.compile(rf"({_HOST}):(/.*)", re.DOTALL)
 _URL = re.compile(rf"[a-z]+://({_HOST})(/[!-~]*)")
@@ -38,12 +37,12 @@ class Remote(NamedTuple):
 
 
 def file() -> Path:
-    """Where the names are kept."""
+    """The file with the names."""
     return checkout.configuration() / "remotes.toml"
 
 
 def parse(name: str, place: str) -> Remote:
-    """A remote as the user writes it, or as the file has it."""
+    """Parse a remote as the user types it, or from the file."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             "a remote cannot have this name",
@@ -74,7 +73,7 @@ def parse(name: str, place: str) -> Remote:
 
 
 def read() -> dict[str, Remote]:
-    """All of them, by their names."""
+    """All remotes by name."""
     path = file()
     try:
         if trouble := files.open_to_others(path):
@@ -102,7 +101,7 @@ def read() -> dict[str, Remote]:
 
 
 def write(remotes: dict[str, Remote]) -> None:
-    """Replace the file, which is the user's alone."""
+    """Replace the file, which only the user may read and write."""
     path = file()
     text = "".join(
         f"[{json.dumps(name)}]\nhost = {_quoted(one.host)}\npath = {_quoted(one.path)}\n\n"
@@ -116,16 +115,16 @@ def write(remotes: dict[str, Remote]) -> None:
 
 
 def find(name: str) -> Remote:
-    """The remote of this name."""
+    """The remote with this name."""
     remotes = read()
     if name not in remotes:
-        near = get_close_matches(name, remotes, n=1)
+        near = nearest(name, remotes)
         raise ConfigError(
             "there is no such remote",
             where=file(),
-            wanted=f"one of {', '.join(sorted(remotes))}" if remotes else "a name that dray remote add has given",
+            wanted=f"one of {listed(sorted(remotes))}" if remotes else "a name that dray remote add gave",
             found=ascii(name),
-            fix=near[0] if near else "dray remote add NAME USER@HOST:/FOLDER",
+            fix=f"did you mean {near}?" if near else "dray remote add NAME USER@HOST:/FOLDER",
         )
     return remotes[name]
 

@@ -1,4 +1,4 @@
-"""What is brought to a remote, as tars of the same bytes for the same content: dray's scripts, a recipe's files."""
+"""Pack dray's scripts and a recipe's files for a remote, as reproducible tars."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dray.contract import dataset, files
 from dray.contract.findings import ConfigError
 
 FILES, BYTES = 2000, 64 << 20
-"""Limits of what goes with a recipe."""
+"""The most files, and bytes, that go with a recipe."""
 _SUMS = ".dray-sums"
-"""Of each brought file, for sha256sum; a folder may have a SHA256SUMS of its own."""
+"""Checksums of each copied file, for sha256sum; a folder may have its own SHA256SUMS."""
 # What a job and a login node read of a checkout; the rest is in the image.
 _DRAY = ("slurm", "recipes", "containers/environment", "containers/steps", "src/dray/engines/visible.sh")
 # These name nothing that is read, or what is written, or a folder that is brought whole.
@@ -33,7 +33,7 @@ _LEFT = {"__pycache__", "runs", "build", "node_modules"}
 
 
 class Parcel(NamedTuple):
-    """A tar, and the item that it is there: the folder of its kind, and its digest."""
+    """A tar, and its name at the remote: KIND/DIGEST."""
 
     item: str
     data: bytes
@@ -121,7 +121,7 @@ def _add(found: dict[str, Path], path: Path, beside: Path) -> None:
 
 
 def _target(link: Path, folder: Path) -> Path:
-    """Where a link leads, which is in this folder."""
+    """The target of a link, which must be in this folder."""
     target = Path(os.path.realpath(link))
     if not target.is_relative_to(folder):
         raise ConfigError(

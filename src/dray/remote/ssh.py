@@ -1,4 +1,4 @@
-"""The connection: one login of the user's own ssh, over which a command's questions go."""
+"""The connection: one login with the user's own ssh, which all steps of a verb share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BASH = "exec bash -l -s"  # the same words for every login shell; all else goes
 
 
 class Brought(NamedTuple):
-    """What a verb there uses, by the names that it has there."""
+    """The scripts, image and recipe that a verb uses at the remote, by their names there."""
 
     dray: str = ""
     image: str = ""
@@ -37,14 +37,14 @@ class Brought(NamedTuple):
 
 
 class Connection:
-    """Open as long as `connected` has it."""
+    """A connection, open inside `connected`."""
 
     def __init__(self, remote: Remote, options: list[str]) -> None:
         self.remote = remote
         self._options = options
 
     def ask(self, function: str, *argv: str, feed: Iterable[bytes] = ()) -> str:
-        """What a function of there.sh prints. DrayError: it has refused."""
+        """Call a function of there.sh and return its output; DrayError if it refuses."""
         out, err = bytearray(), bytearray()
         code = self._call(function, argv, feed, out.extend, err.extend)
         if code:
@@ -52,7 +52,7 @@ class Connection:
         return out.decode("utf-8", "replace")
 
     def run(self, function: str, *argv: str, on_out: Callable[[bytes], None], on_err: Callable[[bytes], None]) -> int:
-        """The exit code of a function of there.sh, whose output is passed on as it comes."""
+        """Call a function of there.sh, pass its output on as it comes, and return its exit code."""
         return self._call(function, argv, (), on_out, on_err)
 
     def _call(
@@ -107,7 +107,7 @@ class _After:
 
 @contextmanager
 def connected(remote: Remote) -> Iterator[Connection]:
-    """A connection that is closed at the end: one login, in which ssh may ask for a password or a second factor."""
+    """Open a connection, and close it at the end: one login, for which ssh may ask a password or second factor."""
     given = _settings(remote)
     alive = ["-o", "ServerAliveInterval=15"] if given.get("serveraliveinterval", "0") == "0" else []
     if given.get("controlpath", "none") != "none" and _is_open(remote):
@@ -136,7 +136,7 @@ def _is_open(remote: Remote) -> bool:
 
 
 def lost(remote: Remote, told: str) -> UnfitError:
-    """The refusal where a connection ended before its command."""
+    """The error for a connection that ended before its command."""
     return UnfitError(
         "the connection was lost; what runs in the queue there goes on",
         where=remote.place,
@@ -146,7 +146,7 @@ def lost(remote: Remote, told: str) -> UnfitError:
 
 
 def shown(text: bytes) -> str:
-    """Another machine's text, as a terminal may be sent it."""
+    """Another machine's text, without control characters."""
     return str(printable(text.decode("utf-8", "replace").replace("\r\n", "\n")))
 
 
