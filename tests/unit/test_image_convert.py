@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -136,15 +135,6 @@ def test_a_whole_definition(folder: Path) -> None:
     made = converted(folder, THEIRS, "X.def")
     assert made.text == BACK
     assert made.notes == ("%files app /opt/app: taken as /opt/app not being in the base image",)
-
-
-def test_the_page_s_example(folder: Path) -> None:
-    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
-    dockerfile, made = (
-        re.search(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)[1] for kind in ("dockerfile", "singularity")
-    )
-    (folder / "main.py").touch()
-    assert converted(folder, dockerfile).text == made
 
 
 def test_there_and_back(folder: Path) -> None:
