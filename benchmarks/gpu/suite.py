@@ -147,5 +147,5 @@ def _rows(here: training.Here, names: list[str], at_once: int) -> list[Row]:
 def _page(shown: str, seconds: float) -> str:
     return (
         f"# dray on a GPU, {datetime.now(UTC):%Y-%m-%d}\n\n`make gpu-check`, {seconds:.0f} s. "
-        f"[GPUs](../gpu.md) says what each part looks at.\n\n{shown}\n"
+        f"[GPUs](../../docs/gpu.md) says what each part looks at.\n\n{shown}\n"
     )
