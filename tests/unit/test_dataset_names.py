@@ -48,7 +48,7 @@ def test_a_relative_path_starts_beside_the_recipe_behind_its_builder_and_before_
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("webdatset:x.tar", "there is no builder webdatset that reads text, only arrow, conll"),
+        ("webdatset:x.tar", "there is no builder webdatset that reads text, only webdataset, arrow, conll"),
         ("pandas:x.pkl", "pandas reads pickles, which may run code"),
         ("imagefolder:x", "there is no builder imagefolder that reads text"),
         ("a.jsonl:train[:200%]", "train[:200%]: 200% is not between -100% and 100%"),
@@ -95,9 +95,18 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(tmp_path: Path, name: str) -
     ("overrides", "said"),
     [
         (["data.config_kwargs.csv.sep=;"], "no dataset is read by it; name one, csv:FILES"),
-        (["data.train=csv:a.csv", "data.config_kwargs.csv.data_files=b.csv"], "csv.data_files: dray decides it"),
-        (["data.train=json:a", "data.config_kwargs.json.trust_remote_code=true"], "trust_remote_code: dray decides it"),
-        (["data.train=sql:a.db", "data.config_kwargs.sql.con=postgresql://me:pass@h/d"], "con: dray decides it"),
+        (
+            ["data.train=csv:a.csv", "data.config_kwargs.csv.data_files=b.csv"],
+            "csv.data_files: dray sets this argument itself",
+        ),
+        (
+            ["data.train=json:a", "data.config_kwargs.json.trust_remote_code=true"],
+            "trust_remote_code: dray sets this argument itself",
+        ),
+        (
+            ["data.train=sql:a.db", "data.config_kwargs.sql.con=postgresql://me:pass@h/d"],
+            "con: dray sets this argument itself",
+        ),
         (["data.train=json:a", "data.config_kwargs.json.x=https://me:hunter2hunter2@h/"], "looks like a secret"),
         (["data.train=json:a", "data.config_kwargs.pandas.x=1"], "config_kwargs"),
     ],

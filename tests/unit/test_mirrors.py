@@ -115,11 +115,11 @@ def test_a_file_that_others_may_write(file):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ('"docker.io" = "https://harbor.example"', "another kind"),
-        ('"https://wheels.example" = "harbor.example"', "another kind"),
+        ('"docker.io" = "https://harbor.example"', "of different kinds"),
+        ('"https://wheels.example" = "harbor.example"', "of different kinds"),
         ('"docker.io" = "harbor.example/a b"', "1 error"),
-        ('"https://wheels.example" = "https://me:hunter2@harbor.example"', "has a login in it"),
-        ('"docker.io" = "me:hunter2@harbor.example"', "has a login in it"),
+        ('"https://wheels.example" = "https://me:hunter2@harbor.example"', "contains a login"),
+        ('"docker.io" = "me:hunter2@harbor.example"', "contains a login"),
         ("docker = 3", "1 error"),
     ],
 )

@@ -31,8 +31,8 @@ def told(*words: str) -> str:
         (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "needs strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),
         (("train.steps=5", "data.streaming=true", "data.train=t"), "data.streaming needs data.validation"),
-        (("train.steps=5", "data.streaming=true", "data.validation=v"), "what is built in is no stream"),
-        (("train.steps=5", "data.train=~/corpus"), "~ and $ are the shell's"),
+        (("train.steps=5", "data.streaming=true", "data.validation=v"), "the built-in dataset is not a stream"),
+        (("train.steps=5", "data.train=~/corpus"), "dray does not expand ~ and $"),
         (
             ("train.steps=5", "checkpoint.folder=$SCRATCH/x"),
             "checkpoint.folder = $SCRATCH/x: dray does not expand ~ and $",
@@ -51,7 +51,7 @@ def told(*words: str) -> str:
                 ("hf://datasets/a/b", "expected s3://BUCKET/FOLDER"),
                 ("https://host/x", "expected s3://BUCKET/FOLDER"),
                 ("file://host/x", "expected s3://BUCKET/FOLDER"),
-                ("$SCRATCH/x", "~ and $ are the shell's"),
+                ("$SCRATCH/x", "dray does not expand ~ and $"),
                 ("s3://key:hunter2hunter2@bucket/x", "shown by plans and run folders"),
                 ("s3://bucket/x?X-Amz-Signature=hunter2hunter2", "shown by plans and run folders"),
             )

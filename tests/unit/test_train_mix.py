@@ -247,7 +247,7 @@ def test_a_source_that_is_none_is_named(tmp_path: Path, files, name: str, conten
         (("evaluate.a.dataset=x",), "data.mix.a and evaluate.a: metrics have one eval-a; rename one of them"),
         (("data.mix.b.dataset=y", "data.mix.b.weight=1e4"), "data.mix.a.weight = 1 of 10001 in all is less than one"),
         (("data.mix.a.dataset=hub:nobody",), "data.mix.a.dataset = hub:nobody: expected hub:OWNER/NAME"),
-        (("data.mix.a.dataset=~/x",), "~ and $ are the shell's"),
+        (("data.mix.a.dataset=~/x",), "dray does not expand ~ and $"),
     ],
 )
 def test_what_is_no_mix(overrides: tuple[str, ...], said: str) -> None:
