@@ -108,7 +108,7 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   fi
   [[ "$1" != submit ]] || command -v sbatch >/dev/null || lib::die 69 "there is no sbatch on $(</proc/sys/kernel/hostname)" \
     "where:  PATH=$PATH" "fix:    name a login node of the cluster, or load its module in your ~/.bash_profile there"
-  # The engine would pass these on unasked; with SQUEUE_ variables squeue would hide jobs.
+  # The engine would pass these on by itself; with SQUEUE_ variables squeue would hide jobs.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" "${!SQUEUE_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   lib::hub
   trap login::end EXIT

@@ -77,7 +77,7 @@ def test_gpus_of_another_kind() -> None:
     (newer,) = notes("image=rocm", site="lumi")
     assert (newer.problem, newer.found) == ("site lumi has GPUs for image=rocm6", "image=rocm")
     assert newer.source.startswith(
-        "MI250X, and a driver 6.3, which AMD and LUMI give for ROCm 6.1 to 7.0: the rocm image"
+        "MI250X. By AMD and LUMI its driver, 6.3, supports ROCm 6.1 to 7.0, and the rocm image"
     )
 
 

@@ -350,7 +350,7 @@ class TestPlaces:
         code, out, err = node(fabric=Fabric(strategy="host", plugin=f"{tmp_path}/lib/librccl-net*.so"))
         assert (code, out) == (69, [])
         assert err.splitlines()[0] == f"dray: {tmp_path}/lib/librccl-net*.so does not exist"
-        assert "fall back to TCP" in err
+        assert "ranks silently use TCP" in err
 
 
 def test_docker_has_no_library_folder_to_put_the_hosts_into(root: Path) -> None:

@@ -250,7 +250,7 @@ class TestWords:
             "libcuda.so.1", "libnvidia-gpucomp.so.580.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1",
         ]  # fmt: skip
         assert not (tmp_path / "run-node").exists()  # gone with the node's own folder
-        assert "copies of the driver's libraries" in render.text(decided)
+        assert "the driver's libraries, copied to" in render.text(decided)
         rocm = start(made(tmp_path / "run", "image=rocm", image=tree, gpus_per_node=1), tools=str(tools), HELP="")
         assert "LD_LIBRARY_PATH" not in rocm.stdout  # /dev is the host's, and ROCm is in the image
 

@@ -265,7 +265,7 @@ def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: 
     file = dray("plan", "recipes/gpt2-wikitext-zero2.toml", "model.name=facebook/opt-6.7b", "--gpus-per-node", "4",
                 "--gpu-memory", "16", HF_HOME=str(home))  # fmt: skip
     words = "train.deepspeed= batch.per_device=1 train.activation_checkpointing=true train.strategy=zero3"
-    assert f"fix:    with {words} train.offload=optimizer: 6.1 GB on each GPU" in file.stderr
+    assert f"fix:    set {words} train.offload=optimizer, which takes 6.1 GB on each GPU" in file.stderr
 
 
 def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
