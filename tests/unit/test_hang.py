@@ -29,7 +29,7 @@ from nodes import Start, ended
 
 # A program that beats as docs/survive.md shows, waits for the others by files as in a collective, and does once what
 # the test says.
-(BEAT,) = re.findall("```python\n(.*?)```", (ROOT / "docs" / "survive.md").read_text(), re.DOTALL)
+*_, BEAT = re.findall("```python\n(.*?)```", (ROOT / "docs" / "survive.md").read_text(), re.DOTALL)
 PROGRAM = f"""{BEAT}
 import sys
 rank, world, does = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
