@@ -376,12 +376,12 @@ class TestHub:
             (("data", "hub:me/mine/huge"), {}, "the hub has converted only a part of dataset me/mine"),
             (("data", "hub:me/mine/huge:partial-train"), {}, "of https://huggingface.co/datasets/me/mine/tree/main"),
             (("data", "hub:mine"), {}, "a dataset's name is incomplete"),
-            (("data", "hub:me/none"), {}, "check its name and revision; a private one wants HF_TOKEN exported"),
+            (("data", "hub:me/none"), {}, "check its name and revision; a private one needs HF_TOKEN exported"),
             (("data", "hub:me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
             (("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
             (("model", "me/none"), {}, "model me/none is missing"),
             (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE"),
-            (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and it is not in "),
+            (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and "),
         ],
     )
     def test_what_is_missing(self, hub, words: tuple[str, ...], env: dict[str, str], said: str) -> None:

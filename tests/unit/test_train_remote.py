@@ -157,7 +157,7 @@ def test_another_object_has_another_identity_and_is_refused_while_it_is_read(sto
         ("s3://all/none*.jsonl", "the dataset does not exist"),
         (
             "s3://private/a.jsonl",
-            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where you submit, and name them in",
+            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY before you submit, and name",
         ),
         ("s3://nobody/a.jsonl", "the dataset may not be read"),
         ("{web}/all/none.jsonl", "the dataset does not exist"),
@@ -193,7 +193,7 @@ def test_a_transfer_that_breaks_is_taken_up_again(store: stores.Store, monkeypat
 
 def test_a_server_without_ranges_or_tags_is_refused(store: stores.Store) -> None:
     store.ranges = False
-    assert "this server sends whole files only" in refused(f"{store.address}/all/a.txt")
+    assert "this server does not send parts of a file" in refused(f"{store.address}/all/a.txt")
 
 
 def test_a_damaged_file_is_no_trouble_of_the_network(store: stores.Store) -> None:

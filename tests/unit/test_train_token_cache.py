@@ -303,5 +303,5 @@ def test_what_the_maker_refuses_ends_all_ranks(tmp_path: Path) -> None:
 def test_nodes_that_have_made_other_tokens_do_not_train(tmp_path: Path) -> None:
     lines, errors = ranks(tmp_path, "other tokens", 1)
     assert lines == ["making", "making", "[78, 78, 78, 78]"]
-    assert errors.count("the nodes have made different tokens of the same rows\n") == 4
-    assert errors.count("others on 2 of 4 ranks, the first of which is rank 2\n") == 4
+    assert errors.count("the nodes made different tokens from the same rows\n") == 4
+    assert errors.count("other tokens on 2 of 4 ranks, first on rank 2\n") == 4
