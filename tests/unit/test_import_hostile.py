@@ -193,7 +193,7 @@ def planted_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "problem", "found"),
     [
-        (far, "is damaged", "transformer.wte.weight has the shape [257, 32], and fewer numbers"),
+        (far, "is damaged", "transformer.wte.weight has fewer numbers than its shape [257, 32] needs"),
         (other_config(n_layer=10**9), "of another model", "28 tensors"),
         (other_config(vocab_size=10**11), "of another model", "numbers in "),
         (other_config(n_embd=16), "of another model", "the shape [257, 32]"),
@@ -203,12 +203,12 @@ def planted_index(folder: Path) -> None:
         (piped, "a file of the checkpoint cannot be read", "a FIFO"),
         (cut, "is damaged", ""),
         (cut_torch, "the file cannot be read", ""),
-        (sharded(a="../../x"), "is damaged", "'../../x' is no file of this folder"),
+        (sharded(a="../../x"), "is damaged", "'../../x' is not a file of this folder"),
         (sharded(a="a.safetensors"), "is damaged", "a is in none of its files"),
         (lost, "of another model", "tensors such as "),
         (twice, "more than once", "ema., model."),
-        (latest("../.."), "is damaged", "'../..', which is no folder beside it"),
-        (latest("global_step1"), "is damaged", "which is no folder beside it"),
+        (latest("../.."), "is damaged", "'../..', which is not a folder beside it"),
+        (latest("global_step1"), "is damaged", "which is not a folder beside it"),
         (planted_index, "is damaged", ".metadata names posix.system"),
         (lambda folder: (folder / "config.json").unlink(), "do not tell which model", "weights alone"),
         (lambda folder: (folder / "config.json").write_text("[" * 99), "is damaged", "Error"),
@@ -239,7 +239,7 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("harm", "words", "problem"),
     [
-        (lambda folder: (folder / "optimizer.pt").unlink(), (), "the checkpoint cannot be resumed from"),
+        (lambda folder: (folder / "optimizer.pt").unlink(), (), "a run cannot resume from this checkpoint"),
         (changed(lambda state: state["state"][0].update(exp_avg=torch.zeros(3))), (), "is damaged"),
         (changed(lambda state: state["state"].pop(3) and None), (), "is damaged"),
         (changed(lambda state: state["state"][0].update(step=torch.tensor(9.0))), (), "is damaged"),

@@ -263,7 +263,7 @@ def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
         f"  where:  {newest}/manifest.json\n"
         "  wanted: checkpoint version 3\n"
         f"  found:  checkpoint version 4, written by dray {manifest['dray']}\n"
-        "  fix:    resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, "
+        "  fix:    resume with an image of that version; or start from its model: model.name=RUN/checkpoints/final, "
         "and another checkpoint.folder\n"
     )
     assert refused in again.end(code=78).log().read_text()

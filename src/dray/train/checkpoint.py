@@ -231,7 +231,7 @@ class Checkpoints:
         troubles = self._troubles(path, found) if "tensors" in found else [old]
         if troubles:
             raise DrayError(
-                "the checkpoint that the run goes back to is damaged", where=path, found="; ".join(troubles)
+                "the checkpoint to which the run goes back is damaged", where=path, found="; ".join(troubles)
             )
         skipped = [*self.watch.skipped, without]
         self.watch.load(found.get("watch", {}))

@@ -129,14 +129,12 @@ def failed(what: str, error: Exception, *, offline: str = _PREFETCH) -> NoReturn
     first = (str(error).splitlines() or [""])[0] or type(error).__name__
     match error:
         case GatedRepoError():
-            fix = (
-                "accept the terms on its page, and export HF_TOKEN (for a run that is online, name it in pass_env too)"
-            )
+            fix = "accept the terms on its page, and export HF_TOKEN (if a run is online, name it in pass_env)"
             _no(what, "its terms are not accepted yet", fix)
         case RevisionNotFoundError() if what.startswith("dataset "):
             _no(what, f"no such revision, or no parquet copy: {first}", f"name its original files: {_own(what[8:])}")
         case RepositoryNotFoundError() | RevisionNotFoundError():
-            fix = "check its name and revision; a private one needs HF_TOKEN exported (for a run, name it in pass_env too)"
+            fix = "check its name and revision; a private one needs HF_TOKEN exported (in a run: in pass_env)"
             _no(what, first, fix)
         case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
             _no(what, f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it", offline)

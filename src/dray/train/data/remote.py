@@ -144,11 +144,7 @@ def _as_arrow_says(url: str, protocol: str, error: Exception, what: str, done: s
 
 def _denied(url: str, protocol: str, found: str, problem: str) -> NoReturn:
     secret = _SECRETS.get(protocol, "")
-    fix = (
-        f"export {secret} before you submit, and name it in pass_env"
-        if secret
-        else "name a file that everybody may read"
-    )
+    fix = f"export {secret} before you submit, and name it in pass_env" if secret else "name a file that all may read"
     _no(url, problem, found, fix)
 
 

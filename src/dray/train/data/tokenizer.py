@@ -48,7 +48,7 @@ def _lacks(folder: str, wanted: str) -> NoReturn:
         "the tokenizer lacks what this run needs",
         wanted=wanted,
         found=f"none in {folder}",
-        fix="set model.tokenizer to another",
+        fix="set another model.tokenizer",
     )
 
 
