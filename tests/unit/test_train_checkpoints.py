@@ -182,7 +182,7 @@ def test_ranks_of_a_whole_model_write_as_much_as_one_another() -> None:
     ("name", "tensor", "said"),
     [
         ("weights.c", torch.zeros(1), "weights.c is missing"),
-        ("weights.a", torch.zeros(3, 7), "weights.a has the shape [7, 3], and not [3, 7]"),
+        ("weights.a", torch.zeros(3, 7), "weights.a has the shape [7, 3], not [3, 7]"),
     ],
 )
 def test_another_model_is_told(tmp_path: Path, name: str, tensor: torch.Tensor, said: str) -> None:
@@ -303,7 +303,7 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, case: str) -> None:
     [
         ('{"version": 2, "version": 2, "files": {}}', "an object has the same name twice"),
         ("[" * 200_000, "its manifest cannot be read"),
-        ("[]", "its manifest names no files"),
+        ("[]", "its manifest has no valid list of files"),
         ("{", "its manifest cannot be read"),
         ("\x00", "its manifest cannot be read"),
     ],

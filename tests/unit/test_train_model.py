@@ -379,7 +379,7 @@ class TestHub:
         [
             (("data", "hub:me/mine/large"), {}, "dataset me/mine has no such split"),
             (("data", "hub:me/mine/huge"), {}, "the hub has converted only a part of dataset me/mine"),
-            (("data", "hub:me/mine/huge:partial-train"), {}, "of https://huggingface.co/datasets/me/mine/tree/main"),
+            (("data", "hub:me/mine/huge:partial-train"), {}, "(https://huggingface.co/datasets/me/mine/tree/main"),
             (("data", "hub:mine"), {}, "the dataset's name is incomplete"),
             (("data", "hub:me/none"), {}, "check its name and revision; a private one needs HF_TOKEN exported"),
             (("data", "hub:me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
