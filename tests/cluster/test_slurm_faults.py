@@ -24,7 +24,7 @@ def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
     assert (cause["code"], cause["why"]) == (78, "exit code 78")
     assert cause["last_lines"][:4] == [
         "a gpt2 configuration has no 'n_layers'",
-        "  wanted: one of transformers' own names, such as n_layer, num_hidden_layers",
+        "  wanted: n_layer",
         "  found:  model.config.n_layers",
         "  fix:    correct model.config in the recipe",
     ]

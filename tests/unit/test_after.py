@@ -182,7 +182,7 @@ def test_a_model_that_somebody_changed_is_not_used(runs, tmp_path: Path, forks: 
     ):
         code, output = forks.job(job, tmp_path / "job")
         assert (code, "modeling_mine.py was added" in output) == (78, True), output
-    with pytest.raises(DrayError, match="the model is not as its run wrote it"):  # a recipe's model.name
+    with pytest.raises(DrayError, match="the model's files differ from those that its run wrote"):  # as model.name
         hub.model(str(changed), "main", weights=True, code=False)
 
 
@@ -227,7 +227,7 @@ def test_a_model_is_sent_to_the_hub_when_somebody_asks(runs, tmp_path: Path) -> 
         assert (wrong.returncode, "take a token that may write" in wrong.stdout) == (78, True)
         assert "hf_may" not in wrong.stdout + wrong.stderr
         nobody = dray("push", folder, "me/mine", HF_ENDPOINT=address, HF_HOME=str(tmp_path))
-        assert nobody.stdout.startswith("dray: the hub takes no model without a token\n")
+        assert nobody.stdout.startswith("dray: pushing a model to the hub needs a token\n")
         assert (nobody.returncode, "export HF_TOKEN" in nobody.stdout) == (78, True)
         for words, said in (
             (("mine",), "OWNER/NAME"),

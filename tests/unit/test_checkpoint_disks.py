@@ -247,7 +247,7 @@ def test_a_run_goes_on_from_its_mirror(run: BEGUN, alone: Run, store: stores.Sto
     assert all("is not what was sent" in event["why"] for event in flipped)
     again = run(2, *words).end(**env)
     assert again.events("start")[0]["first_step"] == newest
-    assert f"step-{newest} is fetched from s3://bucket/mine\n" in again.said()
+    assert f"step-{newest} of s3://bucket/mine is fetched\n" in again.said()
     assert len({name.split("/")[2] for name in store.objects if "/step-" in name}) == 2
 
 
@@ -263,7 +263,7 @@ def test_a_damaged_checkpoint_is_mended_from_the_mirror(run: BEGUN, alone: Run, 
     again = run(2, *words).end()
     assert again.events("start")[0]["first_step"] == 16
     assert again.losses() == alone.losses()[16:]
-    assert "step-16 is fetched from " in again.said()
+    assert f"step-16 of {tmp_path}/far is fetched\n" in again.said()
     shutil.rmtree(tmp_path / "kept")
     (tmp_path / "far/step-16/rank-1.safetensors").write_bytes(b"x")
     third = run(2, *words).end()

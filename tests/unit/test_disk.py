@@ -56,5 +56,5 @@ def test_room_for_a_save(blocks: int, free: int, fits: bool, monkeypatch: pytest
     assert str(refused.value) == (
         "the checkpoint does not fit on the disk\n  where:  /kept\n  wanted: 0.004194 GB\n"
         "  found:  No space left on device (0.004096 GB free, 0.004194 GB needed)\n"
-        "  fix:    make room there; the newest checkpoint is of step 4"
+        "  fix:    make room on that disk; the newest checkpoint is of step 4"
     )

@@ -140,7 +140,7 @@ def with_a_template(folder: Path, text: str) -> None:
     (folder / "chat_template.jinja").write_text(text)
 
 
-READ, TAKEN = "the model cannot be read", "the chat template does not take a prompt"
+READ, TAKEN = "the model cannot be read", "the chat template refuses the prompt"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_trainer_s_checkpoint_is_resumed(written: Path, tmp_path: Path) -> Non
 
 def test_a_checkpoint_of_dcp_is_resumed(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resumable(written / "dcp" / "step_3", tmp_path, "train.steps=3", truth=written / "dcp" / "truth.safetensors")
-    assert "note: sample 24 of dray's own order comes next" in capsys.readouterr().out
+    assert "note: the run goes on with sample 24 of dray's own order" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_from_it(written: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_verb(written: Path, tmp_path: Path) -> None:
     target = tmp_path / "my models" / "one"
     ended = subprocess.run([*argv, "--to", target], env=env, cwd="/", capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert f"to begin from it: model.name={target}\n" in ended.stdout
+    assert f"to train it further: model.name={target}\n" in ended.stdout
     assert {path.name for path in target.iterdir()} == {
         "config.json", "generation_config.json", "manifest.json", "model.safetensors",
     }  # fmt: skip

@@ -97,7 +97,7 @@ def test_ranks_that_never_connect_end_at_the_short_deadline(plan, machines):
     assert run(plan, machines, 3, GLOO_SOCKET_IFNAME="lo") == [69, 69]
     # The first to end ends the other.
     text = "".join(path.read_text() for path in Path(plan["folder"], "logs").glob("rank-*.log"))
-    assert "the ranks could not connect to one another\n  wanted: all process groups within 3 s\n" in text
+    assert "the ranks could not connect to one another\n  wanted: connections between all ranks within 3 s\n" in text
     assert "\n          GLOO_SOCKET_IFNAME=lo\n  fix:    correct `interfaces` in the site's file, or " in text
 
 

@@ -51,8 +51,8 @@ def test_the_second_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
             "another run uses this checkpoint folder\n"
             f"  where:  {tmp_path}\n  wanted: one run at a time\n"
             f"  found:  job 4711 of {user} on node-1, run /runs/the first, attempt 2, since {since}\n"
-            "  fix:    checkpoint.folder=ANOTHER; or let that one end (dray stop '/runs/the first'), and the same "
-            "command goes on from there"
+            "  fix:    checkpoint.folder=ANOTHER; or end that run (dray stop '/runs/the first'), then run the same "
+            "command again"
         )
         assert refused.value.finding.code == 78
         assert first.ended() == "released"
@@ -93,7 +93,7 @@ def test_a_run_that_starts_again_does_not_wait_for_itself(tmp_path: Path, before
         elsewhere(tmp_path)
         os.kill(first.process.pid, signal.SIGKILL)
         holding(tmp_path, **then).acquire()
-    assert capsys.readouterr().out.endswith(": it is this run's own, before it was started again\n")
+    assert capsys.readouterr().out.endswith(": an earlier start of this run held it\n")
 
 
 def test_a_follow_on_job_whose_run_left_its_result(tmp_path: Path, capsys) -> None:
@@ -118,7 +118,7 @@ def test_one_whose_job_slurm_knows_no_more(tmp_path: Path, its_own: bool, capsys
         token = json.loads((tmp_path / NAME).read_text())["token"]
         (attempt / "ended").write_text(f"{token if its_own else '0' * 32}\n")
         holding(tmp_path, job=8, run_folder="/runs/other", folder=str(attempt)).acquire()
-    why = "Slurm knows its job no more" if its_own else "no sign of life for 1 s"
+    why = "Slurm no longer knows its job" if its_own else "no sign of life for 1 s"
     assert capsys.readouterr().out.endswith(f": {why}\n")
 
 

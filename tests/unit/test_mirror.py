@@ -196,7 +196,7 @@ def test_a_umask_that_lets_a_group_write_does_not_count(tmp_path: Path) -> None:
     ("place", "code", "problem"),
     [
         ("s3://none/x", 78, "the mirror of the checkpoints does not exist"),
-        ("s3://nobody/x", 78, "the mirror of the checkpoints may not be read"),
+        ("s3://nobody/x", 78, "no permission: the mirror of the checkpoints cannot be read"),
     ],
 )
 def test_a_mirror_that_cannot_be(place: str, code: int, problem: str) -> None:

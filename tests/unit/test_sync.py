@@ -87,7 +87,7 @@ def test_it_follows_a_run_into_its_next_attempt(server, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("one", "one has to know its server\n  wanted: TEST_SERVER\n"), ("aim", "aim has no server to send to\n")],
+    [("one", "one needs the address of its server\n  wanted: TEST_SERVER\n"), ("aim", "aim has no server\n")],
 )
 def test_a_tracker_without_a_server_is_refused(server, tmp_path: Path, monkeypatch, name: str, message: str) -> None:
     monkeypatch.delenv("TEST_SERVER")

@@ -142,7 +142,7 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "model", "said"),
     [
-        (SEED, GPT, "there is nothing to make analog in this model"),
+        (SEED, GPT, "this model has no layer that can become analog"),
         (
             ('analog.exclude=["bert.nothing"]',),
             BERT,

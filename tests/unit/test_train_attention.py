@@ -172,10 +172,10 @@ DOCUMENTS = "data.document_mask=true"
 @pytest.mark.parametrize(
     ("words", "capability", "settings", "found"),
     [
-        ((), (9, 0), {}, ("dray-sdpa", "sdpa without a mask where is_causal says the same")),
-        ((), (7, 0), {}, ("dray-expanded", "sdpa without a mask where is_causal says the same")),
-        (("train.precision=fp32",), (9, 0), {}, ("dray-expanded", "sdpa without a mask where is_causal says the same")),
-        ((DOCUMENTS,), (9, 0), {}, ("dray-flex", "flex_attention: it leaves out what a mask for documents hides")),
+        ((), (9, 0), {}, ("dray-sdpa", "sdpa without a mask where is_causal is enough")),
+        ((), (7, 0), {}, ("dray-expanded", "sdpa without a mask where is_causal is enough")),
+        (("train.precision=fp32",), (9, 0), {}, ("dray-expanded", "sdpa without a mask where is_causal is enough")),
+        ((DOCUMENTS,), (9, 0), {}, ("dray-flex", "flex_attention: it skips what the mask for documents hides")),
         (
             (DOCUMENTS, "model.attn_implementation=sdpa"), (9, 0), {},
             ("dray-sdpa", "sdpa with a mask for documents"),
@@ -190,7 +190,7 @@ DOCUMENTS = "data.document_mask=true"
         ),
         (
             (DOCUMENTS,), (8, 0), {"head_dim": 8},
-            ("dray-sdpa", "sdpa with a mask for documents: no flex_attention for heads of 8"),
+            ("dray-sdpa", "sdpa with a mask for documents: no flex_attention for head size 8"),
         ),
     ],
 )  # fmt: skip

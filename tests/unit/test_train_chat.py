@@ -93,7 +93,7 @@ def test_a_turn_that_is_shown_otherwise_later_is_read_and_not_learned() -> None:
 
 
 def test_a_template_that_hides_answers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the chat template hides where an answer begins"):
+    with pytest.raises(ConfigError, match="the chat template does not show where an answer begins"):
         learned(HIDES, TURNS)
     with pytest.raises(ConfigError, match="no system here"):
         learned("{{ raise_exception('no system here') }}", TURNS)
@@ -116,7 +116,7 @@ def test_what_is_no_conversation_is_refused(row: object) -> None:
     gc.collect()  # else what other tests left ends in the midst of DEEP, and has no room to say so
     with pytest.raises(ConfigError, match="column 'messages' holds no conversations") as stopped:
         chat.conversation(row, "my.jsonl", "messages")
-    assert "set data.column and data.answer_column" in stopped.value.finding.fix
+    assert "set data.answer_column too" in stopped.value.finding.fix
 
 
 def test_questions_and_answers_may_be_two_columns(tmp_path: Path) -> None:

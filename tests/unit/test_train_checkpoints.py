@@ -182,7 +182,7 @@ def test_ranks_of_a_whole_model_write_as_much_as_one_another() -> None:
     ("name", "tensor", "said"),
     [
         ("weights.c", torch.zeros(1), "weights.c is missing"),
-        ("weights.a", torch.zeros(3, 7), "weights.a has the shape [7, 3], and not [3, 7]"),
+        ("weights.a", torch.zeros(3, 7), "weights.a has the shape [7, 3], not [3, 7]"),
     ],
 )
 def test_another_model_is_told(tmp_path: Path, name: str, tensor: torch.Tensor, said: str) -> None:
@@ -233,34 +233,43 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "more and a huge shape": (more, "rank-0.safetensors holds other tensors than the manifest says"),
     "as many files as numbers": (
         shard(0, 3, 1 << 60),
-        "tensor weights.a is in '0', which is no file of this checkpoint",
+        "tensor weights.a is in '0', which is not a file of this checkpoint",
     ),
-    "no files": (shard(0, 3, 0), "tensor weights.a has a shard that is no file, offset and length"),
-    "a file that is not there": (shard(1, 0, 3), "tensor weights.a is in '3', which is no file of this checkpoint"),
+    "no files": (shard(0, 3, 0), "tensor weights.a has a shard without a file, an offset and a length"),
+    "a file that is not there": (shard(1, 0, 3), "tensor weights.a is in '3', which is not a file of this checkpoint"),
     "another file": (shard(1, 0, 2), "rank-1.safetensors holds other tensors than the manifest says"),
     "the same file twice": (
         put([[0, 0, 18, 1], [0, 18, 3, 1]], *A, "shards"),
         "rank-0.safetensors holds other tensors",
     ),
-    "half of a row": (shard(0, 1, 0.0), "tensor weights.a has a shard that is no file, offset and length"),
+    "half of a row": (shard(0, 1, 0.0), "tensor weights.a has a shard without a file, an offset and a length"),
     "a position of no numbers": (put([1], "tensors", "feed.0", "shape"), "tensor feed.0 has 3 numbers in its shards"),
-    "a position of floats": (put("F64", "tensors", "feed.0", "dtype"), "tensor feed.0 is no position in the data"),
-    "a position of nobody": (renamed, "tensor feed.x is no position in the data"),
+    "a position of floats": (put("F64", "tensors", "feed.0", "dtype"), "tensor feed.0 is not a position in the data"),
+    "a position of nobody": (renamed, "tensor feed.x is not a position in the data"),
     "a loss scale of text": (put("1024", "scaler"), NO_STEP),
     "overlap": (shard(1, 1, 17), "tensor weights.a has numbers twice: 17 to 18"),
-    "shard lost": (lambda found: found["tensors"]["weights.a"]["shards"].pop(), "18 numbers in its shards, and 21"),
-    "huge shape": (put([1 << 40, 1 << 40], *A, "shape"), "tensor weights.a has 21 numbers in its shards, and 1208925"),
+    "shard lost": (
+        lambda found: found["tensors"]["weights.a"]["shards"].pop(),
+        "18 numbers in its shards, but its shape needs 21",
+    ),
+    "huge shape": (
+        put([1 << 40, 1 << 40], *A, "shape"),
+        "tensor weights.a has 21 numbers in its shards, but its shape needs 1208925",
+    ),
     "no such type": (put("V8", *A, "dtype"), "tensor weights.a has no type, shape and shards"),
     "another type": (put("I32", *A, "dtype"), "rank-0.safetensors holds other tensors than the manifest says"),
     "negative": (put([-7, -3], *A, "shape"), "tensor weights.a has no type, shape and shards"),
-    "true": (shard(0, 1, False), "tensor weights.a has a shard that is no file, offset and length"),
+    "true": (shard(0, 1, False), "tensor weights.a has a shard without a file, an offset and a length"),
     "text": (put("all", *A, "shards"), "tensor weights.a has no type, shape and shards"),
-    "no list": (put([7], *A, "shards"), "tensor weights.a has a shard that is no file, offset and length"),
-    "file elsewhere": (shard(0, 0, "../x.safetensors"), "tensor weights.a has a shard that is no file, offset"),
-    "file elsewhere, as before": (row("../x.safetensors"), "'../x.safetensors', which is no file of this checkpoint"),
-    "absolute": (put(SUM, "files", "/etc/passwd"), "its manifest names no files, or not as they are named"),
-    "upwards": (put(SUM, "files", "../../x"), "its manifest names no files, or not as they are named"),
-    "no checksum": (put({"bytes": 3}, "files", NUMBERS), "its manifest names no files, or not as they are named"),
+    "no list": (put([7], *A, "shards"), "tensor weights.a has a shard without a file, an offset and a length"),
+    "file elsewhere": (shard(0, 0, "../x.safetensors"), "tensor weights.a has a shard without a file, an offset"),
+    "file elsewhere, as before": (
+        row("../x.safetensors"),
+        "'../x.safetensors', which is not a file of this checkpoint",
+    ),
+    "absolute": (put(SUM, "files", "/etc/passwd"), "its manifest has no valid list of files"),
+    "upwards": (put(SUM, "files", "../../x"), "its manifest has no valid list of files"),
+    "no checksum": (put({"bytes": 3}, "files", NUMBERS), "its manifest has no valid list of files"),
     "no tensors": (put(None, "tensors"), "its manifest names no tensors"),
     "no numbers": (
         put({"dtype": "F32", "shape": [0], "shards": []}, "tensors", "weights.b"),
@@ -292,9 +301,9 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"version": 2, "version": 2, "files": {}}', "a name stands twice in an object"),
+        ('{"version": 2, "version": 2, "files": {}}', "an object has the same name twice"),
         ("[" * 200_000, "its manifest cannot be read"),
-        ("[]", "its manifest names no files"),
+        ("[]", "its manifest has no valid list of files"),
         ("{", "its manifest cannot be read"),
         ("\x00", "its manifest cannot be read"),
     ],
@@ -356,7 +365,7 @@ def test_a_position_before_the_data(tmp_path: Path) -> None:
     folder.mkdir(mode=0o755)
     about = {"step": 3, "updates": 3, "world_size": 1, "scaler": None} | MADE_BY
     saved.write(folder, [positions.shards([[0, -1, 0, [5]]])], about)
-    assert "rank-0.safetensors holds a position that is before the data" in refused(folder)
+    assert "rank-0.safetensors holds a negative position in the data" in refused(folder)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "lost", "flip", "cut"])
@@ -399,8 +408,9 @@ def test_what_others_may_write_is_refused(tmp_path: Path, harm: Callable[[Path],
     path, kind = folder / part, "file" if part else "folder"
     assert str(error.value) == (
         "the checkpoint is open to other users\n"
-        f"  where:  {path}\n  wanted: of user {os.geteuid()}, and written by no other\n  found:  a {kind} {found}\n"
-        f"  fix:    chmod -R go-w '{folder}' where it is yours, and you know who wrote it; else name another "
+        f"  where:  {path}\n  wanted: owned by user {os.geteuid()}, and writable by no other user\n"
+        f"  found:  a {kind} {found}\n"
+        f"  fix:    if it is yours and you know who wrote it: chmod -R go-w '{folder}'; else set another "
         "checkpoint.folder"
     )
 
@@ -523,7 +533,7 @@ def final(tmp_path: Path) -> Path:
         ("model.safetensors", None, "model.safetensors: No such file or directory"),
         ("modeling.py", "print(1)", "modeling.py was added"),
         ("parts/adapter_config.json", "{}", "parts/adapter_config.json was added"),
-        ("manifest.json", "{}", "its manifest names no files, or not as they are named"),
+        ("manifest.json", "{}", "its manifest has no valid list of files"),
         ("manifest.json", None, "its manifest cannot be read"),
     ],
 )
@@ -532,7 +542,7 @@ def test_a_final_model_is_as_its_run_wrote_it(final: Path, name: str, text: str 
         (final / name).unlink()
     else:
         (final / name).write_text(text)
-    with pytest.raises(DrayError, match="the model is not as its run wrote it") as error:
+    with pytest.raises(DrayError, match="the model's files differ from those that its run wrote") as error:
         manifest.check_model(final)
     assert (error.value.finding.code, error.value.finding.where) == (78, str(final))
     assert said in error.value.finding.found

@@ -188,7 +188,7 @@ def test_code_that_another_may_have_written_is_not_used(
     capsys.readouterr()
     assert not caches.loaded()
     found = capsys.readouterr().out
-    assert found.startswith("compiled code is not used, and compiled again: ")
+    assert found.startswith("compiled code of an earlier attempt is not used, and this attempt compiles again: ")
     assert found.endswith(f"{said}\n")
 
 

@@ -279,7 +279,7 @@ def test_json_that_is_deeper_than_python_reads(tmp_path: Path, name: str, conten
     (tmp_path / name).write_text(content)
     told = refused(texts, tmp_path, f"data.train={tmp_path / name}")
     assert told.splitlines()[0] == said
-    assert "more than 64 lists or objects within one another" in told
+    assert "more than 64 nested lists or objects" in told
 
 
 def test_a_row_that_would_be_cut_is_named(tmp_path: Path) -> None:
@@ -287,9 +287,9 @@ def test_a_row_that_would_be_cut_is_named(tmp_path: Path) -> None:
     path.write_text("text,n\na,1\nit is, of course, b,2\n")
     assert refused(texts, tmp_path, f"data.train={path}") == (
         "the table cannot be read\n"
-        "  wanted: UTF-8 with a first line of column names\n"
+        "  wanted: UTF-8, with column names in the first line\n"
         f"  found:  4 fields in a row of 2 columns (quote a field with a ',' in it) near line 3 of {path}\n"
-        "  fix:    correct that row, whose quotes may be open; or convert the file to parquet\n"
+        "  fix:    correct that row (a quote may be unclosed), or convert the file to parquet\n"
     )
 
 

@@ -109,7 +109,7 @@ def test_a_run_goes_back_and_on_without_those_samples(
     assert (event["back_to"], event["first_step"]) == (back, at)
     found = json.loads((other.folder / "checkpoints/step-16/manifest.json").read_text())
     assert (found["watch"]["skipped"], found["updates"]) == ([[at, at]], 15)
-    assert finish(other.paths, code=0).warnings[0].endswith(f"; back to step {back}, and on without step {at}")
+    assert finish(other.paths, code=0).warnings[0].endswith(f"; the run goes back to step {back} and skips step {at}")
     # The same again, wherever it is cut off: from a checkpoint before those samples, and from one after them.
     for step, env in ((back, {what: str(at)}), (16, {})):
         again = run(2, *words)

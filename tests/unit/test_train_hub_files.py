@@ -98,10 +98,10 @@ REFUSED = {
     "hf://datasets/me/gated/a.jsonl": "accept the terms on its page, and export HF_TOKEN",
     "streamed hub:me/gated": "accept the terms on its page, and export HF_TOKEN",
     "hf://datasets/me/none/a.jsonl": "check its name and revision",
-    "hf://datasets/me/secret/a.jsonl": "a private one wants HF_TOKEN exported",
+    "hf://datasets/me/secret/a.jsonl": "a private one needs HF_TOKEN exported",
     "hf://datasets/me/texts/none.jsonl": "the dataset does not exist",
     "hub:me/texts:none[:1%]": "found:  default/test, default/train",
-    "hub:me/script": "name its own files: hf://datasets/me/script/FOLDER/*.jsonl (a script",
+    "hub:me/script": "name its original files: hf://datasets/me/script/FOLDER/*.jsonl (dray",
 }
 
 
@@ -115,9 +115,9 @@ def test_a_token_opens_a_private_one_and_an_offline_job_is_told(hub: str, tmp_pa
     name = "hf://datasets/me/secret/a.jsonl"
     assert read(hub, tmp_path, name, HF_TOKEN="hf_secret")[0][1] == TEXTS
     ((said, _),) = read(hub, tmp_path, name, HF_HUB_OFFLINE="1")
-    assert 'env.HF_HUB_OFFLINE = "0", where the nodes reach the hub' in said
+    assert 'if the nodes reach the hub: env.HF_HUB_OFFLINE = "0"' in said
 
 
 def test_a_hub_that_is_not_reached_is_said(tmp_path: Path) -> None:
     ((said, _),) = read("http://127.0.0.1:9", tmp_path, "hf://datasets/me/texts/data/1.jsonl")
-    assert "look at the network" in said
+    assert "check the network" in said

@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_is_the_same_and_its_checkpoints_are_small(run, folde
     ("words", "said"),
     [
         (('lora.target_modules=["q_prox"]',), "lora.target_modules names layers that the model lacks"),
-        (('lora.target_modules=["proj"]',), "ends of names such as down_proj, gate_proj"),
+        (('lora.target_modules=["proj"]',), "ends of layer names, such as down_proj, gate_proj"),
         (("data.column=text",), "there is no column 'text'"),
         (("data.answer_column=answer",), "there is no column 'answer'"),
     ],

@@ -214,15 +214,15 @@ ROW = "row 1 of FILE"
     [
         ("def clean(row):\n    x = 1\n    return row['gone']\n",
          f"clean of prep.py failed\n  where:  prep.py:3\n  wanted: None, a dict or a list of dicts for {ROW}\n"
-         "  found:  KeyError: 'gone'\n  fix:    correct prep.py, and look: dray data inspect RECIPE"),
+         "  found:  KeyError: 'gone'\n  fix:    correct prep.py, then check it: dray data inspect RECIPE"),
         ("import sys\n\ndef clean(row):\n    sys.exit('no')\n", "clean of prep.py failed\n  where:  prep.py:4\n"),
         ("import nowhere.at_all\ndef clean(row):\n    return row\n",
-         "prep.py cannot be imported\n  where:  prep.py:1\n  wanted: a file that the image can import by itself\n"
+         "prep.py cannot be imported\n  where:  prep.py:1\n  wanted: a file that imports only what the image has\n"
          "  found:  ModuleNotFoundError: No module named 'nowhere'"),
         ("def clean(row):\n    return row\nraise SystemExit(3)\n", "prep.py cannot be imported\n  where:  prep.py:3\n"),
         ("def clean(row):\n    return row\ndel clean\n", "prep.py cannot be imported\n"),
         ("def clean(row):\n    return row['body']\n",
-         f"clean of prep.py returned something else than rows\n  where:  {ROW}\n"
+         f"clean of prep.py did not return rows\n  where:  {ROW}\n"
          "  wanted: None, a dict or a list of dicts\n  found:  str: line  00"),
         ("def clean(row):\n    return [row, 1]\n", "found:  int in a list: 1\n"),
         ("def clean(row):\n    yield row\n", "found:  generator: <generator object clean at"),
@@ -260,7 +260,7 @@ def test_a_line_that_is_no_row(tmp_path: Path) -> None:
     assert str(refused.value) == (
         f"a row has no columns\n  where:  row 2 of {path}\n"
         '  wanted: an object on each line, such as {"text": "..."}, for data.map\n'
-        "  found:  str: just text\n  fix:    leave out data.map, or correct that row"
+        "  found:  str: just text\n  fix:    correct that row, or remove data.map"
     )
 
 

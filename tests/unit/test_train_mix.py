@@ -204,9 +204,9 @@ def test_a_mix_that_ends_before_the_run_is_refused(tmp_path: Path, files: dict[s
     over = mixed(files, "data.mix.code.repeat=2", "data.mix.web.until=10", "train.steps=100")
     assert refusal(tmp_path, *over) == (
         "the mix ends before the run does\n"
-        "  wanted: 800 samples: train.steps = 100, each of 8\n"
+        "  wanted: 800 samples: 100 steps (train.steps) of 8\n"
         "  found:  440 samples; web ends after 80, code ends after 440\n"
-        "  fix:    train.steps=55, or a source without repeat and until"
+        "  fix:    train.steps=55, or remove repeat and until from a source"
     )
 
 

@@ -51,14 +51,14 @@ def saved(folder: Path) -> Path:
     ("said", "message"),
     [
         ("model.config.n_layers=1", "a gpt2 configuration has no 'n_layers'"),
-        ("data.sequence_length=64", "a sample is longer than the model's positions"),
+        ("data.sequence_length=64", "a sample is longer than the model's max_position_embeddings"),
         ("model.config.vocab_size=100", "the tokenizer has tokens that the model lacks"),
-        ("model.attn_implementation=flash_attention_2", "the model cannot be made"),
-        ("train.objective=masked", "the model cannot be made"),
+        ("model.attn_implementation=flash_attention_2", "transformers cannot build the model"),
+        ("train.objective=masked", "transformers cannot build the model"),
         ("model.config.attn_pdrop=x", "transformers refuses model.config"),
-        ("model.config.activation_function=nope", "the model cannot be made"),
-        ("model.config.n_embd=-4", "the model cannot be made"),
-        ("model.config.n_embd=0", "the model cannot be made"),
+        ("model.config.activation_function=nope", "transformers cannot build the model"),
+        ("model.config.n_embd=-4", "transformers cannot build the model"),
+        ("model.config.n_embd=0", "transformers cannot build the model"),
     ],
 )
 def test_models_that_are_not(tmp_path: Path, said: str, message: str) -> None:
@@ -77,7 +77,8 @@ def test_a_tokenizer_with_few_tokens_and_a_great_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("gpt9", "transformers has no such model"), ("t5", "a t5 configuration has no 'n_layer'")]
+    ("kind", "message"),
+    [("gpt9", "transformers has no such model type"), ("t5", "a t5 configuration has no 'n_layer'")],
 )
 def test_a_type_that_the_plan_let_through(tmp_path: Path, kind: str, message: str) -> None:
     """As it does where it knows another version of transformers."""
@@ -98,7 +99,7 @@ def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp
     network = build.build(named, tokenizer.load(named), filled=True)
     assert metrics.flops_per_token(network, named) > 0
     long = replace(named, data=replace(named.data, sequence_length=64))
-    assert refused(long).startswith("a sample is longer than the model's positions\n")
+    assert refused(long).startswith("a sample is longer than the model's max_position_embeddings\n")
 
 
 def test_time_of_an_evaluation_is_no_step_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_documents_are_not_masked_in_a_model_without_positions(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "words", "found"),
     [
-        ("opt", (), "opt, whose attention crosses them"),
+        ("opt", (), "opt, whose attention crosses documents"),
         ("gpt2", ("train.objective=masked",), "objective masked"),
         ("gpt2", (), None),
         ("llama", (), None),
@@ -152,7 +153,7 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     chosen = config(tmp_path / "a", f"model.name={folder}")
     told = refused(replace(chosen, model=replace(chosen.model, tokenizer=str(saved(tmp_path / "other")))))
-    assert told.splitlines()[:2] == ["transformers has no such model", f"  where:  {folder}"]
+    assert told.splitlines()[:2] == ["transformers cannot read the model's config.json", f"  where:  {folder}"]
     with pytest.raises(DrayError, match="the tokenizer cannot be read"):
         tokenizer.load(config(tmp_path / "b", f"model.tokenizer={tmp_path}/none"))
 
@@ -184,10 +185,14 @@ def test_what_a_library_raises_is_the_users_or_the_machines(raised: Exception, c
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.safetensors", "x" * 4096, "the model cannot be made"),
-        ("config.json", '{"model_type": "gpt2", "attn_pdrop": "x"}', "transformers has no such model"),
-        ("config.json", '{"model_type": "gpt2", "auto_map": 7}', "transformers has no such model"),
-        ("config.json", "[1]", "transformers has no such model"),
+        ("model.safetensors", "x" * 4096, "transformers cannot build the model"),
+        (
+            "config.json",
+            '{"model_type": "gpt2", "attn_pdrop": "x"}',
+            "transformers cannot read the model's config.json",
+        ),
+        ("config.json", '{"model_type": "gpt2", "auto_map": 7}', "transformers cannot read the model's config.json"),
+        ("config.json", "[1]", "transformers cannot read the model's config.json"),
     ],
 )
 def test_a_named_model_with_a_damaged_file(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -374,14 +379,14 @@ class TestHub:
         [
             (("data", "hub:me/mine/large"), {}, "dataset me/mine has no such split"),
             (("data", "hub:me/mine/huge"), {}, "the hub has converted only a part of dataset me/mine"),
-            (("data", "hub:me/mine/huge:partial-train"), {}, "of https://huggingface.co/datasets/me/mine/tree/main"),
-            (("data", "hub:mine"), {}, "a dataset's name is incomplete"),
-            (("data", "hub:me/none"), {}, "check its name and revision; a private one wants HF_TOKEN exported"),
+            (("data", "hub:me/mine/huge:partial-train"), {}, "(https://huggingface.co/datasets/me/mine/tree/main"),
+            (("data", "hub:mine"), {}, "the dataset's name is incomplete"),
+            (("data", "hub:me/none"), {}, "check its name and revision; a private one needs HF_TOKEN exported"),
             (("data", "hub:me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
             (("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
             (("model", "me/none"), {}, "model me/none is missing"),
             (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE"),
-            (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and it is not in "),
+            (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and "),
         ],
     )
     def test_what_is_missing(self, hub, words: tuple[str, ...], env: dict[str, str], said: str) -> None:

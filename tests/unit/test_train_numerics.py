@@ -51,7 +51,7 @@ def test_an_operation_that_is_not_deterministic_is_refused(tmp_path: Path) -> No
     assert isinstance(told, ConfigError)
     assert str(told) == (
         "an operation of this model is not deterministic on this device\n"
-        "  wanted: operations that sum in one order, for train.deterministic\n"
+        "  wanted: only deterministic operations, for train.deterministic = true\n"
         "  found:  put_ does not have a deterministic implementation\n"
         "  fix:    train.deterministic=false, or another model.attn_implementation"
     )

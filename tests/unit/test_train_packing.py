@@ -137,7 +137,7 @@ def test_every_epoch_has_every_document_whole_and_another_order(tmp_path: Path, 
     assert "packing bfd of the training dataset: " in said
     share = f"{19 / (found.total - found.packing['padding'] + 19):.2%}"
     told = f"1 document longer than a sample, 19 tokens dropped, {share} (bfd_split drops none)\n"
-    assert f"% of {found.total:,} tokens is padding; {told}" in said
+    assert f"% of {found.total:,} tokens are padding; {told}" in said
     assert found.packing["padding"] / found.total < 0.1
 
 

@@ -157,11 +157,11 @@ def test_another_object_has_another_identity_and_is_refused_while_it_is_read(sto
         ("s3://all/none*.jsonl", "the dataset does not exist"),
         (
             "s3://private/a.jsonl",
-            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where you submit, and name them in",
+            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY before you submit, and name",
         ),
-        ("s3://nobody/a.jsonl", "the dataset may not be read"),
+        ("s3://nobody/a.jsonl", "no permission: the dataset cannot be read"),
         ("{web}/all/none.jsonl", "the dataset does not exist"),
-        ("{web}/nobody/a.jsonl", "the dataset may not be read"),
+        ("{web}/nobody/a.jsonl", "no permission: the dataset cannot be read"),
         ("abfs://container/a.jsonl", "--pip adlfs, and layer ="),
         ("nothing://a/b.jsonl", "of a protocol that fsspec does not know: nothing"),
         ("json:s3://all/a.jsonl.zst", "--pip zstandard"),
@@ -193,7 +193,7 @@ def test_a_transfer_that_breaks_is_taken_up_again(store: stores.Store, monkeypat
 
 def test_a_server_without_ranges_or_tags_is_refused(store: stores.Store) -> None:
     store.ranges = False
-    assert "this server sends whole files only" in refused(f"{store.address}/all/a.txt")
+    assert "this server does not send parts of a file" in refused(f"{store.address}/all/a.txt")
 
 
 def test_a_damaged_file_is_no_trouble_of_the_network(store: stores.Store) -> None:

@@ -147,7 +147,7 @@ def test_a_run_that_has_nothing_left_to_do_says_so(run: BEGUN) -> None:
     assert (result.status, result.first_step, result.steps) == ("done", 2, 2)
     assert summary(result, again.paths).startswith("done: nothing left to do: step 2 of 2, perplexity ")
     fewer.end(78)
-    assert "the checkpoint is of a later step than the last one of this run\n" in fewer.said()
+    assert "the newest checkpoint is past the run's last step\n" in fewer.said()
     assert "  fix:    train.steps=2, or another checkpoint.folder\n" in fewer.said()
 
 
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
         f"  where:  {newest}/manifest.json\n"
         "  wanted: checkpoint version 3\n"
         f"  found:  checkpoint version 4, written by dray {manifest['dray']}\n"
-        "  fix:    resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, "
+        "  fix:    resume with an image of that version; or start from its model: model.name=RUN/checkpoints/final, "
         "and another checkpoint.folder\n"
     )
     assert refused in again.end(code=78).log().read_text()

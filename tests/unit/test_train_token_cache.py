@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     def full(_: list[str]) -> list[int]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(DrayError, match="the disk is full of tokens") as stopped:
+    with pytest.raises(DrayError, match="the disk is full: it has no room for the tokens") as stopped:
         made(tmp_path, encode=full)
     assert stopped.value.finding.code == 1
     assert list(tmp_path.iterdir()) == []
@@ -297,11 +297,11 @@ def test_two_nodes_may_share_a_cache_without_locks(tmp_path: Path) -> None:
 def test_what_the_maker_refuses_ends_all_ranks(tmp_path: Path) -> None:
     lines, errors = ranks(tmp_path, "full", 1)
     assert lines == ["making", "[1, 1, 1, 1]"]
-    assert errors.count("the disk is full of tokens\n") == 4
+    assert errors.count("the disk is full: it has no room for the tokens\n") == 4
 
 
 def test_nodes_that_have_made_other_tokens_do_not_train(tmp_path: Path) -> None:
     lines, errors = ranks(tmp_path, "other tokens", 1)
     assert lines == ["making", "making", "[78, 78, 78, 78]"]
-    assert errors.count("the nodes have made different tokens of the same rows\n") == 4
-    assert errors.count("others on 2 of 4 ranks, the first of which is rank 2\n") == 4
+    assert errors.count("the nodes made different tokens from the same rows\n") == 4
+    assert errors.count("other tokens on 2 of 4 ranks, first on rank 2\n") == 4

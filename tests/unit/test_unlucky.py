@@ -181,8 +181,8 @@ def test_the_end_of_another_rank_is_no_defect() -> None:
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert ended.stderr.endswith(
-        f"another rank has ended, and this one cannot go on without it\n  found:  {text}\n"
-        "  fix:    dray why RUN shows the first failure; if no rank failed, look at the network between the nodes\n"
+        f"another rank has ended, and this rank cannot go on without it\n  found:  {text}\n"
+        "  fix:    dray why RUN shows the first failure; if no rank failed, check the network between the nodes\n"
     )
 
 

@@ -129,9 +129,9 @@ def _require_steps(config: Config, resumed: int) -> None:
     """Steps to take; a model that has taken more would be saved and evaluated as one of fewer."""
     if resumed > config.steps:
         raise ConfigError(
-            "the checkpoint is of a later step than the last one of this run",
+            "the newest checkpoint is past the run's last step",
             where=config.checkpoints,
-            wanted=f"a checkpoint of at most step {config.steps} (train.steps)",
+            wanted=f"at most step {config.steps} (train.steps)",
             found=f"step {resumed}",
             fix=f"train.steps={resumed}, or another checkpoint.folder",
         )

@@ -230,7 +230,9 @@ class Checkpoints:
         old = found.get("trouble", "an older dray wrote it")
         troubles = self._troubles(path, found) if "tensors" in found else [old]
         if troubles:
-            raise DrayError("the checkpoint to go back to is damaged", where=path, found="; ".join(troubles))
+            raise DrayError(
+                "the checkpoint to which the run goes back is damaged", where=path, found="; ".join(troubles)
+            )
         skipped = [*self.watch.skipped, without]
         self.watch.load(found.get("watch", {}))
         self.watch.skipped = skipped
@@ -255,7 +257,7 @@ class Checkpoints:
             return bool(_steps(self.folder))
 
         trouble = self.mirror.fetch(part, path, self._require_room, instead=on_rank_0(make))
-        say(f"{path.name} {f'is skipped: {trouble}' if trouble else 'is fetched'} from {self.mirror.place}")
+        say(f"{path.name} of {self.mirror.place} is {f'skipped: {trouble}' if trouble else 'fetched'}")
         return not trouble
 
     def _converted(self, path: Path, found: dict[str, Any]) -> Path:

@@ -47,7 +47,7 @@ def init_distributed(variant: str) -> torch.device:
     except RuntimeError as error:  # also what torch.distributed raises, all of which are of this kind
         raise UnfitError(
             "the ranks could not connect to one another",
-            wanted=f"all process groups within {_IN_A_STEP.total_seconds():.0f} s",
+            wanted=f"connections between all ranks within {_IN_A_STEP.total_seconds():.0f} s",
             found=f"{str(error).strip().splitlines()[0]}\n"
             f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '(not set)')}",
             fix="correct `interfaces` in the site's file, or set env.GLOO_SOCKET_IFNAME in the recipe",

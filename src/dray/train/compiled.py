@@ -71,7 +71,7 @@ class Compiled:
             return
         if os.environ.get("LOCAL_RANK", "0") == "0" and self.folder.exists():
             if trouble := self._trouble():
-                say(f"compiled code is not used, and compiled again: {trouble}")
+                say(f"compiled code of an earlier attempt is not used, and this attempt compiles again: {trouble}")
             else:
                 say(f"compiled code of an earlier attempt is used: {self.folder}")
         barrier()
@@ -89,7 +89,7 @@ class Compiled:
         try:
             with open_regular(path, link=False) as file:
                 if described.get("version") != _VERSION or described["files"] != {_ARCHIVE: manifest.of_file(file)}:
-                    return f"{path} is not what {manifest.NAME} describes"
+                    return f"{path} does not match {manifest.NAME}"
                 file.seek(0)
                 with tarfile.open(fileobj=file, mode="r:") as archive:
                     for member in archive:

@@ -24,7 +24,7 @@ def convert(old: Path, new: Path, found: dict[str, Any]) -> None:
         raise ConfigError(
             "the checkpoint of an older dray cannot be read",
             where=old,
-            wanted="what torch's distributed checkpoint wrote there",
+            wanted="files as torch.distributed.checkpoint writes them",
             found=" ".join(f"{type(error).__name__}: {error}".split())[:300],
-            fix="take another one: remove this folder, or begin with another checkpoint.folder",
+            fix="remove this folder to resume from an earlier checkpoint, or set another checkpoint.folder",
         ) from error

@@ -36,5 +36,5 @@ def require_room(folder: Path, size: int, newest: str) -> None:
             where=folder,
             wanted=f"{size / 1e9:.4g} GB",
             found=f"{os.strerror(errno.ENOSPC)} ({free / 1e9:.4g} GB free, {size / 1e9:.4g} GB needed)",
-            fix=f"make room there; {newest}",
+            fix=f"make room on that disk; {newest}",
         )

@@ -64,7 +64,7 @@ def _nondeterministic(raised: Exception) -> DrayError | None:
         return None
     return ConfigError(
         "an operation of this model is not deterministic on this device",
-        wanted="operations that sum in one order, for train.deterministic",
+        wanted="only deterministic operations, for train.deterministic = true",
         found=" ".join(text.split(", but you set", maxsplit=1)[0].split())[:200],
         fix="train.deterministic=false, or another model.attn_implementation",
     )
@@ -89,9 +89,9 @@ def _of_another(raised: Exception) -> DrayError | None:
         return None
     traceback.print_exception(raised)
     return DrayError(
-        "another rank has ended, and this one cannot go on without it",
+        "another rank has ended, and this rank cannot go on without it",
         found=" ".join(text.split())[:300],
-        fix="dray why RUN shows the first failure; if no rank failed, look at the network between the nodes",
+        fix="dray why RUN shows the first failure; if no rank failed, check the network between the nodes",
     )
 
 

@@ -111,7 +111,7 @@ def _worker_server(path: str) -> object:
 
         return _WorkerServer(path)
     except (ImportError, RuntimeError, TypeError) as error:
-        say(f"a hang will show no collectives: {error}")
+        say(f"the report of a hang will list no collectives: {error}")
         return None
 
 

@@ -88,9 +88,9 @@ class Lease:
             raise ConfigError(
                 "another run has taken over the checkpoint folder",
                 where=self.path.parent,
-                wanted="a run that shows that it is alive within two minutes",
-                found=f"now {seen.holder or 'a run that left no name'}",
-                fix="let that one go on; was this job suspended, or its disk gone?",
+                wanted="a sign of life from this run every two minutes",
+                found=f"the folder belongs to {seen.holder or 'a run that left no name'}",
+                fix="let that run go on; check whether this job was suspended, or its disk was away",
             )
 
     def release(self) -> None:
@@ -136,12 +136,12 @@ class Lease:
         if holder is None:
             return ""
         if holder.run == self.own.run and holder.job == self.own.job and (holder.job or self._same_attempt(holder)):
-            return "it is this run's own, before it was started again"
+            return "an earlier start of this run held it"
         if processes.gone(holder.process):
             return "its process has ended"
         with suppress(OSError):
             if files.read(self._told, limit=_LIMIT).decode(errors="replace").strip() == holder.token:
-                return "Slurm knows its job no more"
+                return "Slurm no longer knows its job"
         result = Path(holder.run, run_folder.attempt(holder.attempt), run_folder.RESULT)
         return "its attempt has ended" if result.exists() else ""
 
@@ -151,7 +151,8 @@ class Lease:
     def _watched(self, seen: _Seen) -> str:
         """Wait until it shows that it is alive, which refuses, or does not. Empty where the file has gone."""
         say(
-            f"{self.path.parent} is {seen.holder or 'taken'}: waiting up to {WATCH_S:.0f} s for a sign that it is alive"
+            f"{self.path.parent} belongs to {seen.holder or 'a run that left no name'}: "
+            f"waiting up to {WATCH_S:.0f} s for a sign of life"
         )
         end = time.monotonic() + WATCH_S
         while time.monotonic() < end:
@@ -172,7 +173,7 @@ class Lease:
             where=self.path.parent,
             wanted="one run at a time",
             found=str(holder),
-            fix=f"checkpoint.folder=ANOTHER; or let that one end ({ends}), and the same command goes on from there",
+            fix=f"checkpoint.folder=ANOTHER; or end that run ({ends}), then run the same command again",
         )
 
     def _took_over(self, seen: _Seen) -> bool:

@@ -108,7 +108,7 @@ class Loop:
                 ahead = self._reader.submit(self._read, step + 1)
             taken = step + 1
             if self.checkpoints.watch.leaves_out(taken):
-                say(f"step {taken} is left out")
+                say(f"step {taken} is skipped")
             else:
                 with self._analog.step() if self._analog else nullcontext():
                     norm = self._step(step, batches, labels)
@@ -236,13 +236,13 @@ class Loop:
         raise RetryError(
             f"the run was asked to end, after step {taken} of {self.config.steps}",
             found=self.checkpoints.newest_text(),
-            fix="the same command goes on from there",
+            fix="run the same command to go on from there",
         )
 
     def _jumped(self, steps: range, loss: float, middle: float) -> None:
         """A loss far above those before it."""
         named = divergence.steps_text(steps[0], steps[-1])
-        why = f"the loss jumped at {named}: {loss:.4f}, and {middle:.4f} is the median of the lines before"
+        why = f"the loss jumped at {named}: {loss:.4f}; {middle:.4f} is the median of the lines before"
         self._diverged(steps, why, [*range(self.world)], kind="jump")
 
     def _not_finite(self, first: int, last: int) -> NoReturn:
@@ -274,7 +274,7 @@ class Loop:
                 checkpoints.settle()
             back = checkpoints.newest if (checkpoints.newest or 0) < steps[0] else None
         named = divergence.steps_text(steps[0], steps[-1])
-        then = f"back to step {back}, and on without {named}" if back is not None else ""
+        then = f"the run goes back to step {back} and skips {named}" if back is not None else ""
         why = "; ".join(filter(None, (why, text, then)))
         self.metrics.write(
             "divergence", f"WARNING: {why}", kind=kind, first_step=steps[0], last_step=steps[-1], ranks=ranks,

@@ -81,7 +81,7 @@ def parse(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands twice in an object")
+        raise ValueError("an object has the same name twice")
     return found
 
 
@@ -94,7 +94,7 @@ def read(folder: Path) -> dict[str, Any]:
     match found:
         case {"version": int(), "files": dict(files)} if all(_named(name, one) for name, one in files.items()):
             return dict(found)
-    return {"trouble": "its manifest names no files, or not as they are named"}
+    return {"trouble": "its manifest has no valid list of files"}
 
 
 def _named(name: str, file: Any) -> bool:  # noqa: ANN401  any JSON value
@@ -125,9 +125,9 @@ def cut_off(folder: Path) -> str:
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
-            return f"{name} is not there"
+            return f"{name} is missing"
         if size != one["bytes"]:
-            return f"{name} has {size} bytes, and {one['bytes']} were written"
+            return f"{name} has {size} bytes, but {one['bytes']} were written"
     return ""
 
 
@@ -155,9 +155,9 @@ def require_own(folder: Path) -> None:
             raise ConfigError(
                 "the checkpoint is open to other users",
                 where=path,
-                wanted=f"of user {os.geteuid()}, and written by no other",
+                wanted=f"owned by user {os.geteuid()}, and writable by no other user",
                 found=found,
-                fix=f"chmod -R go-w '{folder}' where it is yours, and you know who wrote it; else name another "
+                fix=f"if it is yours and you know who wrote it: chmod -R go-w '{folder}'; else set another "
                 "checkpoint.folder",
             )
 
@@ -186,11 +186,11 @@ def check_model(folder: Path, *, weights: bool = True, required: bool = True) ->
         troubles += [f"{name} was added" for name in _names(folder) if name not in {NAME, *files}]
     if troubles:
         raise DrayError(
-            "the model is not as its run wrote it",
+            "the model's files differ from those that its run wrote",
             where=folder,
-            wanted=f"the files of {NAME}",
+            wanted=f"the files that {NAME} lists",
             found="; ".join(troubles[:3]),
-            fix="write it again from a checkpoint: dray export RUN; a model that you changed yourself belongs into a "
-            f"folder of its own without {NAME}, which model.name names",
+            fix="export it again: dray export RUN; if you changed it yourself, copy it to a folder without "
+            f"{NAME}, and set model.name to that folder",
             code=ConfigError.exit_code,
         )

@@ -33,7 +33,7 @@ class Metrics:
         if writes:
             require(
                 config.train.trackers,
-                "add it to the image, in a layer (dray image layer IMAGE --pip {}), or leave it out",
+                "add it in a layer (dray image layer IMAGE --pip {}), or remove it from train.trackers",
             )
             self._file = (Path(config.folder) / METRICS).open("ab", buffering=0)
 

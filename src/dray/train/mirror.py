@@ -60,7 +60,7 @@ class Mirror:
             if Path(self.place).samefile(folder):
                 raise ConfigError(
                     "checkpoint.mirror is the checkpoint folder itself",
-                    wanted="another place, which is there when this folder is lost",
+                    wanted="a place that survives the loss of this folder",
                     found=self.place,
                     fix="checkpoint.mirror=ANOTHER",
                 )

@@ -84,7 +84,7 @@ def _trusted(path: Path) -> Any:  # noqa: ANN401
             "the file needs a package that is not installed here",
             where=path,
             found=str(error),
-            fix="--engine docker, where the image has it",
+            fix="--engine docker, if the image has the package",
         ) from error
     except Exception as error:
         raise _damaged(path, error) from error
@@ -94,9 +94,9 @@ def _refuse(path: Path, name: str, error: Exception) -> None:
     raise ConfigError(
         "the file is a pickle that would run code",
         where=path,
-        wanted="tensors, numbers, texts, lists and tables",
+        wanted="only tensors, numbers, strings, lists and dicts",
         found=f"the global {name[:200]}",
-        fix="--trust, where you know who wrote it: its code then runs as you",
+        fix="--trust, if you know who wrote it: its code then runs with your rights",
     ) from error
 
 
@@ -155,23 +155,23 @@ class Distributed:
         shape, dtype = tuple(saved.size), saved.properties.state[0]
         parts = [math.prod(chunk.sizes) for chunk in saved.chunks]
         if sum(parts) != math.prod(shape) or math.prod(shape) * dtype.itemsize > self._room:
-            raise ValueError(f"{name} has the shape {list(shape)}, and its parts {sum(parts)} numbers")
+            raise ValueError(f"{name} has the shape {list(shape)}, but its parts have {sum(parts)} numbers")
         tensor = torch.zeros(shape, dtype=dtype)
         for chunk in saved.chunks:
             part, to = self._part(self._places[name, tuple(chunk.offsets)]), tensor
             for dim, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 to = to.narrow(dim, begin, length)
             if part.shape != to.shape:
-                raise ValueError(f"{name} has a part of the shape {list(part.shape)}, and not {list(to.shape)}")
+                raise ValueError(f"{name} has a part of the shape {list(part.shape)}, not {list(to.shape)}")
             to.copy_(part)
         return tensor
 
     def _part(self, place: Any) -> torch.Tensor:  # noqa: ANN401  a record
         if place.relative_path not in self._names or getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{place.relative_path!r} is no file of this checkpoint as torch writes it plain")
+            raise ValueError(f"{place.relative_path!r} is not a plain file of this checkpoint")
         with files.open_regular(self._folder / place.relative_path, link=False) as file:
             if not 0 <= place.offset <= place.offset + place.length <= self._room:
-                raise ValueError(f"{place.relative_path!r} has no bytes {place.offset} to {place.length} more")
+                raise ValueError(f"{place.relative_path!r} is shorter than {place.offset} + {place.length} bytes")
             file.seek(place.offset)
             read = io.BytesIO(file.read(place.length))
         part: torch.Tensor = torch.load(read, map_location="cpu", weights_only=True)

@@ -58,7 +58,7 @@ def faults(tensors: Tensors) -> Iterator[str]:
     for name, tensor in tensors.items():
         shaped = tensor["dtype"] == "I64" and len(tensor["shape"]) == 1 and tensor["shape"][0] > 1
         if name.startswith(_KIND) and not (shaped and name.removeprefix(_KIND).isdecimal()):
-            yield f"tensor {name} is no position in the data"
+            yield f"tensor {name} is not a position in the data"
 
 
 def misfit(path: Path) -> str:
@@ -66,7 +66,7 @@ def misfit(path: Path) -> str:
     with safe_open(path, "pt") as file:
         names = [name for name in file.keys() if name.startswith(_KIND)]  # noqa: SIM118  it is no dict
         wrong = any(bool((file.get_tensor(name) < 0).any()) for name in names)
-    return f"{path.name} holds a position that is before the data" if wrong else ""
+    return f"{path.name} holds a negative position in the data" if wrong else ""
 
 
 def file_of(rank: int) -> str:

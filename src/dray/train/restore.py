@@ -21,7 +21,7 @@ def check_order(own: dict[str, Any], path: Path, order: dict[str, Any]) -> None:
                 "the data order differs from the checkpoint's",
                 wanted=f"{name} = {order.get(name)}, as in {path}",
                 found=f"{name} = {value}",
-                fix="restore it, or set another checkpoint.folder and model.name = the folder of a final model",
+                fix="restore it, or start anew: another checkpoint.folder, and model.name = a final model's folder",
             )
 
 
@@ -40,6 +40,6 @@ def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> Mapping[int, 
             "the checkpoint is of another model",
             wanted="the tensors of this recipe's model",
             found=f"in {path}: {error}",
-            fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
+            fix="set another checkpoint.folder, or use the recipe that made the checkpoint",
         ) from error
     return feed

@@ -74,7 +74,7 @@ def look(path: Path) -> dict[str, Any]:
             where=path / manifest.NAME,
             wanted=f"checkpoint version {VERSION}",
             found=f"checkpoint version {found['version']}, written by dray {found.get('dray')}",
-            fix="resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, and "
+            fix="resume with an image of that version; or start from its model: model.name=RUN/checkpoints/final, and "
             "another checkpoint.folder",
         )
     match found:
@@ -102,7 +102,7 @@ def wrong(path: Path, found: dict[str, Any], some: slice = slice(None)) -> list[
             if name.endswith(".safetensors"):
                 troubles += filter(None, [shards.misfit(path / name, tensors) or positions.misfit(path / name)])
             elif name.startswith("rank-"):
-                troubles += [] if positions.is_file(path / name) else [f"{name} is no position in the data"]
+                troubles += [] if positions.is_file(path / name) else [f"{name} is not a position in the data"]
         except (SafetensorError, ValueError, RecursionError) as error:
             troubles.append(f"{name}: {error}")
     return troubles
@@ -119,6 +119,6 @@ def opened(path: Path) -> Reader:
             "the checkpoint is incomplete",
             wanted="the files of its manifest",
             found=f"{'; '.join(troubles[:3])} in {path}",
-            fix="take another one: --step",
+            fix="use another checkpoint: --step",
         )
     return Reader(path, found["tensors"])

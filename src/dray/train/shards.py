@@ -203,13 +203,13 @@ def _fault(size: int, rows: list[Any], files: dict[str, Any], known: int) -> str
             case _:
                 exists, begin, length = False, -1, 0
         if not natural(begin) or not natural(length) or not length:
-            return "has a shard that is no file, offset and length"
+            return "has a shard without a file, an offset and a length"
         if not exists:
-            return f"is in {str(file)[:80]!r}, which is no file of this checkpoint"
+            return f"is in {str(file)[:80]!r}, which is not a file of this checkpoint"
         if begin != end:
             return f"{'lacks numbers' if begin > end else 'has numbers twice'}: {min(begin, end)} to {max(begin, end)}"
         end = begin + length * count
-    return "" if end == size else f"has {end} numbers in its shards, and {size} by its shape"
+    return "" if end == size else f"has {end} numbers in its shards, but its shape needs {size}"
 
 
 def misfit(path: Path, tensors: Tensors) -> str:
@@ -253,7 +253,7 @@ class Reader:
             if saved is None and shard.values.numel():
                 raise MismatchError(f"{name} is missing")
             if saved is not None and tuple(saved["shape"]) != shard.shape:
-                raise MismatchError(f"{name} has the shape {saved['shape']}, and not {list(shard.shape)}")
+                raise MismatchError(f"{name} has the shape {saved['shape']}, not {list(shard.shape)}")
 
     def _copy(self, name: str, begin: int, values: torch.Tensor) -> None:
         end = begin + values.numel()

@@ -103,8 +103,8 @@ class Slow:
     def _name(self, rank: int, times: float, step: int) -> None:
         self._metrics.write(
             "slow",
-            f"rank {rank} on {self._hosts[rank]} is slow: its own part of a step, which is data and forward pass, "
-            f"takes {times:.2f} times as long as the median rank's",
+            f"rank {rank} on {self._hosts[rank]} is slow: its data and forward pass take {times:.2f} times "
+            "as long as the median rank's",
             step=step,
             rank=rank,
             node=self._hosts[rank],

@@ -68,7 +68,7 @@ class Stop:
         with self._lock:
             first, self._asked = not self._asked, True
         if self._step is None:
-            say(f"asked to end by {number.name} before the first step: nothing is to be saved")
+            say(f"asked to end by {number.name} before the first step: there is nothing to save")
             leave(exit_codes.RETRY)
         if first:
             # A thread: torch's own deadline ends with a question to the store's server, which may be stopped.
@@ -77,7 +77,7 @@ class Stop:
                 self._at = answer.result((_PATIENCE[number] + 2 * _MORE).total_seconds())
             self._agreed.set()
             if self._at == _NEVER:
-                say(f"asked to end by {number.name}, and not all ranks have heard it")
+                say(f"asked to end by {number.name}, but not all ranks have heard it")
             else:
                 say(f"asked to end by {number.name}: after step {min(self._at, self._last)}")
         return self._at != _NEVER or number == signal.SIGUSR1

@@ -169,7 +169,7 @@ class Trackers:
         for one in self._all:
             one.join(_PATIENCE_S)
             if one.is_alive():
-                say(f"WARNING: {one.name} has not taken all metrics within {_PATIENCE_S:.0f} s: dray sync sends them")
+                say(f"WARNING: {one.name} did not take all metrics in {_PATIENCE_S:.0f} s: send them with dray sync")
         self._all = []
 
 

@@ -66,7 +66,7 @@ def _library() -> Any:  # noqa: ANN401  it has no types
     except ImportError as error:
         raise ConfigError(
             "datasets is not installed in this Python",
-            wanted="datasets, as dray's images have it",
+            wanted="the package datasets, which dray's images have",
             found=str(error),
             fix="run it in the image, or: pip install datasets==5.2.0",
         ) from error
@@ -90,7 +90,7 @@ def _require_whole_tar(path: str) -> None:
             while block := file.read(1 << 20):
                 end = (end + block)[-_TAR_ENDS:]
     if end != bytes(_TAR_ENDS):
-        raise EOFError("the archive ends without the two empty blocks of a whole one")
+        raise EOFError("the tar archive is cut off: the two empty blocks at its end are missing")
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _explained(place: str, number: Any) -> Iterator[None]:  # noqa: ANN401  a fu
         raise ConfigError(
             "a shard of the dataset cannot be read",
             where=f"after row {number()} of {place}",
-            wanted=f"rows that datasets' builder {place.partition(':')[0]} reads",
+            wanted=f"rows that the datasets builder {place.partition(':')[0]} can read",
             found=(text + more)[:400],
             fix="write that file again; or set data.config_kwargs for its builder",
         ) from error

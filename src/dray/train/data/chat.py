@@ -67,7 +67,7 @@ def _refuse(path: str, column: str, found: str) -> NoReturn:
         f"column {column!r} holds no conversations",
         wanted=f'a list of {{"role": "user", "content": "..."}} in {path}; roles are {", ".join(_ROLES)}',
         found=found,
-        fix="set data.column; for a column of questions and one of answers set data.column and data.answer_column",
+        fix="set data.column; if questions and answers are in two columns, set data.answer_column too",
     )
 
 
@@ -77,9 +77,9 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
     def render(messages: list[dict[str, Any]], *, more: bool) -> str:
         shown = json.dumps(messages, ensure_ascii=False)[:200]
         with errors.refusing(
-            "the chat template does not take a conversation",
-            wanted=f"roles in the order that the model's template knows, for {shown}",
-            fix="correct that conversation, or take another model.tokenizer",
+            "the chat template refuses a conversation",
+            wanted=f"roles in the order that the template accepts, in {shown}",
+            fix="correct that conversation, or set another model.tokenizer",
         ):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more))
 
@@ -102,10 +102,10 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
         for chat, labels, tokens in zip(documents, spans, found, strict=True):
             if not labels:
                 raise ConfigError(
-                    "the chat template hides where an answer begins",
-                    wanted="a template that goes on after its generation prompt",
+                    "the chat template does not show where an answer begins",
+                    wanted="a template that writes the answer directly after its generation prompt",
                     found=chat[:200],
-                    fix="take another model.tokenizer",
+                    fix="set another model.tokenizer",
                 )
             ids = [
                 token | (LABEL if any(begin < span.stop and after > span.start for span in labels) else 0)

@@ -113,9 +113,9 @@ def _require_samples(config: Config, feed: Mixed) -> None:
         ends = (f"{name} ends after {end:,}" for name, end in zip(feed.sources, feed.mix.ends, strict=True))
         raise ConfigError(
             "the mix ends before the run does",
-            wanted=f"{wanted:,} samples: train.steps = {config.steps}, each of {config.global_size}",
+            wanted=f"{wanted:,} samples: {config.steps} steps (train.steps) of {config.global_size}",
             found=f"{found:,} samples; {', '.join(ends)}",
-            fix=f"train.steps={found // config.global_size}, or a source without repeat and until",
+            fix=f"train.steps={found // config.global_size}, or remove repeat and until from a source",
         )
 
 
@@ -205,7 +205,7 @@ def _cache(config: Config) -> Path:
     trouble = open_to_others(shared, folder=True)
     if not trouble:
         return shared
-    say(f"{shared} is not used: {trouble}. This attempt makes its tokens in {own}; data.cache_dir would keep them")
+    say(f"{shared} is not used: {trouble}. This attempt writes its tokens to {own}; set data.cache_dir to keep them")
     return own
 
 
@@ -273,7 +273,7 @@ def _enough(name: str, dataset: str, tokens: Tokens, least: int) -> Tokens:
         raise ConfigError(
             f"the {name} dataset is too short",
             wanted=f"at least {least} tokens",
-            found=f"{tokens.total} in {dataset}",
+            found=f"{tokens.total} tokens in {dataset}",
             fix="name a larger dataset, or set a smaller data.sequence_length or another "
             "data.validation_split_percentage",
         )

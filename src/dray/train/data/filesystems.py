@@ -113,11 +113,11 @@ def _answer(url: str, start: int, end: int) -> tuple[http.client.HTTPMessage, by
             with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310  http(s)
                 if reply.status != 206 or not reply.headers.get("Content-Range", "").rpartition("/")[2].isdigit():
                     raise ConfigError(
-                        "this server sends whole files only",
+                        "this server does not send parts of a file",
                         where=url,
-                        wanted="an answer to a Range of bytes (206)",
-                        found=f"{reply.status} without ranges",
-                        fix="download the file, and name it in its place",
+                        wanted="HTTP status 206 for a range of bytes",
+                        found=f"HTTP status {reply.status}, without a range",
+                        fix="download the file, and name the local copy in [data]",
                     )
                 body = reply.read()
                 whole = min(end, int(reply.headers["Content-Range"].rpartition("/")[2])) - start

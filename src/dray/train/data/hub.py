@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from dray.contract import exit_codes
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError, listed, nearest
 from dray.train import manifest
 
 # The hub's copy of each dataset as parquet, whatever its own format or code; what pins a dataset is a commit of it.
@@ -46,21 +46,21 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str,
     revision = commit or _PARQUET
     if not owner or not short:
         raise ConfigError(
-            "a dataset's name is incomplete",
+            "the dataset's name is incomplete",
             wanted="hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]",
             found=name,
-            fix="set data.train",
+            fix="correct the name in [data]",
         )
     slices = [*map(str, (chosen or split).split("+"))]
     splits, page = [one.partition("[")[0] for one in slices], f"https://huggingface.co/datasets/{owner}/{short}"
     patterns = {part: f"{subset or 'default'}/{part}/*.parquet" for part in splits}
     if (streamed or "[" in chosen) and not constants.HF_HUB_OFFLINE:
         folder = f"hf://datasets/{owner}/{short}@"
-        commit, listed = _listed(f"{owner}/{short}", revision)
+        commit, names = _listed(f"{owner}/{short}", revision)
         files = {
-            part: [f"{folder}{commit}/{one}" for one in fnmatch.filter(listed, of)] for part, of in patterns.items()
+            part: [f"{folder}{commit}/{one}" for one in fnmatch.filter(names, of)] for part, of in patterns.items()
         }
-        has = sorted({one.rpartition("/")[0] for one in listed})
+        has = sorted({one.rpartition("/")[0] for one in names})
     else:
         folder = fetched(
             f"dataset {owner}/{short}",
@@ -75,19 +75,20 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str,
     if partial:
         parts = [part.removeprefix("partial-") for part in partial]
         raise ConfigError(
-            f"the hub has converted only a part of dataset {owner}/{short}",
+            f"the hub has converted only a part of dataset {owner}/{short} to parquet",
             wanted=f"all of {', '.join(parts)} as parquet",
             found="the first gigabytes, in partial-" + ", partial-".join(parts),
-            fix=f"name its own files, of {page}/tree/main: hf://datasets/{owner}/{short}/FOLDER/*.jsonl",
+            fix=f"name its original files ({page}/tree/main lists them): hf://datasets/{owner}/{short}/FOLDER/*.jsonl",
         )
     if missing:
         raise ConfigError(
             f"dataset {owner}/{short} has no such split",
             wanted=", ".join(patterns[part] for part in missing),
-            found=", ".join(has) or "none of its files",
+            found=listed(filter(None, dict.fromkeys([nearest(patterns[missing[0]], has), *has])))
+            or "none of its files",
             fix=f"name a subset and a split that {page} has"
             if has
-            else f"name its own files: {_own(f'{owner}/{short}')}",
+            else f"name its original files: {_own(f'{owner}/{short}')}",
         )
     return [(one if "[" in one else "", tuple(files[part])) for one, part in zip(slices, splits, strict=True)]
 
@@ -101,17 +102,17 @@ def _listed(name: str, revision: str) -> tuple[str, list[str]]:
 
 
 def _own(name: str) -> str:
-    return f"hf://datasets/{name}/FOLDER/*.jsonl (a script that loads them is never run)"
+    return f"hf://datasets/{name}/FOLDER/*.jsonl (dray never runs a dataset's loading script)"
 
 
 def _splits(name: str, revision: str, folder: str) -> list[str]:
     """SUBSET/SPLIT of all that the hub has, or of what was fetched before."""
     paths = [path.relative_to(folder) for path in Path(folder).glob("*/*/*.parquet")]
     if not constants.HF_HUB_OFFLINE:
-        listed = fetched(
+        names = fetched(
             f"dataset {name}", lambda: HfApi().list_repo_files(name, repo_type="dataset", revision=revision)
         )
-        paths = [Path(path) for path in listed]
+        paths = [Path(path) for path in names]
     return sorted({str(path.parent) for path in paths if path.suffix == ".parquet"})
 
 
@@ -128,19 +129,19 @@ def failed(what: str, error: Exception, *, offline: str = _PREFETCH) -> NoReturn
     first = (str(error).splitlines() or [""])[0] or type(error).__name__
     match error:
         case GatedRepoError():
-            fix = "accept the terms on its page, and export HF_TOKEN (a run that is online names it in pass_env)"
-            _no(what, "its owner asks for consent first", fix)
+            fix = "accept the terms on its page, and export HF_TOKEN (if a run is online, name it in pass_env)"
+            _no(what, "its terms are not accepted yet", fix)
         case RevisionNotFoundError() if what.startswith("dataset "):
-            _no(what, f"no such revision, or no copy as parquet: {first}", f"name its own files: {_own(what[8:])}")
+            _no(what, f"no such revision, or no parquet copy: {first}", f"name its original files: {_own(what[8:])}")
         case RepositoryNotFoundError() | RevisionNotFoundError():
-            fix = "check its name and revision; a private one wants HF_TOKEN exported (in a run: in pass_env)"
+            fix = "check its name and revision; a private one needs HF_TOKEN exported (in a run: in pass_env)"
             _no(what, first, fix)
         case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
-            _no(what, f"HF_HUB_OFFLINE is set, and it is not in {constants.HF_HUB_CACHE}", offline)
+            _no(what, f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it", offline)
         case LocalEntryNotFoundError() | OfflineModeIsEnabled():
-            _no(what, first, "fetch it where there is a network", code=exit_codes.FAILED)
+            _no(what, first, "fetch it on a machine with a network", code=exit_codes.FAILED)
         case _:
-            _no(what, first, "look at the network", code=exit_codes.FAILED)
+            _no(what, first, "check the network", code=exit_codes.FAILED)
 
 
 def _no(what: str, found: str, fix: str, *, code: int = exit_codes.CONFIG) -> NoReturn:

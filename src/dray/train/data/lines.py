@@ -47,8 +47,8 @@ def read(path: str, begin: int, end: int) -> Iterator[tuple[int, str]]:
                 raise ConfigError(
                     "a line is too long to be a document",
                     wanted=f"lines of less than {_LONGEST >> 20} MiB",
-                    found=f"a longer one at byte {place} of {path}",
-                    fix="put line ends between documents, or write parquet",
+                    found=f"a longer line at byte {place} of {path}",
+                    fix="put each document on its own line, or convert the dataset to parquet",
                 )
             text = _decoded(line, place, path)
             yield place, text if place else text.removeprefix("\ufeff")  # the mark that some editors write
@@ -75,5 +75,5 @@ def parsed(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
     except RecursionError:
         deep = True
     if deep:
-        raise ValueError(f"more than {DEPTH} lists or objects within one another")
+        raise ValueError(f"more than {DEPTH} nested lists or objects")
     return value

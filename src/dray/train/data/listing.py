@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dray.contract.dataset import BUILDERS, BUILTIN, ENDINGS, ending
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.train.data import remote
 from dray.train.data.lines import COMPRESSED
 
@@ -30,8 +30,8 @@ def files(place: str, builder: str = "") -> tuple[str, ...]:
         return (BUILTIN,)
     found = remote.files(place, _folder(builder)) if "://" in place else _on_disk(place, builder)
     if not found:
-        wanted = f"files of {', '.join(_folder(builder))} in it"
-        wanted = wanted if Path(place).is_dir() else "a file, a folder or a pattern that fits"
+        wanted = f"a folder with files that end in {listed(_folder(builder))}"
+        wanted = wanted if Path(place).is_dir() else "a file, a folder, or a pattern that matches files"
         fix = "check [data] in the recipe"
         raise ConfigError("the dataset does not exist", wanted=wanted, found=f"nothing at {place}", fix=fix)
     if odd := [one for one in found if _is_odd(one, builder)]:

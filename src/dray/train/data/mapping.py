@@ -38,7 +38,7 @@ class Map:
         odd = [one for one in rows if not isinstance(one, dict)] if isinstance(rows, list) else [rows]
         if odd or not isinstance(rows, list):
             raise ConfigError(
-                f"{self.name} of {self.file} returned something else than rows",
+                f"{self.name} of {self.file} did not return rows",
                 where=place,
                 wanted=wanted,
                 found=f"{type(odd[0]).__name__}{' in a list' * isinstance(rows, list)}: {str(odd[0])[:60]}",
@@ -57,7 +57,7 @@ class Map:
 
     @property
     def _fix(self) -> str:
-        return f"correct {self.file}, and look: dray data inspect RECIPE"
+        return f"correct {self.file}, then check it: dray data inspect RECIPE"
 
     def _imported(self) -> Callable[[Row], object]:
         with self._importing:
@@ -69,7 +69,7 @@ class Map:
                     exec(compile(self._source, self.file, "exec"), module.__dict__)  # noqa: S102  the user's own
                     self._function = module.__dict__[self.name]
                 except (Exception, SystemExit) as error:
-                    self._fail(f"{self.file} cannot be imported", error, "a file that the image can import by itself")
+                    self._fail(f"{self.file} cannot be imported", error, "a file that imports only what the image has")
             return self._function
 
     def _fail(self, problem: str, error: BaseException, wanted: str) -> NoReturn:

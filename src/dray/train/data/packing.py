@@ -74,7 +74,7 @@ class Packed(Tokens):
 
 def told(counts: dict[str, int], total: int) -> str:
     """The counts as a line, of `total` tokens with those that fill."""
-    found = f"{counts['padding'] / max(total, 1):.2%} of {total:,} tokens is padding"
+    found = f"{counts['padding'] / max(total, 1):.2%} of {total:,} tokens are padding"
     if longer := counts["longer_than_a_sample"]:
         what, dropped = "split", counts["dropped_tokens"]
         if dropped:

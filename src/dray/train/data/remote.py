@@ -33,7 +33,7 @@ _BUFFER = 1 << 22
 _AT_ONCE = 32  # questions about files
 _SECRETS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, the path of a file",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS (the path of a file)",
     "hf": "HF_TOKEN",
 }
 
@@ -76,11 +76,11 @@ def _seen(url: str) -> Seen:
         tag = next((str(about[key]) for key in _TAGS if about.get(key)), "")
     if not tag:
         raise ConfigError(
-            "this server does not tell one version of a file from another",
+            "this server sends no version of the file",
             where=url,
-            wanted="an ETag or a Last-Modified, by which tokens are kept",
+            wanted="an ETag or Last-Modified header, which the token cache needs",
             found="neither",
-            fix="download the file, and name it in its place",
+            fix="download the file, and name the local copy in [data]",
         )
     return int(about["size"]), tag
 
@@ -100,7 +100,7 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
             try:
                 yield
             except hub.FAILURES as error:
-                hub.failed(url, error, offline='env.HF_HUB_OFFLINE = "0", where the nodes reach the hub')
+                hub.failed(url, error, offline='if the nodes reach the hub: env.HF_HUB_OFFLINE = "0"')
         else:
             yield
     except ImportError as error:
@@ -109,7 +109,7 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
     except (FileNotFoundError, NotADirectoryError) as error:
         _no(url, f"{what} does not exist", str(error), "check the name of the bucket and of the file")
     except PermissionError as error:
-        _denied(url, protocol, str(error), f"{what} may not be {done}")
+        _denied(url, protocol, str(error), f"no permission: {what} cannot be {done}")
     except gzip.BadGzipFile:  # an OSError too, and what reads the file says it
         raise
     except (OSError, http.client.HTTPException) as error:
@@ -121,7 +121,7 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
             raise
         _no(
             url,
-            f"{what} is of a protocol that fsspec does not know: {protocol}",
+            f"{what} has a protocol that fsspec does not know: {protocol}",
             str(error),
             "s3://, hf://, gs:// or https://",
         )
@@ -132,19 +132,19 @@ def _as_arrow_says(url: str, protocol: str, error: Exception, what: str, done: s
     if any(word in text for word in _MISSING):
         _no(url, f"{what} does not exist", text, "check the name of the bucket and of the file")
     if any(word in text for word in _DENIED):
-        _denied(url, protocol, text, f"{what} may not be {done}")
+        _denied(url, protocol, text, f"no permission: {what} cannot be {done}")
     raise DrayError(
         f"{what} cannot be {done}",
         where=url,
         found=text[:300],
-        fix="look at the network; the same command tries again",
+        fix="check the network, then run the same command again",
         code=exit_codes.FAILED,
     ) from error
 
 
 def _denied(url: str, protocol: str, found: str, problem: str) -> NoReturn:
     secret = _SECRETS.get(protocol, "")
-    fix = f"export {secret} where you submit, and name them in pass_env" if secret else "name a file that all may read"
+    fix = f"export {secret} before you submit, and name it in pass_env" if secret else "name a file that all may read"
     _no(url, problem, found, fix)
 
 
@@ -155,10 +155,10 @@ def _no(url: str, problem: str, found: str, fix: str) -> NoReturn:
 def missing_package(package: str, what: str, found: str) -> ConfigError:
     """The image has not all that fsspec and `datasets` can use; a layer brings it."""
     return ConfigError(
-        f"{what} wants a package that is not here",
+        f"{what} needs a Python package that is missing",
         wanted=package,
         found=" ".join(found.split())[:200],
-        fix=f'dray image layer VARIANT --pip {package}, and layer = "{package}" in the recipe; VARIANT is its image',
+        fix=f'dray image layer VARIANT --pip {package}, and layer = "{package}" in the recipe (VARIANT is its image)',
     )
 
 

@@ -115,9 +115,9 @@ def _pieces(part: Part, reading: Reading) -> Iterator[Piece]:
                 break
     if first >= min(last, ends[-1] if ends else 0):
         raise ConfigError(
-            f"there are no rows in {part.rows}",
+            f"the slice {part.rows} has no rows",
             where=names[0],
-            wanted=part.rows,
+            wanted="at least one row",
             found=f"rows {first:,} to {last:,} of {ends[-1] if ends else 0:,}",
             fix="set another slice",
         )

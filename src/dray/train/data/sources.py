@@ -155,7 +155,7 @@ def _require_same(piece: Piece) -> None:
             where=builder_of(piece.path)[1],
             wanted=f"{piece.seen[0]:,} bytes, {piece.seen[1]}",
             found=f"{now[0]:,} bytes, {now[1]}",
-            fix="submit again; name files that stay, or a revision",
+            fix="submit again; name files that do not change, or a revision",
         )
 
 
@@ -282,7 +282,7 @@ def _not_text(path: str, column: str, found: object) -> NoReturn:
         f"column {column!r} is not text",
         wanted=f"strings in {path}",
         found=f"{type(found).__name__}: {str(found)[:60]}",
-        fix="set data.column to the one with the documents",
+        fix="set data.column to the column that holds the documents",
     )
 
 
@@ -292,5 +292,5 @@ def _not_rows(piece: Piece, number: int, found: object) -> NoReturn:
         where=f"row {number} of {piece}",
         wanted='an object on each line, such as {"text": "..."}, for data.map',
         found=f"{type(found).__name__}: {str(found)[:60]}",
-        fix="leave out data.map, or correct that row",
+        fix="correct that row, or remove data.map",
     )

@@ -28,7 +28,7 @@ def stage(folder: Path, copy: Path) -> None:
         copy.parent.mkdir(mode=0o700, exist_ok=True)
         part.mkdir(mode=0o700)
         if (free := shutil.disk_usage(part).free) < _ROOM * size:
-            say(f"{stays}: {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB free")
+            say(f"{stays}: {size / 1e9:.1f} GB of tokens, and only {free / 1e9:.1f} GB free")
             return
         for file in folder.iterdir():
             shutil.copyfile(file, part / file.name)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO, NoReturn
 
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed, nearest
 
 
 def rows(file: BinaryIO, path: str, column: str | None, between: str) -> Iterator[str | dict[str, str]]:
@@ -33,17 +33,18 @@ def rows(file: BinaryIO, path: str, column: str | None, between: str) -> Iterato
         except (UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(
                 "the table cannot be read",
-                wanted="UTF-8 with a first line of column names",
+                wanted="UTF-8, with column names in the first line",
                 found=f"{error} near line {found.line_num} of {path}",
-                fix="correct that row, whose quotes may be open; or convert the file to parquet",
+                fix="correct that row (a quote may be unclosed), or convert the file to parquet",
             ) from error
 
 
 def no_column(path: str, column: str, found: list[str]) -> NoReturn:
     """Refuse a dataset that has others."""
+    near = nearest(column, map(str, found))
     raise ConfigError(
         f"there is no column {column!r}",
         wanted=f"{column} in {path}",
-        found=", ".join(map(str, found)) or "none",
-        fix="set data.column",
+        found=listed(map(str, found)) or "none",
+        fix=f"set data.column{near and f' to {near}'}",
     )

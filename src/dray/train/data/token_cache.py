@@ -151,12 +151,12 @@ def _check_same(folder: Path) -> None:
     each = all_gather_json(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
     if other := [rank for rank, sums in enumerate(each) if sums != each[0]]:
         raise ConfigError(
-            "the nodes have made different tokens of the same rows",
+            "the nodes made different tokens from the same rows",
             where=folder,
-            wanted="the same as on rank 0",
-            found=f"others on {len(other)} of {len(each)} ranks, the first of which is rank {other[0]}",
-            fix="data.map returns the same for the same row on every node: no random numbers, no order of a set; then "
-            "remove that folder on each node",
+            wanted="the same tokens as on rank 0",
+            found=f"other tokens on {len(other)} of {len(each)} ranks, first on rank {other[0]}",
+            fix="make data.map return the same for the same row on every node (no random numbers, no order of a set), "
+            "then remove that folder on each node",
         )
 
 

@@ -62,9 +62,9 @@ def fill(
             raise
         shutil.rmtree(part, ignore_errors=True)
         raise DrayError(
-            "the disk is full of tokens",
-            wanted=f"room in {cache}",
-            found=f"{shutil.disk_usage(cache).free / 1e6:.0f} MB left without what was made so far",
+            "the disk is full: it has no room for the tokens",
+            wanted=f"more room in {cache}",
+            found=f"{shutil.disk_usage(cache).free / 1e6:.0f} MB free, after dray removed the incomplete tokens",
             fix="set data.cache_dir to a place with more room",
         ) from error
     finally:
@@ -163,9 +163,9 @@ def private(folder: Path) -> None:
         raise ConfigError(
             "the token cache is open to other users",
             where=folder,
-            wanted=f"a folder of user {os.geteuid()} in which no other may write",
+            wanted=f"a folder of user {os.geteuid()} that no other user may write to",
             found=trouble,
-            fix=f"chmod 700 '{folder}' where it is yours; else set data.cache_dir to a folder that is",
+            fix=f"if the folder is yours: chmod 700 '{folder}'; else set data.cache_dir to a folder of yours",
         )
 
 

@@ -28,9 +28,9 @@ def load(config: Config) -> PreTrainedTokenizerFast:
     with errors.refusing("the tokenizer cannot be read", where=folder, wanted=wanted, fix="set model.tokenizer"):
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=code)
     if not isinstance(found, PreTrainedTokenizerFast):
-        _lacks(folder, "the fast kind, with a tokenizer.json")
+        _lacks(folder, "a fast tokenizer, with a tokenizer.json")
     if found.eos_token_id is None and found.sep_token_id is None:
-        _lacks(folder, "an end of text (eos or sep)")
+        _lacks(folder, "an end-of-text token (eos or sep)")
     if objective.needs_mask_token and found.mask_token_id is None:
         _lacks(folder, "a mask token")
     # A tokenizer may have been saved with the lengths of somebody's batches.
@@ -45,7 +45,10 @@ def load(config: Config) -> PreTrainedTokenizerFast:
 
 def _lacks(folder: str, wanted: str) -> NoReturn:
     raise ConfigError(
-        "the tokenizer lacks something", wanted=wanted, found=f"none in {folder}", fix="set model.tokenizer to another"
+        "the tokenizer lacks what this run needs",
+        wanted=wanted,
+        found=f"none in {folder}",
+        fix="set another model.tokenizer",
     )
 
 

@@ -54,5 +54,5 @@ def _adam(states: Tensors, folder: Path, network: torch.nn.Module) -> Adam:
             tensors[name] = states[ours[0]]
     updates = {natural(one, folder, "step") for one in found.pop("step").values()}
     if len(updates) != 1:
-        raise damaged(folder, f"weights with {sorted(updates)[:4]} updates")
+        raise damaged(folder, f"weights with different numbers of updates: {sorted(updates)[:4]}")
     return Adam(updates.pop(), found, {})

@@ -41,7 +41,7 @@ class Source:
     """How many optimizer steps were taken, where the source tells; else AdamW's count of updates does."""
     adam: Callable[[torch.nn.Module], Adam] | None = None
     """For the model that the weights are of: of most kinds its order of weights is all that names them."""
-    without: str = field(default="it holds no state of an optimizer")
+    without: str = field(default="no optimizer state")
     """Why there is no `adam`."""
 
 
@@ -51,7 +51,7 @@ def names(folder: Path) -> set[str]:
         return {path.name for path in folder.iterdir()}
     except OSError as error:
         raise ConfigError(
-            "the folder cannot be read", where=folder, found=error.strerror, fix="name another"
+            "the folder cannot be read", where=folder, found=error.strerror, fix="name another folder"
         ) from error
 
 
@@ -67,9 +67,9 @@ def file(folder: Path, name: str) -> Path:
             where=path,
             wanted="a file in this folder",
             found=f"a link to {path.readlink()}" if link else error.strerror,
-            fix=f"cp -rL '{folder}' COPY, and import that, where you know what it links to"
+            fix=f"if you know what it links to: cp -rL '{folder}' COPY, then import COPY"
             if link
-            else "copy it again",
+            else "copy the checkpoint again",
         ) from error
     return path
 
@@ -88,7 +88,7 @@ def json_of(folder: Path, name: str) -> dict[str, Any]:
 def damaged(where: Path, found: str) -> ConfigError:
     """What is not as its writer writes it."""
     return ConfigError(
-        "the checkpoint is damaged, or of a version that is not known", where=where, found=found[:300],
+        "the checkpoint is damaged, or of an unknown version", where=where, found=found[:300],
         fix="copy it again, or import its weights from another file",
     )  # fmt: skip
 
@@ -111,9 +111,9 @@ def checked(tensors: Mapping[Any, Any], where: Path) -> Tensors:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             continue
         if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise damaged(where, f"{name} has the shape {list(tensor.shape)}, and fewer numbers")
+            raise damaged(where, f"{name} has fewer numbers than its shape {list(tensor.shape)} needs")
         if (plain := _WRAPPERS.sub("", name)) in found:
-            raise damaged(where, f"{plain} is there twice")
+            raise damaged(where, f"two tensors are named {plain}")
         found[plain] = tensor.detach()
     return found
 
@@ -148,7 +148,7 @@ def matched(tensors: Tensors, wanted: Iterable[str], base: str, prefix: str | No
     if len(best) > 1:
         raise ConfigError(
             "the checkpoint has the model's tensors more than once",
-            wanted="one of them",
+            wanted="one copy of each tensor",
             found=", ".join(f"{one or 'no prefix'}" for one in sorted(best)[:8]),
             fix=f"--prefix {max(best)}",
         )

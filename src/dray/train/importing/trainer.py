@@ -62,11 +62,11 @@ def _tensors(path: Path, *, trust: bool) -> Tensors:
 def _sharded(folder: Path, name: str, *, trust: bool) -> Tensors:
     places = json_of(folder, name).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise damaged(folder / name, "no weight_map of names and files")
+        raise damaged(folder / name, "no weight_map from names to files")
     found: Tensors = {}
     for place in sorted({*places.values()}):
         if Path(place).name != place:
-            raise damaged(folder / name, f"{place!a} is no file of this folder")
+            raise damaged(folder / name, f"{place!a} is not a file of this folder")
         found |= _tensors(file(folder, place), trust=trust)
     if lost := [tensor for tensor in checked(dict.fromkeys(places, torch.empty(0)), folder) if tensor not in found]:
         raise damaged(folder / name, f"{lost[0]} is in none of its files")
@@ -88,7 +88,7 @@ def _adam(path: Path, trust: bool, network: torch.nn.Module) -> Adam:
         moments[kind] = checked({name: numbered[number].get(kind) for number, name in order.items()}, path)
     updates = {natural(numbered[number].get("step"), path, "step") for number in order}
     if len(updates) != 1:
-        raise damaged(path, f"weights with {sorted(updates)[:4]} updates")
+        raise damaged(path, f"weights with different numbers of updates: {sorted(updates)[:4]}")
     return Adam(updates.pop(), moments, {key: groups[0].get(key) for key in ("betas", "eps")})
 
 
@@ -125,7 +125,7 @@ def _order(network: torch.nn.Module, state: dict[Any, Any], groups: list[Any], p
     if len(fits) == 1 and {*fits[0].values()} == {*shapes}:
         return fits[0]
     found = f"{len(numbers)} weights, and the model has {len(shapes)}" if len(numbers) != len(shapes) else ""
-    raise damaged(path, found or f"{len(fits)} orders of weights that fit; or no averages of AdamW's")
+    raise damaged(path, found or f"{len(fits)} orders of weights fit its states, or exp_avg and exp_avg_sq are missing")
 
 
 def _in_norm(network: torch.nn.Module, name: str) -> bool:

@@ -39,7 +39,7 @@ def folder(path: Path, found: set[str]) -> Path | None:
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(path / "latest", str(error)) from error
     if not _TAG.fullmatch(tag) or not (path / tag).is_dir() or (path / tag).is_symlink():
-        raise damaged(path / "latest", f"{ascii(tag)[:80]}, which is no folder beside it")
+        raise damaged(path / "latest", f"{ascii(tag)[:80]}, which is not a folder beside it")
     return path / tag
 
 
@@ -60,7 +60,7 @@ def read(path: Path, *, trust: bool) -> Source:
     stage = _stage(states[0], path)
     count = natural(len(states), path, "ranks")
     if count != _partitions(states[0]):
-        raise damaged(path, f"the files of {count} ranks, of {_partitions(states[0])}")
+        raise damaged(path, f"the files of {count} of {_partitions(states[0])} ranks")
     joined = partial(_joined, groups, stage, path)
     flats = [[_flat(one, path) for one in state.get(_FP32[stage]) or []] for state in states]
     weights = joined(flats)
@@ -82,17 +82,17 @@ def _ranks(path: Path, found: set[str], kind: re.Pattern[str], trust: bool) -> l
     parallel = [name for name in found if (match := kind.fullmatch(name)) and match[2] != "00"]
     if parallel or any(name.startswith(("layer_", "expert_")) for name in found):
         raise ConfigError(
-            "the checkpoint is of a model that was divided over ranks by layers, columns or experts",
+            "the checkpoint's model was split by pipeline, tensor or expert parallelism",
             where=path,
-            wanted="data parallelism alone: mp_rank_00",
+            wanted="data parallelism only (mp_rank_00)",
             found=(parallel or sorted(name for name in found if name.startswith(("layer_", "expert_"))))[0],
-            fix="write its weights as one file with the program that trained it, and import that",
+            fix="save its weights as one file with the program that trained it, and import that file",
         )
     if sorted(named) != [*range(len(named))]:
-        raise damaged(path, f"the files of ranks {sorted(named)[:8]}")
+        raise damaged(path, f"files of ranks {sorted(named)[:8]} only")
     read = [load(file(path, named[rank]), trust=trust) for rank in sorted(named)]
     if not all(isinstance(one, dict) for one in read):
-        raise damaged(path, "a rank's file without a table")
+        raise damaged(path, "a rank's file that holds no dict")
     return read
 
 
@@ -106,7 +106,7 @@ def _stage(state: dict[str, Any], path: Path) -> int:
     """By what it holds: the number itself is an enumeration of DeepSpeed's."""
     found = next((stage for stage, key in _FP32.items() if key in state), 0)
     if not found:
-        raise damaged(path, "no weights of 32 bits in the optimizer's state")
+        raise damaged(path, "no fp32 weights in the optimizer's state")
     return 2 if found < 3 else 3
 
 
@@ -123,12 +123,12 @@ def _shapes(groups: Any, path: Path) -> list[Shapes]:  # noqa: ANN401
             for group in some
         ):
             return [{name: tuple(shape) for name, shape in group.items()} for group in some]
-    raise damaged(path, "no param_shapes of names and shapes")
+    raise damaged(path, "no param_shapes with names and shapes")
 
 
 def _flat(tensor: Any, path: Path) -> torch.Tensor:  # noqa: ANN401
     if not isinstance(tensor, torch.Tensor):
-        raise damaged(path, "a partition that is no tensor")
+        raise damaged(path, "a partition that is not a tensor")
     return checked({"a partition": tensor}, path)["a partition"].flatten()
 
 
@@ -136,7 +136,7 @@ def _joined(groups: list[Shapes], stage: int, path: Path, ranks: list[list[torch
     """Whole tensors of the ranks' flat ones: to stage 2 a group's ranks follow one another, in 3 each tensor's do."""
     if stage < 3:
         if any(len(rank) != len(groups) for rank in ranks):
-            raise damaged(path, f"{len(ranks[0])} groups of weights, and {len(groups)} by their shapes")
+            raise damaged(path, f"{len(ranks[0])} groups of weights, but {len(groups)} in param_shapes")
         found: Tensors = {}
         for number, shapes in enumerate(groups):
             found |= dict(_cut(torch.cat([rank[number] for rank in ranks]), shapes, path))
@@ -156,7 +156,7 @@ def _cut(row: torch.Tensor, shapes: Shapes, path: Path) -> Iterator[tuple[str, t
     for name, shape in shapes.items():
         size = math.prod(shape)
         if begin + size > row.numel():
-            raise damaged(path, f"{name} lacks numbers: its partitions end before it does")
+            raise damaged(path, f"the partitions end before the end of {name}")
         yield name, row[begin : begin + size].view(shape)
         begin += size
 
@@ -180,11 +180,11 @@ def _adam(states: list[dict[str, Any]], stage: int, joined: Any, path: Path, _: 
         ):
             order = sorted(numbered)
         case _:
-            raise damaged(path, "no state of AdamW: elastic checkpoints have none by group")
+            raise damaged(path, "no AdamW state by group (elastic checkpoints have none)")
     moments = {}
     for kind in _MOMENTS:
         moments[kind] = joined([[_flat(one["state"].get(key, {}).get(kind), path) for key in order] for one in own])
     updates = {natural(one["state"][key].get("step"), path, "step") for one in own for key in order}
     if len(updates) != 1:
-        raise damaged(path, f"groups with {sorted(updates)[:4]} updates")
+        raise damaged(path, f"groups with different numbers of updates: {sorted(updates)[:4]}")
     return Adam(updates.pop(), moments, {key: group.get(key) for key in ("betas", "eps")})

@@ -200,7 +200,7 @@ def check(network: Any, kind: str) -> None:  # noqa: ANN401  a transformers mode
     if problem:
         raise ConfigError(
             f"train.loss = {kind} does not compute this model's loss",
-            wanted="a model whose logits are what a torch.nn.Linear makes",
+            wanted="a model whose logits are the output of a torch.nn.Linear",
             found=f"{network.config.model_type}: {problem}",
             fix="train.loss=full",
         )

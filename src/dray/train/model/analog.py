@@ -30,7 +30,7 @@ from aihwkit_lightning.simulator.parameters import (
 )
 from safetensors import safe_open
 
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.train.recipe import Analog as Settings
 from dray.train.strategies.base import Strategy
 
@@ -50,7 +50,7 @@ def convert(network: Any, settings: Settings, folder: str) -> None:  # noqa: ANN
     if unknown:
         raise ConfigError(
             "analog.exclude names layers that are not linear layers of the model",
-            wanted=f"some of {', '.join(linear[:8]) or 'none: it has no linear layer'}",
+            wanted=f"some of {listed(linear) or 'none: it has no linear layer'}",
             found=", ".join(unknown),
             fix="correct analog.exclude",
         )
@@ -61,10 +61,10 @@ def convert(network: Any, settings: Settings, folder: str) -> None:  # noqa: ANN
     )
     if not layers(network):
         raise ConfigError(
-            "there is nothing to make analog in this model",
-            wanted="torch.nn.Linear layers besides those that are excluded or tied to the embeddings",
-            found=f"{type(network).__name__} with {len(linear)}{': ' if linear else ''}{', '.join(linear)}",
-            fix="another model.type, such as bert or llama (GPT-2's layers are Conv1D), or analog.enabled = false",
+            "this model has no layer that can become analog",
+            wanted="a torch.nn.Linear layer that is neither excluded nor tied to the embeddings",
+            found=f"{type(network).__name__} with {len(linear)}{': ' if linear else ''}{listed(linear)}",
+            fix="another model.type, such as bert or llama (GPT-2 has Conv1D layers), or analog.enabled = false",
         )
     _take_up(network, folder)
 

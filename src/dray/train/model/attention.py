@@ -40,11 +40,11 @@ def install(network: Any, config: Config, device: torch.device) -> str:  # noqa:
         dropout.install(network)
     usual = network.config._attn_implementation
     if usual != "sdpa":
-        return f"{usual}: model.attn_implementation, or all that the model has"
-    masked = "with a mask for documents" if documents else "without a mask where is_causal says the same"
+        return f"{usual}: set by model.attn_implementation, or the only one of this model"
+    masked = "with a mask for documents" if documents else "without a mask where is_causal is enough"
     if compiled_on_cpu:
         network.set_attn_implementation(_DROPOUT)
-        return f"sdpa {masked}; dropout that is compiled into the products around it"
+        return f"sdpa {masked}; its dropout is compiled into the matrix products"
     if device.type == "cpu":
         network.set_attn_implementation(_SDPA)
         return f"sdpa {masked}"
@@ -53,7 +53,7 @@ def install(network: Any, config: Config, device: torch.device) -> str:  # noqa:
         problem = _no_flex(network, capability)
         if not problem:
             network.set_attn_implementation(_FLEX)
-            return "flex_attention: it leaves out what a mask for documents hides"
+            return "flex_attention: it skips what the mask for documents hides"
         masked += f": no flex_attention for {problem}"
     # Without flash attention only the unfused kernel knows grouped heads, and it keeps every score.
     flash = capability >= _FUSED and config.train.precision != "fp32"
@@ -72,7 +72,7 @@ def _no_flex(network: Any, capability: tuple[int, int]) -> str:  # noqa: ANN401 
         return f"compute capability {'.'.join(map(str, capability))}"
     if share:
         return f"attention dropout {share:g}"
-    return f"heads of {head}" if head < _SMALLEST_HEAD else ""
+    return f"head size {head}" if head < _SMALLEST_HEAD else ""
 
 
 def _mask(

@@ -6,7 +6,6 @@ strategy shards or copies the model. A node so holds one copy in its memory, not
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, nearest
 from dray.train import errors, objectives
 from dray.train.config import Config
 from dray.train.data import hub
@@ -47,8 +46,8 @@ def build(
         options["attn_implementation"] = model.attn_implementation
     auto_model = objectives.named(config.train.objective).auto_model
     wanted = f"{config.train.objective}, type {settings.model_type}, attention {model.attn_implementation}"
-    fix = "correct [model], or train.objective"
-    with errors.refusing("the model cannot be made", where=folder, wanted=wanted, fix=fix):
+    fix = "correct [model] or train.objective"
+    with errors.refusing("transformers cannot build the model", where=folder, wanted=wanted, fix=fix):
         if filled and folder and model.weights:
             network: PreTrainedModel = auto_model.from_pretrained(
                 folder, config=settings, use_safetensors=True, **options, **(placed or {})
@@ -87,8 +86,8 @@ def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The model without its weights and without room for them."""
     settings, folder = check(config, tokens)
     auto_model = objectives.named(config.train.objective).auto_model
-    wanted, fix = f"{config.train.objective}, type {settings.model_type}", "correct [model], or train.objective"
-    with errors.refusing("the model cannot be made", where=folder, wanted=wanted, fix=fix):
+    wanted, fix = f"{config.train.objective}, type {settings.model_type}", "correct [model] or train.objective"
+    with errors.refusing("transformers cannot build the model", where=folder, wanted=wanted, fix=fix):
         with torch.device("meta"):
             found: PreTrainedModel = auto_model.from_config(settings, trust_remote_code=config.model.trust_remote_code)
         if (Path(folder) / "generation_config.json").is_file() and folder:
@@ -105,16 +104,16 @@ def _check_document_mask(config: Config, network: PreTrainedModel, *, filled: bo
         problem = f"{kind}, which takes no position_ids"
     elif config.model.attn_implementation == "flash_attention_2":
         if config.per_device > 1:  # transformers looks for documents in a batch of one row alone
-            problem = f"flash attention with {config.per_device} rows at once"
+            problem = f"flash attention with batch.per_device = {config.per_device}"
     elif filled and not _masks_documents(network.eval()):
-        problem = f"{kind}, whose attention crosses them"
+        problem = f"{kind}, whose attention crosses documents"
     network.train()
     if problem:
         raise ConfigError(
             "this model cannot mask documents",
-            wanted="a causal model whose attention follows position_ids",
+            wanted="a causal model that separates documents by position_ids",
             found=problem,
-            fix="leave data.document_mask out, or take another model, another attention or per_device = 1",
+            fix="remove data.document_mask, or use another model, another attention or batch.per_device = 1",
         )
 
 
@@ -132,24 +131,25 @@ def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> P
     named = {"vocab_size": len(tokens), "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
     named["pad_token_id"] = tokens.pad_token_id
     if folder:
-        wanted = "a folder with a config.json that transformers reads"
-        with errors.refusing("transformers has no such model", where=folder, wanted=wanted, fix="set model.name"):
+        wanted = "a config.json that transformers can read"
+        with errors.refusing(
+            "transformers cannot read the model's config.json", where=folder, wanted=wanted, fix="set model.name"
+        ):
             defaults = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     else:
         wanted = "a type that it knows, such as gpt2, llama or bert"
-        with errors.refusing("transformers has no such model", wanted=wanted, fix="set model.type"):
+        with errors.refusing("transformers has no such model type", wanted=wanted, fix="set model.type"):
             defaults = AutoConfig.for_model(model.type)
     known = set(defaults.to_dict()) | set(defaults.attribute_map)
     for name in model.config:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
             raise ConfigError(
                 f"a {defaults.model_type} configuration has no {name!r}",
-                wanted=f"one of transformers' own names{', such as ' + ', '.join(near) if near else ''}",
+                wanted=nearest(name, known) or "a name that transformers knows",
                 found=f"model.config.{name}",
                 fix="correct model.config in the recipe",
             )
-    wanted = f"values of the types that a {defaults.model_type} configuration has"
+    wanted = f"values that a {defaults.model_type} configuration accepts"
     with errors.refusing("transformers refuses model.config", wanted=wanted, fix="correct model.config in the recipe"):
         made: PreTrainedConfig = defaults if folder else AutoConfig.for_model(model.type, **named | model.config)
         if folder:
@@ -163,10 +163,10 @@ def _check_sizes(config: Config, made: PreTrainedConfig, tokens: PreTrainedToken
     positions = getattr(made, "max_position_embeddings", None)
     if positions is not None and positions < config.data.sequence_length:
         raise ConfigError(
-            "a sample is longer than the model's positions",
+            "a sample is longer than the model's max_position_embeddings",
             wanted=f"data.sequence_length of at most {positions}",
             found=f"data.sequence_length = {config.data.sequence_length}",
-            fix="set a smaller data.sequence_length or more positions in model.config",
+            fix="set a smaller data.sequence_length, or a larger max_position_embeddings in model.config",
         )
     last = max(tokens.get_vocab().values())  # a crafted tokenizer has greater ids than tokens
     if made.vocab_size <= last:

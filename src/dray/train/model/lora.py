@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.train import manifest
 from dray.train.recipe import Lora
 
@@ -34,9 +34,9 @@ def add(network: Any, settings: Lora, *, task: str | None = None) -> None:  # no
             "lora.target_modules names layers that the model lacks"
             if linear
             else "the model has no linear layers for LoRA",
-            wanted=f"ends of names such as {', '.join(sorted({name.split('.')[-1] for name in linear}))}",
+            wanted=f"ends of layer names, such as {listed(sorted({name.split('.')[-1] for name in linear}))}",
             found=", ".join(unknown) or type(network).__name__,
-            fix="correct lora.target_modules, or leave it out: all linear layers but the head",
+            fix="correct lora.target_modules, or remove it to train all linear layers but the head",
         )
     network.add_adapter(
         LoraConfig(

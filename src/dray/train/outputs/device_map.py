@@ -36,8 +36,8 @@ def placed(shell: Any, placing: dict[str, Any]) -> Iterator[dict[str, Any]]:  # 
     folder = placing["offload_folder"]
     if "disk" in chosen.values() and not folder:
         raise ConfigError(
-            "the model is larger than the memory, and the rest of it would go to the disk",
-            wanted="memory for all layers, or a folder that is named for the rest",
+            "the model does not fit into memory, and its rest would go to the disk",
+            wanted="memory for all layers, or a folder for the rest",
             found="\n".join(lines),
             fix="--offload-folder DIR, or more memory: --max-memory",
         )
@@ -58,7 +58,7 @@ def _made(folder: str) -> str:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            "the folder for what goes to the disk cannot be made", where=folder, found=error.strerror,
+            "the offload folder cannot be created", where=folder, found=error.strerror,
             fix="--offload-folder ANOTHER",
         ) from error  # fmt: skip
     return folder

@@ -30,7 +30,7 @@ def run(job: Generate) -> None:
             "this model does not generate text",
             wanted="a causal language model",
             found=f"{', '.join(architectures) or 'no architecture'} in {job.model}",
-            fix="train a causal one: train.objective = causal",
+            fix="train a model with train.objective = causal",
         )
     placing: Any = nullcontext({})
     if job.placing:
@@ -50,7 +50,7 @@ def run(job: Generate) -> None:
 
 def _reading(job: Generate) -> AbstractContextManager[None]:
     """Its files may be somebody else's."""
-    wanted, fix = "files that transformers reads, with weights as safetensors", "write it again: dray export RUN"
+    wanted, fix = "files that transformers reads, with weights as safetensors", "export it again: dray export RUN"
     return errors.refusing("the model cannot be read", where=job.model, wanted=wanted, fix=fix)
 
 
@@ -66,9 +66,9 @@ def _text(job: Generate, network: Any, tokenizer: Any, device: torch.device, *, 
     if chat:
         messages = [{"role": "user", "content": job.prompt}]
         with errors.refusing(
-            "the chat template does not take a prompt",
+            "the chat template refuses the prompt",
             where=job.model,
-            wanted="one message of role user",
+            wanted="a template that accepts one message of role user",
             fix="train with another model.tokenizer",
         ):
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -80,9 +80,9 @@ def _text(job: Generate, network: Any, tokenizer: Any, device: torch.device, *, 
     tokens = job.tokens or max(1, min(_MANY, room))
     if tokens > room and positions:
         raise ConfigError(
-            "the prompt and the new tokens are longer than the model's positions",
+            "the prompt and the new tokens are longer than the model's max_position_embeddings",
             wanted=f"at most {positions} tokens",
-            found=f"{prompt.shape[1]} in the prompt, and {tokens} new ones",
+            found=f"{prompt.shape[1]} tokens in the prompt, and {tokens} new ones",
             fix=f"--tokens {room}, or a shorter prompt" if room > 0 else "a shorter prompt",
         )
     torch.manual_seed(job.seed)

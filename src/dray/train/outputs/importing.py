@@ -85,22 +85,22 @@ def _model(job: Importing, found: Source) -> None:
         (part / name).write_bytes(files.read(file(folder, name), limit=_LARGEST))
     manifest.seal_model(part)
     part.rename(target)
-    left = f"; left out: {', '.join(sorted(loading['unexpected_keys'])[:3])}" if loading["unexpected_keys"] else ""
+    left = f"; not used: {', '.join(sorted(loading['unexpected_keys'])[:3])}" if loading["unexpected_keys"] else ""
     print(f"{target}: {type(network).__name__}, {size:,} parameters of {dtype}{left}", flush=True)
     if "tokenizer.json" not in brought:
-        print(f"it has no tokenizer: set model.tokenizer, or --config FOLDER ({folder} has no tokenizer.json)")
-    print(f"to begin from it: model.name={target.absolute()}", flush=True)
+        print(f"{folder} has no tokenizer.json: set model.tokenizer, or import again with --config FOLDER")
+    print(f"to train it further: model.name={target.absolute()}", flush=True)
 
 
 def _settings(folder: Path, found: Source) -> tuple[Any, Any]:
     """The configuration, and the kind of model that it is of."""
     if "config.json" not in names(folder):
         raise ConfigError(
-            "a checkpoint's tensors do not tell which model they are of",
+            "the checkpoint does not say which model it is of",
             where=folder,
-            wanted="a config.json beside them",
-            found=f"{found.kind} without one",
-            fix="--config FOLDER, of the model that was trained: a folder of save_pretrained's",
+            wanted="a config.json beside the tensors",
+            found=f"{found.kind} without a config.json",
+            fix="--config FOLDER: a folder that save_pretrained wrote for the model that was trained",
         )
     path = file(folder, "config.json")
     try:
@@ -111,7 +111,7 @@ def _settings(folder: Path, found: Source) -> tuple[Any, Any]:
     causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
     if not causal and not any(name.endswith("ForMaskedLM") for name in architectures):
         raise ConfigError(
-            "the model is of a kind that dray does not train", where=path, wanted="a causal or masked language model",
+            "dray does not train this kind of model", where=path, wanted="a causal or masked language model",
             found=ascii(architectures)[:200], fix="--config FOLDER",
         )  # fmt: skip
     layers = getattr(settings.get_text_config(), "num_hidden_layers", 0)
@@ -127,7 +127,7 @@ def _widest(tensors: Tensors) -> torch.dtype:
 
 def _refuse_other(folder: Path, wanted: str, found: str) -> NoReturn:
     raise ConfigError(
-        "the checkpoint is of another model than its configuration",
+        "the checkpoint does not fit its configuration",
         where=folder / "config.json",
         wanted=wanted,
         found=found,
@@ -140,11 +140,11 @@ def _checkpoint(job: Importing, found: Source) -> None:
     config = of_recipe(job.recipe)
     if found.adam is None:
         raise ConfigError(
-            "the checkpoint cannot be resumed from",
+            "a run cannot resume from this checkpoint",
             where=job.source,
             wanted="AdamW's averages (exp_avg, exp_avg_sq) beside the weights",
             found=found.without,
-            fix="begin a new training from its weights: --to FOLDER, and model.name=FOLDER in the recipe",
+            fix="start a new training from its weights: --to FOLDER, then model.name=FOLDER in the recipe",
         )
     tokens = tokenizer.load(config)
     shell = build.shell(config, tokens)
@@ -160,7 +160,7 @@ def _checkpoint(job: Importing, found: Source) -> None:
     steps = data.steps(config)
     if step > steps or step < 1:
         raise ConfigError(
-            "the checkpoint is of a step that the recipe does not take",
+            "the checkpoint's step is not a step of the recipe",
             where=job.source, wanted=f"a step from 1 to {steps}, the recipe's train.steps", found=f"step {step}",
             fix=f"train.steps={max(step, 1)} or more" if step else "import its weights: --to FOLDER",
         )  # fmt: skip
@@ -196,10 +196,10 @@ def _those(wanted: dict[str, torch.Tensor], given: Tensors, kind: str, source: s
         shape = tuple(given[name].shape) if name in given else None
         if shape != tuple(tensor.shape):
             raise ConfigError(
-                "the checkpoint is of another model than the recipe's",
+                "the checkpoint does not fit the recipe's model",
                 where=source,
                 wanted=f"{name} with the shape {list(tensor.shape)}",
-                found=f"the shape {list(shape)}" if shape else f"{kind} without it; {next(iter(given), 'none')}",
+                found=f"the shape {list(shape)}" if shape else f"{kind} such as {next(iter(given), 'none')}",
                 fix="set model.name, or model.type and [model.config], to the model that was trained",
             )
     return {name: given[name] for name in wanted}
@@ -213,7 +213,7 @@ def _tell(config: Config, folder: Path, step: int, steps: int, adam: Adam) -> No
             print(f"note: its AdamW had {name} = {theirs}, and the recipe has {own[name]}", flush=True)
     print(f"{folder}: step {step} of {steps}, {adam.updates} updates; the recipe's run resumes from it", flush=True)
     print(
-        f"note: sample {step * config.global_size:,} of dray's own order comes next (batch.global_size = "
-        f"{config.global_size}); which ones the other program had read is not known",
+        f"note: the run goes on with sample {step * config.global_size:,} of dray's own order (batch.global_size = "
+        f"{config.global_size}); dray does not know which samples the other program has read",
         flush=True,
     )

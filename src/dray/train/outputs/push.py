@@ -20,20 +20,20 @@ def run(job: Push) -> None:
     manifest.check_model(Path(job.model))
     if not os.environ.get("HF_TOKEN"):
         raise ConfigError(
-            "the hub takes no model without a token",
+            "pushing a model to the hub needs a token",
             wanted="HF_TOKEN with permission to write",
             found="HF_TOKEN is not set",
-            fix="create one on the hub's page of tokens, and export HF_TOKEN=...",
+            fix="create a token on the hub's page of tokens, and export HF_TOKEN=...",
         )
     try:
         hub = HfApi()
         hub.create_repo(job.name, private=job.private, exist_ok=True)
         if job.private and not hub.repo_info(job.name).private:
             raise ConfigError(
-                "the repository exists, and is public",
+                "the repository exists and is public",
                 wanted=f"a private {job.name}",
                 found=f"{constants.ENDPOINT}/{job.name} is public",
-                fix="take another name, make that one private on its page, or add --public",
+                fix="use another name, make the repository private on its page, or add --public",
             )
         hub.upload_folder(
             repo_id=job.name,
@@ -47,7 +47,7 @@ def run(job: Push) -> None:
             f"the model cannot be pushed to {job.name}",
             wanted=f"permission to write, at {constants.ENDPOINT}",
             found=str(error).splitlines()[0] or type(error).__name__,
-            fix="take a token that may write for that owner" if refused else "check the name and the network",
+            fix="use a token that may write for that owner" if refused else "check the name and the network",
             code=CONFIG if refused or isinstance(error, HFValidationError) else FAILED,
         ) from error
     print(f"{constants.ENDPOINT}/{job.name}", flush=True)

@@ -19,7 +19,7 @@ def run(job: Sync) -> None:
     """Once, or until the run has ended. Each step is sent once, as the last attempt has it."""
     for name in job.trackers:
         _online(name, Path(job.folder))
-    require(job.trackers, "pip install {} where dray is, or --engine docker, if the image has it")
+    require(job.trackers, "pip install {} beside dray, or --engine docker if the image has it")
     sending = [_Sending(name, job) for name in job.trackers]
     while True:
         ended = not job.follow or _ended(Path(job.folder))  # what it wrote before is read below
@@ -36,12 +36,12 @@ def _online(name: str, folder: Path) -> None:
     kind = KINDS[name]
     if not (kind.online or kind.server):
         raise ConfigError(
-            f"{name} has no server to send to", found=f"files alone, if the run tracked by it: {folder}/trackers",
+            f"{name} has no server", found=f"only files, if the run used it: {folder}/trackers",
             fix=f"read them with {name}'s own program, here or copied",
         )  # fmt: skip
     if kind.server and not any(os.environ.get(variable) for variable in kind.server):
         raise ConfigError(
-            f"{name} has to know its server", wanted=" or ".join(kind.server), found="not set here",
+            f"{name} needs the address of its server", wanted=" or ".join(kind.server), found="not set here",
             fix=f"export {kind.server[0]}=...",
         )  # fmt: skip
     os.environ |= kind.online
@@ -95,7 +95,7 @@ class _Sending:
 
     def _refused(self, error: Exception) -> DrayError:
         return DrayError(
-            f"{self._name} does not take the metrics",
+            f"the metrics cannot be sent to {self._name}",
             found=secrets.redacted(" ".join(str(error).split()))[:400] or type(error).__name__,
-            fix="check the network and its own variables; nothing is lost: dray sync again",
+            fix="check the network and its variables, then run dray sync again; nothing is lost",
         )

@@ -70,7 +70,7 @@ def check_same(network: torch.nn.Module) -> None:
             "the ranks have built different networks",
             wanted="rank 0's weights, as its files have them",
             found=f"others on rank {', '.join(str(rank) for rank, one in enumerate(same) if not one)}",
-            fix="is tie_word_embeddings in the model's config.json as its weights are?",
+            fix="check that tie_word_embeddings in the model's config.json fits its weights",
         )
 
 
