@@ -288,7 +288,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, made: tuple[str, ...], found: str
         (("{}/none", "--to", "{}/x"), "the checkpoint does not exist", "give the path of its folder"),
         (("{}", "--to", "{}"), "the target exists already", "--to"),
         (("{}", "--to", "{}/x", "--config", "{}"), "--config names a folder without config.json", "--config FOLDER"),
-        (("{}", "smoke-cpu"), "cannot resume from somebody else's", "checkpoint.folder=FOLDER"),
+        (("{}", "smoke-cpu"), "cannot resume from another program's checkpoint", "checkpoint.folder=FOLDER"),
         (("{}", "smoke-cpu", "checkpoint.folder={}", "lora.enabled=true"), "cannot resume", "lora.enabled=false"),
         (("{}", "smoke-cpu", "checkpoint.folder={}/kept"), "the folder has checkpoints already", "ANOTHER"),
     ],
