@@ -65,7 +65,9 @@ def script(block: str) -> str:
     arguments = "TrainingArguments(folder, "
     assert arguments in TRAINER
     program = MODEL + TRAINER.replace(arguments, f"{arguments}report_to=[], use_cpu=True, ")
-    return program.replace("callback, folder =", f"{LOUD}callback, folder =").replace("[callback]", "[Loud(), callback]")
+    return program.replace("callback, folder =", f"{LOUD}callback, folder =").replace(
+        "[callback]", "[Loud(), callback]"
+    )
 
 
 @pytest.mark.parametrize("block", ["loop", "trainer"])
