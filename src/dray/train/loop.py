@@ -1,4 +1,4 @@
-"""The loop: steps of forward, backward and update. What a step does is decided by its number, the seed and the rank."""
+"""The training loop: forward, backward, update. Step number, seed and rank decide what a step does."""
 
 from __future__ import annotations
 
