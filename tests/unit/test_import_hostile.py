@@ -248,8 +248,8 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         (changed(lambda state: state["param_groups"][0].update(params=[[1]] * 10)), (), "is damaged"),
         (lambda folder: None, ("model.config.n_layer=1",), "is damaged"),
         (lambda folder: None, ("model.config.n_embd=16",), "is damaged"),
-        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 9}'), (), "not a step of the recipe"),
-        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 0}'), (), "not a step of the recipe"),
+        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 9}'), (), "not a step of the"),
+        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 0}'), (), "not a step of the"),
     ],
 )  # fmt: skip
 def test_what_is_not_resumed(source: Path, harm: Callable[[Path], None], words: tuple[str, ...], problem: str) -> None:

@@ -39,7 +39,7 @@ _OLD = 86400  # seconds after which what a run left half-written is nobody's any
 
 
 def take(config: Config) -> Lease:
-    """The folder, for this run alone, before it spends time on data; all ranks together."""
+    """Lock the checkpoint folder for this run, before it spends time on data; all ranks call it."""
     lease = Lease(folder := Path(config.checkpoints), config)
 
     def begin() -> None:
@@ -56,7 +56,7 @@ def take(config: Config) -> Lease:
 
 
 class Checkpoints:
-    """Those of one run: their folder is on a disk that all ranks see. `dataset` tells one dataset from another."""
+    """The checkpoints of one run, in a folder that all ranks see. `dataset` is the dataset's identity."""
 
     def __init__(self, config: Config, strategy: Strategy, metrics: Metrics, lease: Lease, *, dataset: str) -> None:
         self.folder, self.strategy, self.metrics = Path(config.checkpoints), strategy, metrics
@@ -76,7 +76,7 @@ class Checkpoints:
         self.watch = Watch()
 
     def save(self, step: int, position: list[Any] | None) -> None:
-        """All ranks together. It is there after `settle`, or a warning why it is not."""
+        """Begin to save; all ranks call it. After `settle` the checkpoint is complete, or the log has a warning."""
         self.settle()
         self._began = time.monotonic()
         part = self.folder / f"step-{step}.part-{self.run}"
@@ -96,11 +96,11 @@ class Checkpoints:
         self._pending = self._writer.submit(self._write, part, staged, about)
 
     def fence(self) -> None:
-        """Call it before the weights are changed: on a GPU they may still be copied."""
+        """Call this before the weights change: a GPU may still be copying them."""
         self._staging.fence()
 
     def settle(self) -> None:
-        """Wait until what was begun is there."""
+        """Wait until the begun checkpoint is complete."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -114,23 +114,23 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def close(self) -> None:
-        """Wait until the mirror has the newest, or cannot have it."""
+        """Wait until the newest checkpoint is copied to the mirror, or cannot be."""
         if self.mirror and self.rank == 0:
             self.mirror.settle()
 
     def require_saved(self) -> None:
-        """Fail (69) where the last save did."""
+        """Fail (69) if the last save failed."""
         if self._unsaved:
             raise self._unsaved
 
     def warning(self) -> str:
-        """What a line of the log says as long as the disk or the mirror is not mended."""
+        """The warning in each log line while the disk or the mirror does not work."""
         found = [f"not saved: {self._unsaved.finding.found}; {self.newest_text()}"] if self._unsaved else []
         found += [self.mirror.trouble] if self.mirror and self.mirror.trouble else []
         return f"  WARNING: {'; '.join(found)}" if found else ""
 
     def newest_text(self) -> str:
-        """From what a run can resume."""
+        """A sentence that names the newest checkpoint."""
         exists = self.newest is not None
         return f"the newest checkpoint is of step {self.newest}" if exists else "there is no checkpoint yet"
 
@@ -199,7 +199,7 @@ class Checkpoints:
         self._prune()
 
     def resume(self) -> Mapping[int, list[Any]]:
-        """Load the newest that is complete, if any; the feed's positions. A broken one is reported and renamed."""
+        """Load the newest complete checkpoint, if any; return the feed's positions. Damaged ones are renamed."""
         for step, mirrored in on_rank_0(self._begin):
             path = self.folder / f"step-{step}"
             if mirrored and not self._fetch(path):
@@ -224,7 +224,7 @@ class Checkpoints:
         return {}
 
     def again(self, *, without: list[int]) -> Mapping[int, list[Any]]:
-        """Load the newest once more, to go on without the steps from the first to the last of these; as `resume`."""
+        """Load the newest checkpoint again and skip the steps from first to last of `without`; as `resume`."""
         path = self.folder / f"step-{self.newest}"
         found = on_rank_0(partial(saved.look, path))
         old = found.get("trouble", "an older dray wrote it")
@@ -295,7 +295,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def due(step: int, every: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a checkpoint is to be made after so many steps: `(until, each)` in turn, 0 for ever."""
+    """Whether to save after this step. `every` has `(until, each)` in order; until 0 means for ever."""
     for until, each in every:
         if until == 0 or step <= until:
             return step % each == 0

@@ -25,7 +25,7 @@ _control: dist.ProcessGroup | None = None
 
 
 def init_distributed(variant: str) -> torch.device:
-    """Join the other ranks; this rank's device.
+    """Join the other ranks; return this rank's device.
 
     NCCL gives up after ten minutes, and tokenizing, reading weights and writing checkpoints may take longer. So they
     have a group of their own: gloo's, on CPUs, which waits for as long as it takes, once all ranks are connected.
@@ -59,7 +59,7 @@ def init_distributed(variant: str) -> torch.device:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The group for all that is no training step; None before `init_distributed`."""
+    """The process group for all but training steps; None before `init_distributed`."""
     return _control
 
 
@@ -105,7 +105,7 @@ def on_all(
     join: Callable[[Any, Any], Any],
     then: Callable[[Any], Any] = lambda value: value,
 ) -> Any:  # noqa: ANN401  what `then` returns
-    """What `then` makes on rank 0 of what `do` returns on all ranks, which `join` makes one value of, two by two.
+    """Run `do` on all ranks, tree-reduce its values with `join`, run `then` on rank 0, and broadcast the result.
 
     No rank hears more than log2 N others. Where it fails on one, all fail alike: none waits for that one for ever.
     """
@@ -125,7 +125,7 @@ def on_all(
 
 
 def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
-    """What it returns on rank 0: another node may see an older state of a shared folder."""
+    """Run it on rank 0 and broadcast its result: another node may see an older state of a shared folder."""
     return _or_raised(broadcast_json(_tried(do) if _control is None or dist.get_rank() == 0 else {}))
 
 

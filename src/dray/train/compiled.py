@@ -1,4 +1,4 @@
-"""What was compiled, kept in the run folder: the next attempt, such as a requeued job, compiles nothing again.
+"""Compiled code, kept in the run folder: the next attempt, such as a requeued job, does not compile again.
 
 It is Inductor's and Triton's own caches with their tuning, as one archive: torch.compiler.save_cache_artifacts leaves
 out what the C++ compiler made (seen with torch 2.13). To use an archive is to run its code. So it is in no
@@ -34,7 +34,7 @@ _ARCHIVE, _VERSION = "caches.tar", 1
 
 
 class Compiled:
-    """Of one run. The first rank of each node fills the caches, which are the node's; rank 0 keeps those of its own."""
+    """The compiled code of a run. Each node's first rank fills the node's caches; rank 0 saves its own."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         named = {name: Path(os.environ.get(name, "/")) for name in _CACHES}
@@ -66,7 +66,7 @@ class Compiled:
         callback.on_compile_end(end)
 
     def load(self) -> None:
-        """All ranks together, before anything is compiled."""
+        """Fill the caches; all ranks call it before anything is compiled."""
         if not self._on:
             return
         if os.environ.get("LOCAL_RANK", "0") == "0" and self.folder.exists():
@@ -102,7 +102,7 @@ class Compiled:
         return ""
 
     def keep(self) -> None:
-        """What is new. A run does without where there is no room for it."""
+        """Save the caches if they have new files. A full disk does not end the run."""
         found = {} if not self._on or dist.get_rank() else self._files()
         if found.keys() <= self._kept:
             return

@@ -57,7 +57,7 @@ def read(path: str) -> Config:
 
 
 def of_recipe(recipe: dict[str, Any]) -> Config:
-    """A recipe that nobody has planned yet, for what is the same on any machine."""
+    """The config of an unplanned recipe, for tools that need nothing of a machine."""
     batch = {"global_size": recipe["batch"]["global_size"], "per_device": 1, "gradient_accumulation_steps": 1}
     nowhere = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
     world = {"identity": {"name": ""}}
@@ -67,7 +67,7 @@ def of_recipe(recipe: dict[str, Any]) -> Config:
 
 
 def of_plan(plan: dict[str, Any]) -> Config:
-    """What of the plan is about training."""
+    """The part of the plan that is about training."""
     recipe, checkpoints = plan["recipe"], Path(plan["run_folder"], run_folder.CHECKPOINTS)
     parts = {
         field.name: _typed(hint, recipe[field.name])

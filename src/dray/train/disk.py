@@ -1,4 +1,4 @@
-"""What a disk refuses: room that is looked at before a save, and errors that somebody mends while the run goes on."""
+"""Check a disk for room before a save, and tell errors that may pass from others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def failed(error: BaseException, folder: Path, newest: str) -> DrayError:
 
 
 def require_room(folder: Path, size: int, newest: str) -> None:
-    """So many bytes; a quota shows itself only when they are written."""
+    """Refuse if the disk lacks room for `size` bytes; a quota shows only while writing."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size + _MORE:  # some file systems do not tell

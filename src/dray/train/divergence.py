@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dray.train.data.feeds import Feed
 
 MOST = 3
-"""How often a run goes back."""
+"""How often a run may go back."""
 _LINES, _LEAST = 32, 8
 _TIMES = 8.0  # standard deviations, as medians tell them: outliers move these little
 _NOISE = 0.01  # of the median; lines may agree by chance
@@ -25,7 +25,7 @@ _SHOWN = 6  # ranges
 
 
 class Watch:
-    """The losses of the log's last lines, and the steps that the run goes on without. Every rank has the same.
+    """The losses of the last log lines, and the steps that the run skips; the same on every rank.
 
     Both are in each checkpoint: a run that resumes finds the same jumps.
     """
@@ -50,11 +50,11 @@ class Watch:
         return any(first <= step <= last for first, last in self.skipped)
 
     def left_out(self, until: int) -> int:
-        """How many of the first steps."""
+        """How many of the first `step` steps are skipped."""
         return len({step for first, last in self.skipped for step in range(first, min(last, until) + 1)})
 
     def jumped(self, loss: float) -> float | None:
-        """The median of the lines before, where this loss is far above; of several such lines the first says so."""
+        """The median of the lines before, if this loss is far above it; of several such lines only the first."""
         before, found = [*self._losses], None
         self._losses.append(loss)
         if len(before) >= _LEAST:
@@ -68,7 +68,7 @@ class Watch:
 
 
 def samples(feed: Feed, config: Config, steps: range, ranks: Iterable[int], world: int) -> dict[str, list[list[int]]]:
-    """The first and last of each row of samples that these ranks had in these steps (from 0), by source."""
+    """The ranges of samples of these ranks in these steps (from 0), by source."""
     each, micros = config.per_device, config.gradient_accumulation_steps
     numbers = (
         number

@@ -19,12 +19,12 @@ _PATIENCE_S = 5.0  # for what a dead disk keeps waiting
 
 
 def at_end(do: Callable[[], None]) -> None:
-    """Have it done before this process ends, however that comes, but for a kill."""
+    """Run this when the process exits in any way, except on SIGKILL."""
     _AT_END.append(do)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, without taking anything apart: see `guarded`."""
+    """Exit at once, without the interpreter's clean-up: see `guarded`."""
     last = [Thread(target=do, daemon=True) for do in _AT_END]
     for thread in last:
         thread.start()
@@ -37,14 +37,14 @@ def leave(code: int) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """A line in this rank's log, at once; a log whose disk is full does not end the run."""
+    """Print a line to this rank's log at once; a full disk does not end the run."""
     with suppress(OSError):
         print(text, flush=True)
 
 
 @contextmanager
 def refusing(problem: str, *, wanted: object, fix: str, where: object = "") -> Iterator[None]:
-    """Of a user's files that a library loads here: a ConfigError, whatever the library raises; none has a list of it.
+    """Turn what a library raises while it loads the user's files into a ConfigError.
 
     A GPU without memory is no fault of theirs, nor is a disk that fails.
     """
@@ -96,7 +96,7 @@ def _of_another(raised: Exception) -> DrayError | None:
 
 
 def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoReturn:
-    """Run it and end the process at once, without taking anything apart. A finding begins with this name.
+    """Run `main` and exit without the interpreter's clean-up. `name` is printed before a finding.
 
     Seen with torch 2.13: the last reference to a gloo group goes while the interpreter's lock is held, its destructor
     waits for a worker thread, and that thread waits for the lock to drop a tensor. One run in ten never ended; another

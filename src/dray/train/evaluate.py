@@ -123,7 +123,7 @@ class Evaluator:
 
 
 def windows_of(total: int, length: int, stride: int, predicts_next: bool) -> list[Window]:
-    """Side by side, so that every token counts that has one before it; or with a stride, so that every token counts
+    """Windows side by side, so that every token with one before it counts; or with a stride, so that each counts
     once, and is predicted from as many as can be."""
     each = stride or length
     starts = range(0, max(total - length, 0) + each if stride else total, each)

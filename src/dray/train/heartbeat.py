@@ -1,7 +1,7 @@
 """This rank's heartbeat, which its node's runner reads: the step, the phase, and how long the next may take.
 
-A beat costs a microsecond and waits for nothing. How long it may take is ten times what the slowest of its kind has
-taken in this run; before there is one, what nothing that works takes.
+A beat costs a microsecond and waits for nothing. The next beat may take ten times as long as the slowest of its kind in
+this run; until the first one, the limit is a generous default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def boottime() -> int:
 
 
 class Heartbeat:
-    """Of one rank; without a runner it goes nowhere."""
+    """The heartbeat of one rank; without a runner nobody reads it."""
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, contract.SIZE)
@@ -54,7 +54,7 @@ class Heartbeat:
         self.beat()
 
     def lap(self, part: int) -> None:
-        """The time since the last lap went into this part of the start."""
+        """Count the time since the last lap to this part of the start."""
         now = boottime()
         self._spent[part] += now - self._lap
         self._lap = now
@@ -71,7 +71,7 @@ class Heartbeat:
         contract.MARK.pack_into(self._map, contract.MARKS_AT + part * contract.MARK.size, nanoseconds)
 
     def beat(self) -> None:
-        """There is progress: a step, or a part of what else it does."""
+        """Note progress: a step, or a part of other work."""
         now = time.monotonic_ns()
         self._slowest[self._phase] = max(self._slowest[self._phase], (now - self._last) / 1e9)
         self._last = now
@@ -119,13 +119,13 @@ heartbeat = Heartbeat()
 
 
 class Moved:
-    """Bytes that a thread of this rank moves. Who waits for them beats: what goes on is no hang, however long it is."""
+    """Bytes that a thread of this rank moves. Waiting code beats while they grow: a long copy is not a hang."""
 
     def __init__(self) -> None:
         self._bytes = self._seen = 0
 
     def count(self, size: int) -> None:
-        """So many more."""
+        """Add this many bytes."""
         self._bytes += size
 
     def beat(self) -> None:

@@ -9,6 +9,6 @@ import torch
 
 
 def read(*numbers: torch.Tensor) -> list[float]:
-    """All of them at once, of any shape and type, one after the other."""
+    """Concatenate the tensors and read them in one sync."""
     found: list[float] = torch.cat([part.detach().reshape(-1).double() for part in numbers]).tolist()
     return found

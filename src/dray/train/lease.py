@@ -1,4 +1,4 @@
-"""Who has a checkpoint folder: one run at a time, by a file in it that the run touches as long as it is alive.
+"""A lock file gives a checkpoint folder to one run at a time; the run touches it while it is alive.
 
 No lock of the file system is trusted, and no clock: those of two machines differ. A file that does not change while it
 is watched is nobody's any more. A run that was only paused finds another's in its place, and writes nothing there.
@@ -31,7 +31,7 @@ _TURN_S, _KILLED_S = 0.05, 120.0  # to wait for another's turn to take over; one
 
 
 class Holder(NamedTuple):
-    """Who has the folder."""
+    """The run that holds the folder."""
 
     token: str
     user: str
@@ -55,7 +55,7 @@ class _Seen(NamedTuple):
 
 
 class Lease:
-    """Of this process on one folder."""
+    """This process's lock on one checkpoint folder."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.path = folder / NAME
@@ -68,7 +68,7 @@ class Lease:
         self._told = Path(config.folder, run_folder.ENDED)
 
     def acquire(self) -> None:
-        """Take the folder, or refuse (78) and say who has it. It may watch that one for two minutes."""
+        """Take the folder, or refuse (78) and name its holder. It may watch the holder for two minutes."""
         while not self._created():
             seen = self._look()
             if seen is None:
@@ -80,7 +80,7 @@ class Lease:
         Thread(target=self._beat, name="lease", daemon=True).start()
 
     def require(self) -> None:
-        """Refuse where another has taken the folder, as after a pause of minutes: it may write there now."""
+        """Refuse if another run has taken the folder, as after a pause of minutes: that run may write there now."""
         seen = self._look()
         if seen is None:
             self._created()
@@ -94,7 +94,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Let another have it."""
+        """Free the folder for another run."""
         with self._lock:
             self._released.set()
             seen = self._look()

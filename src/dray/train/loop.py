@@ -1,4 +1,4 @@
-"""The loop: steps of forward, backward and update. What a step does is decided by its number, the seed and the rank."""
+"""The training loop: forward, backward, update. Step number, seed and rank decide what a step does."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class Loop:
     def _check(self, taken: int, norm: torch.Tensor) -> tuple[float, float, list[float]]:
         """The loss of all ranks since the last line, the norm, and each rank's own time.
 
-        Stops if it or a gradient was not finite: before a line that would hide it, a checkpoint or an evaluation of it.
+        Call it before logging, saving or evaluating; it ends the run on NaN or Inf in a loss or gradient.
         """
         sums = torch.cat([self._sums, self.slow.told()])
         dist.all_reduce(sums)

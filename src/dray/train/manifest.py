@@ -50,31 +50,31 @@ def write(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """With a checksum of its own, so that a byte of it that a disk has changed is seen."""
+    """Add a checksum of the manifest itself, so that changed bytes are noticed."""
     return {**manifest, _SEAL: hashlib.sha256(json.dumps(manifest).encode()).hexdigest()}
 
 
 def is_sealed(manifest: dict[str, Any]) -> bool:
-    """Whether it is as `sealed` made it, however it is written as JSON."""
+    """Whether the manifest's own checksum is right, whatever the JSON's layout."""
     with suppress(RecursionError):  # of JSON that somebody has crafted
         return sealed({name: value for name, value in manifest.items() if name != _SEAL}) == manifest
     return False
 
 
 def natural(value: object) -> bool:
-    """Whether it is a number of things; JSON's true is none."""
+    """Whether this is a non-negative integer; JSON's true is not."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in it to the disk."""
+    """Sync the folder's entries to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def parse(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
-    """JSON in which no name stands twice."""
+    """Parse JSON; refuse an object with the same name twice."""
     return json.loads(text, object_pairs_hook=_once)
 
 
@@ -86,7 +86,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest, or `trouble`: why it is none."""
+    """The manifest, or `trouble` with the reason why it is invalid."""
     try:
         found = parse((folder / NAME).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def _named(name: str, file: Any) -> bool:  # noqa: ANN401  any JSON value
 
 
 def wrong(folder: Path, files: dict[str, Any], some: slice = slice(None)) -> dict[str, str]:
-    """Those of the files that are not as the manifest says, with the reason."""
+    """The files that differ from the manifest, each with the reason."""
     found = {}
     for name in sorted(files)[some]:
         try:
@@ -117,7 +117,7 @@ def wrong(folder: Path, files: dict[str, Any], some: slice = slice(None)) -> dic
 
 
 def cut_off(folder: Path) -> str:
-    """Whether the disk has all bytes that were written, as far as sizes tell; empty where it has."""
+    """Which file is shorter than what was written, by its size; empty if none."""
     found = read(folder)
     if "trouble" in found:
         return str(found["trouble"])
@@ -144,7 +144,7 @@ def of_file(file: BufferedReader) -> dict[str, Any]:
 
 
 def require_own(folder: Path) -> None:
-    """Refuse a folder of another user, or into which another may write; so its files."""
+    """Refuse a folder, or files in it, that another user owns or may write to."""
     seen = [(str(folder), open_to_others(folder, folder=True))]
     for one in [] if seen[0][1] else sorted(folder.iterdir()):
         with suppress(FileNotFoundError):  # another run, which will be refused, looks who has the folder
@@ -174,7 +174,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def check_model(folder: Path, *, weights: bool = True, required: bool = True) -> None:
-    """Refuse a final model that is not as the run wrote it; a model that no run of ours wrote has no manifest."""
+    """Refuse a final model that differs from what its run wrote. Other models have no manifest and pass."""
     if not required and not (folder / NAME).exists():
         return
     manifest = read(folder)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class Masters:
-    """Gradients of 16 bits are added up in 32, over micro-batches and over ranks."""
+    """Sum 16-bit gradients in fp32, over micro-batches and over ranks."""
 
     def __init__(self, network: torch.nn.Module, dtype: torch.dtype) -> None:
         """The network has its weights of 32 bits, the same on all ranks, and loses them here to their masters."""
@@ -21,7 +21,7 @@ class Masters:
             weight.data = weight.data.to(dtype)
 
     def add(self) -> None:
-        """The gradients of a micro-batch that is not yet reduced over ranks."""
+        """Add the gradients of a micro-batch that is not reduced over ranks yet."""
         found = {weight: weight.grad for weight in self.of if weight.grad is not None}
         self._add(found)
         torch._foreach_zero_(list(found.values()))  # DDP's buckets are these gradients
@@ -47,7 +47,7 @@ class Masters:
         return dist.all_reduce(flat, async_op=True).get_future().then(share)
 
     def hand_out(self) -> None:
-        """The masters' values for the model to compute with."""
+        """Copy the masters' values into the model's weights."""
         with torch.no_grad():
             torch._foreach_copy_(list(self.of), list(self.of.values()))
 

@@ -23,7 +23,7 @@ from dray.train.trackers import Tracked, Trackers, require
 
 
 class Metrics:
-    """The file, TensorBoard's, the trackers that the recipe names, and a line in every rank's log."""
+    """Write metrics.jsonl, TensorBoard, the recipe's trackers, and a line in every rank's log."""
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._file, self._config = None, config
@@ -77,7 +77,7 @@ def _finite(value: Any) -> Any:  # noqa: ANN401  any JSON value
 
 
 class Speed:
-    """How fast it goes, and what it waits for. Measured where a line is written; no other step waits for it."""
+    """The speed and the waits of training, measured only at steps that write a line."""
 
     def __init__(self, config: Config, strategy: Strategy) -> None:
         self.config, self.device = config, strategy.device
@@ -86,7 +86,7 @@ class Speed:
         self.begin(0)
 
     def begin(self, first: int) -> None:
-        """The first step is about to be taken, or taken again; what was spent before is of no line any more."""
+        """Start measuring before the first step, or again after a return to a checkpoint."""
         self._first_step = self._since = first
         self._began = self._last = time.monotonic()
         self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
@@ -120,7 +120,7 @@ class Speed:
 
 
 def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
-    """Six for each weight that is multiplied, four if it stays as it is, and attention's own."""
+    """FLOPs per token: six per multiplied weight, four if it is frozen, plus attention."""
     settings = network.config.get_text_config()
 
     def size(weight: Any) -> int:  # noqa: ANN401  a weight, or DeepSpeed's part of one

@@ -1,4 +1,4 @@
-"""Checkpoints in another place: each node copies its ranks' files while training goes on; all ranks fetch one again.
+"""Mirror of the checkpoints: each node copies its ranks' files during training; all ranks fetch one back.
 
 Every byte is read back from there and compared with the manifest's checksums before the manifest follows: what has a
 manifest is complete. A copy that fails is tried again, and never ends the run.
@@ -31,7 +31,7 @@ _WHAT = "the mirror of the checkpoints"
 
 
 class Mirror:
-    """That of one run. Rank 0 begins, puts and settles, and other nodes' first ranks help; all ranks fetch.
+    """The mirror of one run. Rank 0 begins, puts and settles; other nodes' first ranks help; all ranks fetch.
 
     `place` is s3://, gs:// or a folder.
     """
@@ -55,7 +55,7 @@ class Mirror:
         Thread(target=self.nodes.serve, args=(self._helped,), name="mirror", daemon=True).start()
 
     def begin(self, folder: Path, *, instead: bool) -> list[int]:
-        """The steps that are complete there. Where it does not answer, a run ends unless it has others `instead`."""
+        """The steps that are complete in the mirror. If it does not answer, the run ends unless `instead` is true."""
         if "://" not in self.place and Path(self.place).exists():
             if Path(self.place).samefile(folder):
                 raise ConfigError(
@@ -73,7 +73,7 @@ class Mirror:
         return self.known
 
     def fetch(self, part: Path, path: Path, room: Callable[[int], None], *, instead: bool) -> str:
-        """Make this checkpoint of the one there, in the empty folder `part` first; why it could not be.
+        """Fetch this checkpoint into the empty folder `part`, then rename it; return why it failed, or empty.
 
         All ranks together, each its share of the files. `room` is asked for so many bytes, on rank 0.
         """
@@ -128,7 +128,7 @@ class Mirror:
         return self.trouble
 
     def put(self, path: Path) -> None:
-        """Begin to copy this checkpoint. One that still waits is left out: the newest is what counts."""
+        """Begin to copy this checkpoint. It replaces an older one that still waits."""
         with self._changed:
             self._next, self._tried = path, False
             if self._thread is None:
@@ -137,7 +137,7 @@ class Mirror:
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Wait until the newest is there, or could not be copied, twice."""
+        """Wait until the newest checkpoint is copied, or two tries have failed."""
         for _ in range(2):
             with self._changed:
                 self._tried = False

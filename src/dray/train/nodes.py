@@ -31,7 +31,7 @@ class Nodes:
         self._number, self._told = 0, 0.0
 
     def share(self, names: list[str], node: int | None = None) -> list[str]:
-        """Names in the order of the ranks that wrote them: those of this node, or of another one."""
+        """This node's or another node's part of the names, which are ordered by rank."""
         node = self.node if node is None else node
         return names[len(names) * node // self.count : len(names) * (node + 1) // self.count]
 
@@ -42,7 +42,7 @@ class Nodes:
             self.store.set(_LATEST, f"{self._number} {path}")
 
     def wait(self, moved: Callable[[int], None]) -> list[int]:
-        """On rank 0: until all have tried, or none of them goes on; those that have not sent their share.
+        """On rank 0: wait until all nodes have tried or stand still; return the nodes that did not send their share.
 
         `moved` is told when one of them goes on.
         """

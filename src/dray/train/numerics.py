@@ -1,4 +1,4 @@
-"""How the device computes: what torch is told of it before the model is there."""
+"""torch's settings of precision and determinism, made before the model is built."""
 
 from __future__ import annotations
 

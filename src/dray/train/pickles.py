@@ -132,7 +132,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Distributed:
-    """A folder that torch's DCP wrote: its tensors by name, one at a time. `names` are its files."""
+    """Tensors by name, one at a time, of a folder that torch's DCP wrote. `names` are its files."""
 
     def __init__(self, folder: Path, names: Collection[str]) -> None:
         self._folder, self._names = folder, names

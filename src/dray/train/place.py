@@ -28,7 +28,7 @@ class Place:
         self.name, self._moved = name, moved
 
     def steps(self) -> list[int]:
-        """Those that are complete."""
+        """The steps of the complete copies."""
         from pyarrow.fs import FileSelector, FileType  # noqa: PLC0415  a run without a mirror does without
 
         system, root = self._system()
@@ -42,7 +42,7 @@ class Place:
         return sorted(step for step, end in zip(folders, ends, strict=True) if end.type == FileType.File)
 
     def begin(self, path: Path) -> None:
-        """From here on there is no complete copy of it."""
+        """Delete the copy's manifest: the copy is incomplete from here on."""
         system, root = self._system()
         if "://" not in self.name:
             Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class Place:
             list(pool.map(send, names))
 
     def missing(self, path: Path, files: Files) -> list[str]:
-        """Those that are not in the copy, as far as sizes tell."""
+        """The files that the copy lacks, by their sizes."""
         from pyarrow.fs import FileSelector  # noqa: PLC0415
 
         system, root = self._system()
@@ -87,7 +87,7 @@ class Place:
         return manifest.read(part)
 
     def fetch(self, part: Path, name: str, files: Files, names: Iterable[str]) -> str:
-        """Bring these to this disk; why one of them is not what was written."""
+        """Fetch these files; return why one of them differs from what was written."""
         system, root = self._system()
 
         def fetch(one: str) -> str:
@@ -99,7 +99,7 @@ class Place:
             return next(filter(None, pool.map(fetch, names)), "")
 
     def prune(self, newest: int, keep: int) -> None:
-        """The newest `keep` stay, and nothing that is newer than this one is touched."""
+        """Delete all but the newest `keep` copies; leave any newer than this one."""
         from pyarrow.fs import FileSelector  # noqa: PLC0415
 
         system, root = self._system()
@@ -171,6 +171,6 @@ class Place:
 
 
 def step_of(path: str) -> int | None:
-    """Of which step a folder is, by its name."""
+    """The step in a folder's name."""
     name = path.rstrip("/").rpartition("/")[2].removeprefix("step-")
     return int(name) if name.isdecimal() and path.rstrip("/").endswith(f"step-{name}") and len(name) < 19 else None

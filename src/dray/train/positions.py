@@ -22,7 +22,7 @@ _KIND = "feed."
 
 
 def shards(states: list[Any] | None) -> Shards:
-    """Of each stream shard its number, the part that it reads, documents taken of that, and tokens left over."""
+    """One tensor per stream shard: the part that it reads, documents taken of it, and tokens left over."""
     found = {}
     for number, part, taken, left in states or ():
         values = torch.from_numpy(np.concatenate([np.array([part, taken], np.int64), np.asarray(left, np.int64)]))
@@ -54,7 +54,7 @@ class Positions(Mapping[int, list[Any]]):
 
 
 def faults(tensors: Tensors) -> Iterator[str]:
-    """Which of the manifest's tensors are no positions, though they are named so."""
+    """The manifest's tensors that are named as positions but cannot be."""
     for name, tensor in tensors.items():
         shaped = tensor["dtype"] == "I64" and len(tensor["shape"]) == 1 and tensor["shape"][0] > 1
         if name.startswith(_KIND) and not (shaped and name.removeprefix(_KIND).isdecimal()):
@@ -62,7 +62,7 @@ def faults(tensors: Tensors) -> Iterator[str]:
 
 
 def misfit(path: Path) -> str:
-    """Why a file's numbers are no positions; empty where they are."""
+    """Why the positions in a file are invalid; empty if they are valid."""
     with safe_open(path, "pt") as file:
         names = [name for name in file.keys() if name.startswith(_KIND)]  # noqa: SIM118  it is no dict
         wrong = any(bool((file.get_tensor(name) < 0).any()) for name in names)
@@ -70,7 +70,7 @@ def misfit(path: Path) -> str:
 
 
 def file_of(rank: int) -> str:
-    """Where a rank had its own, in checkpoints of before."""
+    """The file of a rank's positions in checkpoints of format 2 and earlier."""
     return f"rank-{rank}.json"
 
 

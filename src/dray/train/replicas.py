@@ -1,4 +1,4 @@
-"""Ranks that have the same numbers: of a checkpoint each writes a part, and at a resume each reads one for all."""
+"""Ranks with the same numbers: each writes a part of a checkpoint; at a resume each reads a part for all."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dray.train.strategies.base import Strategy
 
 
 def check_order(own: dict[str, Any], path: Path, order: dict[str, Any]) -> None:
-    """Another batch, sequence length, seed or dataset gives the same numbers other samples."""
+    """Refuse another batch, sequence length, seed or dataset: the order of samples would differ."""
     for name, value in own.items():
         if order.get(name) != value:
             raise ConfigError(

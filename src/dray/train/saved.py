@@ -18,7 +18,7 @@ from dray.train.manifest import natural
 from dray.train.shards import Reader, Shards, Staged, Staging, Tensors
 
 VERSION = 3
-"""Of the manifest, and of what the files beside it hold."""
+"""The version of the manifest and its files."""
 OF_RANKS = 2
 """Before, a manifest named each rank's shard of each tensor, and each rank had a file of its position in the data."""
 OF_DCP = 1
@@ -47,13 +47,13 @@ def written(
 
 
 def joined(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """What a manifest says of both."""
+    """Merge two parts of a manifest."""
     tensors = shards.joined(some["tensors"], others["tensors"])
     return {"files": {**some["files"], **others["files"]}, "tensors": tensors}
 
 
 def write(folder: Path, batches: Iterable[Shards], found: dict[str, Any]) -> None:
-    """A checkpoint that no ranks write, whose manifest begins with `found`; a batch at a time is in memory."""
+    """Write a checkpoint outside of a run, with `found` in its manifest; one batch at a time is in memory."""
     staging = Staging(torch.device("cpu"))
     each = (written(folder, staging.fill(batch, number), number) for number, batch in enumerate(batches))
     held: dict[str, Any] = reduce(joined, each)
@@ -61,7 +61,7 @@ def write(folder: Path, batches: Iterable[Shards], found: dict[str, Any]) -> Non
 
 
 def look(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint of this user, as far as it is one."""
+    """The manifest of this user's checkpoint, or `trouble`."""
     manifest.require_own(path)
     found = manifest.read(path)
     if "trouble" in found:
@@ -92,7 +92,7 @@ def look(path: Path) -> dict[str, Any]:
 
 
 def wrong(path: Path, found: dict[str, Any], some: slice = slice(None)) -> list[str]:
-    """What is wrong with some of the files; with the tensors each rank finds the same."""
+    """What is wrong with these files and with the manifest's tensors."""
     own, tensors = found["files"], cast(Tensors, found.get("tensors"))  # until they have no faults, anything
     troubles = list(shards.faults(tensors, own)) if found["version"] != OF_DCP else []
     troubles += positions.faults(tensors) if found["version"] == VERSION and not troubles else []

@@ -49,7 +49,7 @@ class Scaler:
 
 
 def refuse(scale: float) -> None:
-    """No scale is small enough: the gradients themselves are not finite."""
+    """End the run: the gradients are not finite at the smallest scale either."""
     raise DrayError(
         "fp16's loss scale is at its minimum, and the gradients are still not finite",
         wanted="finite gradients",

@@ -8,7 +8,7 @@ from dray.train.config import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """For the step that is about to be taken, the first being 0. No step is taken at 0: it would learn nothing."""
+    """The learning rate of the next step, counted from 0. It is never 0: such a step would learn nothing."""
     train = config.train
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: which numbers of which tensor a rank has, and how any other ranks read them again.
+"""The tensors of a checkpoint: which part of each a rank writes, and how any number of ranks reads them.
 
 A shard is a row of numbers of the flattened tensor, whatever the strategy: DDP divides all tensors evenly over its
 ranks, FSDP shards rows and ZeRO the flattened weights. So one reader serves all of them, on any number of ranks.
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
 
 
 Shards = dict[str, Shard]
-"""By kind and name, such as `weights.lm_head.weight`."""
+"""Shards by kind and name, such as `weights.lm_head.weight`."""
 
 Tensors = dict[str, dict[str, Any]]
 """JSON, by the same names: `dtype`, `shape` and, by where they begin, `shards` as rows `[file, begin, length, count]`.
@@ -58,17 +58,17 @@ many ranks has a share of has a row or two, whatever their number. Before, a row
 
 
 def file_of(number: int) -> str:
-    """That of a rank of this number."""
+    """The name of this rank's file."""
     return f"rank-{number}.safetensors"
 
 
 def whole(kind: str, tensors: dict[str, torch.Tensor]) -> Shards:
-    """All numbers of each."""
+    """Shards that hold these tensors whole."""
     return {f"{kind}.{name}": Shard(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
 
 
 def divided(shards: Shards, rank: int, count: int) -> Shards:
-    """What one of `count` ranks writes where each has all: as many numbers as any other."""
+    """An equal part of these numbers for one of `count` ranks that all have the same."""
     total = sum(shard.values.numel() for shard in shards.values())
     first, last = total * rank // count, total * (rank + 1) // count
     found, at = {}, 0
@@ -82,7 +82,7 @@ def divided(shards: Shards, rank: int, count: int) -> Shards:
 
 @contextmanager
 def flat(shards: Shards) -> Iterator[Shards]:
-    """The same numbers in rows: what is written there is in the tensors afterwards."""
+    """Yield flat views; afterwards copy back the tensors that are not contiguous."""
     rows = {name: shard._replace(values=shard.values.detach().flatten()) for name, shard in shards.items()}
     yield rows
     for name, shard in shards.items():
@@ -120,7 +120,7 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
 
     def fill(self, shards: Shards, number: int) -> Staged:
-        """Begin to copy for the file of that number; the buffer is in use until the caller is done with the result."""
+        """Begin to copy for this file; the buffer is in use until the caller is done with the result."""
         # The widest types first, so that each number lies where its type may lie.
         order = sorted((-shard.values.itemsize, name) for name, shard in shards.items() if shard.values.numel())
         rows = [(name, shards[name]) for _, name in order]
@@ -150,14 +150,14 @@ class Staging:
         )
 
     def fence(self) -> None:
-        """What the GPU is told to do from now on, it does after the copies; this process does not wait."""
+        """Let the GPU's later work wait for the copies; this process does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
 
 
 def joined(some: Tensors, others: Tensors) -> Tensors:
-    """Both, in `some`: rows that go on in the next files become one."""
+    """Merge both into `some`; rows that continue in the next files become one row."""
     for name, tensor in others.items():
         one = some.setdefault(name, tensor)
         if one is tensor:
@@ -174,7 +174,7 @@ def joined(some: Tensors, others: Tensors) -> Tensors:
 
 
 def faults(tensors: Any, files: dict[str, Any]) -> Iterator[str]:  # noqa: ANN401  JSON that anybody may have written
-    """Why these are no whole tensors in those files."""
+    """What is wrong with the manifest's tensors: they must be whole, in these files."""
     if not isinstance(tensors, dict):
         yield "its manifest names no tensors"
         return
@@ -213,7 +213,7 @@ def _fault(size: int, rows: list[Any], files: dict[str, Any], known: int) -> str
 
 
 def misfit(path: Path, tensors: Tensors) -> str:
-    """What the file holds otherwise than the manifest says; empty where it agrees."""
+    """How the file differs from the manifest; empty if it does not."""
     number = path.stem.removeprefix("rank-")
     own = int(number) if number.isdecimal() and path.name == file_of(int(number)) else -1
     wanted = sorted(
@@ -240,14 +240,14 @@ class Reader:
         self._files: dict[str, Any] = {}
 
     def fill(self, shards: Shards) -> None:
-        """Each rank plans for itself what it reads from where."""
+        """Read this rank's shards; each rank decides for itself what it reads."""
         self.require(shards)
         with flat(shards) as rows:
             for name, shard in rows.items():
                 self._copy(name, shard.begin, shard.values)
 
     def require(self, shards: Shards) -> None:
-        """Fail where the checkpoint is not of these."""
+        """Fail if the checkpoint's tensors differ from these."""
         for name, shard in shards.items():
             saved = self.tensors.get(name)
             if saved is None and shard.values.numel():

@@ -26,7 +26,7 @@ _EVENTS = 64  # so many of a GPU's forward passes are timed between two lines
 
 
 class Slow:
-    """All ranks know the same of all; what they have to tell goes along with the losses of a line."""
+    """Times of all ranks, the same on each; they are summed together with the losses of a line."""
 
     def __init__(self, config: Config, device: torch.device, metrics: Metrics) -> None:
         self._metrics, self._device, world = metrics, device, dist.get_world_size()
@@ -42,14 +42,14 @@ class Slow:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """For data."""
+        """Leave the wait for data out of this rank's time."""
         began = time.perf_counter()
         yield
         self._own += time.perf_counter() - began
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """One forward pass. A GPU's is timed by the GPU itself, for which nobody waits here."""
+        """Time one forward pass; on a GPU with events, without a sync."""
         self._passes += 1
         if not self.ranks:
             yield
@@ -67,14 +67,14 @@ class Slow:
             yield
 
     def told(self) -> torch.Tensor:
-        """What this rank says of itself, between the zeros of the others: its time up to the line before."""
+        """Zeros, with this rank's time in its slot: the time until the line before."""
         told = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
         if self.ranks:
             told[dist.get_rank()] = self._ready
         return told
 
     def nodes(self, ranks: list[float]) -> list[float]:
-        """The slowest rank's own seconds of a step, for each node; of the steps before the last line."""
+        """Seconds of a step on the slowest rank of each node, for the steps before the last line."""
         if self._taken <= 0 or not any(ranks):
             return []
         slowest = dict.fromkeys(self._hosts, 0.0)
@@ -83,7 +83,7 @@ class Slow:
         return [round(own / self._taken, 6) for own in slowest.values()]
 
     def see(self, ranks: list[float], step: int) -> None:
-        """The sum of what all have said, with a line; the device has done all that came before it."""
+        """Take the summed times of all ranks at a line; the device has finished all work before it."""
         events, self._events = self._events, []
         timed = sum(begun.elapsed_time(ended) / 1e3 for begun, ended in events)
         self._ready = self._own + timed * (self._passes / len(events) if events else 0.0)

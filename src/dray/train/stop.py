@@ -27,7 +27,7 @@ _NEVER = -1
 
 
 class Stop:
-    """Listens from the beginning on. Before the first step there is nothing to save, and it ends the rank at once."""
+    """Listen for the signals from the start. Before the first step nothing needs saving: exit at once."""
 
     def __init__(self) -> None:
         self._lock, self._agreed = Lock(), Event()
@@ -44,12 +44,12 @@ class Stop:
         Thread(target=self._listen, daemon=True).start()
 
     def begin(self, step: int, last: int) -> None:
-        """After so many steps, of which there will be so many."""
+        """Note that `step` of `last` steps are taken."""
         with self._lock:
             self._step, self._last = step, last
 
     def after(self, step: int) -> bool:
-        """Whether this step was the last one. The main thread asks after each."""
+        """Whether the run ends after this step; the main thread asks after each step."""
         with self._lock:
             if not self._asked:
                 self._step = step + 1

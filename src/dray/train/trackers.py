@@ -24,12 +24,12 @@ _LINE = 1 << 20
 
 
 class Tracked(NamedTuple):
-    """What is tracked: all attempts of a run are one run of the tracker."""
+    """The run to track: all its attempts are one run of the tracker."""
 
     project: str
     run: str
     folder: Path
-    """Of all trackers of the run."""
+    """The folder of all trackers of the run."""
     first_step: int = 0
 
 
@@ -38,15 +38,15 @@ class Kind(NamedTuple):
 
     package: str
     options: Callable[[Tracked], dict[str, Any]]
-    """Of accelerate's class: the names, and how the next attempt finds the run again."""
+    """Options of accelerate's class: the names, and how the next attempt finds the run again."""
     offline: dict[str, str]
     """Variables that keep it on this disk, where the user has not set them; {} is a folder of its own."""
     online: dict[str, str]
     """Variables with which `dray sync` sends."""
     server: tuple[str, ...] = ()
-    """Variables of which one names the server that the user has to know. With neither, it only keeps files."""
+    """Variables, one of which names the user's own server. With neither this nor `online`, it only writes files."""
     own: Callable[..., Any] | None = None
-    """In place of a class of accelerate's."""
+    """A class to use instead of accelerate's."""
 
 
 def _mlflow(to: Tracked) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def require(names: Iterable[str], fix: str) -> None:
 
 
 class Trackers:
-    """Those of a run, each in a thread: a server that is slow or gone holds up no step, and ends no run."""
+    """The trackers of a run, each in a thread: a slow or dead server delays no step and ends no run."""
 
     def __init__(self, names: Iterable[str], to: Tracked) -> None:
         before = newest(read(to.folder.parent))
@@ -158,7 +158,7 @@ class Trackers:
         at_end(self.close)  # also of a run that fails
 
     def log(self, event: dict[str, Any]) -> None:
-        """The numbers of a line that has a step."""
+        """Send the numbers of a line that has a step to all trackers."""
         for one in self._all:
             one.log(event)
 
@@ -198,7 +198,7 @@ class _Thread(Thread):
 
 
 def numbers(event: dict[str, Any]) -> Numbers:
-    """What of a line a tracker takes; a list has one number a layer, a table one a source."""
+    """Flatten a metrics line to `event/name/index: number`; a list has an item per layer, a table one per source."""
     found = dict[str, float]()
     for name, value in event.items():
         places = (
@@ -211,7 +211,7 @@ def numbers(event: dict[str, Any]) -> Numbers:
 
 
 def read(run: Path) -> Iterator[dict[str, Any]]:
-    """The lines with a step that the attempts of a run have written, in their order."""
+    """The metrics lines with a step, of all attempts of a run, in order."""
     for number in range(1, 1 << 20):
         if not os.path.isdir(attempt := run / run_folder.attempt(number)):  # noqa: PTH112
             return

@@ -1,4 +1,4 @@
-"""Parquet and Arrow's own files, by pyarrow."""
+"""Read Parquet and Arrow files with pyarrow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dray.train.data import remote, table
 
 
 def row_groups(path: str) -> list[int]:
-    """How many rows each of a parquet file has."""
+    """The number of rows of each row group of a parquet file."""
     with _damaged():
         footer = pq.ParquetFile(_file(path)).metadata
         return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
 
 
 def count(path: str) -> int:
-    """How many rows a file of Arrow's own has; one on a disk is not read for that."""
+    """The number of rows of an Arrow file; a file on a disk is mapped, not read."""
     with _damaged():
         return int(_mapped(path).num_rows)
 

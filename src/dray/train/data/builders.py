@@ -22,7 +22,7 @@ _TAR_ENDS = 1024  # bytes of zeros
 
 
 def rows(builder: str, path: str, column: str | None, options: str) -> Iterator[Any]:
-    """The column's cells, or whole rows; `options` are load_dataset's own for that builder, as JSON."""
+    """The column's cells, or whole rows; `options` are load_dataset's options for that builder, as JSON."""
     place, number = f"{builder}:{path}", 0
     if builder == "webdataset":
         _require_whole_tar(path)

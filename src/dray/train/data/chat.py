@@ -1,4 +1,4 @@
-"""Conversations: rows -> messages -> the model's chat template -> tokens, with the assistant's marked as labels."""
+"""Conversations: rows -> messages -> the model's chat template -> tokens; the assistant's are labels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROLES = {"human": "user", "gpt": "assistant"} | {
 
 
 def ensure_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give it a template, if it has none; it is saved with the model."""
+    """Give the tokenizer a chat template if it has none; it is saved with the model."""
     if not tokenizer.chat_template:
         tokenizer.chat_template = _TEMPLATE
 
@@ -84,7 +84,7 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more))
 
     def answers(messages: list[dict[str, Any]], whole: str) -> Iterator[range]:
-        """Where they are: from where a model would go on, to the end of its turn."""
+        """Each answer's characters: from the end of the generation prompt to the end of the turn."""
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not number:  # what answers nobody is no label
                 continue

@@ -30,12 +30,12 @@ from dray.train.errors import say
 from dray.train.recipe import Source
 
 VALIDATION = "eval"
-"""The event of what is evaluated during training; one of a mix's sources has its name behind it."""
+"""The event of the evaluation during training; for a source of a mix its name follows."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads. `total` tokens to train on with their padding; 0 for a stream, which nobody has counted.
+    """The datasets of a run. `total` counts training tokens with padding; 0 for a stream, which is not counted.
 
     `packing` has Packed.counts of them all; it is empty where documents are joined and cut.
     `validation` has its events of the metrics; VALIDATION is not among them where it is the mean of a mix's sources.
@@ -50,12 +50,12 @@ class Datasets:
     """By the name of each dataset the SHA-256 of its tokens, or what tells a stream from another."""
 
     def steps(self, config: Config) -> int:
-        """How many the run takes, where the recipe sets epochs too."""
+        """The number of steps, also if the recipe sets epochs."""
         return config.steps or max(1, round((config.train.epochs or 0.0) * self.total / config.step_tokens))
 
 
 def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
-    """All that the recipe's [data] names."""
+    """Load all datasets of the recipe's [data]."""
     data = config.data
     if data.streaming:
         encoding, reading = _of_objective(config)
@@ -140,7 +140,7 @@ def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, 
 
 
 def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
-    """What is evaluated once, if the recipe names it."""
+    """The test dataset, if the recipe names one."""
     data = config.data
     if not data.test:
         return None
@@ -149,7 +149,7 @@ def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
 
 
 def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) -> Tokens:
-    """One of the recipe's [evaluate]."""
+    """Load one dataset of the recipe's [evaluate]."""
     one = config.evaluate[name]
     encoding, reading = _of_objective(config)
     if one.last_word or one.stride:  # of documents as they are
@@ -218,7 +218,7 @@ def tokenized(
     cache: Path,
     scratch: str = "",
 ) -> Tokens:
-    """That dataset as tokens on this node's disk, made now if they are not in the cache."""
+    """The dataset as tokens on this node's disk; tokenize it if the cache does not have them."""
 
     def documents() -> Iterator[str]:
         # One rank makes them and has the whole node, while the others wait; the plan gave it the cores of one rank.

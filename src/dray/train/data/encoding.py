@@ -16,7 +16,7 @@ Encode = Callable[[list[str]], list[int]]
 
 
 class Encoding(NamedTuple):
-    """A way to encode. All but PLAIN mark labels and ends of documents beside the tokens."""
+    """A way to encode documents. All but PLAIN mark labels and document ends beside the tokens."""
 
     name: str
     encoder: Callable[[PreTrainedTokenizerFast, int], Encode]

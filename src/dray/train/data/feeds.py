@@ -23,13 +23,13 @@ class Feed(Protocol):
 
     @property
     def identity(self) -> str:
-        """What tells this dataset from another."""
+        """The dataset's identity."""
 
     def rows(self, samples: range) -> Rows:
-        """Those samples, one a row."""
+        """The tokens of these samples, a row each."""
 
     def shares(self, samples: range) -> dict[str, float]:
-        """How much of them is each source's, by name; empty where there is one dataset."""
+        """The samples of each source, by its name; empty for a single dataset."""
 
     def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
         """The source of each, and its number there."""
@@ -38,7 +38,7 @@ class Feed(Protocol):
         """The position from which another process resumes: of each stream shard that this rank reads, by its number."""
 
     def load(self, states: Mapping[int, list[Any]]) -> None:
-        """Resume from those of all ranks that the checkpoint was made by."""
+        """Resume from the positions of all ranks that made the checkpoint."""
 
 
 class Numbered:
@@ -74,7 +74,7 @@ class Mapped(Numbered):
 
 
 class Mixed(Numbered):
-    """Several of them, by weight. `step` is the samples of one step, by which `until` counts."""
+    """A mix of several datasets, by weight. `step` is the samples of one step, the unit of `until`."""
 
     def __init__(self, sources: Mapping[str, Source], feeds: Mapping[str, Mapped], *, step: int, seed: int) -> None:
         self.sources, self.feeds = sources, feeds
@@ -90,7 +90,7 @@ class Mixed(Numbered):
 
     @property
     def identity(self) -> str:
-        """A source's samples follow from all that decides the mix."""
+        """The identity of the mix: its sources, weights and limits."""
         return "; ".join(
             f"{name} of {self.feeds[name].identity}, weight {one.weight!r}"
             + f", repeat {one.repeat}" * bool(one.repeat)

@@ -27,7 +27,7 @@ class _Arrow(ArrowFSWrapper):  # type: ignore[misc]  # it has no types
 
 
 class S3(_Arrow):
-    """By pyarrow, which every image has. s3fs wants another python-dateutil than the images."""
+    """S3 by pyarrow, which every image has. s3fs needs another python-dateutil than the images have."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  fsspec's own
         from pyarrow.fs import S3FileSystem  # noqa: PLC0415  not every build of pyarrow has it
@@ -59,7 +59,7 @@ class S3(_Arrow):
 
 
 class Gs(_Arrow):
-    """Google's, by pyarrow too."""
+    """Google Cloud Storage, by pyarrow too."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  fsspec's own
         from pyarrow.fs import GcsFileSystem  # noqa: PLC0415  not every build of pyarrow has it

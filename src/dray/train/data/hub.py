@@ -125,7 +125,7 @@ def fetched(what: str, fetch: Callable[[], T]) -> T:
 
 
 def failed(what: str, error: Exception, *, offline: str = _PREFETCH) -> NoReturn:
-    """Why the hub gave nothing; `offline` is the fix where it was not to be asked."""
+    """Raise the error of a failed fetch; `offline` is the fix if HF_HUB_OFFLINE is set."""
     first = (str(error).splitlines() or [""])[0] or type(error).__name__
     match error:
         case GatedRepoError():

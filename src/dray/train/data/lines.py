@@ -68,7 +68,7 @@ def _decoded(line: bytes, place: int, path: str) -> str:
 
 
 def parsed(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
-    """What the JSON of a dataset says; ValueError where it is none, or so deep that Python gives up on it."""
+    """Parse JSON of a dataset; ValueError if it is invalid or nested too deeply."""
     try:
         value = json.loads(text)
         deep = too_deep(value)

@@ -1,4 +1,4 @@
-"""The files of a dataset: which they are, what tells them from others, and what may be wrong with them."""
+"""The files of a dataset: find them, identify them, and explain what is wrong with them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _is_odd(path: str, builder: str) -> bool:
 
 
 def identity(names: tuple[str, ...]) -> tuple[tuple[object, ...], ...]:
-    """What tells these files from others: it changes when they do."""
+    """The identity of these files; it changes when they change."""
     far = dict(zip(urls := [builder_of(name)[1] for name in names if "://" in name], remote.seen(urls), strict=True))
     return tuple((name, *(far[builder_of(name)[1]] if "://" in name else _seen(name))) for name in names)
 
@@ -85,7 +85,7 @@ def _seen(name: str) -> tuple[int, ...]:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """What every reader of files may find: none, no leave, or one that is cut or damaged."""
+    """Turn errors of a reader into a ConfigError: the file is missing, forbidden, cut off or damaged."""
     path = builder_of(path)[1]
     try:
         with remote.reading(path) if "://" in path else nullcontext():
@@ -95,7 +95,7 @@ def readable(path: str) -> Iterator[None]:
 
 
 def unreadable(path: str, error: Exception) -> NoReturn:
-    """A file that is not there, may not be read, or is broken."""
+    """Refuse a file that is missing, forbidden or damaged."""
     gone = isinstance(error, OSError) and error.errno is not None
     raise ConfigError(
         "the dataset cannot be read",

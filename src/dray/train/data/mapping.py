@@ -1,4 +1,4 @@
-"""A user's function on rows, from the text that the plan has: the same on every node, whatever its file is by now."""
+"""A user's function on rows, compiled from the plan's text of its file: the same on every node."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Map:
 
     @property
     def told(self) -> str:
-        """What it has done so far."""
+        """How many rows the function has read, dropped and added, for the log."""
         counts = f"{counted(self._rows, 'row')} read, {self._dropped:,} dropped, {self._added:,} added"
         return f"{self.name} of {self.file}: {counts}"
 

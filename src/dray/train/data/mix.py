@@ -24,7 +24,7 @@ _BETWEEN_SEEDS = 1_000_003  # else the blocks of one seed were those of the next
 
 @dataclass(frozen=True)
 class Part:
-    """A source: its weight, how many rows it gives before it ends, and before which sample of the mix it ends."""
+    """A source: its weight, its number of rows, and the sample of the mix before which it ends."""
 
     weight: float
     rows: int = FOREVER
@@ -42,7 +42,7 @@ class Stretch:
     rows: tuple[int, ...]
     """How many rows each source gave before it."""
     bounds: tuple[int, ...]
-    """Where the places of each source begin in a block, and the block's size."""
+    """Where each source's places begin in a block; last, the block's size."""
 
     def block(self, sample: int) -> tuple[int, int]:
         """The block of a sample, and its turn in that."""
@@ -87,7 +87,7 @@ class Mix:
         return self._stretch(sample).place(sample, self.seed)
 
     def taken(self, samples: int) -> list[int]:
-        """How many of the first samples are each source's."""
+        """How many of the first samples each source gives."""
         stretch = self._stretch(samples)
         block, turn = stretch.block(samples)
         quotas_ = (end - begin for begin, end in pairwise(stretch.bounds))

@@ -43,7 +43,7 @@ class Order:
 
 
 def permuted(index: int, count: int, seed: int) -> int:
-    """Where a permutation of `count` things, one for each seed, puts the thing at `index`.
+    """The place of `index` in the permutation of `count` items that belongs to this seed.
 
     A Feistel network over the next power of four, walked until it comes out within the count.
     """

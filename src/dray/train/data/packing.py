@@ -37,7 +37,7 @@ class Packed(Tokens):
         return (len(self.bounds) - 1) * self.length
 
     def short(self, most: int) -> Packed:
-        """At most so many tokens, by whole samples."""
+        """The first whole samples, of at most this many tokens."""
         return replace(self, bounds=self.bounds[: most // self.length + 1]) if most else self
 
     def slice(self, start: int, length: int) -> NDArray[np.int64]:
@@ -54,7 +54,7 @@ class Packed(Tokens):
         return row
 
     def sizes(self) -> NDArray[np.int64]:
-        """How long the documents are that have a piece in the samples."""
+        """The lengths of all documents that have a piece in the samples."""
         begins = self.begins[: int(self.bounds[-1])].astype(np.uint64)
         documents = np.unique(np.searchsorted(self.starts, begins, side="right") - 1)
         starts = self.starts.astype(np.int64)
@@ -73,7 +73,7 @@ class Packed(Tokens):
 
 
 def told(counts: dict[str, int], total: int) -> str:
-    """The counts as a line, of `total` tokens with those that fill."""
+    """The counts as a line of the log; `total` includes padding."""
     found = f"{counts['padding'] / max(total, 1):.2%} of {total:,} tokens are padding"
     if longer := counts["longer_than_a_sample"]:
         what, dropped = "split", counts["dropped_tokens"]
@@ -85,7 +85,7 @@ def told(counts: dict[str, int], total: int) -> str:
 
 
 def packed(tokens: Tokens, length: int, strategy: str, pad: int) -> Packed:
-    """Those tokens in samples of this length; the same on every rank."""
+    """Pack the tokens into samples of this length; the same on every rank."""
     starts = tokens.starts.astype(np.int64)
     begins, lengths = starts[:-1], np.diff(starts)
     if strategy == "bfd_split":

@@ -23,7 +23,7 @@ from dray.train.data import hub
 from dray.train.data.filesystems import S3, Gs, Http
 
 Seen = tuple[int, str]
-"""A file's size, and what tells it from another of that size: its hash, ETag or time."""
+"""A file's size, and its hash, ETag or time."""
 _TAGS = ("ETag", "etag", "blob_id", "sha256", "md5", "content_md5", "mtime", "LastModified", "last_modified", "updated")
 _MISSING = ("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "does not exist", "HTTP status 404")
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403")
@@ -57,7 +57,7 @@ def files(place: str, endings: tuple[str, ...]) -> list[str]:
 
 
 def seen(urls: list[str]) -> list[Seen]:
-    """What tells each of these files from another."""
+    """The size and version of each of these files."""
     if len(urls) == 1:
         return [_seen(urls[0])]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
@@ -93,7 +93,7 @@ def opened(url: str, *, buffered: bool = True) -> BinaryIO:
 
 @contextmanager
 def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator[None]:
-    """What may go wrong with files that are elsewhere, as errors with their fix; `what` is there, read or written."""
+    """Turn errors of remote files into errors with a fix; `what` is being read or written, as `done` says."""
     protocol = urlsplit(url).scheme
     try:
         if protocol == "hf":
@@ -153,7 +153,7 @@ def _no(url: str, problem: str, found: str, fix: str) -> NoReturn:
 
 
 def missing_package(package: str, what: str, found: str) -> ConfigError:
-    """The image has not all that fsspec and `datasets` can use; a layer brings it."""
+    """The error that names a missing Python package and the layer that adds it."""
     return ConfigError(
         f"{what} needs a Python package that is missing",
         wanted=package,
@@ -169,13 +169,13 @@ def _system(url: str) -> AbstractFileSystem:
 
 @cache
 def own_system(protocol: str) -> AbstractFileSystem:
-    """One for all threads, where fsspec makes one for each."""
+    """One file system for all threads; fsspec makes one for each."""
     return _OURS[protocol]()
 
 
 @cache
 def register() -> None:
-    """Ours in the place of fsspec's, whose packages no image has; `datasets` opens files by these too."""
+    """Register dray's file systems instead of fsspec's; `datasets` uses them too."""
     for name, system in _OURS.items():
         fsspec.register_implementation(name, system, clobber=True)
 

@@ -1,4 +1,4 @@
-"""A dataset of the recipe, as it is now: its files, what tells them from others, and which of their rows are meant.
+"""A dataset of the recipe as it is now: its files, their identity, and the chosen rows.
 
 What is elsewhere is asked by rank 0 alone, for all.
 """
@@ -83,7 +83,7 @@ def of_files(names: tuple[str, ...]) -> Dataset:
 
 
 def pieces(found: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
-    """All of it, cut for so many readers; rank 0 looks, and counts rows where there are slices."""
+    """Cut the dataset into pieces for this many readers; rank 0 looks, and counts rows if there are slices."""
 
     def look() -> list[tuple[str, int, int, tuple[int, int] | None, tuple[int, str] | None]]:
         cut = sources.cut(found.pieces(reading), readers, reading)

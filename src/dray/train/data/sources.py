@@ -32,11 +32,11 @@ _AT_ONCE = 32  # footers
 
 @dataclass(frozen=True)
 class Reading:
-    """What makes a document of a row."""
+    """How a row becomes a document."""
 
     column: str
     least: int = 0
-    """Shorter ones are left out; a conversation's length is that of its JSON."""
+    """Skip documents shorter than this many characters; a conversation counts as its JSON."""
     chats: bool = False
     """Whether a document is a conversation: its messages, as JSON."""
     answer: str = ""
@@ -44,7 +44,7 @@ class Reading:
     map: Map | None = field(default=None, repr=False)
     """The user's function, which has the rows first."""
     config_kwargs: str = "{}"
-    """load_dataset's own of each builder, as JSON."""
+    """load_dataset's options for each builder, as JSON."""
 
     def options(self, builder: str) -> str:
         """Those of one builder."""
@@ -56,13 +56,13 @@ class Piece:
     """A part of a file: bytes of one with lines, row groups of parquet, or all of it (`end` is 0)."""
 
     path: str
-    """Behind the name of its builder, where it has one."""
+    """The path, after `BUILDER:` if a builder reads it."""
     begin: int = 0
     end: int = 0
     rows: tuple[int, int] | None = None
-    """Of its rows those from the first to before the last; else all."""
+    """The range of its rows to read; None is all."""
     seen: Seen | None = None
-    """What the file was when it was found, where it is elsewhere and may be another by now."""
+    """A remote file's size and version when dray found it, to notice a change."""
 
     def __str__(self) -> str:
         if ending(self.path) == ".parquet":

@@ -17,7 +17,7 @@ _ROOM = 2  # so many times the copy's size has to be free: others use that disk 
 
 
 def stage(folder: Path, copy: Path) -> None:
-    """Make the copy, which is below this attempt's folder on the node and goes with it, unless that is no gain."""
+    """Copy the tokens to this attempt's folder on the node's own disk, if that is faster."""
     kinds = kind(folder), kind(copy)
     if copy.exists() or kinds[0] in _OWN | _MEMORY | _LAYERED or kinds[1] not in _OWN:
         return
@@ -43,7 +43,7 @@ def stage(folder: Path, copy: Path) -> None:
 
 
 def kind(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The file system that it is on, as mount(8) names it; empty where nobody tells. Of two at one place, the upper."""
+    """The type of the folder's file system, as mount(8) names it; empty if unknown."""
     found, place = "", folder.resolve()
     longest = -1
     for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines():

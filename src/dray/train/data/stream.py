@@ -60,7 +60,7 @@ class Shard:
         return [self.number, self.part, self.taken, self.left]
 
     def load(self, state: list[Any]) -> None:
-        """Resume from the position of that shard."""
+        """Resume from this shard's position."""
         _, self.part, self.taken, left = state
         self.left, self._documents = np.asarray(left, np.int64), None
 
@@ -96,7 +96,7 @@ class Stream:
         self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tokenize")
 
     def documents(self, part: int, taken: int) -> Iterator[str]:
-        """What is left of a part, in the row of all epochs' parts: each epoch has all of them, in another order."""
+        """The rest of a part, numbered over all epochs: each epoch has all parts in another order."""
         epoch, place = divmod(part, self.parts)
         number, share = divmod(permuted(place, self.parts, self.seed + epoch), self.sharers)
         own = islice(sources.documents(self.pieces[number], self.reading), share, None, self.sharers)

@@ -1,4 +1,4 @@
-"""Documents of CSV and TSV: of each row all of a column, or a refusal."""
+"""Read CSV and TSV; refuse a row that would lose text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(file: BinaryIO, path: str, column: str | None, between: str) -> Iterato
 
 
 def no_column(path: str, column: str, found: list[str]) -> NoReturn:
-    """Refuse a dataset that has others."""
+    """Refuse a dataset without this column."""
     near = nearest(column, map(str, found))
     raise ConfigError(
         f"there is no column {column!r}",

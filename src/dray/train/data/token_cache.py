@@ -53,7 +53,7 @@ class Tokens:
         return Tokens(self.ids[begin:end], starts, content=self.content)
 
     def short(self, most: int) -> Tokens:
-        """At most so many of the tokens; 0 is all."""
+        """At most this many of the tokens; 0 is all."""
         return Tokens(self.ids[:most], self.starts, content=self.content) if most else self
 
     def slice(self, start: int, length: int) -> NDArray[np.int64]:
@@ -65,7 +65,7 @@ class Tokens:
 
 
 def fingerprint(*parts: object) -> str:
-    """Of everything that decides the tokens: files, columns, the tokenizer."""
+    """The hash of everything that decides the tokens: files, columns, the tokenizer."""
     return hashlib.sha256(json.dumps([_VERSION, *map(str, parts)]).encode()).hexdigest()[:24]
 
 
@@ -81,7 +81,7 @@ def cached(
     dataset: str = "",
     scratch: str = "",
 ) -> Tokens:
-    """The tokens of that fingerprint, made now if they are not there; `marked` ones end where LAST is.
+    """The tokens with this fingerprint, made now if missing; with `marked`, documents end at LAST.
 
     `dataset` is for `dray cache list`.
 
@@ -112,7 +112,7 @@ def cached(
 
 
 def is_own(scratch: str) -> bool:
-    """Whether the attempt goes on: after it, anybody may make a folder of that name."""
+    """Whether the attempt still runs: after it, anybody may create a folder of this name."""
     try:
         return bool(scratch) and not open_to_others(scratch, folder=True)
     except FileNotFoundError:

@@ -43,7 +43,7 @@ def fill(
     vocabulary: int,
     marked: bool,
 ) -> None:
-    """Write into a folder of its own, then rename it. Another node or run may do the same, with the same bytes."""
+    """Write into a temporary folder, then rename it. Another node or run may write the same bytes."""
     cache = folder.parent
     with suppress(FileExistsError):  # by a file too, which `private` refuses
         cache.mkdir(mode=0o700, parents=True)
@@ -158,7 +158,7 @@ def sha256(path: Path) -> str:
 
 
 def private(folder: Path) -> None:
-    """Refuse a folder in which another user may write: who plants tokens decides what is learned."""
+    """Refuse a folder in which another user may write: planted tokens would change what the model learns."""
     if trouble := open_to_others(folder, folder=True):
         raise ConfigError(
             "the token cache is open to other users",

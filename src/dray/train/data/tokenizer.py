@@ -16,7 +16,7 @@ END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 
 
 def load(config: Config) -> PreTrainedTokenizerFast:
-    """As the recipe says. It has what the objective needs: an end of text, a mask token, a chat template."""
+    """The recipe's tokenizer, with all that the objective needs: an end of text, a mask token, a chat template."""
     model, objective = config.model, objectives.named(config.train.objective)
     name, code = model.tokenizer or model.name, model.trust_remote_code
     if not name:

@@ -13,7 +13,7 @@ _KINDS += "or a .safetensors, .bin, .pt or .pth file"
 
 
 def find(path: Path, *, trust: bool) -> Source:
-    """What this file or folder is, as far as its names tell."""
+    """Detect the kind of checkpoint by its file names, and read it."""
     if path.is_file():
         return trainer.bare(path, trust=trust)
     found = names(path)

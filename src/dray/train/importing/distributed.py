@@ -15,7 +15,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def folders(path: Path, found: set[str]) -> list[Path]:
-    """Those that DCP wrote: this one, or the two of accelerate's FSDP."""
+    """The folders that DCP wrote: this one, or the two of accelerate's FSDP."""
     if INDEX in found:
         return [path]
     return [path / name for name in _OF_ACCELERATE if name in found and INDEX in names(path / name)]

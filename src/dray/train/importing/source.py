@@ -1,4 +1,4 @@
-"""A checkpoint as the importer sees it, and the fences around its files: they are somebody else's."""
+"""A checkpoint as the importer sees it, and safe access to files that others wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Adam(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """One that was found. Its tensors are mapped, where their file can be."""
+    """A checkpoint that was found. Its tensors are memory-mapped if their file allows it."""
 
     kind: str
     folder: Path
@@ -40,7 +40,7 @@ class Source:
     step: int | None = None
     """How many optimizer steps were taken, where the source tells; else AdamW's count of updates does."""
     adam: Callable[[torch.nn.Module], Adam] | None = None
-    """For the model that the weights are of: of most kinds its order of weights is all that names them."""
+    """AdamW's state for this model: most kinds name it only by the model's order of weights."""
     without: str = field(default="no optimizer state")
     """Why there is no `adam`."""
 
@@ -86,7 +86,7 @@ def json_of(folder: Path, name: str) -> dict[str, Any]:
 
 
 def damaged(where: Path, found: str) -> ConfigError:
-    """What is not as its writer writes it."""
+    """The error of a file that is not as its program writes it."""
     return ConfigError(
         "the checkpoint is damaged, or of an unknown version", where=where, found=found[:300],
         fix="copy it again, or import its weights from another file",
@@ -94,7 +94,7 @@ def damaged(where: Path, found: str) -> ConfigError:
 
 
 def natural(value: Any, where: Path, what: str) -> int:  # noqa: ANN401  what a file says
-    """A number of things."""
+    """A non-negative integer; else the file is damaged."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float) and value.is_integer():
@@ -105,7 +105,7 @@ def natural(value: Any, where: Path, what: str) -> int:  # noqa: ANN401  what a 
 
 
 def checked(tensors: Mapping[Any, Any], where: Path) -> Tensors:
-    """Those of them that are tensors, by the names of the bare model. None claims more numbers than its file has."""
+    """The tensors, by the names of the unwrapped model; refuse one larger than its file."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):

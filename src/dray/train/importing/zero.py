@@ -29,7 +29,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def folder(path: Path, found: set[str]) -> Path | None:
-    """The one with the ranks' files: this one, or what `latest` names; None where there is none."""
+    """The folder with the ranks' files: this one, or the one that `latest` names; None if there is none."""
     if any(map(_MODEL.fullmatch, found)):
         return path
     if "latest" not in found:
@@ -44,7 +44,7 @@ def folder(path: Path, found: set[str]) -> Path | None:
 
 
 def read(path: Path, *, trust: bool) -> Source:
-    """The weights of 32 bits that the optimizer moves, and AdamW's averages."""
+    """Read the optimizer's fp32 weights and AdamW's averages."""
     found = names(path)
     models, optimizers = _ranks(path, found, _MODEL, trust), _ranks(path, found, _OPTIMIZER, trust)
     if not models:

@@ -1,1 +1,1 @@
-"""What a model computes other than transformers does."""
+"""Computations that replace those of transformers: head and loss."""

@@ -22,7 +22,7 @@ def compute(
     predicted: torch.Tensor,
     changes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """The sum of losses. It fills in the words that are most likely and the gradients, those that are not empty."""
+    """The sum of losses. It fills the buffers of likely words and gradients that are not empty."""
     of_hidden, of_weight, of_bias = changes
     exact = of_bias.dtype
     loss = torch.zeros((), dtype=exact, device=hidden.device)

@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 
 
 class Head:
-    """The forward pass of the output embeddings, whatever the model, and whatever strategy shards them.
+    """The forward pass of the output embeddings, for any model and any strategy.
 
     Where the loss is made in parts, that pass returns the loss in the place of logits: so it goes the way through
     hooks that logits go, and the weight is whole where the strategy makes it whole.
@@ -46,7 +46,7 @@ class Head:
             self._forward, self._module.forward = self._module.forward, self._in_place_of_it
 
     def expect(self, labels: torch.Tensor | None, places: torch.Tensor | None) -> None:
-        """The labels of the batch that comes, and which of its tokens have one; None for all of them."""
+        """Set the next batch's labels, and the tokens that have one; None means all."""
         self._labels, self._places = labels, places
 
     def _in_place_of_it(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Head:
         return logits
 
     def _padded(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight and bias with rows for no word, whose logits are -inf: no loss and no gradient knows of them."""
+        """Pad with zero weights and -inf bias, so that padding has probability 0."""
         weight, bias = self._module.weight, self._module.bias
         if bias is None:
             bias = weight.new_zeros(self._vocabulary)
@@ -92,7 +92,7 @@ class Head:
         )
 
     def right(self, logits: torch.Tensor) -> torch.Tensor:
-        """Which labels of the batch were predicted."""
+        """The labels of the batch that the model predicted right."""
         assert self._labels is not None
         predicted = self._rows(logits).argmax(1) if self._kind == "full" else logits[0, 0, 1:]
         found = predicted == self._chosen_labels()

@@ -1,1 +1,1 @@
-"""The network: one that exists or a new one, with low-rank adapters, analog layers, attention and dropout of ours."""
+"""The network, loaded or new, with LoRA, analog layers, and dray's attention and dropout."""

@@ -44,7 +44,7 @@ _STEPS = {"tensor": WeightQuantizationType.DISCRETIZE, "channel": WeightQuantiza
 
 
 def convert(network: Any, settings: Settings, folder: str) -> None:  # noqa: ANN401  a transformers model
-    """Linear layers become analog, in place; `folder` is of a saved model, whose input ranges are taken up."""
+    """Make linear layers analog, in place; `folder` is a saved model whose input ranges are loaded."""
     linear = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Linear)]
     unknown = [name for name in settings.exclude if name not in linear]
     if unknown:
@@ -141,7 +141,7 @@ class Analog:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step: what the optimizer does to a range that follows the data is undone."""
+        """Around a step: undo what the optimizer does to an input range that follows the data."""
         self._following = [layer for layer in self.layers if self._follows(layer)]
         yield
         ranges = self._mean([self._seen[layer] for layer in self._following])

@@ -28,12 +28,12 @@ _SMALLEST_HEAD = 16  # for flex attention
 
 
 def look_for_documents(masked: bool) -> None:
-    """Whether position ids that begin anew begin another document, in all models from now on."""
+    """Set for all models whether position ids that restart begin a new document."""
     masking_utils.find_packed_sequence_indices = _packed if masked else _never_packed
 
 
 def install(network: Any, config: Config, device: torch.device) -> str:  # noqa: ANN401  a transformers model
-    """Choose for this device, in place; the choice with its reason."""
+    """Set the attention for this device; return the choice with its reason."""
     documents = config.data.document_mask
     compiled_on_cpu = config.train.compile and device.type == "cpu"
     if compiled_on_cpu:

@@ -1,4 +1,4 @@
-"""How large attention's scores are: a model on its way to diverge, or to overflow in fp16, shows it here first."""
+"""The size of attention scores: a model that will diverge, or overflow in fp16, shows it here first."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def build(
 
 
 def check(config: Config, tokens: PreTrainedTokenizerFast) -> tuple[PreTrainedConfig, str]:
-    """Its configuration, if there is such a model, and the folder of the one that it is named after."""
+    """The model's checked configuration, and the folder that model.name names."""
     model = config.model
     folder = hub.model(model.name, model.revision, weights=False, code=model.trust_remote_code) if model.name else ""
     return _settings(config, folder, tokens), folder
@@ -185,5 +185,5 @@ def _dtype(config: Config, settings: PreTrainedConfig) -> torch.dtype:
 
 
 def has_weights() -> bool:
-    """Whether this is the rank that reads or makes them."""
+    """Whether this rank reads or initializes the weights."""
     return os.environ["RANK"] == "0"

@@ -18,7 +18,7 @@ _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.w
 
 
 def add(network: Any, settings: Lora, *, task: str | None = None) -> None:  # noqa: ANN401  a transformers model
-    """In place. All else of the model is frozen. `task` is what peft calls the objective."""
+    """Add adapters in place and freeze the rest. `task` is peft's name of the objective."""
     from peft import LoraConfig  # noqa: PLC0415  seconds, and only here
 
     targets = settings.target_modules
@@ -90,7 +90,7 @@ def merged(network: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def plain(network: Any) -> Any:  # noqa: ANN401
-    """The same model without adapters and without memory, which knows how it is saved."""
+    """The same model without adapters, on the meta device, to save merged weights."""
     with torch.device("meta"):
         found = type(network)(network.config)
     if getattr(network, "generation_config", None):

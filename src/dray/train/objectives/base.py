@@ -17,7 +17,7 @@ from dray.train.kernels.head import IGNORE_INDEX, Head
 from dray.train.recipe import Evaluation
 
 _BUCKETS = 16
-"""Sizes that the labelled part of a batch may have: torch.compile compiles again for other shapes, so there are few."""
+"""The few sizes of a batch's labelled part: torch.compile compiles again for each new shape."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _labelled(labels: torch.Tensor) -> torch.Tensor | None:
 
 
 class Objective(ABC):
-    """Which tokens are labels. Class attributes say what the other rooms need to know of it."""
+    """An objective decides which tokens are labels. Its class attributes tell the rest of dray what it needs."""
 
     auto_model: ClassVar[Any] = AutoModelForCausalLM
     predicts_next: ClassVar[bool] = True
@@ -73,7 +73,7 @@ class Objective(ABC):
     peft_task: ClassVar[str | None] = "CAUSAL_LM"
     encoding: ClassVar[Encoding] = PLAIN
     learned: ClassVar[str]
-    """What the model learned, for its card."""
+    """What the model learned, in words for its card."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
         self.config, self.tokenizer, self.end = config, tokenizer, end_token(tokenizer)

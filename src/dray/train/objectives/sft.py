@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: causal, on conversations, of which only the assistant's messages are predicted."""
+"""Supervised fine-tuning: causal, on conversations; only the assistant's messages are labels."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is made of a run beside its training: `python -m dray.train.outputs JOB.json`; contract/jobs.py has the jobs."""
+"""Jobs beside training: `python -m dray.train.outputs JOB.json`; contract/jobs.py lists them."""

@@ -1,4 +1,4 @@
-"""The card of a model: what it is, from what it was made and how, and what it scores; written from the run."""
+"""The model card: what the model is, how it was trained, and its scores; written from the run."""
 
 from __future__ import annotations
 

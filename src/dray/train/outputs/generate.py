@@ -18,7 +18,7 @@ _MANY = 64  # tokens, by default
 
 
 def run(job: Generate) -> None:
-    """Print the prompt and what comes after it; of a conversation the answer alone."""
+    """Print the prompt and its continuation; for a conversation only the answer."""
     manifest.check_model(Path(job.model))
     chat = objectives.named(job.objective).conversations
     with _reading(job):

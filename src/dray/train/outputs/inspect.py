@@ -28,7 +28,7 @@ Table = dict[str, Any]
 
 
 def run(job: Inspect) -> None:
-    """By the trainer's own code, so that its tokens are in the cache afterwards."""
+    """Read with the trainer's own code, so that the tokens are in the cache afterwards."""
     config = of_recipe(job.recipe)
     tokens = tokenizer.load(config)
     data = datasets.load(config, tokens)

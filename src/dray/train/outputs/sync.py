@@ -1,4 +1,4 @@
-"""The metrics of a run to the servers of its trackers, from where these can be reached: those of metrics.jsonl."""
+"""Send the metrics of a run, from metrics.jsonl, to the servers of its trackers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERY_S = 5.0
 
 
 def run(job: Sync) -> None:
-    """Once, or until the run has ended. Each step is sent once, as the last attempt has it."""
+    """Send once, or until the run has ended. Each step is sent once, from the last attempt that took it."""
     for name in job.trackers:
         _online(name, Path(job.folder))
     require(job.trackers, "pip install {} beside dray, or --engine docker if the image has it")
@@ -73,7 +73,7 @@ class _Sending:
             raise self._refused(error) from error
 
     def send(self) -> None:
-        """What it has not sent yet."""
+        """Send the lines that are not sent yet."""
         steps = {(event["step"], event["event"]): event for event in read(self._run)}
         events = [one for _, one in sorted(steps.items()) if one["step"] > self._sent.get(one["event"], -1)]
         try:
@@ -85,7 +85,7 @@ class _Sending:
         self._sent |= newest(events)
 
     def finish(self) -> None:
-        """Only what the tracker has taken is not sent again."""
+        """Wait for the tracker, then note what it has taken; the rest is sent next time."""
         try:
             self._tracker.finish()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How one model is on many ranks. A strategy is one file, whose class is STRATEGY; zero1 to zero3 share one."""
+"""How a model is spread over ranks. A strategy is one file with a class STRATEGY; zero1 to zero3 share one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dray.train.strategies.ddp import HALF
 
 
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Strategy:
-    """As train.strategy says. Rank 0's weights become those of all ranks."""
+    """Make the strategy of train.strategy. Rank 0's weights are sent to all ranks."""
     padded = config.model.pad_to_multiple_of
     multiple = padded if isinstance(padded, int) else 1
     module = LossModule(network, config.train.loss, HALF.get(config.train.precision), multiple)

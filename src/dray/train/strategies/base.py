@@ -1,4 +1,4 @@
-"""What a strategy does for the loop. The loop asks for a loss, hands it back, and has the weights updated; no more.
+"""What a strategy does for the loop: compute a loss, run its backward pass, update the weights.
 
 Whatever the strategy, a checkpoint holds the same tensors by the same names, so that any resumes from any.
 """
@@ -23,7 +23,7 @@ KINDS = ("weights", *MOMENTS)
 
 
 class Strategy(Protocol):
-    """What the loop, evaluation and checkpoints know of it."""
+    """What the loop, evaluation and checkpoints use of a strategy."""
 
     device: torch.device
     network: torch.nn.Module
@@ -42,26 +42,26 @@ class Strategy(Protocol):
         """One step of the optimizer; the gradients' norm before they were clipped."""
 
     def state(self) -> Shards:
-        """What this rank writes of a checkpoint. Between them the ranks have each number once; nothing is copied."""
+        """This rank's part of a checkpoint, without a copy. Together the ranks have each number once."""
 
     def load(self, reader: Reader, updates: int) -> None:
-        """The same back, on any number of ranks, all together."""
+        """Read it back on any number of ranks; all ranks call it."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, on rank 0."""
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """The whole of it, as the model has it, in 32 bits."""
+        """The whole weight in fp32, with the model's shape."""
 
     def clamp(self, weight: torch.nn.Parameter, bound: torch.Tensor) -> None:
-        """No part of it beyond this, wherever it is kept; the bound is one number, or one for each row."""
+        """Clamp the weight, wherever it is kept; `bound` is one number, or one for each row."""
 
     def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Another value for it, wherever it is kept; each rank has the same."""
+        """Set the weight, wherever it is kept; each rank passes the same value."""
 
 
 def check_same(network: torch.nn.Module) -> None:
-    """Wait until all ranks have the network, and see that it is the same: else weights would go astray."""
+    """Wait until all ranks have the network, and refuse if it differs between ranks."""
     named = (*network.named_parameters(), *network.named_buffers())
     own = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named]
     same = all_gather_json(broadcast_json(own) == own)
@@ -87,6 +87,6 @@ def adamw(weights: Iterable[torch.nn.Parameter], config: Config) -> torch.optim.
 
 
 def buffers(network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those that a checkpoint holds."""
+    """The buffers that a checkpoint holds."""
     kept = network.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in network.named_buffers() if name in kept}

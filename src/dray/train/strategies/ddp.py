@@ -157,7 +157,7 @@ class Ddp:
 
 
 def _order_buckets(model: DistributedDataParallel) -> None:
-    """Make the backward pass after which torch orders its buckets, of numbers that nobody uses.
+    """Run a dummy backward pass, so that DDP fixes the order of its buckets now.
 
     Else the first step after a resume would sum the ranks' gradients in another order than a run that goes on.
     """

@@ -25,16 +25,16 @@ from dray.train.strategies.ddp import HALF, Ddp
 
 
 class Layout(NamedTuple):
-    """How fsdp divides a model. From the fastest to the one that takes least memory: the sum of its fields."""
+    """How fsdp shards a model; dray tries layouts from the fastest to the one that needs least memory."""
 
     shard: int
-    """How many ranks share the model; where they are not all, each such group has a copy."""
+    """How many ranks share one copy of the model."""
     sync_each_batch: bool
     reshard_after_forward: bool
 
 
 class Fsdp(Ddp):
-    """Its gradients and weights are whole for no longer than the layout says."""
+    """The fsdp strategy. The layout decides how long weights and gradients stay whole."""
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         """Layer by layer, so that no rank has to have more than one whole layer beside its shards."""
