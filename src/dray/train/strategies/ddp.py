@@ -159,7 +159,7 @@ class Ddp:
 def _order_buckets(model: DistributedDataParallel) -> None:
     """Make the backward pass after which torch orders its buckets, of numbers that nobody uses.
 
-    Else the first step after a resume would sum the ranks' gradients in another order than a run that goes on.
+    Else the first step after a resume would sum the ranks' gradients in another order than a run without a stop.
     """
     model.reducer.prepare_for_backward([])
     # The last weights of a model have their gradients first.
