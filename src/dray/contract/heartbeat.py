@@ -22,8 +22,8 @@ WRITTEN, WRITTEN_AT = struct.Struct("<q"), BEAT_AT + BEAT.size
 MARK, MARKS_AT = struct.Struct("<q"), 64
 IMPORTED, GROUPS, MODEL, LOAD, COMPILED, FIRST_STEP = MARKS = range(6)
 """In nanoseconds; 0 until they are known. IMPORTED is CLOCK_BOOTTIME after all imports. The others are durations: to
-make the process groups, to read datasets and make the model, to read the checkpoint, to compile, and to take the first step
-without compiling."""
+make the process groups, to read datasets and make the model, to read the checkpoint, to compile, and to take the first
+step without compiling."""
 
 START, COMPILE, STEP, CHECKPOINT, EVALUATE, END = range(6)
 LEAST = {START: 3600, COMPILE: 1800, STEP: 600, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}

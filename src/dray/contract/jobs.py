@@ -65,7 +65,7 @@ class Inspect(NamedTuple):
 
 
 class Importing(NamedTuple):
-    """Somebody else's checkpoint as a model in `target`, or as a checkpoint of this recipe; empty: not."""
+    """Import another program's checkpoint: as a model into `target`, and for runs of `recipe`; each may be empty."""
 
     source: str
     target: str
