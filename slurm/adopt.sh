@@ -126,7 +126,7 @@ adopt::make() ( # FILE NAME [FORCE]: prints the image. One rename gives its fold
   echo "  read in $((SECONDS - began)) s: sha256:${digest%% *}" >&2
   adopt::look "$scratch" "$name" "$file" "$facts" "${digest%% *}" || exit
   [[ "$(stat --dereference --format="$adopt__facts" -- "$file")" == "$facts" ]] ||
-    lib::die 75 "the image was changed while it was looked at" "where:  $file" "fix:    try again"
+    lib::die 75 "the image changed while dray read it" "where:  $file" "fix:    try again"
   chmod 0755 -- "$scratch"
   if [[ -n "$force" && -d "$home/dray-$name" ]]; then
     mv --no-target-directory -- "$home/dray-$name" "$scratch/old"

@@ -1,3 +1,3 @@
-"""dray: build or adopt one container image, and train in it on the nodes of a Slurm cluster."""
+"""dray starts your training script on every node of a Slurm cluster, inside a container image, with one command."""
 
 __version__ = "0.1.0"

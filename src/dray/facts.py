@@ -28,29 +28,29 @@ class Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     scheduler: Literal["slurm", "local", "hosts"]
-    """Who started the nodes, and so which variables tell a node who it is."""
+    """What started the nodes, and so which variables give a node its number."""
     job: Annotated[int, Field(ge=0)] = 0
     """Slurm's job number."""
     task: Annotated[str, Field(pattern=r"^([0-9]{1,18}_[0-9]{1,18})?$")] = ""
-    """What Slurm calls the job where it is a task of an array, such as 12_3; the last task's number is the array's."""
+    """For a task of a job array, Slurm's name such as 12_3; the last task has the array's own job number."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often Slurm has requeued it."""
+    """How often Slurm has requeued the job."""
     nodelist: Annotated[str, Field(min_length=1)]
     """The nodes in Slurm's compressed form; the first is the master."""
     nodes: Annotated[int, Field(ge=1)]
     """How many nodes the scheduler says there are."""
     lost: tuple[str, ...] = ()
-    """Nodes of this job that have failed before, and that take no part any more."""
+    """Nodes of this job that have failed and take no part any more."""
     spares: tuple[str, ...] = ()
-    """Nodes of this job that take no part as long as the others do."""
+    """Spare nodes of this job, which take part only after another one has failed."""
     missing: Annotated[int, Field(ge=0)] = 0
-    """How many nodes fewer take part than at first, since others have failed and none was spare."""
+    """How many nodes have failed without a spare node to replace them."""
     address: str | None = None
-    """Address of every node, where the names do not resolve (loopback)."""
+    """The address of every node if their names do not resolve (loopback)."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
-    """GPUs that the scheduler gave on a node."""
+    """GPUs per node that the scheduler allocated."""
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """The first node's port, where nodes share no folder in which it could tell the one it has."""
+    """The first node's port, for nodes without a shared folder in which it could publish its port."""
     engine: Engine
     """What starts the container."""
     image: str
@@ -58,37 +58,37 @@ class Facts(BaseModel):
     image_given: bool = False
     """Whether the user named the image; else the batch script guessed the variant."""
     image_variant: str = ""
-    """The variant of that image, where it is known."""
+    """The variant of that image, if it is known."""
     adopted: str = ""
-    """Of an image that somebody else made, the folder with packages that it lacks."""
+    """For an adopted image, the folder with packages that the image lacks."""
     adopted_from: str = ""
-    """The file that it was made of, or the address."""
+    """The file or address of the adopted image."""
     adopted_source: str = ""
-    """The folder with dray itself, the checkout's src."""
+    """For an adopted image, the folder with dray itself: the checkout's src."""
     adopted_path: str = ""
-    """PYTHONPATH in that image: both folders, and what the image itself has there."""
+    """PYTHONPATH in an adopted image: both folders, and the image's own entries."""
     adopted_lacks: str = ""
-    """The launchers that it has not: of accelerate, deepspeed and ray."""
+    """The launchers that the adopted image lacks: of accelerate, deepspeed and ray."""
     image_file: str = ""
-    """How the adopted image's file is known again: owner, inode, size and time."""
+    """What identifies the adopted image's file: owner, inode, size and time."""
     image_sha256: str = ""
-    """The image's digest, where its record beside it tells."""
+    """The image's digest, if the record beside the image has it."""
     layer: str = ""
-    """The file of the recipe's layer, once a job's planner has asked to see it."""
+    """The file of the recipe's layer, if a job's planner has asked for it."""
     image_digest: str = ""
-    """The digest of the file's bytes, which takes seconds: only where the recipe pins one."""
+    """The digest of the file's bytes. It takes seconds, so only if the recipe pins a digest."""
     site: str = ""
-    """The cluster's profile, by name or file; empty: what Slurm calls the cluster decides."""
+    """The site's name or file; empty: Slurm's name of the cluster decides."""
     cluster: str = ""
-    """What Slurm calls this cluster."""
+    """Slurm's name of this cluster."""
     login: str = ""
-    """The machine on which nothing but the plan was made, whose name a site file may know."""
+    """The machine that only makes the plan, such as a login node; a site file may have its name."""
     account: str = ""
-    """Whose project sbatch is told to charge."""
+    """The account that sbatch charges."""
     options: tuple[str, ...] = ()
-    """What the user adds to sbatch."""
+    """The user's own options of sbatch."""
     preempt_mode: str = ""
-    """PreemptMode of the job's partition; empty where nobody has told it."""
+    """PreemptMode of the job's partition; empty if it is unknown."""
     preempt_signal: bool = False
     """Whether preemption sends the job's own --signal (PreemptParameters=send_user_signal)."""
     preempt_grace_s: Annotated[int, Field(ge=0)] | None = None
@@ -96,23 +96,23 @@ class Facts(BaseModel):
     kill_wait_s: Annotated[int, Field(ge=0)] | None = None
     """KillWait: from a job's end to SIGKILL."""
     gpu_memory_gb: float | None = None
-    """Memory of one GPU, in place of the site's; 0: any model fits."""
+    """Memory of one GPU, which replaces the site's value; 0: any model fits."""
     home: str = ""
     """The user's home, which no container sees by accident."""
     variables: dict[str, str] = {}
-    """The job's values of the variables that site files name in paths."""
+    """The job's values of the variables in paths of site files."""
     paths: dict[str, Literal["there", "absent"]] = {}
-    """Which of the folders that the site names are on the job's first node."""
+    """Which of the site's folders exist on the job's first node."""
     hf_home: str | None = None
-    """HF_HOME as the job has it; else the library's own place for it in the home, if that is there."""
+    """HF_HOME in the job; else the library's default folder in the home, if it exists."""
     environment: tuple[str, ...] = ()
-    """Names of the job's variables that libraries of this field read; none enters a container by itself."""
+    """Names of the job's variables that libraries such as NCCL read; containers get none by default."""
     uid: int = 0
     gid: int = 0
     shell: Annotated[dict[str, str], Field(exclude=True, repr=False)] = {}
-    """The environment in which the run was started. It may hold secrets, and is never written down.
+    """The environment in which the run was started. It may hold secrets; dray never writes it to a file.
 
-    A job's probe tells the values of libraries' variables alone."""
+    A job's probe gives only the values of libraries' variables."""
 
     def hosts(self) -> list[str]:
         """The nodes by name; each is named once, and their number must be what the scheduler says."""
@@ -122,35 +122,35 @@ class Facts(BaseModel):
             shown = ", ".join(again[:_SHOWN]) + ", ..." * bool(again[_SHOWN:])
             raise ConfigError(
                 "the node list names a node more than once",
-                wanted=f"each node once, as SLURM_JOB_NODELIST has it: {counted(len(named), 'name')}",
+                wanted=f"each node once: {counted(len(named), 'name')}",
                 found=f"{shown} among {counted(len(hosts), 'name')}",
-                fix="submit again; if it stays, SLURM_JOB_NODELIST was changed by hand",
+                fix="submit again; if the error stays, something in the job has changed SLURM_JOB_NODELIST",
             )
         if len(hosts) != self.nodes:
             raise ConfigError(
                 "the node list and the node count do not agree",
                 wanted=counted(self.nodes, "node"),
                 found=f"{len(hosts)} in {self.nodelist}",
-                fix="submit again; if it stays, SLURM_JOB_NODELIST or SLURM_JOB_NUM_NODES was changed by hand",
+                fix="submit again; if the error stays, something has changed SLURM_JOB_NODELIST or SLURM_JOB_NUM_NODES",
             )
         return hosts
 
 
 class Counted(BaseModel):
-    """Of a model without memory behind it: its weights, and the bytes of a row that its forward pass keeps."""
+    """A model's weights, and the bytes per row that its forward pass keeps; counted without its memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kept: int
-    """Of a step as it is."""
+    """Bytes per row in a usual step."""
     checkpointed: int
-    """With activation checkpointing."""
+    """Bytes per row with activation checkpointing."""
     parameters: int
-    """Numbers in all weights; one that two layers share counts once."""
+    """All parameters; one that two layers share counts once."""
     outside: int
-    """Those of them in no layer of the stack, such as the embedding's."""
+    """Parameters outside the stack of layers, such as the embedding's."""
     trained: int
-    """Those that the optimizer moves: with LoRA the adapters' alone."""
+    """Parameters that the optimizer changes; with LoRA only the adapters'."""
 
 
 class Layer(BaseModel):
@@ -163,36 +163,36 @@ class Layer(BaseModel):
     digest: str
     """The SHA-256 of its bytes."""
     variant: str
-    """The image that it was made for."""
+    """The variant of the image that it was made for."""
     packages: dict[str, str]
-    """What it adds, with versions."""
+    """The packages that it adds, with their versions."""
     changed: tuple[str, ...] = ()
-    """The packages of the image that are others than those that it was locked for."""
+    """Packages of the image that differ from those for which the layer was locked."""
 
 
 class Files(BaseModel):
-    """What this machine's disk holds of what the recipe names, looked up once."""
+    """What this machine's disk has of the files that a recipe names, looked up once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     configuration: dict[str, Any] | None = None
-    """The model's config.json, as transformers will read it; none where it is not on this disk."""
+    """The model's config.json, as transformers will read it; None if it is not on this disk."""
     counted: Counted | None = None
-    """What the model keeps, where somebody has counted it."""
+    """The model's parameters and kept bytes, if they were counted."""
     layer: Layer | None = None
-    """The recipe's layer, where an engine binds it."""
+    """The recipe's layer, if an engine binds it."""
     missing_on_hub: tuple[str, ...] = ()
-    """Models and datasets of the hub that are not in its cache."""
+    """Models and datasets of the hub that are missing in its cache."""
     save_s: float | None = None
     """Seconds that the slowest checkpoint of an earlier run took."""
     save_run: str = ""
-    """Which run that was."""
+    """The name of that run."""
     earlier: bool = False
-    """Whether a run of this recipe is there already, with which the notes came that are the same each time."""
+    """Whether an earlier run of this recipe exists, which has already shown the notes that never change."""
     findings: tuple[Finding, ...] = ()
-    """What it shows to fail: a program that is not there, a type of model that transformers does not have."""
+    """What would fail: a program that is missing, a model type that transformers does not have."""
     missing_paths: dict[str, str] = {}
-    """The recipe's keys of files that are not on this machine, and the files."""
+    """The recipe's keys whose files are missing on this machine, and those files."""
 
 
 _LISTS = ("environment", "lost", "spares")
@@ -224,11 +224,10 @@ def parse(text: str, *, where: str) -> Facts:
         return Facts.model_validate(found)
     except ValidationError as wrong:
         raise ConfigError(
-            "the facts are not usable",
+            "the facts are not valid",
             where=where,
             found=explained(wrong),
-            fix="slurm/probe.sh writes them, and is to be of the image's version of dray; a file of your own needs the "
-            "same keys",
+            fix="write them with slurm/probe.sh of the image's version of dray; your own file needs the same keys",
         ) from wrong
 
 

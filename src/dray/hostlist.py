@@ -73,7 +73,9 @@ def _numbers(ranges: list[tuple[range, int]]) -> list[str]:
 
 
 def _too_many(text: str, position: int) -> ConfigError:
-    return _malformed(text, position, f"more than {LIMIT:,} hosts", "remove the digit that is too many")
+    return _malformed(
+        text, position, f"more than {LIMIT:,} hosts", "check the range: a number may have a digit too many"
+    )
 
 
 def _unexpected(text: str, position: int, end: int) -> ConfigError:

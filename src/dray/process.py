@@ -97,7 +97,7 @@ def no_answer(argv: Sequence[str], seconds: float) -> UnfitError:
     return UnfitError(
         f"{Path(argv[0]).name} gave no answer in {seconds:g} s",
         where=shlex.join(argv),
-        fix="run it by hand; what hangs is often a network disk, a registry or a FUSE mount that does not answer",
+        fix="run it by hand; the cause is often a network disk, a registry or a FUSE mount that does not answer",
     )
 
 

@@ -131,7 +131,7 @@ def test_a_killed_slurmd_is_seen_and_healed(cluster, broken):
 def test_a_drained_node_is_seen_and_healed(cluster, broken):
     drain = ["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=a test"]
     assert cluster.exec(drain, user="root") == (0, "", "")
-    assert cluster.health().problems == ("n2: Slurm calls it drained (a test)",)
+    assert cluster.health().problems == ("n2: its state in Slurm is drained (a test)",)
     assert up_again(cluster).problems == ()
 
 

@@ -297,7 +297,7 @@ def test_wrong_words(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """Of a run that goes on in this very process; the stop is asked for and not waited for."""
+    """Of an active run in this very process; the stop is asked for and not waited for."""
     block = bash_blocks(section("runs.md", "## Stop", "## Enter the container", "## Clean"))
     assert block.count("\n") == 3
     facts = {"nodelist": "node[1-2]", "nodes": 2}

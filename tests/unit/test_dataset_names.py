@@ -48,12 +48,12 @@ def test_a_relative_path_starts_beside_the_recipe_behind_its_builder_and_before_
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("webdatset:x.tar", "there is no builder webdatset that reads text, only webdataset, arrow, conll"),
+        ("webdatset:x.tar", "webdatset is not a builder that reads text (webdataset, arrow, conll"),
         ("pandas:x.pkl", "pandas reads pickles, which may run code"),
-        ("imagefolder:x", "there is no builder imagefolder that reads text"),
+        ("imagefolder:x", "imagefolder is not a builder that reads text"),
         ("a.jsonl:train[:200%]", "train[:200%]: 200% is not between -100% and 100%"),
         ("a.jsonl:train[1%]", "expected a split such as train, train[:1%]"),
-        ("a.jsonl:test[:5]", "files have one split, train, and test[:5] is another"),
+        ("a.jsonl:test[:5]", "files have only the split train, not test[:5]"),
         ("hub:me/texts:train[:200%]", "is not between"),
         ("hub:me/texts:train[", "expected a split such as"),
         ("https://host/*.jsonl", "a web server lists no files"),
@@ -94,7 +94,7 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.config_kwargs.csv.sep=;"], "no dataset is read by it; name one, csv:FILES"),
+        (["data.config_kwargs.csv.sep=;"], "no dataset uses this builder; name one as csv:FILES"),
         (
             ["data.train=csv:a.csv", "data.config_kwargs.csv.data_files=b.csv"],
             "csv.data_files: dray sets this argument itself",

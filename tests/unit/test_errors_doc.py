@@ -34,7 +34,7 @@ These are examples. A test produces each of them and compares it with this page.
 """
 
 Said = tuple[str, int, str]
-OTHERS = "other processes hold it: leave this node out (sbatch --exclude)"
+OTHERS = "other processes use the memory: leave this node out (sbatch --exclude)"
 
 
 class Desk:

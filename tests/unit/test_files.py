@@ -91,7 +91,7 @@ def test_what_is_no_file(place: str, kind: str, tmp_path: Path, ordinary_user: N
     [
         ("name = 'x'\n".encode("utf-16"), "is not UTF-8 text", "UTF-16"),
         ("name = 'x'\n".encode("utf-16-be"), "is not ", None),
-        (b"name = 'x'\rabout = 'y'\r", "has no lines", "lines that end in CR alone"),
+        (b"name = 'x'\rabout = 'y'\r", "has the wrong line endings", "CR alone"),
         (b"name = '\xe9'\n", "is not UTF-8 text", "byte 0xe9"),
     ],
     ids=["utf-16", "utf-16-be without its mark", "cr", "latin-1"],
@@ -142,10 +142,10 @@ def test_numbers_of_thousands_of_digits(digits: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("[" * 100_000, "more than 64 lists within one another"),
-        ('{"a":' * 100 + "1" + "}" * 100, "more than 64 lists within one another"),
-        ("9" * 5000, "a number of thousands of digits"),
-        ('{"\\ud800": 1}', "half of a character (a lone surrogate)"),
+        ("[" * 100_000, "nested more than 64 levels deep"),
+        ('{"a":' * 100 + "1" + "}" * 100, "nested more than 64 levels deep"),
+        ("9" * 5000, "a number with thousands of digits"),
+        ('{"\\ud800": 1}', "a lone surrogate (half of a character)"),
         ("{,}", "Expecting property name enclosed in double quotes"),
     ],
 )

@@ -303,7 +303,7 @@ class TestHere:
 
 @pytest.mark.hostile("stop")
 class TestWithoutAName:
-    """The newest run, where no other one goes on."""
+    """The newest run, if no other run is active."""
 
     @pytest.fixture
     def other(self, paths: RunPaths) -> RunPaths:

@@ -86,7 +86,7 @@ def test_expand_names_the_hosts_that_clustershell_names(text: str) -> None:
 RANGES = "write ranges as [7] or [07-10,12]"
 MISSING = "name one, or leave out the comma"
 CLOSE = "close it with ] before the next one"
-DIGIT = "remove the digit that is too many"
+DIGIT = "check the range: a number may have a digit too many"
 
 
 @pytest.mark.parametrize(

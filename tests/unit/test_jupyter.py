@@ -40,7 +40,7 @@ def begun(runs: Path, **facts: object) -> RunPaths:
 
 
 def here(runs: Path) -> RunPaths:
-    """A bare run that goes on in this very process."""
+    """An active bare run, in this very process."""
     paths = begun(runs, scheduler="local", job=0, engine="bare", image=sys.executable, nodelist="node1", nodes=1)
     paths.process.write_text(json.dumps(processes.mark(os.getpid())))
     return paths

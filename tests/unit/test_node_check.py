@@ -70,12 +70,12 @@ def test_all_that_are_unfit_are_named_at_once(
         record = records[f"node-{number}"]
         assert (record["code"], record["node"], record["rank"]) == (69, f"node{number + 1}", None)
         first, *_ = record["why"].splitlines()
-        assert first == f"nothing can be written in {tmp_path / 'own'}, and 1 more finding"
-        assert f"nothing can be written in {tmp_path}: {os.strerror(errno.EFBIG)}" in record["why"]
+        assert first == f"this node cannot write in {tmp_path / 'own'}, and 1 more finding"
+        assert f"this node cannot write in {tmp_path}: {os.strerror(errno.EFBIG)}" in record["why"]
         assert record["why"] in ends[number][1]
     for number in {0, 1, 2} - {*unfit}:
         assert f"{len(unfit)} of 3 nodes are unfit: {' '.join(names)}" in ends[number][1]
-        assert f"{names[0]}: nothing can be written in" in ends[number][1]
+        assert f"{names[0]}: this node cannot write in" in ends[number][1]
     if 0 not in unfit:
         assert "fix:    leave them out: sbatch --exclude=$(cat failing_nodes.txt)" in ends[0][1]
 
@@ -292,7 +292,7 @@ def test_a_wrong_network_variable_is_named_before_any_rank_starts(
     assert [code for code, _ in ends] == [69, 69, 69], ends
     why = json.loads((tmp_path / "failures" / "node-0.json").read_text())["why"]
     assert why.splitlines()[0] == "GLOO_SOCKET_IFNAME=ib0 names no network interface of this node"
-    assert "fix:    leave GLOO_SOCKET_IFNAME out, or name one of these: env.GLOO_SOCKET_IFNAME in the recipe" in why
+    assert "fix:    leave out GLOO_SOCKET_IFNAME, or name one of these (env.GLOO_SOCKET_IFNAME in the recipe" in why
     assert "an interface of this node: lo" in why
 
 
@@ -301,7 +301,7 @@ def test_a_folder_that_is_gone() -> None:
     assert (found.problem, found.code) == ("room in the run folder: the check failed", 69)
     assert found.found == f"{os.strerror(errno.ENOENT)}: /no/such"
     written = node.writable("/proc/self")
-    assert (written.problem, written.code) == ("nothing can be written in /proc/self", 69)
+    assert (written.problem, written.code) == ("this node cannot write in /proc/self", 69)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root makes the small disk")
@@ -326,7 +326,7 @@ def test_a_node_without_room_is_unfit(tmp_path: Path, which: str) -> None:
     assert (found.problem, found.found) == {
         "shm": (f"{small} is too small", "0.067 GB"),
         "room": (f"{small} is full", "0.067 GB"),
-        "full": (f"nothing can be written in {small}", os.strerror(errno.ENOSPC)),
+        "full": (f"this node cannot write in {small}", os.strerror(errno.ENOSPC)),
     }[which]
     assert (found.code, left) == (69, ["all"] if which == "full" else [])
 

@@ -52,8 +52,8 @@ def told(*words: str) -> str:
                 ("https://host/x", "expected s3://BUCKET/FOLDER"),
                 ("file://host/x", "expected s3://BUCKET/FOLDER"),
                 ("$SCRATCH/x", "dray does not expand ~ and $"),
-                ("s3://key:hunter2hunter2@bucket/x", "shown by plans and run folders"),
-                ("s3://bucket/x?X-Amz-Signature=hunter2hunter2", "shown by plans and run folders"),
+                ("s3://key:hunter2hunter2@bucket/x", "would appear in plans and run folders"),
+                ("s3://bucket/x?X-Amz-Signature=hunter2hunter2", "would appear in plans and run folders"),
             )
         ),
         (

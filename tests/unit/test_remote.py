@@ -78,8 +78,8 @@ def test_exit_codes_and_refusals_pass_through(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("place", "code", "problem"),
     [
-        ("unknown:/tmp/x", 69, "ssh does not reach the remote"),
-        ("closed:/tmp/x", 69, "ssh does not reach the remote"),
+        ("unknown:/tmp/x", 69, "ssh cannot reach the remote"),
+        ("closed:/tmp/x", 69, "ssh cannot reach the remote"),
         ("cluster:/etc/passwd/x", 78, "the remote's folder cannot be made"),
         ("cluster:/tmp", 78, "other users could change what your jobs start"),
     ],
@@ -99,7 +99,7 @@ def test_another_file_under_the_image_s_name_is_refused(desk: Desk) -> None:
     whole = file.read_bytes()
     file.write_bytes(b"other")
     _, err = desk.dray("remote", "check", "mine", "--image", str(desk.image), code=69)
-    assert err.splitlines()[0] == "dray: another file has the name of this image"
+    assert err.splitlines()[0] == "dray: another file has the image's name"
     file.write_bytes(whole)
     desk.dray("remote", "check", "mine", "--image", str(desk.image))
 
@@ -110,7 +110,7 @@ def test_half_a_copy_never_counts(tmp_path: Path) -> None:
     call = f". {script}; there::main mark receive {shlex.quote(str(folder))} images/{'0' * 64}.sif 100 {'0' * 64}"
     done = subprocess.run(["bash", "-c", call], input=b"half", capture_output=True, check=False)
     assert done.returncode == 69
-    assert b"what has arrived is not what was sent, and is removed" in done.stderr
+    assert b"the copy arrived damaged, and was removed" in done.stderr
     assert list((folder / "images").iterdir()) == []
 
 
@@ -121,7 +121,7 @@ def test_a_program_that_is_missing_there_is_named(tmp_path: Path) -> None:
         ["bash", "-c", call], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 69
-    assert re.match(r"dray: a program is missing there:.* sbatch .*apptainer", done.stderr)
+    assert re.match(r"dray: a program is missing on the remote:.* sbatch .*apptainer", done.stderr)
 
 
 @pytest.mark.parametrize(

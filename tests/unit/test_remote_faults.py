@@ -109,8 +109,8 @@ def test_a_connection_that_is_lost(desk: Desk) -> None:
             os.kill(int(pid), signal.SIGKILL)
         _, err = started.communicate(timeout=60)
     assert started.returncode == 69
-    assert "dray: the connection was lost; what runs in the queue there goes on" in err.splitlines()
-    assert "  fix:    dray runs --on mine shows what there is" in err.splitlines()
+    assert "dray: the connection was lost; jobs on the remote continue" in err.splitlines()
+    assert "  fix:    dray runs --on mine shows the runs there" in err.splitlines()
     until(lambda: not processes(desk))
 
 
@@ -181,7 +181,7 @@ def test_no_room(desk: Desk, tmp_path: Path) -> None:
         desk.dray("remote", "add", "small", f"cluster:{tmp_path}/dray")
         _, err = desk.dray("submit", "--on", "small", "recipes/smoke-cpu.toml", code=69)
         lines = err.splitlines()
-        assert "dray: there is no room for what is to be brought" in lines
+        assert "dray: the remote's disk has too little free space" in lines
         assert f"  wanted: {len(parcel.dray().data)} bytes" in lines
         assert not list(tmp_path.rglob(".arriving-*"))
     finally:

@@ -171,11 +171,11 @@ def test_a_link_that_leads_out(tmp_path: Path, link: str, values: list[str] | No
     with pytest.raises(ConfigError) as refused:
         parcel.recipe(None, values or [], None if values else folder, folder, None)
     assert str(refused.value).splitlines() == [
-        "a link leads out of what is brought to a remote",
+        "a link points outside the folder that dray copies to a remote",
         f"  where:  {folder}/out",
         f"  wanted: a link to something in {folder}",
         f"  found:  {target}",
-        "  fix:    put a copy in its place, or remove it and give an absolute path there",
+        "  fix:    replace it by a copy, or remove it and give an absolute path on the remote",
     ]
 
 

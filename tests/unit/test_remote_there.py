@@ -108,7 +108,7 @@ def test_the_same_that_two_bring_at_once(tmp_path: Path, recipe: Parcel, change:
     if change:
         (there / recipe.item / "state.txt").write_text(change)
     found, _, err = call("receive", *receive, feed=recipe.data)
-    assert (found, "what was brought does not get its name" in err) == (code, bool(change)), err
+    assert (found, "the copy cannot be renamed" in err) == (code, bool(change)), err
     assert (there / recipe.item / "state.txt").read_text() == (change or "new")
     assert [path.name for path in (there / "recipes").iterdir()] == [digest]
 

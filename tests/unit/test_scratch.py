@@ -82,7 +82,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="root gives a folder to
 )
 def test_what_a_stranger_made_is_refused(tmp_path: Path, plant, found: str) -> None:
     plant(tmp_path / "own")
-    with pytest.raises(UnfitError, match="the node's own folder is somebody else's") as refused:
+    with pytest.raises(UnfitError, match="the node's own folder is not private") as refused:
         scratch.take(str(tmp_path / "own"))
     assert refused.value.finding.found == found.format(me=os.geteuid())
 

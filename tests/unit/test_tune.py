@@ -437,7 +437,7 @@ class TestPlace:
         assert (first.world.size, first.batch and first.batch.per_device) == (8, 2)
         with pytest.raises(ConfigError, match="a run in an allocation uses all of its nodes"):
             space.place(recipe, space.Asked(nodes=1), env)
-        with pytest.raises(ConfigError, match="salloc already set --gpus-per-node"):
+        with pytest.raises(ConfigError, match="--gpus-per-node is set by salloc"):
             space.place(recipe, space.Asked(gpus_per_node=1), env)
 
     def test_what_the_memory_model_leaves_out(self) -> None:

@@ -108,7 +108,7 @@ def test_a_defect_is_one_finding_and_a_file(tmp_path: Path, monkeypatch, capsys)
         error = unexpected.error(raised)
         (report,) = tmp_path.iterdir()
         assert error.problem == unexpected.DEFECT
-        assert error.finding.fix == f"report it to those you have dray from, with {report}"
+        assert error.finding.fix == f"report it where you got dray, with {report}"
         assert error.finding.code == exit_codes.FAILED
         assert "abcdefghijklmnopqrstuvwxyz" not in str(error)
         assert report.stat().st_mode & 0o777 == 0o600

@@ -408,7 +408,7 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
         "  Slurm: job 51 PENDING, BeginTime: its begin time has not come; Slurm waits two minutes before it "
         "starts a requeued job",
         "  not before: 2026-11-25 01:28 (in 2 min)",
-        "  attempts before it: 1",
+        "  earlier attempts: 1",
     ]
 
 

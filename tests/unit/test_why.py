@@ -220,7 +220,7 @@ class TestStates:
         monkeypatch.setenv("PATH", "/nowhere")
         os.utime(paths.plan, (1, 1))
         lines = page(paths.run)
-        assert lines[0] == "mine, attempt 1: no result: it still runs, or was killed before it could write a result"
+        assert lines[0] == "mine, attempt 1: no result: it is active, or was killed before it could write a result"
         assert lines[1] == "first to fail: rank 3 on n2: exit code 3"
         assert "cause: out of memory on the GPU" in lines
 

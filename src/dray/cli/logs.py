@@ -26,7 +26,7 @@ from dray.runs.reading import dig, table
 from dray.runs.state import NO_RESULT, RUNNING, State
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
-_STATS = 2000  # a second, of which a shared disk takes no harm
+_STATS = 2000  # a second, which a shared disk can serve
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
@@ -70,9 +70,9 @@ def logs(
             where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
             wanted=f"the log of rank {rank}" if rank is not None else f"a log of node {node}" if node else "a log",
             found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}",
-            fix="dray status shows what it waits for; dray logs -f waits too"
+            fix="dray status shows why the run waits; dray logs -f waits for the log"
             if not seen.attempt
-            else "another --rank or --node",
+            else "choose another --rank or --node",
         )
     if follow:
         try:

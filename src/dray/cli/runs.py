@@ -28,7 +28,7 @@ from dray.runs.state import State
 
 _HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS", "COST")
 _LESS = ("COST", "ATTEMPTS", "NODES", "RECIPE", "STARTED")
-"""The order in which columns go if a terminal is too narrow; `dray status` shows all."""
+"""The order in which columns are left out on a narrow terminal; `dray status` shows all."""
 _LAST = 30
 _RIGHT = {"NODES", "STEP", "LOSS", "ATTEMPTS", "COST"}
 _COLOURS = {"running": "green", "queued": "cyan", "failed": "red", "lost": "red", "stopped": "yellow"}

@@ -25,8 +25,8 @@ from dray.runs.state import State
 
 _NODES = 8
 _UNTOLD = {
-    state.LOST: "its job is gone, and was killed before it could write a result",
-    state.NO_RESULT: "it is running, or was killed before it could write a result",
+    state.LOST: "the run was killed before it could write a result",
+    state.NO_RESULT: "the run is active, or was killed before it could write a result",
 }
 
 
@@ -73,13 +73,13 @@ def head(seen: State) -> str:
 
 
 def waiting(seen: State) -> list[str]:
-    """What Slurm tells about a job in the queue."""
+    """What Slurm shows of a job in the queue."""
     told = seen.waiting
     if told is None:
         if seen.state != state.QUEUED:
             return []
         return [
-            f"  job {seen.job_id or seen.job} was submitted {times.local(seen.started)}; Slurm tells nothing more here"
+            f"  job {seen.job_id or seen.job} was submitted {times.local(seen.started)}; Slurm gives no details here"
         ]
     why = ": ".join(word for word in (told.reason, told.meaning) if word not in ("", "None"))
     lines = [f"  Slurm: job {told.id or told.job} {told.state}{', ' * bool(why)}{why}"]
@@ -90,8 +90,8 @@ def waiting(seen: State) -> list[str]:
         change = "" if told.reason == "BeginTime" else "; Slurm's estimate, which changes with the queue"
         lines.append(f"  {kind}: {when} (in {duration(left)}){change}")
     else:
-        lines.append("  expected start: Slurm has none yet")
-    return [*lines, f"  attempts before it: {seen.attempts}"] if seen.attempts else lines
+        lines.append("  expected start: Slurm has no estimate yet")
+    return [*lines, f"  earlier attempts: {seen.attempts}"] if seen.attempts else lines
 
 
 def running(seen: State) -> list[str]:

@@ -203,7 +203,7 @@ def _nodes(nodes: list[Node]) -> list[str]:
         ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {node.ranks[0]} to {node.ranks[-1]}"
         quiet = "no log yet" if node.quiet_s is None else f"logs written {duration(node.quiet_s)} ago"
         lines.append(", ".join([f"{node.name:<{width}}  {ranks}  {quiet}", *node.notes]))
-    return lines + [f"and {len(order) - _NODES} nodes more"] * (len(order) > _NODES)
+    return lines + [f"and {len(order) - _NODES} more nodes"] * (len(order) > _NODES)
 
 
 def last_lines(log: RankLog) -> list[str]:

@@ -52,7 +52,7 @@ NodeName=DEFAULT CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCo
 NodeName={nodes}{gres} State=UNKNOWN
 PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
 
-# Its jobs take the nodes of main's, which go back into the queue: what tests of preemption want.
+# Its jobs preempt those of main, which Slurm requeues: tests of preemption need this.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=urgent Nodes={nodes} Hidden=YES MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF

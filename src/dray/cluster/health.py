@@ -92,7 +92,7 @@ def _node(name: str, container: Container | None, states: dict[str, tuple[str, s
     # Without a controller only the container counts. Slurm's state of a stopped container is out of date.
     state, gpus, reason = ("", "", "") if problem else states.get(name, ("", "", ""))
     if container and state and state not in _WORKS:
-        problem = f"Slurm calls it {state} ({reason})"
+        problem = f"its state in Slurm is {state} ({reason})"
         if "drain" not in state:
             problem += f"\n{last_lines(container)}"
     return Machine(name=name, container=status, slurm=state, gpus=gpus, problem=problem)

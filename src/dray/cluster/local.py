@@ -55,7 +55,7 @@ class LocalCluster:
         base = base or os.environ.get("DRAY_CLUSTER_BASE") or (before.base if before else trixie(checkout.root()))
         config = self._config(size, base, share, say)
         if "SBATCH_OUTPUT" in config.environment:
-            say(f"the cluster's user may not write in {config.checkout}: batch jobs write to {config.shared / 'home'}")
+            say(f"the cluster's user cannot write in {config.checkout}: batch jobs write to {config.shared / 'home'}")
         with attempt("bring the cluster up", fix=_REMAKE):
             machines.ensure_network(self._client)
             kept = self._remove_stale(config, say)

@@ -47,7 +47,7 @@ class Checkpoint(Spec):
         if "://" not in mirror:
             return mirror
         if "@" in mirror or "?" in mirror:
-            shown = "a URL with a user, a password or a signature is shown by plans and run folders"
+            shown = "a URL with a user, a password or a signature would appear in plans and run folders"
             raise SecretError(f"{shown}; export the secret, and name it in pass_env")
         if not _URL.fullmatch(mirror):
             raise ValueError("expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LIMIT = 8192
-"""Cores of one machine: Linux itself counts no further."""
+"""The most CPUs that Linux supports on one machine."""
 
 
 def parse(text: str) -> list[int]:

@@ -18,14 +18,14 @@ BUILDERS = (
 )  # fmt: skip
 """The builders of `datasets` that make rows with text. Not `pandas`, whose pickles may run code."""
 ENDINGS = {".tar": "webdataset", ".xml": "xml", ".h5": "hdf5", ".hdf5": "hdf5", ".lance": "lance"}
-"""Endings whose builder need not be named."""
+"""File endings from which dray knows the builder."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 _BUILDER = re.compile(r"([A-Za-z][A-Za-z0-9_]+):(?!//)(.*)", re.DOTALL)
 _ONE = r"[A-Za-z]\w*\[[^\[\]/]*\]|train"
 _SPLIT = re.compile(rf"(.*):((?:{_ONE})(?:\+(?:{_ONE}))*)", re.DOTALL)
 _SLICE = re.compile(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
-_SHOWN = "is shown by plans and run folders"
+_SHOWN = "would appear in plans and run folders"
 _SIGNED = re.compile("(?i)sig|token|secret|credential|password|key")
 
 
@@ -33,11 +33,11 @@ class Named(NamedTuple):
     """A dataset's name in its parts."""
 
     builder: str
-    """HUB, one of BUILDERS, or empty: dray's own readers."""
+    """HUB, one of BUILDERS, or empty for dray's own readers."""
     files: str
-    """A path, a pattern, a URL of files, or a dataset of the hub without its split."""
+    """A path, a pattern or a URL of files; for HUB, the dataset without its split."""
     split: str = ""
-    """train[:1%]; a dataset of the hub may have other splits. Empty: the default of the key."""
+    """Such as train[:1%]; hub datasets may have other splits. Empty: the default of the recipe's key."""
 
     @property
     def remote(self) -> bool:
@@ -89,9 +89,9 @@ def kwargs_trouble(names: Iterable[str], kwargs: Mapping[str, Mapping[str, objec
     named = [parse(name) for name in names]
     builders = {one.builder or ENDINGS.get(ending(one.files), "") for one in named}
     if unused := sorted({*kwargs} - builders):
-        return f"data.config_kwargs.{unused[0]}: no dataset is read by it; name one, {unused[0]}:FILES"
+        return f"data.config_kwargs.{unused[0]}: no dataset uses this builder; name one as {unused[0]}:FILES"
     if "sql" in builders and "sql" not in kwargs.get("sql", {}):
-        return 'sql: wants its query: data.config_kwargs.sql.sql = "SELECT text FROM documents"'
+        return 'sql: the query is missing: data.config_kwargs.sql.sql = "SELECT text FROM documents"'
     return ""
 
 
@@ -101,11 +101,11 @@ def _builder_trouble(named: Named) -> str:
     if named.builder and named.builder not in BUILDERS:
         near = nearest(named.builder, BUILDERS)
         known = listed(sorted(BUILDERS, key=lambda one: one != near))
-        return f"there is no builder {named.builder} that reads text, only {known}; a file with a colon begins with ./"
+        return f"{named.builder} is not a builder that reads text ({known}); write ./ before a file name with a colon"
     if named.remote and named.builder in ("sql", "lance"):
-        return f"{named.builder}: reads what is on a disk, whose changes dray sees; download it, or write parquet"
+        return f"{named.builder}: works only on local files, where dray sees changes; download them, or write parquet"
     other = [one for one in named.split.split("+") if one and one.partition("[")[0] != "train"]
-    return f"files have one split, train, and {other[0]} is another; name the files of that split" if other else ""
+    return f"files have only the split train, not {other[0]}; name the files of that split" if other else ""
 
 
 def _url_trouble(named: Named) -> str:
@@ -115,11 +115,11 @@ def _url_trouble(named: Named) -> str:
     if "@" in url.netloc:
         return f"a URL with a user or password {_SHOWN}; export the secret, and name it in pass_env"
     if any(_SIGNED.search(key) or secrets.is_name(key) for key, _ in parse_qsl(url.query, keep_blank_values=True)):
-        return f"a signed URL {_SHOWN}; name s3:// or hf://, and the secret's variable in pass_env"
+        return f"a signed URL {_SHOWN}; use s3:// or hf://, and name the secret's variable in pass_env"
     if not url.netloc or "$" in named.files:
-        return "expected a URL of files as it stands, such as s3://BUCKET/FOLDER/*.jsonl.zst"
+        return "expected a complete URL of files, without variables, such as s3://BUCKET/FOLDER/*.jsonl.zst"
     if url.scheme in ("http", "https") and "*" in url.path:
-        return "a web server lists no files; name one, or a pattern of s3:// or hf://"
+        return "a web server cannot list files; name one file, or use a pattern with s3:// or hf://"
     return ""
 
 

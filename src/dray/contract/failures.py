@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 ENDED = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
-"""What gloo and NCCL tell a rank whose peer has ended."""
+"""What gloo and NCCL print in a rank whose peer has ended."""
 UNNOTICED_S = 5.0
-"""Seconds in which ranks may fail because of another rank, before that rank's failure is recorded."""
+"""The rank that failed first may be recorded so many seconds after the ranks that failed because of it."""
 
 
 def follows(lines: Iterable[str]) -> bool:

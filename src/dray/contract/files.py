@@ -38,7 +38,7 @@ def _opened(path: str | os.PathLike[str], *, link: bool = True, own: bool = Fals
     try:
         handle = os.open(path, flags)
     except ValueError:  # NUL or a lone surrogate
-        raise OSError(errno.EINVAL, "no path of a file", os.fspath(path)) from None
+        raise OSError(errno.EINVAL, "not a path", os.fspath(path)) from None
     except OSError as refused:
         if refused.errno == errno.ENXIO:
             refused.strerror = "a socket, not a file"
@@ -113,9 +113,12 @@ def text(
         ) from wrong
     if "\r" in decoded and "\n" not in decoded:
         raise ConfigError(
-            f"{what} has no lines", where=path, wanted="lines that end in LF", found="lines that end in CR alone",
+            f"{what} has the wrong line endings",
+            where=path,
+            wanted="LF",
+            found="CR alone",
             fix=f"tr '\\r' '\\n' < {name} > FILE, and use that FILE",
-        )  # fmt: skip
+        )
     return decoded
 
 
@@ -128,15 +131,15 @@ def parse_json(
         value = json.loads(content, object_pairs_hook=pairs)
         if _ESCAPED_SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
-        found = f"more than {DEPTH} lists within one another" if too_deep(value) else ""
+        found = f"nested more than {DEPTH} levels deep" if too_deep(value) else ""
     except json.JSONDecodeError as wrong:
         place, found = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
     except RecursionError:
-        found = f"more than {DEPTH} lists within one another"
+        found = f"nested more than {DEPTH} levels deep"
     except UnicodeEncodeError:
-        found = "half of a character (a lone surrogate)"
+        found = "a lone surrogate (half of a character)"
     except ValueError:
-        found = "a number of thousands of digits"
+        found = "a number with thousands of digits"
     if found:
         raise ConfigError(f"{what} is not valid JSON", where=place, found=found)
     return value

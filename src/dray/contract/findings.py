@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     found: str = ""
     fix: str = ""
     code: int = exit_codes.DONE
-    """The exit code with which the run ends. With 0 it goes on."""
+    """The exit code with which the run ends; with 0 the run continues."""
     node: str = ""
     rank: int | None = None
     source: str = ""

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """What its maker says."""
+    """A GPU, with its maker's figures."""
 
     name: str
-    """A pattern of the whole name that torch gives it."""
+    """A regular expression for the whole name that torch reports."""
     fp16: float
-    """Dense matrix products, in TFLOP/s."""
+    """TFLOP/s of dense matrix products in fp16."""
     bf16: float
-    """The same; 0 where they are emulated."""
+    """The same in bf16; 0 where the GPU emulates it."""
     bandwidth: float
-    """Of its memory, in GB/s."""
+    """Memory bandwidth, in GB/s."""
     source: str
 
 
@@ -31,5 +31,5 @@ def known() -> tuple[Gpu, ...]:
 
 
 def find(device: str) -> Gpu | None:
-    """The GPU with this name; none for a part of one, or one that is not listed."""
+    """The GPU with this name; None if it is a part of a GPU, or not listed."""
     return next((gpu for gpu in known() if re.fullmatch(gpu.name, device)), None)

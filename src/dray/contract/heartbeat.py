@@ -10,25 +10,25 @@ from __future__ import annotations
 import struct
 
 VARIABLE = "DRAY_HEARTBEAT"
-"""Names the file to the rank."""
+"""The variable with the path of the file, for the rank."""
 FOLDER = "DRAY_HEARTBEATS"
-"""Names the folder to the rank's supervisor."""
+"""The variable with the path of the folder, for the rank's supervisor."""
 SIZE = 128
 PROGRAM = struct.Struct("<q")
 BEAT, BEAT_AT = struct.Struct("<4q"), PROGRAM.size
 """Step, phase, limit (the most seconds to the next beat; 0: the recipe's hang_timeout_s), CLOCK_MONOTONIC in ns."""
 WRITTEN, WRITTEN_AT = struct.Struct("<q"), BEAT_AT + BEAT.size
-"""How many bytes the rank has written, by its supervisor, where the ranks of a node share a log."""
+"""How many bytes the rank has printed. Its supervisor writes this where the ranks of a node share a log."""
 MARK, MARKS_AT = struct.Struct("<q"), 64
 IMPORTED, GROUPS, MODEL, LOAD, COMPILED, FIRST_STEP = MARKS = range(6)
-"""Nanoseconds, and 0 as long as they are not known: CLOCK_BOOTTIME once all was imported, then how long it took to make
-the process groups, to read datasets and make the model, to read the checkpoint, to compile, and to take the first step
-but for that."""
+"""In nanoseconds; 0 until they are known. IMPORTED is CLOCK_BOOTTIME after all imports. The others are durations: to
+make the process groups, to read datasets and make the model, to read the checkpoint, to compile, and to take the first
+step without compiling."""
 
 START, COMPILE, STEP, CHECKPOINT, EVALUATE, END = range(6)
 LEAST = {START: 3600, COMPILE: 1800, STEP: 600, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}
-"""Seconds that dray's trainer may take for a phase in any case. At the start it tokenizes and reads weights, a
-checkpoint waits for the one before, and at the end it saves a model."""
+"""The smallest limit of each phase of dray's trainer, in seconds. At the start it tokenizes and reads weights. A
+checkpoint waits for the previous one. At the end it saves a model."""
 PHASES = ("start", "compile", "step", "checkpoint", "evaluate", "end")
 
 
@@ -38,10 +38,10 @@ def path(folder: str, rank: int | str) -> str:
 
 
 def socket(beat: str) -> str:
-    """Where a rank's own torch answers what collectives it is in: a socket beside its heartbeat."""
+    """The socket beside a rank's heartbeat, on which its torch tells which collectives it is in."""
     return f"{beat}.socket"
 
 
 def ended(code: int) -> bytes:
-    """In the program's place, once it has ended."""
+    """The content of PROGRAM once the program has ended."""
     return PROGRAM.pack(-1 - abs(code))

@@ -9,7 +9,7 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
 
 
 def compress(names: Iterable[str]) -> str:
-    """All of them, each once: those that differ in their last number alone share one pair of brackets."""
+    """The names in short form, each once; names that differ only in their last number share a pair of brackets."""
     families: dict[tuple[str, str, int], set[int]] = {}
     plain: dict[str, None] = {}
     for name in names:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Evaluate(NamedTuple):
-    """A saved model on all that the plan's recipe evaluates."""
+    """Evaluate a saved model on the datasets of the plan's recipe."""
 
     model: str
     plan: dict[str, Any]
@@ -14,9 +14,9 @@ class Evaluate(NamedTuple):
 
 
 class Generate(NamedTuple):
-    """What a saved model makes of a prompt; 0 tokens are as many as fit.
+    """Generate text from a prompt; with 0 tokens, as many as fit.
 
-    `placing` is for a model on several devices: `max_memory` by device, and `offload_folder`, empty where nothing may
+    `placing` is for a model on several devices: `max_memory` by device, and `offload_folder`, empty if nothing may
     go to the disk.
     """
 
@@ -31,7 +31,7 @@ class Generate(NamedTuple):
 
 
 class Export(NamedTuple):
-    """A checkpoint's weights as a folder that `from_pretrained` loads."""
+    """Write a checkpoint's weights as a folder that `from_pretrained` loads."""
 
     checkpoint: str
     target: str
@@ -41,7 +41,7 @@ class Export(NamedTuple):
 
 
 class Push(NamedTuple):
-    """A saved model to the hub."""
+    """Push a saved model to the hub."""
 
     model: str
     name: str
@@ -49,7 +49,7 @@ class Push(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """What sections of a recipe name on the hub."""
+    """Download what these sections of a recipe name on the hub."""
 
     data: dict[str, Any]
     model: dict[str, Any]
@@ -57,7 +57,7 @@ class Prefetch(NamedTuple):
 
 
 class Inspect(NamedTuple):
-    """What a recipe's training would read, and its first rows: JSON in the file `report`."""
+    """Write what a recipe's training would read, and its first rows, as JSON into the file `report`."""
 
     recipe: dict[str, Any]
     rows: int
@@ -65,7 +65,7 @@ class Inspect(NamedTuple):
 
 
 class Importing(NamedTuple):
-    """Somebody else's checkpoint as a model in `target`, or as a checkpoint of this recipe; empty: not."""
+    """Import another program's checkpoint: as a model into `target`, and for runs of `recipe`; each may be empty."""
 
     source: str
     target: str
@@ -78,7 +78,7 @@ class Importing(NamedTuple):
 
 
 class Sync(NamedTuple):
-    """The metrics in a run's folder to trackers, once or until it ends."""
+    """Send the metrics of a run's folder to trackers, once or until the run ends."""
 
     folder: str
     run: str
@@ -94,11 +94,11 @@ KINDS: dict[str, type[Job]] = {
 
 
 def to_json(job: Job) -> dict[str, Any]:
-    """With its kind."""
+    """The job as JSON, with its kind."""
     return {"job": type(job).__name__.lower(), **job._asdict()}
 
 
 def of_json(fields: dict[str, Any]) -> Job:
-    """As `to_json` wrote it."""
+    """The job that `to_json` wrote."""
     values = dict(fields)
     return KINDS[values.pop("job")](**values)

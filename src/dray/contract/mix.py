@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 BLOCK = 1024
-"""Samples in which every source has its share."""
+"""The samples of a block, in which every dataset has its share."""
 
 
 def quotas(size: int, weights: Sequence[float]) -> list[int]:
-    """`size` samples by weight, and what is left over to the largest remainders. Exact, so the same everywhere."""
+    """Share out `size` samples by weight, the rest to the largest remainders. Exact, so the same on every machine."""
     parts = [Fraction(weight) for weight in weights]
     exact = [size * part / sum(parts) for part in parts]
     found = [int(share) for share in exact]
@@ -21,5 +21,5 @@ def quotas(size: int, weights: Sequence[float]) -> list[int]:
 
 
 def is_too_light(weight: float, weights: Sequence[float]) -> bool:
-    """Whether this one of the weights is less than one sample of a block, so that there might never be any."""
+    """Whether a weight gives less than one sample of a block, so that its dataset may never be read."""
     return BLOCK * Fraction(weight) < sum(map(Fraction, weights))

@@ -21,13 +21,13 @@ _KERNEL_LOG = "/dev/kmsg"  # mostly root's alone
 _OLDER_IMAGES = {"cuda": ("cuda12", "525.60.13"), "rocm": ("rocm6", "6.7")}
 # NVIDIA's numbers of errors after which a GPU needs a reset or a repair; most others are a program's own fault.
 _XIDS = {
-    48: "an ECC error of two bits",
-    64: "a row of memory that cannot be remapped",
+    48: "a double-bit ECC error",
+    64: "a row of its memory could not be remapped",
     74: "an NVLink error",
     79: "the GPU has fallen off the bus",
     95: "an uncontained ECC error",
-    119: "its GSP does not answer",
-    120: "an error of its GSP",
+    119: "its system processor (GSP) does not answer",
+    120: "an error of its system processor (GSP)",
 }
 _LOCKED_GB = 1.0  # less than this, and the buffers of a few connections fill it
 _WRITTEN = 65536  # bytes
@@ -89,8 +89,8 @@ def locked_memory(*, needed: bool, limit: int | None = None) -> Finding:
         "the limit of locked memory is too small for RDMA",
         wanted="unlimited (ulimit -l)",
         found=f"{limit / 1e9:.6f} GB",
-        fix="PropagateResourceLimitsExcept=MEMLOCK in slurm.conf and LimitMEMLOCK=infinity for slurmd; elsewhere in "
-        "/etc/security/limits.conf",
+        fix="ask the administrators: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf and LimitMEMLOCK=infinity for "
+        "slurmd; without Slurm, memlock in /etc/security/limits.conf",
         code=exit_codes.UNFIT if needed else exit_codes.DONE,
     )
 
@@ -113,7 +113,7 @@ def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
         f"{variable}={value} names no network interface of this node",
         wanted=f"an interface of this node: {' '.join(present)}",
         found=" ".join(missing),
-        fix=f"leave {variable} out, or name one of these: env.{variable} in the recipe, or the site's file (dray plan)",
+        fix=f"leave out {variable}, or name one of these (env.{variable} in the recipe, or the site's file)",
         code=exit_codes.UNFIT,
     )
 
@@ -122,7 +122,7 @@ def shared_memory(wanted_gb: float, path: str = SHARED_MEMORY) -> Finding:
     """Whether data workers and NCCL have room to share memory."""
     status = os.statvfs(path)
     size = status.f_frsize * status.f_blocks / 1e9
-    fix = "docker run --shm-size=1g; elsewhere ask the administrators. Data workers and NCCL share memory in it"
+    fix = "docker run --shm-size=1g; elsewhere ask the administrators. Data workers and NCCL need this memory"
     problem = Finding(f"{path} is too small", wanted=f"{wanted_gb} GB (preflight.shared_memory_gb)", fix=fix)
     return _room(problem, path, size, wanted_gb)
 
@@ -131,7 +131,7 @@ def free_space(folder: str, wanted_gb: float) -> Finding:
     """Whether a folder has free space."""
     status = os.statvfs(folder)
     free = status.f_frsize * status.f_bavail / 1e9
-    fix = "remove what is not needed in it, or leave this node out (sbatch --exclude)"
+    fix = "delete files in it, or leave this node out (sbatch --exclude)"
     problem = Finding(f"{folder} is full", wanted=f"{wanted_gb} GB free (preflight.free_gb)", fix=fix)
     return _room(problem, folder, free, wanted_gb)
 
@@ -151,10 +151,10 @@ def writable(folder: str) -> Finding:
             os.unlink(path)
     except OSError as error:
         return Finding(
-            f"nothing can be written in {folder}",
-            wanted="a folder in which this node can write",
+            f"this node cannot write in {folder}",
+            wanted="permission and space to write a file",
             found=error.strerror or str(error),
-            fix="look at quota and mount; where other nodes can write there, leave this one out (sbatch --exclude)",
+            fix="check quota and mount; if other nodes can write there, leave this one out (sbatch --exclude)",
             code=exit_codes.UNFIT,
         )
     return Finding(folder, found="can be written", kind="ok")
@@ -172,7 +172,7 @@ def memory(
     available = int(found[1]) * 1024 / 1e9 if found else float("inf")
     limit = memory_limit(own, groups)
     allowed = float("inf") if limit is None else limit / 1e9
-    fix = "other processes hold it: leave this node out (sbatch --exclude)"
+    fix = "other processes use the memory: leave this node out (sbatch --exclude)"
     what = "available"
     if allowed < available:
         fix, what = "ask Slurm for more: --mem=SIZE, or --mem=0 for all of a node's", "allowed by the job's cgroup"
@@ -224,7 +224,7 @@ def xids(path: str = _KERNEL_LOG) -> list[Finding]:
         Finding(
             f"the kernel's log has Xid {number} of the GPU at {bus}",
             found=_XIDS[number],
-            fix="if it comes again, leave this node out (sbatch --exclude), and tell the administrators",
+            fix="if it happens again, leave this node out (sbatch --exclude), and tell the administrators",
         )
         for bus, number in seen
         if number in _XIDS

@@ -18,7 +18,7 @@ def mark(pid: int) -> list[Any]:
 
 
 def began(pid: int) -> str:
-    """Empty where there is no such process, or only what is left of one."""
+    """The process's start time; empty if it has ended, or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, *fields = file.read().rpartition(")")[2].split()

@@ -11,7 +11,7 @@ import re
 from dray.contract import files
 
 VARIABLE = "DRAY_NODE_LOG"
-"""Names that log to the ranks' supervisors; not set where each rank has a log of its own."""
+"""The variable with that log's path, for the ranks' supervisors; unset where each rank has its own log."""
 _LINE = re.compile(rb"rank (\d{1,7}) \| ")
 _WINDOWS = (1 << 16, 1 << 20, 1 << 24)  # bytes from the end: other ranks may have written much since
 
@@ -28,7 +28,7 @@ def split(line: bytes) -> tuple[int | None, bytes]:
 
 
 def tail(log: str | os.PathLike[str], rank: int | None, lines: int = 20) -> list[str]:
-    """The last lines of a rank in its node's log; with None, of a log that is all one rank's or node's."""
+    """The last lines of a rank in its node's log; with None, of a log without prefixes."""
     if rank is None:
         return files.tail(log, lines)
     found: list[str] = []

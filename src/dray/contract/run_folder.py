@@ -59,7 +59,7 @@ SAVED = "saved"  # empty, by the first node's runner: all ranks have saved and e
 BY_USER = "dray stop"  # a line in it: the run does not go back into the queue
 NOW = "dray stop --now"  # a line in it: nor does it save
 PROCESS = "process.json"  # what runs it here, of a run without Slurm
-ENTER_SCRIPT = "enter.sh"  # starts a command in the container of a run that goes on
+ENTER_SCRIPT = "enter.sh"  # starts a command in the container of an active run
 
 
 def attempt(number: int | str) -> str:
@@ -93,10 +93,10 @@ def failure(name: str) -> str:
 
 
 def hang(restart: int) -> str:
-    """A folder with what was saved of ranks that hung: of the first start, or of the one after so many restarts."""
+    """The folder with what was saved of ranks that hung, after so many restarts; the first start is 0."""
     return f"{HANG}/restart-{restart}" if restart else HANG
 
 
 def restart(number: int | str) -> str:
-    """A folder with the failures after which all ranks of the attempt were started again; the first is 1."""
+    """The folder with the failures that led to this restart of all ranks; the first restart is 1."""
     return f"{FAILURES}/restart-{number}"

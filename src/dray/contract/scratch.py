@@ -26,7 +26,7 @@ def take(folder: str) -> int:
             raise UnfitError(problem, where=folder, found=error.strerror or str(error)) from error
         if not _ours(folder):
             raise UnfitError(
-                "the node's own folder is somebody else's",
+                "the node's own folder is not private",
                 where=folder,
                 wanted=f"a folder of user {os.geteuid()} that no other user may read",
                 found=_seen(folder),

@@ -82,7 +82,7 @@ def _is_option(name: str, value: str) -> bool:
 
 
 def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The values that were handed in by these names, and that no log or report may show, by value.
+    """The secret values of these variables, each with its name; no log or report may show them.
 
     A short value, the path of a folder or a plain address is in too many lines that are not about it.
     """
@@ -93,7 +93,7 @@ def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def redacted_code(text: str, values: Mapping[str, str] | None = None) -> str:
-    """As `redacted`; and with `[secret]` in the place of what the code gives a name that holds secrets."""
+    """As `redacted`, and with `[secret]` for each value that code assigns to a secret's name."""
 
     def replaced(given: re.Match[str]) -> str:
         kind, name = ("text" if given["quote"] else "bare"), given["name"]
@@ -108,7 +108,7 @@ def redacted_code(text: str, values: Mapping[str, str] | None = None) -> str:
 
 
 def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
-    """The text with `[HF_TOKEN]` in the place of a value that was handed in, and `[secret]` where a shape tells one."""
+    """The text with `[HF_TOKEN]` for that variable's value, and `[secret]` for what looks like a secret."""
     for value, name in (values or {}).items():
         text = text.replace(value, f"[{name}]")
     return _SHAPES.sub("[secret]", text)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 SHARE = 0.25
-"""Of a rank's memory, for weights, gradients and optimizer: activations, and what libraries take, have the rest."""
+"""The share of a rank's memory for weights, gradients and optimizer; activations and libraries need the rest."""
 
 
 def nodes_of(asked: str | int, nodes: int) -> list[int]:
-    """How many nodes may share a shard, from the fastest to those that take least; the others have copies.
+    """How many nodes may share one copy of the model, from the fastest choice to the one with least memory.
 
-    Groups are of nodes that follow one another, and equally large.
+    Groups are equally large, and their nodes follow one another.
     """
     if asked == "all":
         return [nodes]
@@ -19,7 +19,7 @@ def nodes_of(asked: str | int, nodes: int) -> list[int]:
 
 
 def text(ranks: int, nodes: int, of: int) -> str:
-    """Who shares, `nodes` of `of`, `ranks` in all."""
+    """The ranks that share a copy: `ranks` ranks on `nodes` of `of` nodes."""
     if nodes == of:
         return "all ranks"
     return "the ranks of each node" if nodes == 1 else f"the {ranks} ranks of every {nodes} nodes"

@@ -7,36 +7,36 @@ clocks differ, and one that is set would make a part negative.
 from __future__ import annotations
 
 VARIABLE = "DRAY_STARTED"
-"""`boot=ID step=N NAME=SECONDS ...`: which start of which kernel the seconds are of, and Slurm's number of the step."""
+"""`boot=ID step=N NAME=SECONDS ...`: the boot id of the clock, the number of Slurm's step, and the times."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 STAGE, CONTAINER, RENDEZVOUS, PREFLIGHT = "stage", "container", "rendezvous", "preflight"
 RANK = IMPORT, GROUPS, MODEL, CHECKPOINT, COMPILE, FIRST_STEP = (
     "import", "process_groups", "model", "checkpoint", "compile", "first_step",
 )  # fmt: skip
-"""What ranks of dray's trainer tell, in the order of contract.heartbeat's marks."""
+"""The parts that ranks of dray's trainer report, in the order of contract.heartbeat's marks."""
 NODE = ("plan", "srun", STAGE, CONTAINER, RENDEZVOUS, PREFLIGHT, *RANK)
-"""Of a node. Only the first one, where the job's script runs, knows the first two."""
+"""The parts of a node. Only the first node, where the job's script runs, knows the first two."""
 OWN = (STAGE, CONTAINER, IMPORT, MODEL, CHECKPOINT, COMPILE)
-"""What a node does by itself; in all else it may wait for others."""
+"""The parts in which a node works alone; in the others it may wait for other nodes."""
 PARTS = ("queue", *NODE)
 NAMES = {
     "queue": "queue", "plan": "planning", "srun": "srun", STAGE: "image staged", CONTAINER: "container",
     RENDEZVOUS: "rendezvous", PREFLIGHT: "preflight", IMPORT: "launcher and imports", GROUPS: "process groups",
     MODEL: "datasets and model", CHECKPOINT: "checkpoint", COMPILE: "compile", FIRST_STEP: "first step",
 }  # fmt: skip
-"""As a reader sees them."""
+"""Their names in messages and reports."""
 SBCAST = "sbcast"
-"""Beside the parts, of the first node: the time in which the image was sent to the disks of all nodes at once."""
+"""Beside the parts, for the first node: how long sbcast took to send the image to the disks of all nodes."""
 TFLOPS = "tflops"
-"""Beside the parts: the least that one of the node's GPUs gave in matrix products, in 16 bits."""
+"""Beside the parts: TFLOP/s of the node's slowest GPU in matrix products of 16 bits."""
 
 _MOST = {TFLOPS: 1e6}
 _LONGEST = 1e7  # seconds: four months, which no job lasts
 
 
 def clean(told: object) -> dict[str, float]:
-    """Those of a node's parts that are durations; what is negative, absurd, no number or no part is left out."""
+    """The valid durations of a node's parts, without values that are negative, absurd, no numbers or unknown."""
     if not isinstance(told, dict):
         return {}
     found = {}
@@ -48,7 +48,7 @@ def clean(told: object) -> dict[str, float]:
 
 
 def before(text: str, boot: str, runner: float) -> dict[str, float]:
-    """The parts before the runner began, at `runner`; none of a clock of another machine, nor of times in no order."""
+    """The parts before the runner began (at `runner`), without those of another clock or in the wrong order."""
     fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if not boot or fields.get("boot") != boot:
         return {}
@@ -67,7 +67,7 @@ def before(text: str, boot: str, runner: float) -> dict[str, float]:
 
 
 def step(text: str) -> str:
-    """Slurm's number of the step that the node's script ran in; empty without one."""
+    """The number of the Slurm step in which the node's script ran; empty if there was none."""
     found = next((word[5:] for word in text.split() if word.startswith("step=")), "")
     return found if found.isascii() and found.isdigit() and len(found) < 12 else ""
 

@@ -11,7 +11,7 @@ from dray.contract import exit_codes, secrets
 from dray.contract.findings import DrayError
 
 TRACEBACK = "DRAY_TRACEBACK"
-"""Set to 1, the traceback is printed and not put into a file."""
+"""If it is 1, dray prints the traceback and writes no file."""
 DEFECT = "this is a defect of dray"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SERVER = {
@@ -20,7 +20,7 @@ _SERVER = {
     errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT,
 }  # fmt: skip
 MENDED = frozenset({*_FULL, *_SERVER, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS})
-"""What a machine or a disk's server refuses until somebody mends it, or until it is there again."""
+"""Errors of a machine or a file server that last until somebody repairs it, or until it is back."""
 _MACHINE = MENDED | {errno.EFBIG}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers, which are Rust, name it
 _SHOWN = 300
@@ -43,7 +43,7 @@ def error(raised: BaseException, *, log: bool = False) -> DrayError:
         return DrayError(os.strerror(number), where=where, found=found, fix=fix, code=code)
     found = f"{type(raised).__name__}: {secrets.redacted(ascii(str(raised))[1:-1])}"[:_SHOWN]
     told = _traceback(raised, show=log)
-    return DrayError(DEFECT, where=place, found=found, fix=f"report it to those you have dray from, with {told}")
+    return DrayError(DEFECT, where=place, found=found, fix=f"report it where you got dray, with {told}")
 
 
 def is_machines(raised: BaseException) -> bool:
@@ -83,5 +83,5 @@ def _traceback(raised: BaseException, *, show: bool = False) -> str:
         with open(file, "w", errors="backslashreplace", encoding="utf-8") as out:
             out.write(text)
     except OSError:
-        return f"what {TRACEBACK}=1 before the command prints"
+        return f"the output of the same command with {TRACEBACK}=1 before it"
     return path

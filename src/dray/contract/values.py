@@ -38,7 +38,7 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
 
 
 def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """The same, with an escape such as \\u001b for what no JSON can hold and no terminal should be sent."""
+    """The value with escapes such as \\u001b for control characters, and for what JSON cannot hold."""
     if value is None or isinstance(value, int | float):
         return value
     if isinstance(value, str):

@@ -30,17 +30,17 @@ def bring(
             connection.ask("receive", path, names[one.item], str(len(one.data)), sha256, feed=[one.data])
     if found[item].startswith("missing"):
         size = image.stat().st_size
-        say(f"bringing {image.name}, {size / 1e6:,.1f} MB, to {connection.remote.place}")
+        say(f"copying {image.name}, {size / 1e6:,.1f} MB, to {connection.remote.place}")
         connection.ask("receive", path, item, str(size), digest, feed=_blocks(image, size))
     connection.ask("keep", path, names[dray.item], item)
     return Brought(names[dray.item], item, names[recipe.item] if recipe else "")
 
 
 def _name(item: str, answer: str) -> str:
-    """The item, or the item with a number: a job may have changed the copy that was brought first."""
+    """The item, or the item with a number: a job may have changed the first copy."""
     if not re.fullmatch(rf"(here|missing) {re.escape(item)}(-[0-9]+)?", answer):
         raise UnfitError(
-            "the remote does not tell what is there", wanted=f"here or missing, and {item}", found=ascii(answer)
+            "the remote gave an unexpected answer", wanted=f"here or missing, and {item}", found=ascii(answer)
         )
     return answer.partition(" ")[2]
 
@@ -63,9 +63,9 @@ def require_sif(image: Path) -> Path:
     """The image, if it is a SIF, which dray can copy; else refuse it."""
     if image.suffix != ".sif" or not image.is_file():
         raise ConfigError(
-            "only an image in a SIF is brought to a remote",
+            "dray copies only a SIF to a remote",
             found=image,
             wanted="a SIF",
-            fix="set DRAY_IMAGE to one, or make image-cpu",
+            fix="set DRAY_IMAGE to a SIF, or make image-cpu",
         )
     return image

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HOST = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 _PLACE = re.compile(rf"({_HOST}):(/.*)", re.DOTALL)
 _URL = re.compile(rf"[a-z]+://({_HOST})(/[!-~]*)")
-_WANTED = "USER@HOST:/FOLDER or HOST:/FOLDER, a host of ~/.ssh/config too"
+_WANTED = "USER@HOST:/FOLDER or HOST:/FOLDER, where HOST may be a Host of ~/.ssh/config"
 
 
 class Remote(NamedTuple):
@@ -59,8 +59,8 @@ def parse(name: str, place: str) -> Remote:
     path = os.path.normpath(found[2]).replace("//", "/")
     if path == "/" or ".." in found[2].split("/"):
         raise ConfigError(
-            "dray needs a folder of its own there",
-            wanted="such as /scratch/USER/dray, without `..`",
+            "dray needs its own folder on the remote",
+            wanted="a path such as /scratch/USER/dray, without `..`",
             found=ascii(place),
         )
     if not path.isprintable():
@@ -95,7 +95,9 @@ def read() -> dict[str, Remote]:
     for name, entry in table.items():
         keys = {"host", "path"}
         if not isinstance(entry, dict) or {*entry} != keys or not all(isinstance(entry[key], str) for key in keys):
-            raise ConfigError("a remote is not written as dray does", where=f"{path}, [{name}]", wanted="host and path")
+            raise ConfigError(
+                "a remote in the file is malformed", where=f"{path}, [{name}]", wanted="the keys host and path"
+            )
         found[name] = parse(name, f"{entry['host']}:{entry['path']}")
     return found
 
@@ -122,7 +124,7 @@ def find(name: str) -> Remote:
         raise ConfigError(
             "there is no such remote",
             where=file(),
-            wanted=f"one of {listed(sorted(remotes))}" if remotes else "a name that dray remote add gave",
+            wanted=f"one of {listed(sorted(remotes))}" if remotes else "a remote that you have added",
             found=ascii(name),
             fix=f"did you mean {near}?" if near else "dray remote add NAME USER@HOST:/FOLDER",
         )

@@ -18,7 +18,7 @@ from dray.contract import dataset, files
 from dray.contract.findings import ConfigError
 
 FILES, BYTES = 2000, 64 << 20
-"""The most files, and bytes, that go with a recipe."""
+"""The most files and bytes that dray copies with a recipe."""
 _SUMS = ".dray-sums"
 """Checksums of each copied file, for sha256sum; a folder may have its own SHA256SUMS."""
 # What a job and a login node read of a checkout; the rest is in the image.
@@ -51,7 +51,7 @@ def dray() -> Parcel:
 
 
 def recipe(path: Path | None, values: Iterable[str], folder: Path | None, beside: Path, site: Path | None) -> Parcel:
-    """A recipe's file and what `values` name `beside` it; all of `folder` in there, where a command runs."""
+    """A recipe's file, what `values` name `beside` it, and all of `folder`, where a command runs."""
     found: dict[str, Path] = {}
     if path:
         found[path.name] = path.absolute()
@@ -86,10 +86,10 @@ def _named(beside: Path, value: str) -> Iterator[Path]:
             continue
         if ".." in Path(text).parts:
             raise ConfigError(
-                "a file of the recipe is outside of the recipe's folder, and only that is brought to a remote",
+                "a file of the recipe is outside the recipe's folder; dray copies nothing from outside to a remote",
                 where=beside,
                 found=text,
-                fix="put it beside the recipe, or give its absolute path there",
+                fix="put it beside the recipe, or give its absolute path on the remote",
             )
         yield from found
         return
@@ -125,11 +125,11 @@ def _target(link: Path, folder: Path) -> Path:
     target = Path(os.path.realpath(link))
     if not target.is_relative_to(folder):
         raise ConfigError(
-            "a link leads out of what is brought to a remote",
+            "a link points outside the folder that dray copies to a remote",
             where=link,
             wanted=f"a link to something in {folder}",
             found=target,
-            fix="put a copy in its place, or remove it and give an absolute path there",
+            fix="replace it by a copy, or remove it and give an absolute path on the remote",
         )
     return target
 
@@ -160,7 +160,7 @@ def _packed(kind: str, found: Mapping[str, Path]) -> Parcel:
     total, contents, links = 0, dict[str, tuple[bytes, bool]](), dict[str, str]()
     for name, path in sorted(found.items()):
         if not name.isprintable() or "\\" in name or name == _SUMS:
-            raise ConfigError("a file with this name is not brought to a remote", found=ascii(name), fix="rename it")
+            raise ConfigError("dray cannot copy a file with this name to a remote", found=ascii(name), fix="rename it")
         if path.is_dir():
             links[name] = os.path.relpath(os.path.realpath(path), path.parent)
             continue
@@ -194,8 +194,8 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 def _too_much(what: str, found: Mapping[str, Path]) -> ConfigError:
     return ConfigError(
-        "this is too much to go along with a recipe",
+        "the recipe's files are too many or too large to copy",
         wanted=f"at most {FILES} files and {BYTES >> 20} MiB",
         found=f"{what}, from {next(iter(found.values())).parent}",
-        fix="copy data there once, and give its absolute path there; start a command in a folder of its own",
+        fix="copy data to the remote once, and give its absolute path there; start a command in a folder of its own",
     )

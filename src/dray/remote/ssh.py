@@ -79,9 +79,9 @@ class Connection:
             raise lost(self.remote, shown(bytes(last)))
         if not begins.found:
             raise UnfitError(
-                "no bash answers at the other end",
+                "no bash answers on the remote",
                 where=self.remote.place,
-                wanted="bash, and a ~/.bash_profile there that neither ends it nor reads its input",
+                wanted="bash, and a ~/.bash_profile there that neither exits nor reads standard input",
                 found=f"exit code {code}: {_end(shown(bytes(last)))}",
             )
         return code
@@ -138,10 +138,10 @@ def _is_open(remote: Remote) -> bool:
 def lost(remote: Remote, told: str) -> UnfitError:
     """The error for a connection that ended before its command."""
     return UnfitError(
-        "the connection was lost; what runs in the queue there goes on",
+        "the connection was lost; jobs on the remote continue",
         where=remote.place,
-        found=_end(told) or "ssh was ended",
-        fix=f"dray runs --on {remote.name} shows what there is",
+        found=_end(told) or "ssh printed nothing",
+        fix=f"dray runs --on {remote.name} shows the runs there",
     )
 
 
@@ -157,10 +157,10 @@ def _begin(argv: list[str], log: Path) -> int:
 
 def _not_reached(remote: Remote, told: bytes) -> UnfitError:
     return UnfitError(
-        "ssh does not reach the remote",
+        "ssh cannot reach the remote",
         where=remote.place,
-        found=_end(shown(told)) or "ssh told nothing",
-        fix=f"try it by hand: ssh {remote.host} true; a Host of ~/.ssh/config has its key, user and port",
+        found=_end(shown(told)) or "ssh printed nothing",
+        fix=f"try by hand: ssh {remote.host} true; a Host in ~/.ssh/config can set key, user and port",
     )
 
 
@@ -179,7 +179,7 @@ def _end(text: str) -> str:
 def _refused(code: int, told: str) -> DrayError:
     """A refusal of there.sh in the form that all have."""
     lines = told[told.rfind("dray: ") + 6 :] if "dray: " in told else told
-    problem, *rest = lines.strip().splitlines() or [f"a step ended with exit code {code}"]
+    problem, *rest = lines.strip().splitlines() or [f"a step on the remote ended with exit code {code}"]
     fields: dict[str, str] = {}
     for line in rest:
         if found := re.fullmatch(r"  (where|wanted|found|fix): +(.*)", line):

@@ -16,11 +16,11 @@ there::folder() { # FOLDER: it is this user's, and nobody else writes into it
   why="$( (umask 077; mkdir -p -- "$1") 2>&1)" || there::die 78 "the remote's folder cannot be made" \
     "where:  $1 on $HOSTNAME" "found:  ${why##*: }" "fix:    dray remote add with a folder that you may write"
   [[ -O "$1" ]] || there::die 78 "the remote's folder belongs to another user, who could change what your jobs start" \
-    "where:  $1 on $HOSTNAME" "wanted: a folder of $(id --user --name)" "found:  one of $(stat --dereference --format=%U -- "$1")" \
+    "where:  $1 on $HOSTNAME" "wanted: a folder of $(id --user --name)" "found:  a folder of $(stat --dereference --format=%U -- "$1")" \
     "fix:    dray remote add with a folder of your own"
   mode="$(stat --dereference --format=%a -- "$1")"
   ((!(8#$mode & 8#22))) || there::die 78 "other users could change what your jobs start" "where:  $1 on $HOSTNAME" \
-    "found:  mode $mode" "fix:    chmod go-w on that folder there, or name another one"
+    "found:  mode $mode" "fix:    chmod go-w on that folder there, or choose another folder"
   [[ -w "$1" && -x "$1" ]] || there::die 78 "the remote's folder cannot be written" "where:  $1 on $HOSTNAME" "found:  mode $mode"
 }
 
@@ -55,7 +55,7 @@ there::image() { # FILE: whether the image is there. Its content is read again w
     found="$(sha256sum <"$1")"
     [[ "${found%% *}" != "$digest" ]] || { there::arrived "$1"; return 0; }
   fi
-  there::die 69 "another file has the name of this image" "where:  $1 on $HOSTNAME" "wanted: sha256:$digest" \
+  there::die 69 "another file has the image's name" "where:  $1 on $HOSTNAME" "wanted: sha256:$digest" \
     "found:  ${found:+sha256:${found%% *}}${found:-no file of yours}" "fix:    remove it there: it was changed or damaged"
 }
 
@@ -71,14 +71,14 @@ there::receive() { # FOLDER ITEM SIZE SHA256: from standard input; under its nam
   mkdir -p -- "${target%/*}"
   find "${target%/*}" -maxdepth 1 -name '.arriving-*' -mmin +1440 -exec rm -rf -- {} +
   free="$(df --output=avail --block-size=1 -- "${target%/*}" | tail --lines=1)"
-  ((free >= size)) || there::die 69 "there is no room for what is to be brought" "where:  ${target%/*} on $HOSTNAME" \
-    "wanted: $size bytes" "found:  ${free// /} bytes" "fix:    free space, or name another folder"
+  ((free >= size)) || there::die 69 "the remote's disk has too little free space" "where:  ${target%/*} on $HOSTNAME" \
+    "wanted: $size bytes" "found:  ${free// /} bytes" "fix:    free space, or choose another folder"
   arriving="$(mktemp -d -- "${target%/*}/.arriving-XXXXXX")"
-  head --bytes="$size" >"$arriving/part" || there::die 69 "what was brought cannot be written" "where:  ${target%/*} on $HOSTNAME" \
-    "fix:    look at quota and free space there"
+  head --bytes="$size" >"$arriving/part" || there::die 69 "the copy cannot be written" "where:  ${target%/*} on $HOSTNAME" \
+    "fix:    check quota and free space there"
   sync -- "$arriving/part"
   found="$(sha256sum <"$arriving/part")"
-  [[ "${found%% *}" == "$digest" ]] || there::die 69 "what has arrived is not what was sent, and is removed" "where:  $target on $HOSTNAME" \
+  [[ "${found%% *}" == "$digest" ]] || there::die 69 "the copy arrived damaged, and was removed" "where:  $target on $HOSTNAME" \
     "wanted: sha256:$digest, $size bytes" "found:  sha256:${found%% *}, $(stat --format=%s -- "$arriving/part") bytes" "fix:    try again"
   if [[ "$target" == *.sif ]]; then
     mv --no-target-directory -- "$arriving/part" "$target"
@@ -89,7 +89,7 @@ there::receive() { # FOLDER ITEM SIZE SHA256: from standard input; under its nam
     tar --extract --touch --no-same-owner --directory="$arriving/tree" --file="$arriving/part"
     sync -f -- "$arriving/tree"
     why="$(mv --no-target-directory -- "$arriving/tree" "$target" 2>&1)" || there::whole "$target" || # another one was quicker
-      there::die 69 "what was brought does not get its name" "where:  $target on $HOSTNAME" "found:  ${why##*: }" "fix:    try again"
+      there::die 69 "the copy cannot be renamed" "where:  $target on $HOSTNAME" "found:  ${why##*: }" "fix:    try again"
   fi
 }
 
@@ -105,8 +105,8 @@ there::verb() { # FOLDER DRAY IMAGE RUN_IN BRING VERB [WORD...]: by the script t
   there::folder "$1"
   [[ -n "$2" || ! -f "$1/current" ]] || mapfile -t current <"$1/current"
   [[ "${current[*]}" =~ ^dray/[0-9a-f]{64}(-[0-9]+)?\ images/[0-9a-f]{64}\.sif$ && -f "$1/${current[1]}" && -f "$1/${current[0]}/slurm/login.sh" ]] ||
-    there::die 78 "dray and its image are not there yet" "where:  $1 on $HOSTNAME" \
-      "fix:    dray submit --on brings them, and dray remote check NAME --image cpu"
+    there::die 78 "dray and its image are missing on the remote" "where:  $1 on $HOSTNAME" \
+      "fix:    dray submit --on copies them; so does dray remote check NAME --image cpu"
   bash -- "$1/${current[0]}/slurm/login.sh" "$1" "$1/${current[1]}" "$1${4:+/$4}" "${@:5}"
 }
 
@@ -117,7 +117,7 @@ there::check() { # FOLDER: what a run needs here
     command -v "$name" >/dev/null || missing+=" $name"
   done
   command -v apptainer >/dev/null || command -v singularity >/dev/null || missing+=" apptainer"
-  [[ -z "$missing" ]] || there::die 69 "a program is missing there:$missing" "where:  PATH=$PATH on $HOSTNAME" \
+  [[ -z "$missing" ]] || there::die 69 "a program is missing on the remote:$missing" "where:  PATH=$PATH on $HOSTNAME" \
     "fix:    load the site's module in your ~/.bash_profile there"
   printf 'bash %s, %s, %s\n' "${BASH_VERSION%%(*}" "$(tar --version | head --lines=1)" "$(sbatch --version)"
   printf '%s\n' "$(apptainer --version 2>/dev/null || singularity --version)"

@@ -122,7 +122,9 @@ def _allocated(
     """The nodes of the allocation, with the facts that slurm/probe.sh finds in a job."""
     allocation.require_nodes(allocated, asked.nodes)
     if asked.gpus_per_node:
-        raise ConfigError("salloc already set --gpus-per-node", fix="leave out --gpus-per-node; --ranks sets the ranks")
+        raise ConfigError(
+            "--gpus-per-node is set by salloc; --ranks sets the number of ranks", fix="leave out --gpus-per-node"
+        )
     gpus = (env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0").rpartition(":")[2]
     facts, choice = login.facts(
         recipe, int(allocated.nodes), 0, asked.site, ranks=None, options=(), gpu_memory=asked.gpu_memory

@@ -177,7 +177,7 @@ def _seen(paths: RunPaths) -> state.State | None:
 
 def _now(seen: state.State | None) -> str:
     """What the attempt is doing."""
-    return (_doing(seen) if seen else "") or "it still runs, or was killed before it could write a result"
+    return (_doing(seen) if seen else "") or "it is active, or was killed before it could write a result"
 
 
 def _doing(seen: state.State) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs one command beside a run that goes on. node.sh's other parts start the container; nothing of the run is changed.
+# Runs one command beside an active run. node.sh's other parts start the container; nothing of the run is changed.
 # shellcheck disable=SC2034
 
 # Of this command alone: what an engine copies for it, and takes away with it.

@@ -1,4 +1,4 @@
-"""A saved model to the hub."""
+"""Push a saved model to the hub."""
 
 from __future__ import annotations
 

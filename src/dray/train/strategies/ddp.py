@@ -159,7 +159,7 @@ class Ddp:
 def _order_buckets(model: DistributedDataParallel) -> None:
     """Run a dummy backward pass, so that DDP fixes the order of its buckets now.
 
-    Else the first step after a resume would sum the ranks' gradients in another order than a run that goes on.
+    Else the first step after a resume would sum the ranks' gradients in another order than a run without a stop.
     """
     model.reducer.prepare_for_backward([])
     # The last weights of a model have their gradients first.
