@@ -330,8 +330,8 @@ STOPPED = r"stopped by (SIGUSR1|the time limit)"
 HANGS = ("hang_timeout_s=10",)
 FAULTS = (
     Fault("kill -9 of a rank", kill_rank, KILLED),
-    Fault("kill -9 of the launcher", kill_launcher, r"launcher ended with killed by SIGKILL"),
-    Fault("kill -9 of a rank's supervisor", kill_supervisor, r"killed by SIGKILL, or the process that supervises it"),
+    Fault("kill -9 of the launcher", kill_launcher, r"launcher ended: killed by SIGKILL"),
+    Fault("kill -9 of a rank's supervisor", kill_supervisor, r"killed by SIGKILL, or its supervisor was"),
     Fault("kill -9 of a node's runner", kill_runner, GONE),
     Fault("kill -9 of the first node's runner", kill_first_runner, GONE),
     Fault("kill -9 of squashfuse", kill_mount, "the image's mount went away"),

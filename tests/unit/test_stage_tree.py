@@ -241,8 +241,8 @@ def head(link: Channel, number: int, length: int, data: bytes) -> bytes:
     [
         (lambda link: bytes(76), "a chunk without a valid proof"),
         (lambda link: head(link, 1, 77, b"x" * 77), "out of order"),
-        (lambda link: head(link, 0, 78, b"x" * 78), "of another length"),
-        (lambda link: head(link, 0, 1 << 31, b""), "of another length"),
+        (lambda link: head(link, 0, 78, b"x" * 78), "has the wrong length"),
+        (lambda link: head(link, 0, 1 << 31, b""), "has the wrong length"),
         (lambda link: head(link, 0, 77, b"x" * 77) + b"y" * 77, "chunk 0 was changed on its way"),
         (lambda link: head(link, 0, 0, b"") * 2 + b"z" * 76, "a chunk without a valid proof"),
         (lambda link: head(link, 0, 77, b"x" * 77) + b"x" * 76, "the other end closed the connection"),
