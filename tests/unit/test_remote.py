@@ -80,7 +80,7 @@ def test_exit_codes_and_refusals_pass_through(desk: Desk) -> None:
     [
         ("unknown:/tmp/x", 69, "ssh cannot reach the remote"),
         ("closed:/tmp/x", 69, "ssh cannot reach the remote"),
-        ("cluster:/etc/passwd/x", 78, "the remote's folder cannot be made"),
+        ("cluster:/etc/passwd/x", 78, "the remote's folder cannot be created"),
         ("cluster:/tmp", 78, "other users could change what your jobs start"),
     ],
 )

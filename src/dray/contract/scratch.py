@@ -22,7 +22,7 @@ def take(folder: str) -> int:
         except FileExistsError:
             pass  # another node of this machine made it, or another user
         except OSError as error:
-            problem = "the node's own folder cannot be made"
+            problem = "the node's own folder cannot be created"
             raise UnfitError(problem, where=folder, found=error.strerror or str(error)) from error
         if not _ours(folder):
             raise UnfitError(

@@ -13,7 +13,7 @@ there::die() { # CODE LINE...: as lib::die
 
 there::folder() { # FOLDER: it is this user's, and nobody else writes into it
   local mode why
-  why="$( (umask 077; mkdir -p -- "$1") 2>&1)" || there::die 78 "the remote's folder cannot be made" \
+  why="$( (umask 077; mkdir -p -- "$1") 2>&1)" || there::die 78 "the remote's folder cannot be created" \
     "where:  $1 on $HOSTNAME" "found:  ${why##*: }" "fix:    dray remote add with a folder that you may write"
   [[ -O "$1" ]] || there::die 78 "the remote's folder belongs to another user, who could change what your jobs start" \
     "where:  $1 on $HOSTNAME" "wanted: a folder of $(id --user --name)" "found:  a folder of $(stat --dereference --format=%U -- "$1")" \
