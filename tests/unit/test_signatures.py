@@ -193,7 +193,7 @@ class TestVerify:
             "  where:  /i.sif\n"
             f"  wanted: {B}\n"
             f"  found:  me {A}\n"
-            "  fix:    ask who built it for an image that is signed with this key"
+            "  fix:    ask the person who built it for an image that is signed with this key"
         )
 
     @pytest.mark.parametrize("key", ["", A[-16:], "me@host", A + "0"])
