@@ -56,12 +56,12 @@ def test_a_relative_path_starts_beside_the_recipe_behind_its_builder_and_before_
         ("a.jsonl:test[:5]", "files have only the split train, not test[:5]"),
         ("hub:me/texts:train[:200%]", "is not between"),
         ("hub:me/texts:train[", "expected a split such as"),
-        ("https://host/*.jsonl", "a web server lists no files"),
-        ("s3://", "expected a URL of files as it stands"),
-        ("s3://$BUCKET/x.txt", "expected a URL of files as it stands"),
-        ("sql:s3://b/x.db", "sql: reads what is on a disk"),
+        ("https://host/*.jsonl", "a web server cannot list files"),
+        ("s3://", "expected a complete URL of files"),
+        ("s3://$BUCKET/x.txt", "expected a complete URL of files"),
+        ("sql:s3://b/x.db", "sql: works only on local files"),
         ("sql:x.db", 'data.config_kwargs.sql.sql = "SELECT'),
-        ("lance:s3://b/x.lance", "lance: reads what is on a disk"),
+        ("lance:s3://b/x.lance", "lance: works only on local files"),
     ],
 )
 def test_a_wrong_name_is_refused(tmp_path: Path, name: str, said: str) -> None:

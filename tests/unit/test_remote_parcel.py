@@ -205,7 +205,7 @@ def test_too_many_files_end_the_walk_at_the_limit(tmp_path: Path, monkeypatch: p
             yield path / str(number)
 
     monkeypatch.setattr(parcel, "_below", endless)
-    with pytest.raises(ConfigError, match="this is too much to go along"):
+    with pytest.raises(ConfigError, match="the recipe's files are too many or too large"):
         parcel.recipe(None, [], tmp_path, tmp_path, None)
     assert len(seen) == parcel.FILES + 1
 
