@@ -122,7 +122,7 @@ def test_a_pattern_as_a_recipe_names_it(value: str, tmp_path: Path) -> None:
 
 def test_the_one_reserved_name(tmp_path: Path) -> None:
     (tmp_path / ".dray-sums").write_text("mine")
-    with pytest.raises(ConfigError, match="a file with this name is not brought"):
+    with pytest.raises(ConfigError, match="dray cannot copy a file with this name to a remote"):
         parcel.recipe(None, [".dray-sums"], None, tmp_path, None)
 
 
