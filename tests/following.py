@@ -1,4 +1,4 @@
-"""Runs of jobs on the cluster that go on beside a test: their files are all that tells of them."""
+"""Active runs on the cluster, which a test follows by their files alone."""
 
 from __future__ import annotations
 

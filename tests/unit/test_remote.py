@@ -162,5 +162,5 @@ def test_only_what_the_recipe_names_goes_along(tmp_path: Path) -> None:
     first = parcel.recipe(tmp_path / "r.toml", ["data.jsonl:train", "gpt2"], None, tmp_path, None)
     assert first == parcel.recipe(tmp_path / "r.toml", ["data.jsonl"], None, tmp_path, None)
     assert b"secret" not in first.data
-    with pytest.raises(ConfigError, match="outside of the recipe's folder"):
+    with pytest.raises(ConfigError, match="outside the recipe's folder"):
         parcel.recipe(tmp_path / "r.toml", [f"../{tmp_path.name}/data.jsonl"], None, tmp_path, None)

@@ -122,7 +122,7 @@ def test_a_pattern_as_a_recipe_names_it(value: str, tmp_path: Path) -> None:
 
 def test_the_one_reserved_name(tmp_path: Path) -> None:
     (tmp_path / ".dray-sums").write_text("mine")
-    with pytest.raises(ConfigError, match="a file with this name is not brought"):
+    with pytest.raises(ConfigError, match="dray cannot copy a file with this name to a remote"):
         parcel.recipe(None, [".dray-sums"], None, tmp_path, None)
 
 
@@ -205,7 +205,7 @@ def test_too_many_files_end_the_walk_at_the_limit(tmp_path: Path, monkeypatch: p
             yield path / str(number)
 
     monkeypatch.setattr(parcel, "_below", endless)
-    with pytest.raises(ConfigError, match="this is too much to go along"):
+    with pytest.raises(ConfigError, match="the recipe's files are too many or too large"):
         parcel.recipe(None, [], tmp_path, tmp_path, None)
     assert len(seen) == parcel.FILES + 1
 

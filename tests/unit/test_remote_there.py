@@ -141,7 +141,7 @@ def test_an_answer_that_is_none(tmp_path: Path, recipe: Parcel, answer: str) -> 
             assert function == "has"
             return answer.format(item=argv[1])
 
-    with pytest.raises(UnfitError, match="does not tell what is there"):
+    with pytest.raises(UnfitError, match="the remote gave an unexpected answer"):
         bring.bring(Other(tmp_path), an_image(tmp_path), print, recipe)  # type: ignore[arg-type]
 
 

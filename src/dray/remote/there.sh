@@ -53,10 +53,11 @@ there::image() { # FILE: whether the image is there. Its content is read again w
   if [[ ! -L "$1" && -f "$1" && -O "$1" ]]; then
     [[ "$(stat --format='%s %Y %i' -- "$1")" != "$(cat -- "$1.arrived" 2>/dev/null)" ]] || return 0
     found="$(sha256sum <"$1")"
-    [[ "${found%% *}" != "$digest" ]] || { there::arrived "$1"; return 0; }
+    found="${found%% *}"
+    [[ "$found" != "$digest" ]] || { there::arrived "$1"; return 0; }
   fi
   there::die 69 "another file has the image's name" "where:  $1 on $HOSTNAME" "wanted: sha256:$digest" \
-    "found:  ${found:+sha256:${found%% *}}${found:-no file of yours}" "fix:    remove it there: it was changed or damaged"
+    "found:  ${found:+sha256:}${found:-no file of yours}" "fix:    remove it there: it was changed or damaged"
 }
 
 there::arrived() { # FILE
