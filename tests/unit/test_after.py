@@ -224,7 +224,7 @@ def test_a_model_is_sent_to_the_hub_when_somebody_asks(runs, tmp_path: Path) -> 
         open_to_all = dray("push", folder, "me/open", **env)
         assert (open_to_all.returncode, "is public" in open_to_all.stdout) == (78, True)
         wrong = dray("push", folder, "me/mine", **{**env, "HF_TOKEN": "hf_may_read"})
-        assert (wrong.returncode, "take a token that may write" in wrong.stdout) == (78, True)
+        assert (wrong.returncode, "use a token that may write" in wrong.stdout) == (78, True)
         assert "hf_may" not in wrong.stdout + wrong.stderr
         nobody = dray("push", folder, "me/mine", HF_ENDPOINT=address, HF_HOME=str(tmp_path))
         assert nobody.stdout.startswith("dray: pushing a model to the hub needs a token\n")

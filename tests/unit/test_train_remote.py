@@ -163,7 +163,7 @@ def test_another_object_has_another_identity_and_is_refused_while_it_is_read(sto
         ("{web}/all/none.jsonl", "the dataset does not exist"),
         ("{web}/nobody/a.jsonl", "no permission: the dataset cannot be read"),
         ("abfs://container/a.jsonl", "--pip adlfs, and layer ="),
-        ("nothing://a/b.jsonl", "of a protocol that fsspec does not know: nothing"),
+        ("nothing://a/b.jsonl", "has a protocol that fsspec does not know: nothing"),
         ("json:s3://all/a.jsonl.zst", "--pip zstandard"),
     ],
 )
