@@ -296,7 +296,7 @@ def test_what_is_refused_before_the_queue(tmp_path: Path) -> None:
         (b"def cleans(row): ...\ndef other(row): ...\n", "found:  cleans, other\n  fix:    name an existing function: my prep.py:cleans"),
         (b"class A:\n    def clean(row): ...\n", "found:  no function\n"),
         (b"async def clean(row): ...\n", "there is no function clean\n"),
-        (b"T = 'hf_" + b"Ab1" * 10 + b"'\ndef clean(row): ...\n", "holds what looks like a secret, and every run fold"),
+        (b"T = 'hf_" + b"Ab1" * 10 + b"'\ndef clean(row): ...\n", "seems to hold a secret, and every run folder"),
         (b"#" * (300 << 10), "the file of data.map "),
     ):
         file.write_bytes(content)
