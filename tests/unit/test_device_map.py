@@ -67,7 +67,7 @@ def test_the_rest_goes_to_the_disk_where_it_is_asked_for(
 
 
 def test_and_nowhere_else(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="the rest of it would go to the disk") as refused:
+    with pytest.raises(ConfigError, match="its rest would go to the disk") as refused:
         made(model, capsys, placing("", SMALL))
     assert "disk: " in refused.value.details["found"]
     assert refused.value.details["fix"] == "--offload-folder DIR, or more memory: --max-memory"

@@ -186,7 +186,7 @@ class TestCounted:
         assert "counted in the model" not in ended.stdout
         assert "--exact cannot build" not in ended.stderr
         assert "--exact cannot count a compiled model, so the memory is an estimate" in ended.stdout
-        assert "--exact counts" not in dray("plan", *self.WORDS, "train.compile=true").stdout
+        assert "--exact cannot count" not in dray("plan", *self.WORDS, "train.compile=true").stdout
 
     def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

@@ -39,7 +39,7 @@ def test_what_ray_has_no_use_for(root: Path, words: tuple[str, ...], key: str) -
     file = None if words else root / "recipes" / "llama-sft.toml"
     with pytest.raises(ConfigError) as refused:
         read_recipe(file, ("launcher=ray", *words), command)
-    assert "starts your own program, [command], on the first node, and knows no" in str(refused.value.details["found"])
+    assert "starts [command] on the first node, and does not support" in str(refused.value.details["found"])
     assert key.strip("\\[]") in str(refused.value.details["found"])
 
 
