@@ -143,7 +143,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     ("run", "words", "said"),
     [
         ("ended", ("--step", "11"), "found:  steps 10, 20"),
-        ("other", (), "checkpoints/final is the last model, in the form of an export; checkpoint.every=N keeps"),
+        ("other", (), "checkpoints/final is an export of the last model; checkpoint.every=N keeps"),
         ("unfinished", (), "fix:    set checkpoint.every in the recipe\n"),
         ("nowhere", (), "this is not a run folder"),
     ],

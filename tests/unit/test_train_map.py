@@ -293,7 +293,10 @@ def test_what_is_refused_before_the_queue(tmp_path: Path) -> None:
         (b"x = '\0'\n", "the file of a function on rows is not valid Python\n"),
         (b"# \xe9\n", "the file of data.map is not UTF-8 text\n  where:  HERE/my prep.py:1:3\n"),
         (b"", "there is no function clean\n  where:  HERE/my prep.py\n"),
-        (b"def cleans(row): ...\ndef other(row): ...\n", "found:  cleans, other\n  fix:    name an existing function: my prep.py:cleans"),
+        (
+            b"def cleans(row): ...\ndef other(row): ...\n",
+            "found:  cleans, other\n  fix:    name an existing function: my prep.py:cleans",
+        ),
         (b"class A:\n    def clean(row): ...\n", "found:  no function\n"),
         (b"async def clean(row): ...\n", "there is no function clean\n"),
         (b"T = 'hf_" + b"Ab1" * 10 + b"'\ndef clean(row): ...\n", "seems to hold a secret, and every run folder"),

@@ -85,7 +85,7 @@ Engine = Annotated[
         callback=_engine,
         autocompletion=candidates.one_of(_ENGINES),
         metavar=f"[{'|'.join(_ENGINES)}]",
-        help="Container engine; bare: this Python, without an image. apptainer, singularity: with dray run --hostfile.",
+        help="Container engine; bare: this Python, without an image.",
     ),
 ]
 
