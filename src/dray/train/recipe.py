@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One source of a mix."""
+    """One dataset of a mix."""
 
     dataset: str
     column: str
@@ -20,7 +20,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is trained on."""
+    """The datasets, and how they become samples."""
 
     train: str
     mix: dict[str, Source]
@@ -43,7 +43,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The network: one that exists, by name, or a new one of a type that transformers knows."""
+    """The model: an existing one by name, or a new one of a type that transformers knows."""
 
     name: str
     revision: str
@@ -60,7 +60,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """The loop."""
+    """The training loop of dray's trainer."""
 
     steps: int | None
     epochs: float | None
@@ -101,7 +101,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters (LoRA, by peft): they are trained, and the model's own weights are frozen."""
+    """Low-rank adapters (LoRA, by peft): only the adapters are trained; the model's own weights are frozen."""
 
     enabled: bool
     rank: int
@@ -112,7 +112,7 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One more dataset to evaluate, beside data.validation."""
+    """One more dataset to evaluate, in addition to data.validation."""
 
     dataset: str
     column: str
@@ -124,7 +124,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a run keeps, so that another may resume."""
+    """The checkpoints of a run, from which it or another run can resume."""
 
     every: tuple[tuple[int, int], ...]
     at_start: bool
