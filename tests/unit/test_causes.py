@@ -24,6 +24,9 @@ from helpers import PYTHON
 RANK = Path(rank_module.__file__)
 
 
+EXCEPTION = "a Python exception"
+
+
 def cause(*lines: str, code: int = 1, why: str = "", seen: tuple[str, ...] = ()) -> Cause:
     why = why or f"exit code {code}"
     return Cause(node="n1", rank=0, code=code, why=why, log=None, last_lines=list(lines), evidence=list(seen))
@@ -258,7 +261,11 @@ QUOTED = [
     ("srun: error: Node failure on n2", "node failure"),
     ("slurmstepd: error: *** STEP 17.0 ON n1 CANCELLED AT 2026-09-30T16:00:24 ***", UNKNOWN),
     ("all is well", UNKNOWN),
-    ("ValueError: hang on", UNKNOWN),
+    ("ValueError: hang on", EXCEPTION),
+    ("[rank3]: KeyError: 'labels'", EXCEPTION),
+    ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", UNKNOWN),
+    ("AssertionError", EXCEPTION),
+    ("after 3 tries: ValueError: caught, and told", UNKNOWN),
     ("the text of this recipe is about running out of memory, hanging and full disks", UNKNOWN),
 ]  # fmt: skip
 
@@ -286,7 +293,7 @@ EVIDENCE = [
     (135, "", ("disk of the run folder: 0.000 GB free of 9.000 GB",), "the disk is full"),
     (1, "CUDA error: unspecified launch failure", (XID.format(79),), "a GPU failed"),
     (1, "CUDA error: unspecified launch failure", (XID.format(31),), UNKNOWN),  # of the program, mostly
-    (1, "ValueError: x", (XID.format(79),), UNKNOWN),
+    (1, "ValueError: x", (XID.format(79),), EXCEPTION),
     (1, "HIP error: unspecified launch failure",
      ("kernel log: [  92.1] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!",), "a GPU failed"),
     (137, "", ("kernel log: [ 92.1] oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),task=python3,pid=2,uid=0",),

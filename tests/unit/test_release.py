@@ -91,7 +91,9 @@ def test_init_keeps_what_is_there(taken: str, dray: Path, tmp_path: Path) -> Non
     (target if taken == "file" else tmp_path / "taken" / "file").parent.mkdir(exist_ok=True)
     (target if taken == "file" else target / "file").write_text("kept")
     refused = run(dray, "init", target, cwd=tmp_path, code=78).stderr
-    assert refused.startswith("dray: the folder is not empty" if taken == "folder" else "dray: a file has the name of the new folder")
+    assert refused.startswith(
+        "dray: the folder is not empty" if taken == "folder" else "dray: a file has the name of the new folder"
+    )
 
 
 def test_a_clone_gives_a_checkout_too(tmp_path: Path) -> None:
