@@ -67,7 +67,11 @@ login::here() { # VERB [WORD...]: sets `runs`, `image`, `given_image`, `folders`
     words+=("$(lib::setting "$word")")
     [[ -n "$recipe" || "$word" != *.toml || ! -f "$word" ]] || recipe="$word"
   done
-  image="$(plan::guess "${words[@]}")" || exit
+  image="$(plan::guess "${words[@]}")" || {
+    code=$?
+    echo "          or slurm/dray image adopt FILE; a job with adopted=FILE does it too: until then squeue shows the job" >&2
+    exit "$code"
+  }
   folders=("$DRAY_HOME" "$runs" "$where" "$image")
   for word in "$DRAY_HOME"/build/dray-*/source "$runs"/.adopted/dray-*/source; do
     [[ ! -e "$word" ]] || folders+=("$(readlink -- "$word")")

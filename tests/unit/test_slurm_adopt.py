@@ -195,6 +195,18 @@ def test_a_login_node_without_python(job: Job, theirs: Path) -> None:
     assert "python3-" in dray("runs").stdout
 
 
+def test_before_the_first_job_has_read_the_image(job: Job) -> None:
+    argv = ["bash", job.home / "slurm" / "dray", "status"]
+    ended = subprocess.run(
+        argv, env=job.env, cwd=job.home, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 78
+    assert ended.stderr.startswith("dray: the image does not exist\n")
+    assert ended.stderr.endswith(
+        "or slurm/dray image adopt FILE; a job with adopted=FILE does it too: until then squeue shows the job\n"
+    )
+
+
 def test_without_a_verb_it_shows_how_it_is_used(job: Job) -> None:
     ended = subprocess.run(
         ["bash", job.home / "slurm" / "dray"], env=job.env, capture_output=True, text=True, check=False
