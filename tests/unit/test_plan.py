@@ -180,6 +180,8 @@ def test_gpus_that_the_image_cannot_use_are_refused(root: Path, site: dict, fix:
     found = next(finding for finding in decided.findings if finding.code)
     assert (found.problem, found.fix) == ("the job has GPUs, and the cpu image cannot use them", fix)
     assert (found.found, found.code) == ("2 GPUs on each node, and image=cpu", 78)
+    theirs = made(root, "adopted=theirs", site=Site(name="s", about="", **site), gpus_per_node=2)
+    assert next(finding for finding in theirs.findings if finding.code).fix == fix.replace("image=cpu ", "")
     meant = made(root, "gpus=none", "ranks_per_node=3", "batch.global_size=24", gpus_per_node=2)
     meant.refuse()
     assert meant.world.ranks_per_node == 3

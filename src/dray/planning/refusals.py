@@ -84,11 +84,12 @@ def _gpus(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
     """Refuse an image that cannot use the job's GPUs. With image = cpu a hostfile's slots are no GPUs."""
     if recipe.image == "cpu" and facts.gpus_per_node and recipe.gpus == "all" and facts.scheduler != "hosts":
         image = "the adopted image has a torch for CPUs" if recipe.adopted else "image=cpu"
+        idle = "" if recipe.adopted else "image=cpu "
         yield _refusal(
             f"the job has GPUs, and the {recipe.image} image cannot use them",
             wanted="an image for these GPUs",
             found=f"{counted(facts.gpus_per_node, 'GPU')} on each node, and {image}",
-            fix=f"image={site.image or 'cuda'}; or image=cpu gpus=none ranks_per_node=N, to leave them idle",
+            fix=f"image={site.image or 'cuda'}; or {idle}gpus=none ranks_per_node=N, to leave them idle",
         )
 
 
