@@ -48,7 +48,7 @@ def test_a_target_of_the_readme_is_one_of_make(target: str) -> None:
 
 
 def test_a_job_of_the_readme_names_what_is_there() -> None:
-    jobs = re.findall(r"^ *sbatch .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    jobs = re.findall(r"^ *sbatch .*$", (ROOT / "README.md").read_text().replace("\\\n", ""), re.MULTILINE)
     assert jobs
     for job in jobs:
         files = re.findall(r"slurm/\w+\.sh|recipes/\S+\.toml", job)
