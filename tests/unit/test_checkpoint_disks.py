@@ -181,7 +181,7 @@ def test_a_run_that_is_asked_to_end_and_cannot_save_says_so(run: BEGUN, small: P
 def test_retention_keeps_the_last_good_one_where_a_newer_is_damaged(run: BEGUN) -> None:
     other = run(2, "checkpoint.every=4", "checkpoint.keep=1", steps="steps=10").end(69, CUT_AT="8")
     assert saves(other) == [(4, True), (8, False)]
-    assert "rank-0.safetensors has 10 bytes, and " in other.said()
+    assert "rank-0.safetensors has 10 bytes, but " in other.said()
     assert sorted(path.name for path in (other.folder / "checkpoints").iterdir()) == ["final", "step-4"]
 
 
