@@ -92,7 +92,7 @@ def test_a_tracker_that_does_not_answer_holds_up_no_step(kept, tmp_path: Path, c
     monkeypatch.setattr(trackers, "_PATIENCE_S", 0.0)
     (thread,) = one._all
     one.close()
-    assert "slow has not taken all metrics" in capsys.readouterr().out
+    assert "slow did not take all metrics" in capsys.readouterr().out
     assert slow == []
     go.set()
     thread.join(20)
