@@ -173,9 +173,9 @@ def link(folder: Path) -> None:
         (lambda folder: (folder / "caches.tar").chmod(0o664), " is a file that others may write, mode 0664"),
         (lambda folder: (folder / "manifest.json").chmod(0o666), " is a file that others may write, mode 0666"),
         (link, " is a link in place of a file"),
-        (write_in_place, "caches.tar is not what manifest.json describes"),
-        (another_version, "caches.tar is not what manifest.json describes"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "caches.tar is not what manifest.json describes"),
+        (write_in_place, "caches.tar does not match manifest.json"),
+        (another_version, "caches.tar does not match manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "caches.tar does not match manifest.json"),
         (lambda folder: os.chown(folder / "caches.tar", 12345, -1), " is a file of user 12345, mode 0644"),
     ],
 )
