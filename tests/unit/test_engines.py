@@ -210,8 +210,11 @@ def test_no_other_room_compares_names_of_engines(root: Path) -> None:
 
 
 def test_an_engine_that_is_none(root: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such engine"):
+    with pytest.raises(ConfigError, match="there is no such engine") as refused:
         made(root, Path("/r"), site=Site(name="s", about=""), engine="rkt", image="/i")
+    assert refused.value.details == {
+        "wanted": "bare, docker, podman, apptainer, singularity and 5 more", "found": "rkt", "fix": "apptainer"
+    }  # fmt: skip
 
 
 def limits(engine: str, uid: int, accelerator: str = "cuda") -> list[str]:

@@ -130,8 +130,8 @@ def test_the_page_is_made_of_the_file() -> None:
 def test_no_other_page_says_it() -> None:
     """README has one line and a link."""
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]
-    said = re.compile(
+    claim = re.compile(
         r"\b(?:never|not yet|only|was) (?:been )?(?:run|tested|measured) on|\b(?:is|are|was) (?:untested|unverified)"
     )
-    found = [f"{page.name}: {hit[0]}" for page in pages if page != PAGE for hit in said.finditer(page.read_text())]
+    found = [f"{page.name}: {hit[0]}" for page in pages if page != PAGE for hit in claim.finditer(page.read_text())]
     assert found == []
