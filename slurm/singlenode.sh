@@ -21,7 +21,7 @@ if [[ -z "${DRAY_HOME:-}" ]]; then
   DRAY_HOME="${script%%slurm/singlenode.sh*}"
 fi
 [[ "$DRAY_HOME" == /* ]] || DRAY_HOME="${SLURM_SUBMIT_DIR:-$PWD}/$DRAY_HOME" # Slurm records a path as it was typed
-DRAY_HOME="$(realpath --no-symlinks -- "$DRAY_HOME")"
+DRAY_HOME="$(realpath --canonicalize-missing --no-symlinks -- "$DRAY_HOME")"
 if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then
   echo "dray: there is no checkout of dray at ${script:-DRAY_HOME}: export DRAY_HOME=CHECKOUT before sbatch" >&2
   exit 78

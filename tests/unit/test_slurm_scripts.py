@@ -479,6 +479,8 @@ def test_sbatch_finds_the_checkout_from_its_spool(script: str, typed: str, tmp_p
     argv = ["bash", str(tmp_path / "slurm_script")]
     ended = subprocess.run(argv, env=env, cwd="/", capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == (f"{checkout}\n", "", 0)
+    elsewhere = subprocess.run(argv, env=env | {"DRAY_HOME": "/none/dray"}, capture_output=True, text=True, check=False)
+    assert (elsewhere.returncode, elsewhere.stderr.partition(" at ")[0]) == (78, "dray: there is no checkout of dray")
 
 
 def test_no_bash_reads_toml() -> None:

@@ -31,7 +31,8 @@ _BY_NAME = {engine.name: engine for engine in _ALL}
 def get(name: str) -> Engine:
     """The engine of this name."""
     if name not in _BY_NAME:
-        raise ConfigError("there is no such engine", wanted=listed(_BY_NAME), found=name, fix=nearest(name, _BY_NAME) or "apptainer")
+        fix = nearest(name, _BY_NAME) or "apptainer"
+        raise ConfigError("there is no such engine", wanted=listed(_BY_NAME), found=name, fix=fix)
     return _BY_NAME[name]
 
 
