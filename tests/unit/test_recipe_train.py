@@ -21,6 +21,14 @@ def told(*words: str) -> str:
         ((), "expected one of steps and epochs; neither is set"),
         (("train.steps=5", "train.epochs=2"), "both are set: steps = 5, epochs = 2.0"),
         (("train.steps=5", "train.warmup_steps=6"), "warmup_steps = 6 is more than steps = 5"),
+        (("train.steps=20", "train.profile=12-10"), "the first step is after the last; set train.profile=10-12"),
+        (("train.steps=20", "train.profile=0-3"), "the first being 1; set train.profile=10-12"),
+        (("train.steps=20", "train.profile=x"), "expected the first and the last step"),
+        (("train.steps=20", "train.profile=10-"), "expected the first and the last step"),
+        (
+            ("train.steps=20", "train.profile=20-21"),
+            "profile = 20-21 is past steps = 20; set train.profile=20-20, or earlier steps",
+        ),
         (("train.steps=5", "train.min_lr=1.0"), "min_lr = 1.0 is more than lr = 0.01"),
         (
             ("train.steps=5", "train.lr_cycles=3"),

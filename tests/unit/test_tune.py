@@ -155,13 +155,13 @@ again: dray tune --table {folder}
 
     def test_what_a_candidate_runs_and_that_it_trains_the_same(self, desk: Desk, dray: Any) -> None:
         desk.recipe.write_text(
-            TINY.replace("steps = 100", 'epochs = 2\neval_every = 5\ntrackers = ["wandb"]')
+            TINY.replace("steps = 100", 'epochs = 2\neval_every = 5\nprofile = "10-12"\ntrackers = ["wandb"]')
             + '[checkpoint]\nevery = 5\nfolder = "/c"\n[evaluate.more]\ndataset = "builtin"\n'
         )
         dray(desk.recipe, "batch.per_device=2,4", "--keys=per_device", "--steps=5", "max_requeues=2")
         first, second = (read_recipe(desk.study() / f"00{n}.toml") for n in (1, 2))
         own = read_recipe(desk.recipe)
-        changed = {"steps", "epochs", "warmup_steps", "log_every", "eval_every", "trackers", "loss"}
+        changed = {"steps", "epochs", "warmup_steps", "log_every", "eval_every", "trackers", "profile", "loss"}
         for made, rows in ((first, 4), (second, 2)):
             assert made.train
             assert own.train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
@@ -15,6 +16,7 @@ Scalar = str | int | float | bool
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """accelerate's names."""
+_STEPS = re.compile("[1-9][0-9]{0,17}-[1-9][0-9]{0,17}")
 
 
 class Sharding(NamedTuple):
@@ -173,9 +175,25 @@ class Train(Spec):
     """Steps between two evaluations; 0: only after training."""
     attention_stats: bool = False
     """Whether the smallest and the largest attention score of each layer are logged."""
+    profile: str = ""
+    """Steps to profile with torch.profiler on rank 0, such as 10-12, both included: a trace, and a table of the longest
+    kernels for `dray report`. These steps are slower. Left out: none."""
     trackers: tuple[Tracker, ...] = ()
     """Trackers of accelerate that get the metrics too; offline, unless their own environment variables say otherwise.
     TensorBoard's files are always written."""
+
+    @field_validator("profile")
+    @classmethod
+    def _steps_to_profile(cls, profile: str) -> str:
+        """The first step is 1, as in metrics.jsonl."""
+        if not profile:
+            return profile
+        if not _STEPS.fullmatch(profile):
+            raise ValueError("expected the first and the last step, the first being 1; set train.profile=10-12")
+        first, last = map(int, profile.split("-"))
+        if first > last:
+            raise ValueError(f"the first step is after the last; set train.profile={last}-{first}")
+        return profile
 
     @model_validator(mode="after")
     def _goes_together(self) -> Train:
@@ -185,6 +203,9 @@ class Train(Spec):
         if self.steps is not None and self.warmup_steps > self.steps:
             found = f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}"
             raise ValueError(f"{found}; set train.warmup_steps=0 too, or at most {self.steps}")
+        if self.steps is not None and self.profile and int(self.profile.split("-")[1]) > self.steps:
+            found = f"profile = {self.profile} is past steps = {self.steps}"
+            raise ValueError(f"{found}; set train.profile={self.steps}-{self.steps}, or earlier steps")
         wants = (("lr_power", self.lr_power, "polynomial"), ("lr_cycles", self.lr_cycles, "cosine_with_restarts"))
         for name, value, kind in wants:
             if value != 1 and self.lr_scheduler_type != kind:

@@ -43,6 +43,7 @@ _PLAN: tuple[tuple[str, str | None], ...] = (
     ("recipe.train.seed", "seed"),
     ("recipe.train.log_every", "keeping"),
     ("recipe.train.eval_every", "keeping"),
+    ("recipe.train.profile", "keeping"),
     ("recipe.train.trackers", "keeping"),
     ("recipe.train", "training"),
     ("pass_env", "environment"),

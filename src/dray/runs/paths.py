@@ -50,6 +50,8 @@ class RunPaths:
     process_group = _In(names.PROCESS_GROUP)
     startup = _In(names.STARTUP)
     metrics = _In(names.METRICS)
+    profile = _In(names.PROFILE)
+    profile_trace = _In(names.PROFILE_TRACE)
     result = _In(names.RESULT)
     capsule = _In(names.CAPSULE)
     nodes = _In(names.NODES)

@@ -148,7 +148,7 @@ def short(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int,
     assert made.train is not None
     train = table["train"] | {
         "steps": steps, "warmup_steps": min(made.train.warmup_steps, steps), "log_every": 1, "eval_every": 0,
-        "trackers": [],
+        "trackers": [], "profile": "",
     }  # fmt: skip
     data = table.get("data", {}) | {"max_eval_samples": 1}
     for part, keys in ((train, ("epochs",)), (table, ("scale", "tiny", "evaluate")), (data, ("test",))):

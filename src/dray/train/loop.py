@@ -25,6 +25,7 @@ from dray.train.heartbeat import heartbeat
 from dray.train.metrics import Metrics, Speed
 from dray.train.model import attention_scores
 from dray.train.objectives.base import Batch, Objective
+from dray.train.profiler import Profiler
 from dray.train.schedule import learning_rate
 from dray.train.slow import Slow
 from dray.train.stop import Stop
@@ -67,6 +68,7 @@ class Loop:
         self._own_bad = self._bad.clone()  # on this rank, by its own losses
         self.speed = Speed(config, strategy)
         self.slow = Slow(config, strategy.device, metrics)
+        self.profiler = Profiler(config, strategy.device)
         self._logged = self._lines = 0  # the step of the last line, and how many there are
         self._analog: Analog | None = None
         if config.analog:
@@ -90,11 +92,13 @@ class Loop:
                 continue
         heartbeat.enter(END)
         self._reader.shutdown()
+        self.profiler.close()
         self.checkpoints.settle()
 
     def _steps(self, begin: int, evaluate: Callable[[int], None]) -> None:
         config, norm = self.config, torch.zeros((), device=self.strategy.device)
         self.speed.begin(begin)
+        self.profiler.begin(begin)
         self._logged, self._lines = begin, 0
         heartbeat.enter(COMPILE)
         ahead = self._reader.submit(self._read, begin)
@@ -102,16 +106,18 @@ class Loop:
         if self.stop.after(begin):
             self._end(begin)
         for step in range(begin, config.steps):
+            taken = step + 1
+            self.profiler.before(taken)
             with self.speed.spent("data_s"), self.slow.waiting():
                 batches, labels, position = ahead.result()
-            if step + 1 < config.steps:
-                ahead = self._reader.submit(self._read, step + 1)
-            taken = step + 1
+            if taken < config.steps:
+                ahead = self._reader.submit(self._read, taken)
             if self.checkpoints.watch.leaves_out(taken):
                 say(f"step {taken} is skipped")
             else:
                 with self._analog.step() if self._analog else nullcontext():
                     norm = self._step(step, batches, labels)
+            self.profiler.after(taken)
             heartbeat.step(taken)
             if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
@@ -230,6 +236,7 @@ class Loop:
 
     def _end(self, taken: int) -> NoReturn:
         """All ranks together, once what was begun is there; where it is not, the disk is the cause."""
+        self.profiler.close()
         self.checkpoints.settle()
         barrier()
         self.checkpoints.require_saved()

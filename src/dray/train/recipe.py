@@ -96,6 +96,7 @@ class Train:
     deepspeed: str | None
     eval_every: int
     attention_stats: bool
+    profile: str
     trackers: tuple[str, ...]
 
 

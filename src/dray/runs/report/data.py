@@ -57,6 +57,8 @@ class Try:
     failures: tuple[Failed, ...]
     recoveries: tuple[Recovery, ...]
     preflight: dict[str, Any]
+    profile: dict[str, Any]
+    """The longest kernels of some steps, with the path of their trace."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
         nodes=found,
         failures=tuple(_failures(paths)),
         recoveries=tuple(result.recoveries) if result else (),
-        preflight=_preflight(paths),
+        preflight=_json(paths.preflight_report),
+        profile=_json(paths.profile) | {"trace": printable(str(paths.profile_trace))},
     )
 
 
@@ -177,9 +180,10 @@ def _submitted(run: Path) -> float:
     return 0.0
 
 
-def _preflight(paths: RunPaths) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, Any]:
+    """The file's JSON object; empty if it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        report = printable(json.loads(files.read(paths.preflight_report, limit=_LIMIT)))
+        report = printable(json.loads(files.read(path, limit=_LIMIT)))
         return report if isinstance(report, dict) else {}
     return {}
 

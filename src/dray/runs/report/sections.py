@@ -9,7 +9,7 @@ from dray.contract import gpus
 from dray.contract.findings import counted
 from dray.runs import cost
 from dray.runs.metrics import number
-from dray.runs.report import faults, memory, steps
+from dray.runs.report import faults, kernels, memory, steps
 from dray.runs.report.curves import MOST, reduced
 from dray.runs.report.data import Run
 from dray.runs.report.document import MISSING, Document, Item, Lines, Section, Series, Table, Text
@@ -27,6 +27,7 @@ def document(runs: Sequence[Run], made: str) -> Document:
         Section("Loss and learning rate", tuple(_loss(runs))),
         Section("Speed", tuple(_speed(runs))),
         Section("Step time", tuple(steps.items(runs))),
+        *kernels.sections(runs),
         Section("Memory", tuple(memory.items(runs))),
         Section("Checkpoints", tuple(faults.checkpoints(runs))),
     ]
