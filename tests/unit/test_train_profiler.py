@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from torch.autograd import DeviceType  # noqa: E402
+from torch._C._autograd import DeviceType  # noqa: E402
 
 from dray.runs.report import markdown, sections  # noqa: E402
 from dray.runs.report.data import gather  # noqa: E402

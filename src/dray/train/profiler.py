@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from dray.contract import files
@@ -67,7 +67,7 @@ class Profiler:
     def _try(self, do: Callable[[], None]) -> None:
         try:
             do()
-        except Exception as error:  # noqa: BLE001  whatever a profiler or a disk has, the run goes on
+        except Exception as error:  # whatever fails, the run goes on
             self._profile = None
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             say(f"WARNING: steps {self._first} to {self._last} are not profiled: {reason}")
