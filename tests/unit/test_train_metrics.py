@@ -66,7 +66,7 @@ def flops(kind: str, objective: str = "causal", frozen: str = "", **settings: An
     network = (AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM).from_config(made)
     for name, weight in network.named_parameters():
         weight.requires_grad_(not frozen or frozen not in name)
-    train = SimpleNamespace(objective=objective, mlp_probability=0.15)
+    train = SimpleNamespace(objective=objective, mlm_probability=0.15)
     config: Any = SimpleNamespace(train=train, data=SimpleNamespace(sequence_length=T))
     return flops_per_token(network, config), {name: weight.numel() for name, weight in network.named_parameters()}
 

@@ -121,6 +121,7 @@ def _resume(config: Config, data: Datasets, checkpoints: Checkpoints) -> float:
     heartbeat.lap(MODEL)
     loading = time.monotonic()
     data.training.load(checkpoints.resume())
+    checkpoints.reserve(data.training.state())
     heartbeat.lap(LOAD)
     _require_steps(config, checkpoints.newest or 0)
     return time.monotonic() - loading

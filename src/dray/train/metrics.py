@@ -129,7 +129,7 @@ def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a t
     settings = network.config.get_text_config()
     experts = next(filter(None, (getattr(settings, name, None) for name in _EXPERTS)), 0)
     active = settings.num_experts_per_tok / experts if experts else 1.0
-    predicted = config.train.mlp_probability if config.train.objective == "masked" else 1.0
+    predicted = config.train.mlm_probability if config.train.objective == "masked" else 1.0
     table = network.get_input_embeddings().weight
     head = table if network.config.tie_word_embeddings else getattr(network.get_output_embeddings(), "weight", None)
     flops = 0.0
