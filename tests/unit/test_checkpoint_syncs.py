@@ -62,22 +62,26 @@ training = Stream(name="training")
 torch.cuda.Stream, torch.cuda.Event, torch.cuda.stream = Stream, Event, on
 torch.cuda.current_stream = lambda device=None: training
 torch.cuda.synchronize = lambda *device: note("waits for", "the device")
-empty, copy = torch.empty, torch.Tensor.copy_
+copy = torch.Tensor.copy_
 
-def made(*size, pin_memory=False, **options):
-    global pinned
-    found = empty(*size, **options)
-    if pin_memory:
-        pinned = range(found.data_ptr(), found.data_ptr() + found.nbytes)
-        note("makes", "a pinned buffer")
-    return found
+class Cudart:
+    def cudaHostRegister(self, address, size, flags):
+        global pinned
+        pinned = range(address, address + size)
+        note("pins a buffer")
+        return 0
+    def cudaHostUnregister(self, address):
+        note("unpins a buffer")
+        return 0
+
+torch.cuda.cudart = Cudart
 
 def copied(self, source, non_blocking=False):
     if pinned and self.data_ptr() in pinned:
         note("copies", "non_blocking" if non_blocking else "blocking", "on " + (active.name if active else "training"))
     return copy(self, source, non_blocking)
 
-torch.empty, torch.Tensor.copy_ = made, copied
+torch.Tensor.copy_ = copied
 
 from dray.train import checkpoint, shards
 from dray.train.strategies import ddp
@@ -121,7 +125,7 @@ def test_copies_go_beside_the_training_and_only_the_writer_waits_for_them(
         loop = [event for event, _ in groupby(what for thread, *what in events if thread == "loop")]
         # The fence comes right before the next update: forward and backward passes run beside the copies.
         assert loop == [
-            UPDATE, ["makes", "a pinned buffer"], *SAVE, FENCE, UPDATE, *SAVE, FENCE, UPDATE,
+            ["pins a buffer"], UPDATE, *SAVE, FENCE, UPDATE, *SAVE, FENCE, UPDATE, ["unpins a buffer"],
         ]  # fmt: skip
         writer = [what for thread, *what in events if thread == "writer"]
         assert writer == [["waits for", "the end of copies"]] * 2

@@ -64,7 +64,8 @@ def test_a_model_that_is_not_known_here() -> None:
 
 def test_groups_are_equally_large() -> None:
     (finding,) = [one for one in planned(6, "train.fsdp_shard=4").findings if "fsdp_shard" in one.problem]
-    assert (finding.problem, finding.wanted, finding.found, finding.fix) == (
+    assert (finding.code, finding.problem, finding.wanted, finding.found, finding.fix) == (
+        78,
         "train.fsdp_shard does not divide the number of nodes",
         "one of 1, 2, 3, 6, which divide 6 nodes into equal groups",
         "train.fsdp_shard = 4",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, masking_utils  # noqa: E402
 
-from dray.train.model import attention, dropout  # noqa: E402
+from dray.train.model import attention, attention_scores, dropout  # noqa: E402
 from dray.train.objectives.base import LossModule  # noqa: E402
 from trainings import config  # noqa: E402
 
@@ -231,3 +233,29 @@ def test_flex_attention_hides_what_the_mask_for_documents_hides(kind: str, monke
     assert not calls
     assert sum("flex_attention" in str(node.target) for node in nodes) == 1
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
+def test_scores_are_made_for_few_queries_at_a_time(length: int) -> None:
+    """To the bit those of all at once, also of heads that share keys."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, length, 16, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 2, 2, length, 16, dtype=torch.bfloat16)
+    every = (query.float() @ key.repeat_interleave(2, dim=1).float().transpose(-1, -2)) * 0.25
+    attention_scores._seen.clear()
+    with Largest() as largest:
+        attention_scores._observed(SimpleNamespace(is_causal=True, num_key_value_groups=2), query, key, value, None)
+    assert torch.equal(attention_scores._seen.pop(), torch.stack([-every.min(), every.max()]))
+    assert largest.scores <= 2 * 4 * 128 * length
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest product of matrices in fp32."""
+
+    scores = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.bmm.default:
+            self.scores = max(self.scores, made.numel())
+        return made

@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -556,3 +558,71 @@ def test_a_model_of_somebody_else_needs_no_manifest(final: Path) -> None:
     manifest.check_model(final, weights=False)
     with pytest.raises(DrayError):
         manifest.check_model(final, required=False)
+
+
+class Cudart:
+    """CUDA's registered memory: size by address."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.registered, self.most = error, {}, 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802  CUDA's names
+        assert address % 4096 == flags == 0
+        if not self.error:
+            self.registered[address] = size
+            self.most = max(self.most, sum(self.registered.values()))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+def beside_a_gpu(monkeypatch: pytest.MonkeyPatch, cudart: Cudart) -> Staging:
+    """Its stream and its events do nothing."""
+    held = SimpleNamespace(wait_stream=lambda _: None, record=lambda _: None, synchronize=lambda: None)
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: held)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    return Staging(torch.device("cuda"))
+
+
+def test_pinned_memory_is_little_more_than_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken once; a stream's positions may grow. A larger buffer comes after the smaller one is given back."""
+    cudart = Cudart()
+    staging = beside_a_gpu(monkeypatch, cudart)
+    weights = whole({"w": torch.arange(5000.0)})
+    staging.reserve(weights)
+    ((address, size),) = cudart.registered.items()
+    assert size == 20000 + 20000 // 64
+    grown = {**weights, "feed.0": Shard((30,), 0, torch.arange(30))}
+    staged = staging.fill(grown, 0)
+    assert cudart.registered == {address: size}
+    assert staged.numbers.tobytes() == torch.arange(30).numpy().tobytes() + torch.arange(5000.0).numpy().tobytes()
+    del staged
+    staging.fill(whole({"w": torch.arange(9000.0)}), 0)
+    assert list(cudart.registered.values()) == [36000 + 36000 // 64]
+    assert cudart.most == 36000 + 36000 // 64
+    staging.close()
+    assert not cudart.registered
+    staging.close()
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on, and the log has the reason; CUDA's own last error is taken away."""
+    staging, cleared = beside_a_gpu(monkeypatch, Cudart(error=801)), []
+
+    def zeros(*size: int, device: torch.device) -> torch.Tensor:
+        cleared.append(device)
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    weights = {"weights.w": Shard((5000,), 0, torch.arange(5000.0))}
+    staged = staging.fill(weights, 0)
+    assert staged.numbers.tobytes() == torch.arange(5000.0).numpy().tobytes()
+    assert cleared == [torch.device("cuda")]
+    assert "not pinned, so each waits for its copy of 0.00 GB: cudaHostRegister returns error 801" in (
+        "".join(capsys.readouterr())
+    )
+    staging.close()

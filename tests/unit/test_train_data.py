@@ -13,6 +13,7 @@ import os
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import manifest, objectives, positions, saved  # noqa: E402
-from dray.train.data import corpus, datasets, encoding, lines, resolve, sources, tokenizer  # noqa: E402
+from dray.train.data import arrow, corpus, datasets, encoding, lines, resolve, sources, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.stream import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -99,6 +100,49 @@ def read(path: Path, piece_size: int = 1 << 24) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, kind: str) -> None:
     assert read(written(tmp_path, kind)) == TEXTS
+
+
+class Batches:
+    """pyarrow's batches, whose largest count of rows as Python's objects is kept."""
+
+    largest = 0
+
+    def __init__(self, batch) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def slice(self, begin: int, length: int):
+        part = self.batch.slice(begin, length)
+        Batches.largest = max(Batches.largest, len(part))
+        return part
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow-stream"])
+@pytest.mark.parametrize("only", [None, (0, 5000), (1023, 1025), (1024, 2048), (4999, 5000), (5000, 6000), (7, 7)])
+def test_few_rows_are_objects_at_a_time(tmp_path: Path, kind: str, only: tuple | None, monkeypatch) -> None:
+    """A stream reads many files at once, each with large row groups."""
+    table, path = pa.table({"text": [*map(str, range(5000))]}), tmp_path / f"large.{kind.removesuffix('-stream')}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        new = pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table)
+    monkeypatch.setattr(Batches, "largest", 0)
+    iterated, split = pq.ParquetFile.iter_batches, arrow._mapped
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *args, **named: map(Batches, iterated(*args, **named)))
+    monkeypatch.setattr(
+        arrow,
+        "_mapped",
+        lambda path: SimpleNamespace(
+            schema=table.schema, to_batches=lambda **named: map(Batches, split(path).to_batches(**named))
+        ),
+    )
+    expected = [*map(str, range(5000))][slice(*only) if only else slice(None)]
+    assert [*arrow.rows(str(path), "text", range(1), only)] == expected
+    assert Batches.largest <= 1024
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000, 1 << 20])

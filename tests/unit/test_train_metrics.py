@@ -11,8 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
+
 from dray.train import metrics as module  # noqa: E402
-from dray.train.metrics import Metrics, Speed  # noqa: E402
+from dray.train.metrics import Metrics, Speed, flops_per_token  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NAN, INF = float("nan"), float("inf")
@@ -48,3 +50,61 @@ def test_what_was_spent_before_a_run_went_back_counts_no_more(monkeypatch: pytes
     now = 62.0
     found = speed.measured(7)
     assert (found["tokens_per_s"], found["step_s"]) == (1000.0, 1.0)
+
+
+V, H, T = 100, 64, 32
+SETTINGS = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 2}
+MLP = {"intermediate_size": 96, "moe_intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 32}
+ATTENTION = 12 * 2 * T  # by the width of all heads
+
+
+def flops(kind: str, objective: str = "causal", frozen: str = "", **settings: Any) -> tuple[float, dict[str, int]]:
+    """FLOPs of each token, and the sizes of the weights."""
+    heads = {} if kind == "mamba" else {"num_attention_heads": 4}
+    made = AutoConfig.for_model(kind, **SETTINGS, **heads, **settings)
+    torch.manual_seed(0)
+    network = (AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM).from_config(made)
+    for name, weight in network.named_parameters():
+        weight.requires_grad_(not frozen or frozen not in name)
+    train = SimpleNamespace(objective=objective, mlm_probability=0.15)
+    config: Any = SimpleNamespace(train=train, data=SimpleNamespace(sequence_length=T))
+    return flops_per_token(network, config), {name: weight.numel() for name, weight in network.named_parameters()}
+
+
+def test_the_width_of_heads_counts_and_not_hidden_size() -> None:
+    """Qwen3's heads are wider together than its hidden size; an input embedding is looked up, and not multiplied."""
+    for tied in (False, True):
+        counted, sizes = flops("qwen3", tie_word_embeddings=tied, **MLP)
+        table = 0 if tied else V * H
+        assert counted == 6 * (sum(sizes.values()) - table) + ATTENTION * 4 * 32
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    counted, sizes = flops("llama", frozen="mlp", tie_word_embeddings=False)
+    frozen = sum(size for name, size in sizes.items() if "mlp" in name)
+    assert counted == 6 * (sum(sizes.values()) - V * H) - 2 * frozen + ATTENTION * H
+    counted, sizes = flops("llama", frozen="embed_tokens", tie_word_embeddings=False)
+    assert counted == 6 * (sum(sizes.values()) - V * H) + ATTENTION * H
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("mixtral", {"num_local_experts": 8}), ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2})],
+)
+def test_of_experts_those_count_that_a_token_meets(kind: str, settings: dict[str, int]) -> None:
+    counted, sizes = flops(kind, tie_word_embeddings=False, **MLP, **settings)
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert experts > 0
+    assert counted == 6 * (sum(sizes.values()) - V * H - experts * 6 / 8) + ATTENTION * 4 * 32
+
+
+def test_masked_tokens_alone_pass_the_head() -> None:
+    counted, sizes = flops("bert", "masked", intermediate_size=96)
+    rest = sum(sizes.values()) - V * H
+    assert counted == pytest.approx(6 * (rest + 0.15 * V * H) + ATTENTION * H)
+
+
+def test_a_model_without_attention() -> None:
+    """Mamba's configuration names no heads, and ties its embeddings."""
+    counted, sizes = flops("mamba")
+    assert counted == 6 * sum(sizes.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.contract import sharding
+from dray.contract import exit_codes, sharding
 from dray.contract.findings import Finding, counted
 from dray.facts import Facts, Files
 from dray.planning import memory
@@ -48,6 +48,7 @@ def refusals(recipe: Recipe, world: World) -> tuple[Finding, ...]:
             wanted=f"one of {', '.join(map(str, known))}, which divide {counted(nodes, 'node')} into equal groups",
             found=f"train.fsdp_shard = {asked}",
             fix=f"train.fsdp_shard={max(one for one in known if one <= asked)}, or auto",
+            code=exit_codes.CONFIG,
         ),
     )
 

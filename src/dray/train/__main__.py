@@ -56,6 +56,7 @@ def main(path: str) -> None:
     network = build.build(config, tokens, filled=build.has_weights())
     parameters, trained = _sizes(network)
     check_same(network)
+    numerics.keep_rotary_exact(network)
     compiled = Compiled(config, device)
     compiled.load()
     say(f"attention: {attention.install(network, config, device)}")
@@ -120,6 +121,7 @@ def _resume(config: Config, data: Datasets, checkpoints: Checkpoints) -> float:
     heartbeat.lap(MODEL)
     loading = time.monotonic()
     data.training.load(checkpoints.resume())
+    checkpoints.reserve(data.training.state())
     heartbeat.lap(LOAD)
     _require_steps(config, checkpoints.newest or 0)
     return time.monotonic() - loading

@@ -75,6 +75,10 @@ class Checkpoints:
         self.newest: int | None = None  # the step of the newest that is complete
         self.watch = Watch()
 
+    def reserve(self, position: list[Any] | None) -> None:
+        """Take the host's memory for checkpoints now: a run that it does not fit ends before its first step."""
+        self._staging.reserve({**self.strategy.state(), **positions.shards(position)})
+
     def save(self, step: int, position: list[Any] | None) -> None:
         """Begin to save; all ranks call it. After `settle` the checkpoint is complete, or the log has a warning."""
         self.settle()
@@ -114,7 +118,8 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def close(self) -> None:
-        """Wait until the newest checkpoint is copied to the mirror, or cannot be."""
+        """Wait until the newest checkpoint is copied to the mirror, or cannot be; give its memory back."""
+        self._staging.close()
         if self.mirror and self.rank == 0:
             self.mirror.settle()
 

@@ -21,6 +21,8 @@ from dray.train.errors import say
 from dray.train.strategies.base import Strategy
 from dray.train.trackers import Tracked, Trackers, require
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
 
 class Metrics:
     """Write metrics.jsonl, TensorBoard, the recipe's trackers, and a line in every rank's log."""
@@ -120,19 +122,32 @@ class Speed:
 
 
 def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
-    """FLOPs per token: six per multiplied weight, four if it is frozen, plus attention."""
+    """FLOPs per token: six per multiplied weight, four if it is frozen, plus attention.
+
+    Attention counts whole, also where it is causal: so do PaLM, nanoGPT, Megatron-LM and torchtitan.
+    """
     settings = network.config.get_text_config()
-
-    def size(weight: Any) -> int:  # noqa: ANN401  a weight, or DeepSpeed's part of one
-        return int(getattr(weight, "ds_numel", weight.numel()))
-
-    tables = 0 if network.config.tie_word_embeddings else size(network.get_input_embeddings().weight)
-    weights = sum(map(size, network.parameters())) - tables
-    frozen = sum(size(weight) for weight in network.parameters() if not weight.requires_grad)
-    frozen = max(0, frozen - tables)
-    return float(
-        6 * weights - 2 * frozen + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.sequence_length
-    )
+    experts = next(filter(None, (getattr(settings, name, None) for name in _EXPERTS)), 0)
+    active = settings.num_experts_per_tok / experts if experts else 1.0
+    predicted = config.train.mlm_probability if config.train.objective == "masked" else 1.0
+    table = network.get_input_embeddings().weight
+    head = table if network.config.tie_word_embeddings else getattr(network.get_output_embeddings(), "weight", None)
+    flops = 0.0
+    for name, weight in network.named_parameters():
+        share = 1.0
+        if weight is head:
+            share = predicted
+        elif weight is table:
+            share = 0.0
+        elif ".experts." in name:
+            share = active
+        size = getattr(weight, "ds_numel", weight.numel())  # DeepSpeed's ranks have a part of it
+        flops += share * size * (6 if weight.requires_grad else 4)
+    heads = getattr(settings, "num_attention_heads", 0)  # Mamba has none
+    if heads:
+        size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+        flops += 12 * settings.num_hidden_layers * heads * size * config.data.sequence_length
+    return flops
 
 
 def _peak(device: torch.device, precision: str) -> float:

@@ -10,13 +10,14 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
+from dray.train.errors import say
 from dray.train.manifest import natural
 
 _NAMES = {
@@ -36,6 +37,10 @@ _NAMES = {
 }
 TYPES = {name: dtype for dtype, name in _NAMES.items()}
 """By the names that safetensors has for them."""
+
+_PAGE = 4096
+_SPARE = 64
+"""A stream's positions differ in size from step to step: the buffer has a part of so many to spare."""
 
 
 class Shard(NamedTuple):
@@ -116,8 +121,39 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer, self._pinned = torch.empty(0, dtype=torch.uint8), False
         self._copied: torch.cuda.Event | None = None
+
+    def reserve(self, shards: Shards) -> None:
+        """Have room for these and some more; what was in the buffer is lost."""
+        size = sum(shard.values.nbytes for shard in shards.values())
+        if self._buffer.numel() >= size:
+            return
+        self.close()  # first, so that there are never two
+        size += size // _SPARE
+        # Ordinary memory: torch's own pinned memory has a power of two of bytes, which may be twice as much.
+        memory = torch.empty(size + _PAGE, dtype=torch.uint8)
+        begin = -memory.data_ptr() % _PAGE
+        self._buffer = memory[begin : begin + size]
+        if self._stream is not None:
+            self._pin(size)
+
+    def _pin(self, size: int) -> None:
+        error = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+        self._pinned = error == 0
+        if error:
+            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of all would raise it
+                torch.zeros(1, device=self._device)
+            say(
+                f"checkpoints are copied to memory that is not pinned, so each waits for its copy of {size / 1e9:.2f} "
+                f"GB: cudaHostRegister returns error {error}"
+            )
+
+    def close(self) -> None:
+        """Give the memory back, once nothing uses it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())  # type: ignore[no-untyped-call]
+        self._buffer, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
     def fill(self, shards: Shards, number: int) -> Staged:
         """Begin to copy for this file; the buffer is in use until the caller is done with the result."""
@@ -125,8 +161,7 @@ class Staging:
         order = sorted((-shard.values.itemsize, name) for name, shard in shards.items() if shard.values.numel())
         rows = [(name, shards[name]) for _, name in order]
         size = sum(shard.values.nbytes for _, shard in rows)
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self.reserve(shards)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         head, tensors, at = {}, {}, 0

@@ -13,6 +13,9 @@ import pyarrow.parquet as pq
 from dray.contract import dataset
 from dray.train.data import remote, table
 
+_ROWS = 1024
+"""Rows that are Python's objects at a time: a stream has a file open for each of many shards."""
+
 
 def row_groups(path: str) -> list[int]:
     """The number of rows of each row group of a parquet file."""
@@ -38,11 +41,11 @@ def rows(path: str, column: str | None, groups: range, only: tuple[int, int] | N
             file: Any = pq.ParquetFile(_file(path))
             _require(path, column, file.schema_arrow.names)
             columns = None if column is None else [column]
-            batches: Iterable[Any] = file.iter_batches(row_groups=groups, columns=columns)
+            batches: Iterable[Any] = file.iter_batches(_ROWS, row_groups=groups, columns=columns)
         else:
             mapped = _mapped(path)
             _require(path, column, mapped.schema.names)
-            batches = mapped.to_batches()
+            batches = mapped.to_batches(max_chunksize=_ROWS)
         begin = 0
         for batch in batches:
             some = batch.slice(min(max(0, first - begin), len(batch)), max(0, last - max(first, begin)))
