@@ -53,7 +53,9 @@ def main(path: str) -> None:
     lease, metrics = checkpoint.take(config), Metrics(config, writes=dist.get_rank() == 0)
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
-    network = build.build(config, tokens, filled=build.has_weights())
+    checkpoints = Checkpoints(config, metrics, lease, dataset=data.training.identity)
+    restored, find_s = _find(config, checkpoints)
+    network = build.build(config, tokens, filled=build.has_weights(), restored=restored, device=device)
     parameters, trained = _sizes(network)
     check_same(network)
     compiled = Compiled(config, device)
@@ -61,8 +63,9 @@ def main(path: str) -> None:
     say(f"attention: {attention.install(network, config, device)}")
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
-    checkpoints = Checkpoints(config, strategy, metrics, lease, dataset=data.training.identity)
-    load_s = _resume(config, data, checkpoints)
+    checkpoints.use(strategy)
+    heartbeat.lap(MODEL)
+    load_s = find_s + _load(data, checkpoints)
     resumed = checkpoints.newest or 0
     _write_start(
         config, metrics, parameters=parameters, trained=trained, data=data, step=resumed,
@@ -115,13 +118,21 @@ def _sizes(network: torch.nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def _resume(config: Config, data: Datasets, checkpoints: Checkpoints) -> float:
-    """Go on from the newest checkpoint, if there is one and steps are left; seconds of reading it."""
+def _find(config: Config, checkpoints: Checkpoints) -> tuple[bool, float]:
+    """Whether there is a checkpoint to resume from, with steps left to do; seconds of looking and checking."""
     heartbeat.lap(MODEL)
+    looking = time.monotonic()
+    found = checkpoints.find()
+    heartbeat.lap(LOAD)
+    _require_steps(config, checkpoints.newest or 0)
+    return found, time.monotonic() - looking
+
+
+def _load(data: Datasets, checkpoints: Checkpoints) -> float:
+    """Load the checkpoint, if there is one; seconds of reading it."""
     loading = time.monotonic()
     data.training.load(checkpoints.resume())
     heartbeat.lap(LOAD)
-    _require_steps(config, checkpoints.newest or 0)
     return time.monotonic() - loading
 
 
