@@ -107,13 +107,17 @@ class Ours:
         self.checkpoints.settle()
 
     def read(self) -> None:
-        self._opened().resume()
+        checkpoints = self._opened()
+        checkpoints.find()
+        checkpoints.resume()
 
     def _opened(self) -> Checkpoints:
         """Nobody else has the folder, and nobody reads the metrics."""
         lease: Any = SimpleNamespace(require=lambda: None)
         metrics: Any = SimpleNamespace(write=lambda *_, **__: None)
-        return Checkpoints(self.config, self.held, metrics, lease, dataset="")
+        made = Checkpoints(self.config, metrics, lease, dataset="")
+        made.use(self.held)
+        return made
 
 
 def rank(folder: Path, megabytes: int, rounds: int) -> None:

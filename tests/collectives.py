@@ -93,7 +93,7 @@ def case(config, words: dict, folder: Path) -> dict:
     kept = {name: [shard.begin, shard.values.numel(), list(shard.shape)] for name, shard in strategy.state().items()}
     everything: list = [None] * RANKS
     dist.all_gather_object(everything, kept)
-    weights = {name: weight.double().sum().item() for name, weight in strategy.weights().items()}
+    weights = {name: weight.double().sum().item() for name, weight in strategy.weights()}
     whole = [False] * RANKS
     dist.all_gather_object(whole, restored(strategy, folder))
     return {

@@ -150,4 +150,6 @@ def checkpoints(
     lease: Any = SimpleNamespace(require=lambda: None)
     write = (lambda *event, **more: notes.append((event, more))) if notes is not None else (lambda *_, **__: None)
     metrics: Any = SimpleNamespace(write=write)
-    return Checkpoints(config, strategy, metrics, lease, dataset="")
+    made = Checkpoints(config, metrics, lease, dataset="")
+    made.use(strategy)
+    return made

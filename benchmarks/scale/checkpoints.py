@@ -105,6 +105,7 @@ def _save(own: Checkpoints) -> None:
 
 
 def _resume(own: Checkpoints) -> None:
+    own.find()
     own.resume()
     if own.newest != 1:
         raise AssertionError("the checkpoint was not read")

@@ -227,6 +227,61 @@ def test_a_rank_that_has_no_weights_yet_has_the_same_model_with_its_ties(tmp_pat
     assert empty.lm_head.weight is empty.transformer.wte.weight
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_model_that_a_checkpoint_overwrites_is_not_initialized(tmp_path: Path, kind: str) -> None:
+    """What no checkpoint has, such as rotary frequencies, is the same as in a new one."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 300}
+    sizes |= {} if kind == "gpt2" else {"intermediate_size": 16}
+    chosen = config(tmp_path, *(("train.objective=masked",) if kind == "bert" else ()))
+    chosen = replace(chosen, model=replace(chosen.model, type=kind, config=sizes))
+    tokens = tokenizer.load(chosen)
+    new, again = (build.build(chosen, tokens, filled=True, restored=restored) for restored in (False, True))
+    matrices = [name for name, weight in new.named_parameters() if weight.dim() > 1]
+    assert not any(torch.equal(new.get_parameter(name), again.get_parameter(name)) for name in matrices)
+    for name, buffer in new.named_buffers():
+        assert torch.equal(buffer, again.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("words", [("lora.rank=2",), ("data.document_mask=true", "model.attn_implementation=eager")])
+def test_a_model_whose_weights_are_needed_has_them_though_a_checkpoint_follows(tmp_path: Path, words: tuple) -> None:
+    folder = saved(tmp_path)
+    chosen = config(tmp_path / "a", f"model.name={folder}", *words)
+    tokens = tokenizer.load(chosen)
+    new, again = (build.build(chosen, tokens, filled=True, restored=restored) for restored in (False, True))
+    assert all(torch.equal(weight, again.get_parameter(name)) for name, weight in new.named_parameters())
+
+
+def test_a_resumed_model_has_the_generation_config_of_its_base(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
+    chosen = config(tmp_path / "a", f"model.name={folder}")
+    built = build.build(chosen, tokenizer.load(chosen), filled=True, restored=True)
+    assert built.generation_config.temperature == 0.25
+
+
+def test_a_new_model_is_initialized_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it has room. A base of LoRA is not: its weights are drawn again at each start."""
+    monkeypatch.setattr(build.head, "check", lambda *_: None)
+    meta = torch.device("meta")
+    chosen = config(tmp_path)
+    tokens = tokenizer.load(chosen)
+    assert build.build(chosen, tokens, filled=True, device=meta).device.type == "cpu"
+    monkeypatch.setattr(build, "_has_room", lambda *_: True)
+    assert build.build(chosen, tokens, filled=True, device=meta).device.type == "meta"
+    adapted = config(tmp_path / "a", "lora.rank=2")
+    assert build.build(adapted, tokens, filled=True, device=meta).device.type == "cpu"
+
+
+def test_a_device_has_room_for_twice_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total_memory=8 * 100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    gpu, model = torch.device("cuda", 0), torch.nn.Linear(100, 1, bias=False)
+    assert build._has_room(gpu, model)
+    memory.total_memory -= 1
+    assert not build._has_room(gpu, model)
+    assert not build._has_room(torch.device("cpu"), model)
+
+
 ROOM = """
 import os, sys
 import torch

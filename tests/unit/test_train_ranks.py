@@ -70,6 +70,7 @@ def resume(folder: Path, count: int, *, mirror: str = "") -> list[Any]:
     def do(rank: int) -> tuple[Any, ...]:
         strategy = Sharded(SHAPES, rank, count)
         own = checkpoints(folder, strategy, mirror=mirror)
+        own.find()
         feed = own.resume()
         return own.newest, strategy.is_read(), len(feed), [*feed[rank][:3], *feed[rank][3]] if rank in feed else []
 

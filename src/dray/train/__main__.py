@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,14 @@ from dray.train.heartbeat import boottime, heartbeat
 from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics, flops_per_token
 from dray.train.model import attention, build, lora
-from dray.train.outputs import card
+from dray.train.outputs import card, export
 from dray.train.stop import Stop
 from dray.train.strategies.base import Strategy, check_same
+from dray.train.strategies.ddp import HALF
 
 _IMPORTED, _IMPORTED_NS = time.time(), boottime()
-_LARGE = 500_000_000  # weights; a larger model is not loaded once more only to be seen
+_NEW = 64  # tokens of the sample, for which all ranks wait
+_FILE = 2 * 10**9  # bytes of one file of the final model, which safetensors copies once more in the host's memory
 
 
 def main(path: str) -> None:
@@ -53,7 +56,9 @@ def main(path: str) -> None:
     lease, metrics = checkpoint.take(config), Metrics(config, writes=dist.get_rank() == 0)
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
-    network = build.build(config, tokens, filled=build.has_weights())
+    checkpoints = Checkpoints(config, metrics, lease, dataset=data.training.identity)
+    restored, find_s = _find(config, checkpoints)
+    network = build.build(config, tokens, filled=build.has_weights(), restored=restored, device=device)
     parameters, trained = _sizes(network)
     check_same(network)
     numerics.keep_rotary_exact(network)
@@ -62,8 +67,8 @@ def main(path: str) -> None:
     say(f"attention: {attention.install(network, config, device)}")
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
-    checkpoints = Checkpoints(config, strategy, metrics, lease, dataset=data.training.identity)
-    load_s = _resume(config, data, checkpoints)
+    checkpoints.use(strategy)
+    load_s = find_s + _load(data, checkpoints)
     resumed = checkpoints.newest or 0
     _write_start(
         config, metrics, parameters=parameters, trained=trained, data=data, step=resumed,
@@ -116,14 +121,25 @@ def _sizes(network: torch.nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def _resume(config: Config, data: Datasets, checkpoints: Checkpoints) -> float:
-    """Go on from the newest checkpoint, if there is one and steps are left; seconds of reading it."""
+def _find(config: Config, checkpoints: Checkpoints) -> tuple[bool, float]:
+    """Whether there is a checkpoint to resume from, with steps left to do; seconds of looking and checking."""
+    heartbeat.lap(MODEL)
+    if dist.get_rank() == 0:
+        export.recover(Path(config.final_model))
+    looking = time.monotonic()
+    found = checkpoints.find()
+    heartbeat.lap(LOAD)
+    _require_steps(config, checkpoints.newest or 0)
+    return found, time.monotonic() - looking
+
+
+def _load(data: Datasets, checkpoints: Checkpoints) -> float:
+    """Load the checkpoint, if there is one; seconds of reading it."""
     heartbeat.lap(MODEL)
     loading = time.monotonic()
     data.training.load(checkpoints.resume())
     checkpoints.reserve(data.training.state())
     heartbeat.lap(LOAD)
-    _require_steps(config, checkpoints.newest or 0)
     return time.monotonic() - loading
 
 
@@ -175,45 +191,79 @@ def _keep(
 ) -> str:  # fmt: skip
     """Save the model and its card; on the first rank, what it generates once it is loaded again."""
     final = Path(config.final_model)
-    _save(strategy, tokens, final, config.model.name)
+    _save(config, strategy, tokens, final)
     if dist.get_rank():
         return ""
     card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=figures)
-    return _reload(final, validation, config) if parameters < _LARGE else ""
+    return _reload(final, validation, config, strategy.device)
 
 
-def _save(strategy: Strategy, tokens: Any, final: Path, base: str) -> None:  # noqa: ANN401  a tokenizer
-    """A folder that `from_pretrained` loads; atomic."""
+def _save(config: Config, strategy: Strategy, tokens: Any, final: Path) -> None:  # noqa: ANN401  a tokenizer
+    """A folder that `from_pretrained` loads; atomic. A 16-bit run's has its 16 bits."""
     network: Any = strategy.network
-    state = strategy.weights()
-    if dist.get_rank() == 0:
-        part = final.with_name(f"{final.name}.part")
+    adapters = {}
+    if lora.on(network):
+        adapters = {name: weight.detach().clone() for name, weight in strategy.weights() if ".lora_" in name}
+    if dist.get_rank():
+        for _ in strategy.weights():  # rank 0 cannot gather alone
+            pass
+        return
+    dtype, part = HALF.get(config.train.precision), final.with_name(f"{final.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        shell = network
+        if adapters:
+            lora.save_adapter(network, adapters, final.with_name("adapter"), config.model.name)
+            shell = lora.plain(network)
+        shell.save_pretrained(part, state_dict={})  # its configuration and its own code
+        (part / "model.safetensors").unlink(missing_ok=True)
+        export.write_weights(part, _final_weights(strategy, adapters), dtype, limit=_FILE)
+        if dtype:
+            shell.config.dtype = dtype
+            shell.config.save_pretrained(part)
+        tokens.save_pretrained(part)
+        manifest.seal_model(part)
+    except Exception:  # a full disk: what was there before has its room again
         shutil.rmtree(part, ignore_errors=True)
-        try:
-            if lora.on(network):
-                lora.save_adapter(network, state, final.with_name("adapter"), base)
-                network, state = lora.plain(network), lora.merged(network, state)
-            network.save_pretrained(part, state_dict=state)
-            tokens.save_pretrained(part)
-            manifest.seal_model(part)
-        except Exception:  # a full disk: what was there before has its room again
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
+        raise
+    export.swap(part, final)
 
 
-def _reload(final: Path, validation: Tokens, config: Config) -> str:
+def _final_weights(strategy: Strategy, adapters: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each whole weight, with its adapter merged."""
+    for name, weight in strategy.weights():
+        heartbeat.beat()
+        if adapters:
+            yield from lora.merged(strategy.network, {**adapters, name: weight}).items()
+        else:
+            yield name, weight
+
+
+def _reload(final: Path, validation: Tokens, config: Config, device: torch.device) -> str:
     """Load what was saved as a user would, and let it generate: a model that cannot be loaded was not saved."""
+    size = sum(path.stat().st_size for path in final.glob("*.safetensors"))
+    if not _fits(size, device):
+        say(f"the final model is not loaded again: {size / 1e9:.1f} GB do not fit beside the training on this GPU")
+        return ""
     code, objective = config.model.trust_remote_code, objectives.named(config.train.objective)
     tokens: Any = AutoTokenizer.from_pretrained(final, trust_remote_code=code)
-    network: Any = objective.auto_model.from_pretrained(final, trust_remote_code=code).eval()
+    network: Any = objective.auto_model.from_pretrained(final, trust_remote_code=code).eval().to(device)
     if not objective.predicts_next:
         return ""
     length = config.data.sequence_length
-    prompt = torch.from_numpy(validation.slice(0, length // 4)[None] & IDS)
-    written = network.generate(prompt, max_new_tokens=length // 2, do_sample=False, pad_token_id=tokens.pad_token_id)
+    prompt = torch.from_numpy(validation.slice(0, length // 4)[None] & IDS).to(device)
+    new = min(length // 2, _NEW)
+    written = network.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=tokens.pad_token_id)
     return str(tokens.decode(written[0], skip_special_tokens=True))
+
+
+def _fits(size: int, device: torch.device) -> bool:
+    """Whether a model of so many bytes, and a quarter more to generate with, fits beside the training."""
+    if device.type == "cpu":
+        return True
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free >= 1.25 * size
 
 
 if __name__ == "__main__":

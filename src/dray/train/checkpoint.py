@@ -58,8 +58,8 @@ def take(config: Config) -> Lease:
 class Checkpoints:
     """The checkpoints of one run, in a folder that all ranks see. `dataset` is the dataset's identity."""
 
-    def __init__(self, config: Config, strategy: Strategy, metrics: Metrics, lease: Lease, *, dataset: str) -> None:
-        self.folder, self.strategy, self.metrics = Path(config.checkpoints), strategy, metrics
+    def __init__(self, config: Config, metrics: Metrics, lease: Lease, *, dataset: str) -> None:
+        self.folder, self.metrics = Path(config.checkpoints), metrics
         self.run, self.keep = config.run, config.checkpoint.keep
         self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
         self.order = saved.order(config, dataset)
@@ -68,12 +68,17 @@ class Checkpoints:
         self.mirror = Mirror(place, metrics, keep=self.keep, nodes=nodes.of_run()) if place else None
         if self.mirror and nodes.is_helper():
             self.mirror.help()
-        self._staging, self._writer = Staging(strategy.device), ThreadPoolExecutor(1)
+        self._writer = ThreadPoolExecutor(1)
         self._began, self._moved = 0.0, Moved()
         self._pending: Future[None] | None = None
         self._unsaved: UnfitError | None = None
+        self._checkpoint: tuple[Path, dict[str, Any]] | None = None  # what `find` returned: its folder and manifest
         self.newest: int | None = None  # the step of the newest that is complete
         self.watch = Watch()
+
+    def use(self, strategy: Strategy) -> None:
+        """Save and load the tensors of this strategy from now on."""
+        self.strategy, self._staging = strategy, Staging(strategy.device)
 
     def reserve(self, position: list[Any] | None) -> None:
         """Take the host's memory for checkpoints now: a run that it does not fit ends before its first step."""
@@ -203,8 +208,8 @@ class Checkpoints:
             raise self._failed(error) from error
         self._prune()
 
-    def resume(self) -> Mapping[int, list[Any]]:
-        """Load the newest complete checkpoint, if any; return the feed's positions. Damaged ones are renamed."""
+    def find(self) -> bool:
+        """Whether there is a complete checkpoint; the newest is the one to resume from. Damaged ones are renamed."""
         for step, mirrored in on_rank_0(self._begin):
             path = self.folder / f"step-{step}"
             if mirrored and not self._fetch(path):
@@ -225,8 +230,16 @@ class Checkpoints:
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.known:
                 self.mirror.put(path)
-            return restore.load(self.strategy, read, found)
-        return {}
+            self._checkpoint = read, found
+            return True
+        return False
+
+    def resume(self) -> Mapping[int, list[Any]]:
+        """Load the checkpoint that `find` found, if any; return the feed's positions."""
+        if self._checkpoint is None:
+            return {}
+        path, found = self._checkpoint
+        return restore.load(self.strategy, path, found)
 
     def again(self, *, without: list[int]) -> Mapping[int, list[Any]]:
         """Load the newest checkpoint again and skip the steps from first to last of `without`; as `resume`."""

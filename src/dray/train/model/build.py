@@ -1,13 +1,15 @@
 """The network: one that exists, or a new one from a transformers configuration.
 
 Rank 0 alone has its weights; the others have room for them that no memory stands behind yet, and get them when the
-strategy shards or copies the model. A node so holds one copy in its memory, not one for each of its ranks.
+strategy shards or copies the model. A node so holds one copy in its memory, not one for each of its ranks. Where a
+checkpoint overwrites all weights, rank 0 has such room, too.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,17 @@ from dray.train.data import hub
 from dray.train.kernels import head
 from dray.train.model import attention, lora
 
+_CPU = torch.device("cpu")
+
 
 def build(
-    config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool, placed: dict[str, Any] | None = None
-) -> PreTrainedModel:
-    """The model; with its weights if `filled`. `placed` says where `from_pretrained` puts those of several devices."""
+    config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool, restored: bool = False,
+    device: torch.device = _CPU, placed: dict[str, Any] | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """The model; with its weights if `filled`, unless a checkpoint will overwrite them all, as `restored` says.
+
+    A new model is initialized on `device`. `placed` says where `from_pretrained` puts those of several devices.
+    """
     attention.look_for_documents(config.data.document_mask)
     # No row is padded. transformers looks for that, only to warn, by reading the device in every pass.
     PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -48,17 +56,18 @@ def build(
     wanted = f"{config.train.objective}, type {settings.model_type}, attention {model.attn_implementation}"
     fix = "correct [model] or train.objective"
     with errors.refusing("transformers cannot build the model", where=folder, wanted=wanted, fix=fix):
-        if filled and folder and model.weights:
-            network: PreTrainedModel = auto_model.from_pretrained(
-                folder, config=settings, use_safetensors=True, **options, **(placed or {})
-            )
-        elif filled:
-            torch.manual_seed(config.train.seed)
-            network = auto_model.from_config(settings, **options)
-        else:
-            with no_init_weights():
-                network = auto_model.from_config(settings, **options)
-            network.tie_weights()
+        with no_init_weights():
+            network: PreTrainedModel = auto_model.from_config(settings, **options)
+        if filled and not (restored and _restores_all(config, network)):
+            if folder and model.weights:
+                network = auto_model.from_pretrained(
+                    folder, config=settings, use_safetensors=True, **options, **(placed or {})
+                )
+            else:
+                network = _initialized(network, config, device, lambda: auto_model.from_config(settings, **options))
+        elif folder and model.weights:
+            _read_generation_config(network, folder)
+        network.tie_weights()
     if config.analog:
         from dray.train.model import analog  # noqa: PLC0415  not every image has it
 
@@ -69,10 +78,48 @@ def build(
     if config.data.document_mask:
         _check_document_mask(config, network, filled=filled)
     if filled:
-        head.check(network, config.train.loss)
+        with network.device:
+            head.check(network, config.train.loss)
     if config.train.activation_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     return network
+
+
+def _restores_all(config: Config, network: PreTrainedModel) -> bool:
+    """Whether a checkpoint overwrites all weights, and none is needed before: the check of the document mask computes.
+
+    Of frozen weights, such as LoRA's base, not every strategy saves a copy.
+    """
+    frozen = config.lora is not None or not all(weight.requires_grad for weight in network.parameters())
+    return not frozen and not config.data.document_mask
+
+
+def _initialized(
+    empty: PreTrainedModel, config: Config, device: torch.device, make: Callable[[], PreTrainedModel]
+) -> PreTrainedModel:
+    """The model that `make` makes, on the device if it has room; `empty` is the same without weights, on the CPU."""
+    # A base of LoRA is initialized at each start: on the CPU, where its weights do not depend on the GPU's memory.
+    where = device if config.lora is None and _has_room(device, empty) else _CPU
+    torch.manual_seed(config.train.seed)
+    with where:
+        network = make()
+    if where.type != "cpu":  # a resumed run computes these on the CPU, and a GPU rounds in another way
+        saved = network.state_dict()
+        for name, buffer in network.named_buffers():
+            if name not in saved:
+                buffer.copy_(empty.get_buffer(name))
+    return network
+
+
+def _has_room(device: torch.device, network: PreTrainedModel) -> bool:
+    """Whether the whole model takes at most half of the device's memory: rank 0 shards it there."""
+    size = sum(weight.nbytes for weight in network.parameters())
+    return device.type == "cuda" and 2 * size <= torch.cuda.get_device_properties(device).total_memory
+
+
+def _read_generation_config(network: PreTrainedModel, folder: str) -> None:
+    if (Path(folder) / "generation_config.json").is_file():
+        network.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def check(config: Config, tokens: PreTrainedTokenizerFast) -> tuple[PreTrainedConfig, str]:
@@ -90,8 +137,8 @@ def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
     with errors.refusing("transformers cannot build the model", where=folder, wanted=wanted, fix=fix):
         with torch.device("meta"):
             found: PreTrainedModel = auto_model.from_config(settings, trust_remote_code=config.model.trust_remote_code)
-        if (Path(folder) / "generation_config.json").is_file() and folder:
-            found.generation_config = GenerationConfig.from_pretrained(folder)
+        if folder:
+            _read_generation_config(found, folder)
     return found
 
 
@@ -120,8 +167,8 @@ def _check_document_mask(config: Config, network: PreTrainedModel, *, filled: bo
 @torch.no_grad()
 def _masks_documents(network: PreTrainedModel) -> bool:
     """Whether the second of two documents in a row has the same logits, whatever the first is."""
-    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 3, 4, 5, 6]])
-    places = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 3, 4, 5, 6]], device=network.device)
+    places = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=network.device)
     logits = network(input_ids=rows, position_ids=places, use_cache=False).logits.float()
     return bool(torch.allclose(logits[0, 2:], logits[1, 2:], rtol=1e-3, atol=1e-4))
 

@@ -1,18 +1,18 @@
-"""The weights of a checkpoint as a folder that `from_pretrained` loads.
+"""Weights as a folder that `from_pretrained` loads, file by file: of a checkpoint, or of a run at its end.
 
-On one CPU, whatever ranks wrote it, file by file: there is memory for one file of the result, and no more.
+A checkpoint's are written on one CPU, whatever ranks wrote it. There is memory for one file of the result, and no more.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from dray.contract.jobs import Export
@@ -39,22 +39,13 @@ def run(job: Export) -> None:
     names, kind = _names(reader), _TYPES[job.dtype]
     if config.lora:  # it is merged into the whole model, which is in memory then
         network: Any = build.build(config, tokens, filled=True)
-        whole = {name: weight.detach() for name, weight in network.named_parameters()} | _read(reader, names)
-        shell, merged = lora.plain(network), lora.merged(network, whole)
-        meta = {name: kept.to("meta") for name, kept in merged.items()}
-        sizes = {name: kept.to(_type(kept.dtype, kind)) for name, kept in meta.items()}
+        adapters = _read(reader, names)
+        tensors = {name: weight.detach() for name, weight in network.named_parameters()} | adapters
+        shell, weights = lora.plain(network), iter(lora.merged(network, tensors).items())
     else:
-        shell, merged = build.shell(config, tokens), {}
-        with torch.device("meta"):
-            sizes = _empty(names, kind)
-    split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(job.shard_gb * 1e9))
-    for file, some in split.filename_to_tensors.items():
-        shard = {name: merged[name].to(sizes[name].dtype).contiguous() for name in some if name in merged}
-        shard = shard or _read(reader, {name: names[name] for name in some}, kind)
-        save_file(shard, part / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        shell = build.shell(config, tokens)
+        weights = ((name, _read(reader, {name: names[name]})[name]) for name in names)
+    write_weights(part, weights, kind, limit=int(job.shard_gb * 1e9))
     shell.config.architectures, shell.config.dtype = [type(shell).__name__], _TYPES[job.dtype]
     shell.config.save_pretrained(part)
     if getattr(shell, "generation_config", None):
@@ -71,19 +62,72 @@ def _names(reader: Reader) -> dict[str, tuple[str, dict[str, Any]]]:
     return {name: (kind, tensor) for kind, _, name, tensor in split if kind in _KINDS}
 
 
-def _type(kept: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype and kept.is_floating_point else kept
-
-
-def _empty(names: dict[str, tuple[str, dict[str, Any]]], dtype: torch.dtype | None) -> Tensors:
-    return {
-        name: torch.empty(tensor["shape"], dtype=_type(TYPES[tensor["dtype"]], dtype))
-        for name, (_, tensor) in names.items()
-    }
-
-
-def _read(reader: Reader, names: dict[str, tuple[str, dict[str, Any]]], dtype: torch.dtype | None = None) -> Tensors:
-    found = _empty(names, dtype)
-    for name, tensor in found.items():
-        reader.fill(whole(names[name][0], {name: tensor}))
+def _read(reader: Reader, names: dict[str, tuple[str, dict[str, Any]]]) -> Tensors:
+    found = {}
+    for name, (kind, tensor) in names.items():
+        found[name] = torch.empty(tensor["shape"], dtype=TYPES[tensor["dtype"]])
+        reader.fill(whole(kind, {name: found[name]}))
     return found
+
+
+def write_weights(
+    folder: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype | None, *, limit: int
+) -> None:
+    """Write safetensors files of at most `limit` bytes, or of one tensor, and their index. None keeps each dtype."""
+    files: list[list[str]] = []
+    bucket: Tensors = {}
+    total = size = 0
+
+    def write() -> None:
+        save_file(bucket, folder / _part(len(files)), metadata={"format": "pt"})
+        files.append([*bucket])
+        bucket.clear()
+
+    for name, weight in weights:
+        kind = dtype if dtype and weight.is_floating_point() else weight.dtype
+        nbytes = weight.numel() * kind.itemsize
+        if bucket and size + nbytes > limit:
+            write()
+            size = 0
+        tensor = weight.detach().to(kind).cpu().contiguous()
+        if tensor.untyped_storage().nbytes() > nbytes:  # a part of others' storage, which safetensors refuses
+            tensor = tensor.clone()
+        bucket[name] = tensor
+        size += nbytes
+        total += nbytes
+    write()
+    if len(files) == 1:
+        (folder / _part(0)).rename(folder / "model.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / _part(number)).rename(folder / file)
+        index |= dict.fromkeys(names, file)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _part(number: int) -> str:
+    """A file's name until it is known how many there are."""
+    return f"model-{number + 1:05}.safetensors"
+
+
+def swap(part: Path, final: Path) -> None:
+    """Put the folder `part` in the place of `final`; killed at any moment, `recover` has one of them there again."""
+    old = _old(final)
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    part.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Undo a `swap` that was killed between its two renames."""
+    if _old(final).exists() and not final.exists():
+        _old(final).rename(final)
+
+
+def _old(final: Path) -> Path:
+    return final.with_name(f"{final.name}.old")

@@ -5,7 +5,7 @@ Whatever the strategy, a checkpoint holds the same tensors by the same names, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -47,8 +47,8 @@ class Strategy(Protocol):
     def load(self, reader: Reader, updates: int) -> None:
         """Read it back on any number of ranks; all ranks call it."""
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """All weights, on rank 0."""
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight and buffer by name, whole, a few at a time; all ranks iterate together."""
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         """The whole weight in fp32, with the model's shape."""

@@ -147,13 +147,9 @@ class Ddp:
     def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
         weight.data.copy_(value)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        found = {}
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in (*self._named(), *buffers(self.network).items()):
-            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            if dist.get_rank() == 0:
-                found[name] = full.detach().cpu()
-        return found
+            yield name, (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
 
 
 def _order_buckets(model: DistributedDataParallel) -> None:

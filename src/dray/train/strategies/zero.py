@@ -186,16 +186,13 @@ class Zero:
         if _is_whole(weight):
             weight.data.copy_(value.view_as(weight.data))
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        keeps, found = dist.get_rank() == 0, {}
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, _, value in self._gathered(self._named):
-            if keeps:
-                found[name] = value.to("cpu", copy=True)
+            yield name, value
         for name, weight in self.network.named_parameters():
-            frozen = None if weight.requires_grad else self._frozen(weight)
-            if keeps and frozen is not None:
-                found[name] = frozen.cpu()
-        return {**found, **{name: buffer.cpu() for name, buffer in buffers(self.network).items()}} if keeps else {}
+            if not weight.requires_grad:
+                yield name, self._frozen(weight)
+        yield from buffers(self.network).items()
 
     def _frozen(self, weight: torch.nn.Parameter) -> torch.Tensor:
         """The whole of a frozen weight, of which the optimizer has no copy."""
