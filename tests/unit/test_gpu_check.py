@@ -163,8 +163,8 @@ CODES = {
 def test_what_it_knows_of_gpus_it_has_not_seen() -> None:
     others = ["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(Params)", "ampere_bf16_s16816gemm_bf16_128x128"]
     ended = subprocess.run(
-        [sys.executable, "-c", ASKED, str(SUITE), json.dumps([*others, *FLASH]), json.dumps([*CODES])], capture_output=True, text=True,
-        check=False,
+        [sys.executable, "-c", ASKED, str(SUITE), json.dumps([*others, *FLASH]), json.dumps([*CODES])],
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
@@ -269,7 +269,7 @@ import suite
 def first(here):
     yield suite.Row("first", "one", "", "1", "ok", {"ms": 1})
     yield suite.Row("first", "two", "", "2", "ok")
-    open(sys.argv[2] + "/child", "w").write(str(os.getpid()))
+    open(os.environ["CHILD"], "w").write(str(os.getpid()))
     time.sleep(600)
 
 suite.STAGES = (({"first": None}, False),)
@@ -280,7 +280,7 @@ suite.main()
 """
 
 
-def ended(child: int) -> bool:
+def has_ended(child: int) -> bool:
     """Gone, or a zombie that a container's init may not reap."""
     state = Path("/proc", str(child), "stat")
     return not state.exists() or state.read_text().split(") ")[1][0] == "Z"
@@ -288,7 +288,8 @@ def ended(child: int) -> bool:
 
 def test_a_kill_keeps_the_rows_before_it_and_ends_the_parts(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", KILLED, str(SUITE), str(tmp_path)]
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+    env = {**os.environ, "CHILD": str(tmp_path / "child")}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "page.md").exists() or "| two" not in (tmp_path / "page.md").read_text():
             assert time.monotonic() < deadline
@@ -300,7 +301,7 @@ def test_a_kill_keeps_the_rows_before_it_and_ends_the_parts(tmp_path: Path) -> N
         ["two", "2", {}],
     ]
     assert cells((tmp_path / "page.md").read_text()) == [["first", "one", "ok"], ["first", "two", "ok"]]
-    while not ended(int((tmp_path / "child").read_text())):
+    while not has_ended(int((tmp_path / "child").read_text())):
         assert time.monotonic() < deadline, "a part would keep the GPU from the next command"
 
 
@@ -332,7 +333,7 @@ def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_pat
         ["late", "", "", "no time was left for it", "no time"],
     ])  # fmt: skip
     deadline = time.monotonic() + 60
-    while not ended(int((tmp_path / "left").read_text())):
+    while not has_ended(int((tmp_path / "left").read_text())):
         assert time.monotonic() < deadline, "what a part has started ends with it"
 
 
