@@ -57,7 +57,7 @@ showcase: .venv/host ## Run a user's script on the local cluster (three nodes) w
 	@$(BIN)/python benchmarks/showcase
 
 # Any Python with torch and transformers will do; in the image: apptainer exec --nv IMAGE python3 benchmarks/gpu
-gpu-check: ## Check dray's results and speed on this machine's GPU: ten minutes, and a page of benchmarks/results (PYTHON=, CPU=1)
+gpu-check: ## Check dray's results and speed on this machine's GPU: ten minutes, results in OUT or benchmarks/results (PYTHON=, CPU=1)
 	@$(PYTHON) benchmarks/gpu $(if $(CPU),--cpu)
 
 scale-sim: .venv/dev ## Simulate starts and checkpoints on thousands of nodes, and print each figure next to its aim

@@ -1,25 +1,26 @@
-"""Memory and speed: parts that have the machine to themselves."""
+"""Speed, memory and checkpoints: parts that have the machine to themselves."""
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import handwritten
 from processes import call
-from right import DETERMINISTIC
 from rows import Row, judged, left_out, tried
-from training import HERE, Here, look, step, timed, without_triton
+from training import HERE, Here, looks, step, without_triton
 
-LOSSES = ("full", "chunked", "triton")
-MFU = {"GPT-2 124M": 0.45, "Llama 1B": 0.50}  # on one H100 or H200
+GPT2, LLAMA = "GPT-2 124M", "Llama 1B"
+AIMS = {GPT2: 0.45, LLAMA: 0.50}  # MFU, attention counted whole, on one H100 or H200
 STOCK, HELD = 1.5, 0.1
+WARM, STEPS = 8, 48  # steps that are not measured, and those that are
+LONGEST = 10  # kernels that are named
 SHAPES: dict[str, dict[str, Any]] = json.loads((HERE / "shapes.json").read_text(encoding="utf-8"))
 """By name: what differs from plan.json, and what the planner estimates for it, in GB: of its own, and for each row."""
 ATTENTION = {"64 x 12 heads x 1,024 x 64": (64, 12, 1024, 64), "4 x 32 heads x 4,096 x 64": (4, 32, 4096, 64)}
@@ -37,25 +38,16 @@ def _small(changes: dict[str, Any]) -> dict[str, Any]:
     return {**changes, "model.config": config, "data.sequence_length": 32, "batch.per_device": 2}
 
 
-def _changes(here: Here, name: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
-    changes = {**SHAPES[name]["changes"], **{key.replace("_", ".", 1): value for key, value in more.items()}}
-    changes["batch.per_device"] = sized(here, name)[0]
-    return _small(changes) if here.on_cpu else changes
-
-
-def sized(here: Here, name: str) -> tuple[int, float]:
-    """Rows of a batch that leave a fifth of the memory, and the planner's estimate for them in GB."""
-    own, row = SHAPES[name]["estimate_gb"]
-    rows = SHAPES[name]["changes"]["batch.per_device"]
-    while not here.on_cpu and rows > 1 and (own + rows * row) * 1e9 > 0.8 * here.memory:
-        rows //= 2
-    return rows, own + rows * row
+def _changes(here: Here, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    merged = {**SHAPES[name]["changes"], **changes}
+    return _small(merged) if here.on_cpu else merged
 
 
 def machine(here: Here) -> Iterator[Row]:
     """What it is, and the most that its matrix products reach."""
     about, tflops = call(_machine, here.variant, limit=here.limit(60), log=here.log("machine"))
-    yield judged("machine", about, "", f"{tflops:.0f} TFLOP/s, bf16, 8,192 cubed" if tflops else "", good=None)
+    shown = f"{tflops:.0f} TFLOP/s, bf16, 8,192 cubed" if tflops else ""
+    yield judged("machine", about, "", shown, good=None, tflops=tflops)
     for what, shape in ATTENTION.items() if not here.on_cpu else ():
         for kind in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
             yield from tried("machine", f"{kind}, {what}", partial(_attention, here, kind, what, shape))
@@ -63,7 +55,9 @@ def machine(here: Here) -> Iterator[Row]:
 
 def _attention(here: Here, kind: str, what: str, shape: tuple[int, ...]) -> Iterator[Row]:
     took = call(_backend, kind, shape, "cuda", limit=here.limit(60), log=here.log(f"attention-{kind}"))
-    yield judged("machine", f"{kind}, {what}", "", f"{took * 1e3:.2f} ms forward and backward, bf16", good=None)
+    yield judged(
+        "machine", f"{kind}, {what}", "", f"{took * 1e3:.2f} ms forward and backward, bf16", good=None, ms=took * 1e3
+    )
 
 
 def _backend(kind: str, shape: tuple[int, ...], device: str) -> float:
@@ -74,8 +68,11 @@ def _backend(kind: str, shape: tuple[int, ...], device: str) -> float:
     wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
     tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
+    change = torch.ones(shape, device=device, dtype=torch.bfloat16)
+
     def once() -> None:
-        torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+        found = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+        torch.autograd.grad(found, tensors, change)
 
     with sdpa_kernel([getattr(SDPBackend, kind)]):
         for _ in range(3):
@@ -103,121 +100,233 @@ def _machine(variant: str) -> tuple[str, float]:
 
 
 def memory(here: Here) -> Iterator[Row]:
-    """The most of the allocator's memory in three steps, beside the planner's estimate."""
-    for name in list(SHAPES)[: 1 if here.on_cpu else None]:
+    """The most of the allocator's memory in three eager steps, beside the planner's estimate."""
+    for name in (GPT2, LLAMA)[: 1 if here.on_cpu else None]:
         yield from tried("memory", name, partial(_memory, here, name))
 
 
 def _memory(here: Here, name: str) -> Iterator[Row]:
-    rows, estimate = sized(here, name)
-    seen = look(here, f"memory-{name}", _changes(here, name), _peak, limit=120)
-    if not seen:
+    rows, estimate = SHAPES[name]["eager_rows"], SHAPES[name]["eager_gb"]
+    changes = {"batch.per_device": rows, "train.compile": False, "train.loss": "full"}
+    peak = next(looks(here, f"memory-{name}".replace(" ", "-"), _changes(here, name, changes), _peak))
+    if here.on_cpu:
         yield judged("memory", name, "", "three steps, without a figure on a CPU", good=None)
         return
-    shown = f"{seen:.1f} GB, {estimate / seen:.2f} of it estimated"
-    good = abs(estimate / seen - 1) <= 0.15
-    yield judged("memory", f"{name}, batch {rows}", f"{estimate:.1f} GB to 15 %", shown, good=good)
+    shown = f"{peak:.1f} GB, {estimate / peak:.2f} of it estimated"
+    good = abs(estimate / peak - 1) <= 0.15
+    what = f"{name}, eager, batch {rows}"
+    yield judged("memory", what, f"{estimate:.1f} GB to 15 %", shown, good=good, gb=peak, estimated_gb=estimate)
 
 
-def _peak(loop: Any) -> float:  # noqa: ANN401  dray's Loop
+def _peak(loop: Any) -> Iterator[float]:  # noqa: ANN401  dray's Loop
     import torch  # noqa: PLC0415
 
     loop.strategy.network.train()
     for number in range(3):
         step(loop, number)
-    return torch.cuda.max_memory_allocated() / 1e9 if loop.strategy.device.type == "cuda" else 0.0
+    yield torch.cuda.max_memory_allocated() / 1e9 if loop.strategy.device.type == "cuda" else 0.0
 
 
-def speed(here: Here) -> Iterator[Row]:
-    """Tokens a second and MFU of the trainer's own lines, the first ones left out; compiled first: it matters most."""
-    for compiled in (True, False):
-        for name in MFU:
-            found: list[float] = []
-            for loss in LOSSES:
-                what = f"{name}, {'compiled' if compiled else 'eager'}, {loss}"
-                if here.on_cpu and (compiled or loss == "chunked"):
-                    continue
-                if loss == "triton" and (why := without_triton(here)):
-                    yield left_out("speed", what, why)
-                    continue
-                changes = {"train_compile": compiled, "train_loss": loss}
-                yield from tried("speed", what, partial(_speed, here, name, what, changes, found))
-            if found and compiled != here.on_cpu and name == "GPT-2 124M":
-                what = f"{name}, the best of these beside the stock Trainer's"
-                yield from tried("speed", what, partial(_beside, here, name, what, max(found)))
-    if not here.on_cpu:  # where it has no price
-        os.environ |= DETERMINISTIC
-        what = "GPT-2 124M, eager, full, deterministic"
-        changes = {"train_loss": "full", "train_deterministic": True}
-        yield from tried("speed", what, partial(_speed, here, "GPT-2 124M", what, changes, []))
+class Speed(NamedTuple):
+    """A row: a model, how it differs from shapes.json, and whether it has an aim."""
+
+    part: str
+    model: str
+    what: str
+    changes: dict[str, Any]
+    aim: bool = False
+    kernels: bool = False
 
 
-def _speed(here: Here, name: str, what: str, changes: dict[str, Any], found: list[float]) -> Iterator[Row]:
-    """One run, whose tokens a second are also added to what was found."""
-    steps = 6 if here.on_cpu else 24
-    changes = _changes(here, name, **changes, train_steps=steps, train_log_every=steps // 3)
-    lines = look(here, f"speed-{what}".replace(" ", "-"), changes, timed, limit=180)
-    tokens = statistics.median(line["tokens_per_s"] for line in lines[2:])
-    found.append(tokens)
-    mfu, peak = lines[-1].get("mfu"), lines[-1]["memory_gb"]
-    shown = f"{tokens:,.0f} tokens/s, {peak:.1f} GB" + (f", MFU {mfu:.1%}" if mfu else "")
-    good = mfu >= MFU[name] if mfu and changes.get("train.compile") else None
-    yield judged("speed", what, f"MFU {MFU[name]:.0%}", shown, good=good)
+def _longer(length: int) -> dict[str, Any]:
+    """Llama with rows of this length, and the same tokens in a batch."""
+    config = {**SHAPES[LLAMA]["changes"]["model.config"], "max_position_embeddings": length}
+    return {"data.sequence_length": length, "batch.per_device": 4 * 4096 // length, "model.config": config}
 
 
-def _beside(here: Here, name: str, what: str, best: float) -> Iterator[Row]:
-    """The stock Trainer with the same switches, in the same minute."""
-    if find_spec("accelerate") is None:
-        yield left_out("speed", what, "this Python lacks accelerate")
+SPEEDS = (
+    Speed("gpt2", GPT2, "compiled, full", {}, aim=True, kernels=True),
+    Speed("triton", GPT2, "compiled, triton", {"train.loss": "triton"}),
+    Speed("llama", LLAMA, "compiled, full", {}, aim=True),
+    Speed("llama-2048", LLAMA, "compiled, full, 8 x 2,048", _longer(2048)),
+    Speed("llama-8192", LLAMA, "compiled, full, 2 x 8,192", _longer(8192)),
+    Speed("fsdp", GPT2, "compiled, full, fsdp", {"train.strategy": "fsdp"}),
+    Speed("eager", GPT2, "eager, full", {"train.compile": False}),
+)
+
+
+def _speed(speed: Speed, here: Here) -> Iterator[Row]:
+    """Tokens a second of the trainer's own loop, without its first steps."""
+    if speed.part == "triton" and (why := without_triton(here)):
+        yield left_out(speed.part, f"{speed.model}, {speed.what}", why)
         return
-    changes = _changes(here, name)
-    steps = 4 if here.on_cpu else 24
-    stock = call(_stock, here.variant, changes, here.folder, steps, limit=here.limit(180), log=here.log("stock"))
-    good = best / stock >= STOCK if not here.on_cpu else None
-    yield judged("speed", what, f"{STOCK}x", f"{best / stock:.2f}x of {stock:,.0f} tokens/s", good=good)
+    warm, steps = (2, 4) if here.on_cpu else (WARM, STEPS)
+    changes = {
+        "train.compile": not here.on_cpu, "train.loss": "full", "train.steps": warm + steps, "train.log_every": 16,
+        **speed.changes,
+    }  # fmt: skip
+    seen = looks(here, f"speed-{speed.part}", _changes(here, speed.model, changes), _timed, warm, limit=240)
+    timing = next(seen)
+    Path(here.folder, f"{speed.part}.json").write_text(json.dumps(timing))
+    aim = AIMS[speed.model]
+    good = timing["mfu"] >= aim if speed.aim and timing["mfu"] else None
+    what = f"{speed.model}, {speed.what}"
+    yield judged(speed.part, what, f"MFU {aim:.0%}", _shown(timing), good=good, **timing)
+    if speed.kernels:
+        for name, milliseconds in next(seen):
+            yield judged(speed.part, f"kernel {name[:80]}", "", f"{milliseconds:.3f} ms a step", good=None, kernel=name,
+                         ms=milliseconds)  # fmt: skip
+    list(seen)  # how it ended
 
 
-def _stock(variant: str, changes: dict[str, Any], folder: str, steps: int) -> float:
-    """Tokens a second in the second half of the steps."""
+def _shown(timing: dict[str, Any]) -> str:
+    low, middle, high = timing["ms"]
+    parts = [
+        f"{timing['tokens_per_s']:,.0f} tokens/s",
+        f"{low:.2f} / {middle:.2f} / {high:.2f} ms (least, median, most)",
+    ]
+    if timing["mfu"]:
+        parts.append(f"MFU {timing['mfu']:.1%} with attention counted whole, {timing['mfu_causal']:.1%} causal")
+    parts.append(f"first step {timing['first_s']:.1f} s longer (compiles)")
+    if timing["allocated_gb"]:
+        parts.append(f"{timing['allocated_gb']:.1f} GB, {timing['reserved_gb']:.1f} reserved")
+    return ", ".join(parts)
+
+
+def _timed(loop: Any, warm: int) -> Iterator[Any]:  # noqa: ANN401  dray's Loop
+    """The figures of its steps, and then the longest kernels of one more."""
+    import torch  # noqa: PLC0415
+
+    clock, original = handwritten.Clock(loop.strategy.device), loop._step
+
+    def marked(*arguments: Any) -> Any:  # noqa: ANN401
+        norm = original(*arguments)
+        clock.mark()
+        return norm
+
+    loop._step = marked
+    clock.mark()
+    loop.run(lambda _: None)
+    loop._step = original
+    config = loop.strategy.network.config.get_text_config()
+    length = loop.config.data.sequence_length
+    attention = 12 * config.num_hidden_layers * config.hidden_size * length
+    yield clock.figures(warm, loop.config.step_tokens, loop.speed._flops, attention, loop.speed._peak)
+    on_gpu = loop.strategy.device.type == "cuda"
+    read = loop._read(0)
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as seen:
+        step(loop, 0, read)
+        if on_gpu:
+            torch.cuda.synchronize()
+    kernels = [
+        (event.key, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3)
+        for event in seen.key_averages()
+    ]
+    yield sorted(kernels, key=lambda kernel: -kernel[1])[:LONGEST]
+
+
+def by_hand(here: Here) -> Iterator[Row]:
+    """The same model as a person writes it for one GPU, compiled, on the same rows."""
+    yield from tried("handwritten", f"{GPT2}, compiled", partial(_by_hand, here))
+
+
+def _by_hand(here: Here) -> Iterator[Row]:
+    rows, length = (2, 32) if here.on_cpu else (SHAPES[GPT2]["changes"]["batch.per_device"], 1024)
+    warm, steps = (2, 4) if here.on_cpu else (WARM, STEPS)
+    timing = call(
+        handwritten.train, rows, length, warm, steps, here.on_cpu, limit=here.limit(120), log=here.log("handwritten")
+    )
+    yield judged("handwritten", f"{GPT2}, compiled", "", _shown(timing), good=None, **timing)
+    yield from _beside(here, "handwritten", timing, None)
+
+
+def _beside(here: Here, part: str, timing: dict[str, Any], aim: float | None) -> Iterator[Row]:
+    """Dray's own speed in the same minutes, if it is known."""
+    dray = Path(here.folder, "gpt2.json")
+    if not dray.exists():
+        return
+    ratio = json.loads(dray.read_text())["tokens_per_s"] / timing["tokens_per_s"]
+    good = ratio >= aim if aim and not here.on_cpu else None
+    yield judged(part, f"{GPT2}, dray's tokens/s beside it", f"{aim}x", f"{ratio:.2f}x", good=good, ratio=ratio)
+
+
+def stock(here: Here) -> Iterator[Row]:
+    """The stock Trainer with the same switches, in the same minutes."""
+    what = f"{GPT2}, compiled"
+    if find_spec("accelerate") is None:
+        yield left_out("stock", what, "this Python lacks accelerate")
+        return
+    yield from tried("stock", what, partial(_stock_row, here, what))
+
+
+def _stock_row(here: Here, what: str) -> Iterator[Row]:
+    warm, steps = (2, 4) if here.on_cpu else (WARM, STEPS)
+    timing = call(
+        _stock,
+        here.variant,
+        _changes(here, GPT2, {}),
+        here.folder,
+        warm,
+        steps,
+        limit=here.limit(120),
+        log=here.log("stock"),
+    )
+    yield judged("stock", what, "", _shown(timing), good=None, **timing)
+    yield from _beside(here, "stock", timing, STOCK)
+
+
+def _stock(variant: str, changes: dict[str, Any], folder: str, warm: int, steps: int) -> dict[str, Any]:
     import torch  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415
 
     length, batch = changes["data.sequence_length"], changes["batch.per_device"]
-    kind = changes.get("model.type", "gpt2")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes["model.config"]))
-    ids = torch.randint(256, (batch * steps, length))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    ends: list[float] = []
+    device = torch.device("cpu" if variant == "cpu" else "cuda")
+    with device:  # a CPU takes many seconds to initialise it
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **changes["model.config"]))
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(256, (batch * (warm + steps), length))]
+    clock = handwritten.Clock(device)
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Marks(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            clock.mark()
+
         def on_step_end(self, *_: object, **__: object) -> None:
-            if variant != "cpu":
-                torch.cuda.synchronize()
-            ends.append(time.monotonic())
+            clock.mark()
 
     arguments = TrainingArguments(
-        output_dir=f"{folder}/stock", per_device_train_batch_size=batch, max_steps=steps, learning_rate=1e-4,
+        output_dir=f"{folder}/stock", per_device_train_batch_size=batch, max_steps=warm + steps, learning_rate=1e-4,
         bf16=True, torch_compile=variant != "cpu", save_strategy="no", report_to=[], disable_tqdm=True,
-        logging_steps=steps, use_cpu=variant == "cpu",
+        logging_steps=16, use_cpu=variant == "cpu",
     )  # fmt: skip
-    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
-    half = steps // 2
-    return (steps - half) * batch * length / (ends[-1] - ends[half - 1])
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Marks()]).train()
+    flops, attention = handwritten.flops(model, model.config.n_layer, model.config.n_embd, length)
+    return clock.figures(warm, batch * length, flops, attention, handwritten.peak(device))
 
 
 def checkpoint(here: Here) -> Iterator[Row]:
-    """How long a step is held up, beside a save that is waited for."""
-    name = "GPT-2 124M"
-    held, whole, plain, size = look(here, "checkpoint", _changes(here, name, train_precision="bf16"), _held, limit=120)
+    """What the first save takes, and how long a step is held up by the second."""
+    changes = _changes(here, GPT2, {"train.compile": False, "batch.per_device": 8})
+    seen = looks(here, "checkpoint", changes, _held)
+    first = next(seen)
+    shown = f"{first['seconds']:.2f} s, {first['pinned_gb']:.2f} GB of pinned memory"
+    yield judged("checkpoint", "the first save, waited for", "", shown, good=None, **first)
+    second = next(seen)
+    held, whole, size = second["held_s"], second["whole_s"], second["gb"]
     aim = f"less than {HELD} of a save that is waited for"
-    shown = f"{held * 1e3:.0f} ms of {whole * 1e3:.0f} ms, {held / whole:.2f}; {size / 1e9:.2f} GB"
-    shown += f", a step of {plain * 1e3:.0f} ms"
-    yield judged("checkpoint", "a step is held up", aim, shown, good=held / whole < HELD if not here.on_cpu else None)
-    yield judged("checkpoint", "time to rename", "", f"{whole:.2f} s, {size / whole / 1e9:.2f} GB/s", good=None)
+    shown = (
+        f"{held * 1e3:.0f} ms of {whole * 1e3:.0f} ms, {held / whole:.2f}; a step of {second['step_s'] * 1e3:.0f} ms"
+    )
+    good = held / whole < HELD if not here.on_cpu else None
+    yield judged("checkpoint", "a step is held up", aim, shown, good=good, **second)
+    yield judged(
+        "checkpoint", "time to rename", "", f"{whole:.2f} s, {size / whole:.2f} GB/s of {size:.2f} GB", good=None
+    )
+    list(seen)  # how it ended
 
 
-def _held(loop: Any) -> tuple[float, float, float, int]:  # noqa: ANN401  dray's Loop
-    """Seconds that a step is longer, that a whole save takes, and that a step takes; and the bytes."""
+def _held(loop: Any) -> Iterator[dict[str, float]]:  # noqa: ANN401  dray's Loop
+    """Seconds and pinned memory of the first save, which makes the buffers; and what the second costs a step."""
     import torch  # noqa: PLC0415
 
     on_gpu = loop.strategy.device.type == "cuda"
@@ -233,30 +342,36 @@ def _held(loop: Any) -> tuple[float, float, float, int]:  # noqa: ANN401  dray's
             torch.cuda.synchronize()
         return time.monotonic() - began
 
-    number = iter(range(1, 100))
+    def pinned() -> float:
+        return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 1e9 if on_gpu else 0.0
 
-    def saved(*, wait: bool) -> None:
-        loop.checkpoints.save(next(number), None)
-        if wait:
-            loop.checkpoints.settle()
-        else:
-            step(loop, 0, read)
+    def first() -> None:
+        loop.checkpoints.save(1, None)
+        loop.checkpoints.settle()
+
+    def second() -> None:
+        loop.checkpoints.save(2, None)
+        step(loop, 0, read)
 
     for _ in range(3):
         step(loop, 0, read)
     plain = statistics.median(took(lambda: step(loop, 0, read)) for _ in range(5))
-    took(lambda: saved(wait=True))  # which also makes the buffers
-    wholes, longer = [], []
-    for _ in range(3):
-        wholes.append(took(lambda: saved(wait=True)))
-        longer.append(took(lambda: saved(wait=False)) - plain)
-        loop.checkpoints.settle()
-    newest = max(Path(loop.config.checkpoints).glob("step-*"), key=lambda path: path.stat().st_mtime)
+    before = pinned()
+    yield {"seconds": took(first), "pinned_gb": pinned() - before}
+    began = time.monotonic()
+    held = max(0.0, took(second) - plain)
+    loop.checkpoints.settle()
+    whole = time.monotonic() - began
+    newest = Path(loop.config.checkpoints, "step-2")
     size = sum(file.stat().st_size for file in newest.iterdir())
-    return max(0.0, statistics.median(longer)), statistics.median(wholes), plain, size
+    yield {"held_s": held, "whole_s": whole, "step_s": plain, "gb": size / 1e9}
 
 
-PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
-    "machine": (machine, 90), "checkpoint": (checkpoint, 150), "memory": (memory, 260), "speed": (speed, 600),
+Part = tuple[Callable[[Here], Iterator[Row]], float]
+_SPEEDS: dict[str, Part] = {speed.part: (partial(_speed, speed), 240) for speed in SPEEDS}
+FIRST: dict[str, Part] = {
+    "machine": (machine, 90), "gpt2": _SPEEDS.pop("gpt2"), "handwritten": (by_hand, 120), "stock": (stock, 120),
+    "triton": _SPEEDS.pop("triton"), "llama": _SPEEDS.pop("llama"),
 }  # fmt: skip
-"""Each with its limit in seconds."""
+"""What is worth most, each with its limit in seconds: three and a half minutes."""
+THEN: dict[str, Part] = {"checkpoint": (checkpoint, 120), "memory": (memory, 120), **_SPEEDS}

@@ -6,6 +6,7 @@ that process has touched the GPU none of its forks could, and new processes are 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 LAST_LINES = 3
 NOT_DONE = "not done after"
+PR_SET_PDEATHSIG = 1
 
 
 class Failed(Exception):  # noqa: N818  it is a result
@@ -49,9 +51,19 @@ class Process:
         """Seconds."""
         return self.began + self.limit - time.monotonic()
 
+    @property
+    def done(self) -> bool:
+        """It has ended by itself: its sentinel is there a moment before the exit code."""
+        return bool(wait([self.process.sentinel], 0))
+
+    @staticmethod
+    def wait_for(processes: list[Process], seconds: float) -> None:
+        """Until one of them ends, or so many seconds."""
+        wait([process.process.sentinel for process in processes], seconds)
+
     def end(self) -> str:
         """Kill it if it still runs; how it ended, empty if well."""
-        over = not wait([self.process.sentinel], 0)  # which is there a moment before the exit code
+        over = not self.done
         if over:
             os.killpg(self.process.pid, signal.SIGKILL) if self.leads else self.process.kill()
         self.process.join()
@@ -77,31 +89,25 @@ class Process:
 
 def call(function: Callable[..., Any], *arguments: Any, limit: float, log: Path) -> Any:  # noqa: ANN401  any JSON value
     """What the function returns in a process of its own."""
-    process = Process(_once, (function, arguments), limit=limit, log=log)
-    wait([process.process.sentinel], limit)
-    if trouble := process.end():
+    return next(values(_once, function, arguments, limit=limit, log=log))["value"]
+
+
+def values(function: Callable[..., Iterator[Any]], *arguments: Any, limit: float, log: Path) -> Iterator[Any]:  # noqa: ANN401
+    """What the function yields in a process of its own, also where that does not end well."""
+    yield from all_values([Process(function, arguments, limit=limit, log=log)])[0]
+
+
+def all_values(processes: list[Process]) -> list[Iterator[Any]]:
+    """What each one yields, once all have ended."""
+    while any(not process.done and process.left > 0 for process in processes):
+        Process.wait_for([process for process in processes if not process.done], max(0.0, processes[0].left))
+    return [_ended(process, process.end()) for process in processes]
+
+
+def _ended(process: Process, trouble: str) -> Iterator[Any]:
+    yield from process.read()
+    if trouble:
         raise Failed(trouble)
-    return process.read()[-1]["value"]
-
-
-def all_of(todo: list[Callable[[], Process]], at_once: int, deadline: float) -> Iterator[Process | None]:
-    """Each process as it ends; None for one that there was no time left for."""
-    running: list[Process] = []
-    while todo or running:
-        while todo and len(running) < at_once:
-            if time.monotonic() > deadline:
-                todo.pop(0)
-                yield None
-                continue
-            running.append(todo.pop(0)())
-        if not running:
-            continue
-        first = min(*(one.left for one in running), deadline - time.monotonic())
-        wait([one.process.sentinel for one in running], max(0.0, first))
-        late = time.monotonic() >= deadline
-        for one in [one for one in running if late or one.left <= 0 or wait([one.process.sentinel], 0)]:
-            running.remove(one)
-            yield one
 
 
 def _once(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
@@ -112,6 +118,7 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], log: str, val
     """Its end is without destructors, which may wait for one another (docs/adr/0007)."""
     if leads:
         os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would keep the GPU from the next command
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

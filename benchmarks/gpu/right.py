@@ -18,7 +18,7 @@ from typing import Any
 
 from processes import call
 from rows import Row, judged, left_out, tried
-from training import HERE, Here, joined, look, planned, step, train, without_triton
+from training import HERE, Here, joined, look, planned, step, train, train_two, without_triton
 
 GPT2 = {
     "n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 64,
@@ -34,6 +34,7 @@ DOCUMENTS: dict[str, Any] = {
 }  # fmt: skip
 SAME = 5e-3  # of a loss near 5.5: TF32 rounds products to 10 bits, and nothing else differs
 HALF = 5e-2
+TWO = "two"
 FLASH = ("flash", "sdpa", "attn_fwd")  # torch's own kernels, cuDNN's, and AOTriton's for AMD
 SYNC = "called a synchronizing"  # not torch's other warning: that it does not see all synchronizing operations
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
@@ -82,10 +83,12 @@ def runner(here: Here) -> Iterator[Row]:
     yield judged("preflight", "a run by dray.runner", "exit code 0", "; ".join([seen, *last]), good=good)
 
 
-def _near(part: str, what: str, found: list[float], wanted: list[float], within: float) -> Row:
+def _near(
+    part: str, what: str, found: list[float], wanted: list[float], within: float, *, beside: str = "the CPU's"
+) -> Row:
     apart = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
     good = bool(found) and math.isfinite(apart) and apart <= within
-    return judged(part, what, f"the CPU's losses to {within:g}", f"{apart:.1e} apart, {found[-1]:.4f}", good=good)
+    return judged(part, what, f"{beside} losses to {within:g}", f"{apart:.1e} apart, {found[-1]:.4f}", good=good)
 
 
 def losses(here: Here) -> Iterator[Row]:
@@ -251,7 +254,7 @@ def generate(here: Here) -> Iterator[Row]:
 
 
 def _used(here: Here, job: str, verb: str, model: str, plan: str) -> Iterator[Row]:
-    log = here.log(job)
+    log = here.log(f"job-{job}")
     used = call(_job, job, model, plan, limit=here.limit(120), log=log)
     text = log.read_text(errors="replace").strip().splitlines()
     shown = f"on the {used}: {text[-1][:40] if text else 'nothing'}"
@@ -274,9 +277,21 @@ def _job(kind: str, model: str, plan: str) -> str:
     return "GPU" if torch.cuda.is_available() and torch.cuda.max_memory_allocated() else "CPU"
 
 
+def two(here: Here) -> Iterator[Row]:
+    """Two ranks that share this one GPU, which NCCL refuses and gloo does not."""
+    for strategy in ("ddp", "fsdp"):
+        yield from tried(TWO, strategy, partial(_two, here, strategy))
+
+
+def _two(here: Here, strategy: str) -> Iterator[Row]:
+    alone = train(here, f"two-{strategy}-alone", {"train.strategy": strategy}).losses
+    both = train_two(here, f"two-{strategy}", {"train.strategy": strategy, "batch.per_device": 2}).losses
+    yield _near(TWO, f"{strategy}, two ranks", both, alone, SAME, beside="one rank's")
+
+
 PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
     "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 260), "attention": (attention, 240),
     "documents": (documents, 200), "syncs": (syncs, 90), "resume": (resume, 90), "deterministic": (deterministic, 90),
-    "analog": (analog, 200), "generate": (generate, 120),
+    "analog": (analog, 200), "generate": (generate, 120), TWO: (two, 240),
 }  # fmt: skip
 """Each with its limit in seconds."""

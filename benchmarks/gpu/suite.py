@@ -1,9 +1,9 @@
 """What a GPU says of dray, in ten minutes and without a network: one table of aims, figures and verdicts.
 
-    python3 benchmarks/gpu [--cpu] [--only PART,...] [--minutes N] [--page FILE]
+    python3 benchmarks/gpu [--cpu] [--only PART,...] [--two] [--minutes N] [--results FOLDER] [--keep FOLDER]
 
 It wants torch 2.11 or newer and transformers; what else a part needs and this Python lacks, a line of the table says.
-With --cpu everything runs that can, on tiny models. Exit code 1 where a verdict is not what it is to be.
+The parts come in the order of their worth, and each row is written as it comes.
 """
 
 from __future__ import annotations
@@ -13,59 +13,79 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import UTC, datetime
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import fast
 import right
 import training
-from processes import NOT_DONE, Failed, Process, all_of, call
-from rows import BELOW, FAILED, Row, left_out, table
+from processes import NOT_DONE, Failed, Process, call
+from rows import BELOW, FAILED, NO_TIME, Results, Row, no_time
 
-PARTS = {**right.PARTS, **fast.PARTS}
 BESIDE = 4  # parts at the same time, of those that measure no time
 LAST = 15.0  # seconds for the end: who ends commands after ten minutes would also end the page
-PAGES = training.HERE.parents[1] / "benchmarks" / "results"
+POLL = 0.5  # seconds between two looks for new rows
+STAGES = ((fast.FIRST, False), (right.PARTS, True), (fast.THEN, False))
+"""Parts in the order of their worth, and whether they run beside one another."""
+PARTS = {name: part for parts, _ in STAGES for name, part in parts.items()}
+RESULTS = training.HERE.parents[1] / "benchmarks" / "results"
+EXIT_CODES = """
+exit codes:
+  0   all parts ran, and all figures reach their aims
+  1   something failed or is below its aim, or there is no GPU
+  75  nothing failed, but there was no time for all of it
+"""
+NO_TIME_CODE = 75
 
 
 def main() -> int:
-    """0 where nothing failed and nothing is below its aim."""
+    """One of EXIT_CODES."""
     options = _options()
     began = time.monotonic()
     with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         _prepare(folder, cpu=options.cpu)
-        variant, memory = ("cpu", 0.0) if options.cpu else _device(folder)
-        here = training.Here(folder, variant, memory, began + 60 * options.minutes - LAST)
-        rows = []
-        for lists, at_once in ((right.PARTS, 2 if options.cpu else BESIDE), (fast.PARTS, 1)):
-            chosen = [name for name in lists if not options.only or name in options.only]
-            rows += _rows(here, chosen, at_once)
-    shown = table(rows)
-    print(f"\n{shown}\n\n{time.monotonic() - began:.0f} s", flush=True)
-    bad = sum(row.verdict in (FAILED, BELOW) for row in rows)
-    page = options.page or (None if options.cpu or options.only else PAGES / f"{datetime.now(UTC):%Y-%m-%d}-gpu.md")
-    if page:
-        Path(page).write_text(_page(shown, time.monotonic() - began), encoding="utf-8")
-        print(f"written to {page}", flush=True)
-    return 1 if bad else 0
+        variant = "cpu" if options.cpu else _device(folder)
+        here = training.Here(folder, variant, began + 60 * options.minutes - LAST)
+        results = Results(options.results)
+        for parts, beside in STAGES:
+            at_once = (2 if options.cpu else BESIDE) if beside else 1
+            for row in rows_of(here, [name for name in parts if name in options.only], at_once):
+                results.add(row)
+    print(f"{time.monotonic() - began:.0f} s, written to {results.page}", flush=True)
+    return exit_code(results.rows)
+
+
+def exit_code(rows: list[Row]) -> int:
+    """One of EXIT_CODES."""
+    verdicts = {row.verdict for row in rows}
+    if verdicts & {FAILED, BELOW}:
+        return 1
+    return NO_TIME_CODE if NO_TIME in verdicts else 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu", description="What a GPU says of dray, in one table.")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu", description="What a GPU says of dray, in one table.", epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="tiny models on this CPU: only that all of it runs")
     parser.add_argument(
         "--only", type=lambda names: names.split(","), default=[], metavar="PART,...", help=", ".join(PARTS)
     )
+    parser.add_argument("--two", action="store_true", help="also the part `two`: two ranks on one GPU, over gloo")
     parser.add_argument("--minutes", type=float, default=10.0, help="all of it ends by then (10)")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", default=Path(os.environ.get("OUT") or RESULTS),
+        help="where page.md and figures.jsonl go; else $OUT, else benchmarks/results",
+    )  # fmt: skip
     parser.add_argument("--keep", type=_empty, metavar="FOLDER", help="a new folder, where runs and logs stay")
-    parser.add_argument("--page", help="write this file; else benchmarks/results/DATE-gpu.md, with a GPU and all parts")
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}: {', '.join(PARTS)}")
+    options.only = options.only or [name for name in PARTS if name != right.TWO]
+    options.only += [right.TWO] * options.two
     return options
 
 
@@ -80,7 +100,10 @@ def _empty(name: str) -> str:
 
 def _prepare(folder: str, *, cpu: bool) -> None:
     """What all processes see, and, for those that are forked, what all of them import."""
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # a second call compiles nothing again
     os.environ |= training.environment(folder)
+    if inductor:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(training.SRC), os.environ.get("PYTHONPATH")]))}
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "GPU_CHECK_START": "fork"}  # else asking for a GPU is using it
@@ -94,24 +117,24 @@ def _prepare(folder: str, *, cpu: bool) -> None:
     import_module("dray.train.__main__")
 
 
-def _device(folder: str) -> tuple[str, float]:
-    """The GPU's kind and memory. What cannot be asked by a fork is asked by a new process, and so are all others."""
+def _device(folder: str) -> str:
+    """The GPU's kind. What cannot be asked by a fork is asked by a new process, and so are all others."""
     log = Path(folder, "logs", "device.log")
     try:
-        return tuple(call(_asked, limit=120, log=log))
+        return str(call(_asked, limit=60, log=log))
     except Failed as failed:
         os.environ["GPU_CHECK_START"] = "spawn"
         try:
-            return tuple(call(_asked, limit=120, log=log))
+            return str(call(_asked, limit=60, log=log))
         except Failed:
             sys.exit(f"no GPU can be used here: {failed}\n  fix: python3 benchmarks/gpu --cpu runs without one")
 
 
-def _asked() -> tuple[str, float]:
+def _asked() -> str:
     import torch  # noqa: PLC0415  not before the environment is set
 
     torch.ones(8, device="cuda").sum().item()
-    return "rocm" if torch.version.hip else "cuda", float(torch.cuda.get_device_properties(0).total_memory)
+    return "rocm" if torch.version.hip else "cuda"
 
 
 def _part(name: str, here: training.Here) -> Iterator[Row]:
@@ -119,33 +142,31 @@ def _part(name: str, here: training.Here) -> Iterator[Row]:
     yield from PARTS[name][0](here)
 
 
-def _rows(here: training.Here, names: list[str], at_once: int) -> list[Row]:
-    """Of these parts, in their order: what each has said before it ended, and how it ended if not well."""
-    found: dict[str, list[Row]] = {name: [left_out(name, "", "no time was left for it")] for name in names}
-
-    def started(name: str) -> Process:
-        log = here.log(f"part-{name}")
-        process = Process(_part, (name, here), limit=here.limit(PARTS[name][1]), log=log, leads=True)
-        names_of[id(process)] = name
-        return process
-
-    names_of: dict[int, str] = {}
-    todo: list[Callable[[], Process]] = [partial(started, name) for name in names]
-    for process in all_of(todo, at_once, here.deadline):
-        if process is None:
-            continue
-        name, trouble = names_of[id(process)], process.end()
-        found[name] = [Row(*row) for row in process.read()]
-        if trouble.startswith(NOT_DONE) and time.monotonic() >= here.deadline:
-            found[name].append(left_out(name, "the rest of it", "no time was left for it"))
-        elif trouble:
-            found[name].append(Row(name, "", "", trouble, FAILED))
-        print(f"{name}: {', '.join(row.verdict for row in found[name])}", file=sys.stderr, flush=True)
-    return [row for name in names for row in found[name]]
-
-
-def _page(shown: str, seconds: float) -> str:
-    return (
-        f"# dray on a GPU, {datetime.now(UTC):%Y-%m-%d}\n\n`make gpu-check`, {seconds:.0f} s. "
-        f"[GPUs](../../docs/gpu.md) says what each part looks at.\n\n{shown}\n"
-    )
+def rows_of(here: training.Here, names: list[str], at_once: int) -> Iterator[Row]:
+    """Each row of these parts as it comes, and how a part ended if not well."""
+    waiting, running = [*names], dict[str, Process]()
+    read: dict[str, int] = dict.fromkeys(names, 0)
+    while waiting or running:
+        late = time.monotonic() >= here.deadline
+        if late:
+            for name in waiting:
+                yield no_time(name, "")
+            waiting.clear()
+        while waiting and len(running) < at_once:
+            name = waiting.pop(0)
+            running[name] = Process(
+                _part, (name, here), limit=here.limit(PARTS[name][1]), log=here.log(f"part-{name}"), leads=True
+            )
+        Process.wait_for([*running.values()], POLL)
+        for name, process in [*running.items()]:
+            over = late or process.done or process.left <= 0
+            trouble = process.end() if over else ""
+            rows = [Row(*row) for row in process.read()]
+            yield from rows[read[name] :]
+            read[name] = len(rows)
+            if over:
+                del running[name]
+            if trouble.startswith(NOT_DONE) and time.monotonic() >= here.deadline:
+                yield no_time(name, "the rest of it")
+            elif trouble:
+                yield Row(name, "", "", trouble, FAILED)

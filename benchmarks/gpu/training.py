@@ -7,12 +7,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from processes import call
+from processes import Process, all_values, values
 
 HERE = Path(__file__).resolve().parent
 SRC = HERE.parents[1] / "src"
@@ -25,7 +25,6 @@ class Here(NamedTuple):
 
     folder: str
     variant: str
-    memory: float  # of the GPU, in bytes
     deadline: float
 
     @property
@@ -62,7 +61,7 @@ def _text(folder: str, name: str) -> str:
     return text
 
 
-def planned(here: Here, name: str, changes: Changes) -> Path:
+def planned(here: Here, name: str, changes: Changes, ranks: int = 1) -> Path:
     """plan.json of this run, with settings of the recipe changed; `batch.*` is one rank's."""
     plan = json.loads(_text(here.folder, name))
     plan["variant"] = here.variant
@@ -72,7 +71,7 @@ def planned(here: Here, name: str, changes: Changes) -> Path:
         if field not in owner:
             raise KeyError(f"{key}: the recipe has no such setting")
         owner[field] = value
-    plan["batch"]["global_size"] = plan["batch"]["per_device"] * plan["batch"]["gradient_accumulation_steps"]
+    plan["batch"]["global_size"] = ranks * plan["batch"]["per_device"] * plan["batch"]["gradient_accumulation_steps"]
     plan["recipe"]["data"]["cache_dir"] = f"{here.folder}/tokens"
     folder = Path(plan["folder"])
     for path in (folder / "logs", folder / "failures"):
@@ -96,14 +95,32 @@ class Run(NamedTuple):
 def train(here: Here, name: str, changes: Changes, *, limit: float = 120) -> Run:
     """One run, whole: `python -m dray.train` without its start."""
     plan, log = planned(here, name, changes), here.log(name)
-    call(_trained, str(plan), limit=here.limit(limit), log=log)
+    list(values(_trained, str(plan), limit=here.limit(limit), log=log))
     return Run(plan.parents[1], log.read_text(errors="replace"), _steps(plan))
+
+
+def train_two(here: Here, name: str, changes: Changes) -> Run:
+    """One run of two ranks on this one device: each is the only rank of a node, so both take the first GPU."""
+    plan, port, limit = planned(here, name, changes, ranks=2), _free_port(), here.limit(180)
+    ranks = [
+        Process(_trained, (str(plan), rank, 2, port), limit=limit, log=here.log(f"{name}-{rank}")) for rank in (0, 1)
+    ]
+    for ended in all_values(ranks):
+        list(ended)
+    return Run(plan.parents[1], here.log(f"{name}-0").read_text(errors="replace"), _steps(plan))
 
 
 def look(here: Here, name: str, changes: Changes, function: Callable[..., Any], *more: Any, limit: float = 120) -> Any:  # noqa: ANN401
     """The trainer makes everything that it makes for a run, and in the place of its loop the function looks at that."""
+    return next(looks(here, name, changes, _once, function, more, limit=limit))["value"]
+
+
+def looks(
+    here: Here, name: str, changes: Changes, function: Callable[..., Iterator[Any]], *more: Any, limit: float = 120  # noqa: ANN401
+) -> Iterator[Any]:  # fmt: skip
+    """As `look`, of a function that yields: a value is kept where it fails after it."""
     plan = planned(here, name, changes)
-    return call(_looked, str(plan), function, more, limit=here.limit(limit), log=here.log(name))
+    return values(_looked, str(plan), function, more, limit=here.limit(limit), log=here.log(name))
 
 
 def step(loop: Any, number: int, read: Any = None) -> None:  # noqa: ANN401  dray's Loop
@@ -111,26 +128,26 @@ def step(loop: Any, number: int, read: Any = None) -> None:  # noqa: ANN401  dra
     loop._step(number, *(read or loop._read(number))[:-1])
 
 
-def timed(loop: Any) -> list[dict[str, Any]]:  # noqa: ANN401  dray's Loop
-    """The loop as it is, without evaluation; the lines of its steps."""
-    loop.original_run(lambda _: None)
-    return _steps(Path(loop.config.folder, "plan.json"))
-
-
 def _steps(plan: Path) -> list[dict[str, Any]]:
     lines = (plan.parent / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == "step"]
 
 
-def joined() -> None:
-    """This process is the one rank of its world, where the runner has not said so."""
+def joined(rank: int = 0, world: int = 1, port: int = 0) -> None:
+    """This process is that rank of its world, where the runner has not said so."""
     if "RANK" in os.environ:
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DRAY_NODE_NAME": "node1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
+    os.environ |= {**address, "DRAY_NODE_NAME": f"node{rank + 1}"}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as the runner has it for one machine
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "1"}
+    if world > 1:
+        os.environ["DRAY_BACKEND"] = "gloo"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def without_tensorboard() -> None:
@@ -153,37 +170,40 @@ class Nothing:
         """No."""
 
 
-def _trained(plan: str) -> None:
+def _trained(plan: str, rank: int = 0, world: int = 1, port: int = 0) -> Iterator[None]:
     from dray.train.__main__ import main  # noqa: PLC0415
 
-    joined()
+    joined(rank, world, port)
     without_tensorboard()
     main(plan)
+    yield None
 
 
-class _DoneError(Exception):
-    """The look is over."""
+class _Made(Exception):  # noqa: N818  it is a result
+    """The trainer has made all that it trains with."""
 
 
-def _looked(plan: str, function: Callable[..., Any], more: tuple[Any, ...]) -> Any:  # noqa: ANN401
+def _once(loop: Any, function: Callable[..., Any], more: tuple[Any, ...]) -> Iterator[Any]:  # noqa: ANN401
+    yield {"value": function(loop, *more)}
+
+
+def _looked(plan: str, function: Callable[..., Iterator[Any]], more: tuple[Any, ...]) -> Iterator[Any]:
     from dray.train import __main__ as trainer  # noqa: PLC0415
     from dray.train.loop import Loop  # noqa: PLC0415
 
-    found: list[Any] = []
-
     def run(loop: Any, evaluate: object) -> None:  # noqa: ANN401
         del evaluate
-        found.append(function(loop, *more))
-        raise _DoneError
+        raise _Made(loop)
 
     joined()
     without_tensorboard()
-    Loop.original_run, Loop.run = Loop.run, run  # type: ignore[attr-defined, method-assign]
+    original, Loop.run = Loop.run, run  # type: ignore[method-assign, assignment]
     try:
         trainer.main(plan)
-    except _DoneError:
-        return found[0]
+    except _Made as made:
+        Loop.run = original  # type: ignore[method-assign]
+        yield from function(made.args[0], *more)
 
 
 if __name__ == "__main__":  # as the runner's rank
-    _trained(sys.argv[1])
+    list(_trained(sys.argv[1]))

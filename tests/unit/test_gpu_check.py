@@ -64,10 +64,10 @@ def well(here):
     yield one._replace(part="well")
 
 suite.PARTS = {"hangs": (hangs, 3.0), "dies": (dies, 60.0), "raises": (raises, 60.0), "well": (well, 60.0)}
-here = Here(folder, "cuda", 0.0, time.monotonic() + 600)
-rows = suite._rows(here, list(suite.PARTS), 2)
-rows += suite._rows(here._replace(deadline=time.monotonic() + 2), ["hangs", "late"], 1)
-print(json.dumps(rows))
+here = Here(folder, "cuda", time.monotonic() + 600)
+rows = [*suite.rows_of(here, list(suite.PARTS), 2)]
+rows += suite.rows_of(here._replace(deadline=time.monotonic() + 2), ["hangs", "late"], 1)
+print(json.dumps(sorted(row[:5] for row in rows)))
 """
 
 
@@ -106,11 +106,10 @@ def test_its_plan_is_the_planner_s() -> None:
     golden(SUITE / "plan.json", made.model_dump_json(indent=1) + "\n")
 
 
-def of_planner(name: str, rows: int) -> float:
-    """GB for a batch of so many, without CUDA's own memory, which is not the allocator's."""
-    changes = {**json.loads((SUITE / "shapes.json").read_text())[name]["changes"], "batch.per_device": rows}
-    overrides = [f"batch.global_size={rows}"]
-    for key, value in changes.items():
+def of_planner(changes: dict, rows: int) -> float:
+    """GB for a batch of so many, eager and with the full loss, without CUDA's own memory."""
+    overrides = [f"batch.global_size={rows}", "train.compile=false", "train.loss=full"]
+    for key, value in {**changes, "batch.per_device": rows}.items():
         pairs = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
         overrides += [f"{name}={str(inner).lower()}" for name, inner in pairs.items()]
     of_model = {"model_type": changes.get("model.type", "gpt2"), **changes["model.config"]}
@@ -120,20 +119,15 @@ def of_planner(name: str, rows: int) -> float:
 
 def test_its_estimates_are_the_planner_s() -> None:
     shapes = json.loads((SUITE / "shapes.json").read_text())
-    for name, one in shapes.items():
-        rows = one["changes"]["batch.per_device"]
-        row = (of_planner(name, rows) - of_planner(name, 1)) / (rows - 1)
-        own = of_planner(name, 1) - row
-        one["estimate_gb"] = [round(own, 2), round(row, 4)]
+    for shape in shapes.values():
+        shape["eager_gb"] = round(of_planner(shape["changes"], shape["eager_rows"]), 2)
     golden(SUITE / "shapes.json", json.dumps(shapes, indent=1) + "\n")
 
 
 ASKED = """
-import json, sys, time, warnings
+import json, sys, warnings
 sys.path.insert(0, sys.argv[1])
 import fast, right, suite
-from training import Here
-gpus = {gpu: Here("", "cuda", memory, 0.0) for gpu, memory in {"H100": 84.9e9, "H200": 150.1e9}.items()}
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     warnings.warn_explicit("called a synchronizing CUDA operation (Triggered internally)", UserWarning, "/a/loop.py", 7)
@@ -141,7 +135,11 @@ with warnings.catch_warnings(record=True) as warned:
     warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all "
                   "synchronizing operations")
 print(json.dumps({
-    "sizes": {gpu: {name: fast.sized(here, name) for name in fast.SHAPES} for gpu, here in gpus.items()},
+    "order": list(suite.PARTS),
+    "tokens": [(row.part, size["batch.per_device"], size["data.sequence_length"])
+               for row in fast.SPEEDS for size in [{**fast.SHAPES[row.model]["changes"], **row.changes}]],
+    "codes": [suite.exit_code([suite.Row("", "", "", "", verdict) for verdict in verdicts])
+              for verdicts in json.loads(sys.argv[3])],
     "waits": right.waiting(warned),
     "flash": right.flash(json.loads(sys.argv[2])),
     "deterministic": right.DETERMINISTIC,
@@ -156,19 +154,31 @@ FLASH = [
 ]
 
 
+CODES = {
+    ("ok", "no aim", "left out"): 0, ("ok", "no time"): 75, ("no time", "failed"): 1, ("ok", "below its aim"): 1,
+    ("ok", "no time", "below its aim"): 1, (): 0,
+}  # fmt: skip
+
+
 def test_what_it_knows_of_gpus_it_has_not_seen() -> None:
     others = ["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(Params)", "ampere_bf16_s16816gemm_bf16_128x128"]
     ended = subprocess.run(
-        [sys.executable, "-c", ASKED, str(SUITE), json.dumps([*others, *FLASH])], capture_output=True, text=True,
-        check=False,
+        [sys.executable, "-c", ASKED, str(SUITE), json.dumps([*others, *FLASH]), json.dumps([*CODES])],
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    # A smaller batch has a smaller estimate: before, it was still that of the batch which an H100 has no room for.
-    assert found["sizes"]["H100"]["Llama 1B"][0] == found["sizes"]["H200"]["Llama 1B"][0] / 2
-    for sizes in found["sizes"].values():
-        for name, (rows, estimate) in sizes.items():
-            assert estimate == pytest.approx(of_planner(name, rows), abs=0.1)
+    assert found["order"] == [
+        "machine", "gpt2", "handwritten", "stock", "triton", "llama",
+        "checks", "preflight", "strategies", "attention", "documents", "syncs", "resume", "deterministic", "analog",
+        "generate", "two",
+        "checkpoint", "memory", "llama-2048", "llama-8192", "fsdp", "eager",
+    ]  # fmt: skip
+    assert found["tokens"] == [
+        ["gpt2", 64, 1024], ["triton", 64, 1024], ["llama", 4, 4096], ["llama-2048", 8, 2048], ["llama-8192", 2, 8192],
+        ["fsdp", 64, 1024], ["eager", 64, 1024],
+    ]  # fmt: skip
+    assert found["codes"] == [*CODES.values()]
     assert found["waits"] == {"loop.py:7": 1}
     assert found["flash"] == FLASH
     wanted = deterministic.settings(recipe("train.deterministic=true", "image=cuda"))
@@ -185,15 +195,34 @@ def cells(table: str) -> list[list[str]]:
 def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
     (tmp_path / "sitecustomize.py").write_text(lacking())
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
-    argv = [python(), str(SUITE), "--cpu", "--minutes", "90", "--page", str(tmp_path / "page.md")]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path), "OUT": str(tmp_path / "results")}
+    argv = [python(), str(SUITE), "--cpu", "--two", "--minutes", "90"]
     ended = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    page = (tmp_path / "page.md").read_text()
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"page.md", "figures.jsonl"}
+    page = (tmp_path / "results" / "page.md").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "results" / "figures.jsonl").read_text().splitlines()]
     gpt, llama, ok, aimless, missing = "GPT-2 124M", "Llama 1B", "ok", "no aim", "left out"
-    found = cells(page)
-    assert found.pop(found.index(next(row for row in found if row[0] == "machine")))[1].startswith("a CPU; torch ")
-    assert found == [
+    first = next(line for line in lines if line["part"] == "gpt2")
+    assert first["figures"]["steps"] == 4
+    assert first["figures"]["tokens_per_s"] == pytest.approx(2 * 32 / first["figures"]["ms"][1] * 1e3)
+    kernels = [line for line in lines if "kernel" in line["figures"]]
+    assert [len(kernels), kernels == sorted(kernels, key=lambda line: -line["figures"]["ms"])] == [10, True]
+    assert [line["part"] for line in lines if line["figures"].get("ratio")] == ["handwritten", "stock"]
+    found = [row for row in cells(page) if not row[1].startswith("kernel ")]
+    assert found[0][1].startswith("a CPU; torch ")
+    right = range(8, len(found) - 8)
+    assert found[1 : right.start] == [
+        ["gpt2", f"{gpt}, compiled, full", aimless],
+        ["handwritten", f"{gpt}, compiled", aimless],
+        ["handwritten", f"{gpt}, dray's tokens/s beside it", aimless],
+        ["stock", f"{gpt}, compiled", aimless],
+        ["stock", f"{gpt}, dray's tokens/s beside it", aimless],
+        ["triton", f"{gpt}, compiled, triton", missing],
+        ["llama", f"{llama}, compiled, full", aimless],
+    ]
+    # These run beside one another.
+    assert sorted(found[at] for at in right) == sorted([
         ["checks", "python -m dray.checks", ok],
         ["preflight", "a run by dray.runner", ok],
         ["strategies", "ddp, fp32", ok],
@@ -215,17 +244,75 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         ["analog", "aihwkit-lightning", missing],
         ["generate", "dray generate", ok],
         ["generate", "dray eval", ok],
+        ["two", "ddp, two ranks", ok],
+        ["two", "fsdp, two ranks", ok],
+    ])  # fmt: skip
+    assert found[right.stop :] == [
+        ["checkpoint", "the first save, waited for", aimless],
         ["checkpoint", "a step is held up", aimless],
         ["checkpoint", "time to rename", aimless],
         ["memory", gpt, aimless],
-        ["speed", f"{gpt}, eager, full", aimless],
-        ["speed", f"{gpt}, eager, triton", missing],
-        ["speed", f"{gpt}, the best of these beside the stock Trainer's", aimless],
-        ["speed", f"{llama}, eager, full", aimless],
-        ["speed", f"{llama}, eager, triton", missing],
+        ["llama-2048", f"{llama}, compiled, full, 8 x 2,048", aimless],
+        ["llama-8192", f"{llama}, compiled, full, 2 x 8,192", aimless],
+        ["fsdp", f"{gpt}, compiled, full, fsdp", aimless],
+        ["eager", f"{gpt}, eager, full", aimless],
     ]
     assert page.startswith("# dray on a GPU, ")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("gpu-check-")] == []
+
+
+KILLED = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+import suite
+
+def first(here):
+    yield suite.Row("first", "one", "", "1", "ok", {"ms": 1})
+    yield suite.Row("first", "two", "", "2", "ok")
+    open(os.environ["CHILD"], "w").write(str(os.getpid()))
+    time.sleep(600)
+
+suite.STAGES = (({"first": None}, False),)
+suite.PARTS = {"first": (first, 600.0)}
+suite._prepare = lambda folder, cpu: os.environ.update(GPU_CHECK_START="fork")
+sys.argv = ["gpu", "--cpu", "--results", sys.argv[2]]
+suite.main()
+"""
+
+
+def has_ended(child: int) -> bool:
+    """Gone, or a zombie that a container's init may not reap."""
+    state = Path("/proc", str(child), "stat")
+    return not state.exists() or state.read_text().split(") ")[1][0] == "Z"
+
+
+def test_a_kill_keeps_the_rows_before_it_and_ends_the_parts(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", KILLED, str(SUITE), str(tmp_path)]
+    env = {**os.environ, "CHILD": str(tmp_path / "child")}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "page.md").exists() or "| two" not in (tmp_path / "page.md").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+    lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    assert [[line["what"], line["seen"], line["figures"]] for line in lines] == [
+        ["one", "1", {"ms": 1}],
+        ["two", "2", {}],
+    ]
+    assert cells((tmp_path / "page.md").read_text()) == [["first", "one", "ok"], ["first", "two", "ok"]]
+    while not has_ended(int((tmp_path / "child").read_text())):
+        assert time.monotonic() < deadline, "a part would keep the GPU from the next command"
+
+
+@pytest.mark.parametrize("script", ["speed.sh", "correct.sh"])
+def test_the_scripts_stop_at_once_without_a_gpu(script: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+    env = {**os.environ, "PYTHON": python(), "TMPDIR": str(tmp_path), "OUT": str(tmp_path / "out")}
+    done = subprocess.run([str(SUITE / script)], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no GPU can be used here: " in done.stderr
+    assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / f"{script[:-3]}-logs.tar.gz"]
 
 
 def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_path: Path) -> None:
@@ -234,19 +321,19 @@ def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_pat
     )
     assert ended.returncode == 0, ended.stderr
     rows = json.loads(ended.stdout)
-    rows[3][3] = re.sub("; .*; ", "; ...; ", rows[3][3])
-    assert rows == [
+    rows = [[*row[:3], re.sub("; .*; ", "; ...; ", row[3]), row[4]] for row in rows]
+    assert rows == sorted([
         ["hangs", "one", "", "1", "ok"],
         ["hangs", "", "", "not done after 3 s", "failed"],
         ["dies", "", "", "died by SIGSEGV", "failed"],
         ["raises", "", "", "exit code 1; ...; ValueError: of a library", "failed"],
         ["well", "one", "", "1", "ok"],
         ["hangs", "one", "", "1", "ok"],
-        ["hangs", "the rest of it", "", "no time was left for it", "left out"],
-        ["late", "", "", "no time was left for it", "left out"],
-    ]
-    state, deadline = Path("/proc", (tmp_path / "left").read_text(), "stat"), time.monotonic() + 60
-    while state.exists() and state.read_text().split(") ")[1][0] != "Z":  # a container's init may not reap it
+        ["hangs", "the rest of it", "", "no time was left for it", "no time"],
+        ["late", "", "", "no time was left for it", "no time"],
+    ])  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not has_ended(int((tmp_path / "left").read_text())):
         assert time.monotonic() < deadline, "what a part has started ends with it"
 
 
@@ -262,7 +349,7 @@ def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--only", "memory,sped"), "there is no part sped: checks, "),
+        (("--only", "memory,sped"), "there is no part sped: machine, "),
         (("--minutes", "x"), "'x'"),
         (("--keep", str(ROOT)), "File exists"),
         (("--keep", "/proc/none"), "No such file"),

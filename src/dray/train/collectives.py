@@ -21,6 +21,9 @@ from dray.train.heartbeat import heartbeat
 # How long a rank waits for the others in a step, as NCCL does by default, and in all else.
 _IN_A_STEP, _ELSE = timedelta(minutes=10), timedelta(days=7)
 
+# benchmarks/gpu sets it to gloo: NCCL refuses two ranks on one GPU.
+_BACKEND = "DRAY_BACKEND"
+
 _control: dist.ProcessGroup | None = None
 
 
@@ -37,8 +40,9 @@ def init_distributed(variant: str) -> torch.device:
         torch.cuda.set_device(device)
     try:
         # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
-        own = None if on_cpu else device
-        dist.init_process_group("gloo" if on_cpu else "nccl", timeout=_IN_A_STEP, device_id=own)
+        backend = "gloo" if on_cpu else os.environ.get(_BACKEND, "nccl")
+        own = device if backend == "nccl" else None
+        dist.init_process_group(backend, timeout=_IN_A_STEP, device_id=own)
         with unprinted():  # torch 2.9 prints a line for each rank and group: all that it is not connected to
             _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
         # With TORCH_GLOO_LAZY_INIT two ranks connect when they first need one another, within the time of the group.
