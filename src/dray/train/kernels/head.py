@@ -146,7 +146,7 @@ class HeadLoss(torch.autograd.Function):
         return loss, predicted
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, loss: torch.Tensor, _: Any) -> tuple[Any, ...]:  # noqa: ANN401  torch's own
         kept = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         # In place: a head's gradient in 32 bits is 1 GB for Llama 1B.
