@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from dray.config.site import Site
 from dray.config.training import Batch
 from dray.facts import Files
 from dray.planning import loss
+from dray.planning.world import World
 
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
          "vocab_size": 128256}  # fmt: skip
@@ -22,9 +24,11 @@ def recipe(**tables: Any) -> Recipe:
     return Recipe.model_validate({**given, "data": {"sequence_length": 1024}})
 
 
-def chosen(made: Recipe, configuration: dict[str, Any] | None = None, each: int = 8) -> tuple[str, str]:
-    shares = Batch(global_size=8, per_device=each)
-    found = loss.chosen(made, shares, Files(configuration=configuration))
+def chosen(
+    made: Recipe, configuration: dict[str, Any] | None = None, each: int = 8, gpu_memory: float | None = None
+) -> tuple[str, str]:
+    shares, ranks = Batch(global_size=each, per_device=each), World.model_construct(size=1, ranks_per_node=1)
+    found = loss.chosen(made, shares, Files(configuration=configuration), ranks, gpu_memory)
     assert found.value.train is not None
     return found.value.train.loss, found.why
 
@@ -52,6 +56,28 @@ def test_the_loss_is_chosen_with_its_reason(
 ) -> None:
     kind = why.partition(":")[0]
     assert chosen(recipe(**tables), configuration, each) == (kind, why)
+
+
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        (None, "chunked: whole logits of 8,192 tokens x 128,256 words would take 6.3 GB"),
+        (0, "chunked: whole logits of 8,192 tokens x 128,256 words would take 6.3 GB"),
+        (80, "full: compiled, the run with whole logits would take NEEDED of 80 GB"),
+    ],
+)
+def test_a_compiled_run_has_whole_logits_where_they_fit(memory: float | None, why: str) -> None:
+    made = recipe(train={"compile": True})
+    needed = re.search(r"take ([0-9.]+) of", chosen(made, LLAMA, gpu_memory=80)[1])
+    assert needed
+    assert chosen(made, LLAMA, gpu_memory=memory)[1] == why.replace("NEEDED", needed[1])
+    edge = float(needed[1]) / 0.9
+    assert chosen(made, LLAMA, gpu_memory=edge + 0.1)[0] == "full"
+    small = f"{edge - 0.1:g}"
+    assert chosen(made, LLAMA, gpu_memory=float(small)) == (
+        "chunked",
+        f"chunked: compiled, the run with whole logits would take {needed[1]} of {small} GB, and a tenth is to be free",
+    )
 
 
 @pytest.mark.parametrize(

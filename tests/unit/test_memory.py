@@ -138,9 +138,24 @@ def test_chunked_logits_are_there_in_part() -> None:
         gpu("train.loss=chunked", model={**one, "vocab_size": size})["activations"] for size in (1000, 257000)
     )
     rows, length, table = 8, 1024, 4 * 64 * 256000
-    assert large - small == 1.6e9 - rows * length * 1000 * 12 / 8 + table
+    assert large - small == 12 * 2**27 - rows * length * 1000 * 12 / 8 + table
     masked = gpu("train.loss=chunked", "train.objective=masked", model={**one, "vocab_size": 1000})["activations"]
     assert small - masked == pytest.approx(0.85 * rows * length * 1000 * 12 / 8)
+
+
+def test_compiled_logits_and_their_gradients_have_16_bits() -> None:
+    one = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+    def grown(words: str, vocabulary: int) -> float:
+        small, large = (
+            gpu("train.compile=true", words, model={**one, "vocab_size": size})["activations"]
+            for size in (1000, vocabulary)
+        )
+        return large - small
+
+    rows, length, table = 8, 1024, 4 * 64 * 512000
+    assert grown("train.loss=full", 129000) == rows * length * 128000 * 4
+    assert grown("train.loss=chunked", 513000) == 4 * (2**28 - rows * length * 1000 / 8) + table
 
 
 def test_triton_holds_a_slice_of_the_gradient_of_logits() -> None:

@@ -34,7 +34,7 @@ def compare(
     import torch
     from torch.nn import functional
 
-    from dray.train.kernels.head import head_loss
+    from dray.train.kernels.head import HeadLoss, head_loss
 
     chance = torch.Generator().manual_seed(rows * words + width)
     shapes = ((rows, width), (words, width), (words,))
@@ -58,10 +58,12 @@ def compare(
             continue
         assert float((change - one).detach().norm()) <= NEAR[dtype] * float(one.norm())
     if any(wanted):
-        scaled = torch.autograd.grad(loss * 0.25, [tensor for tensor in given if tensor.requires_grad])
+        inputs = given[0], given[1], given[2] if biased else None
+        again, _ = HeadLoss.apply(*inputs, labels, "triton", getattr(torch, dtype), wanted, False, False)
+        scaled = torch.autograd.grad(again * 0.25, [tensor for tensor in given if tensor.requires_grad])
         for change, made in zip(scaled, compress(found, wanted), strict=True):
             assert torch.equal(change, made * 0.25)
-    return [loss.detach(), *(one.detach() for one in found)]
+    return [loss, *found]
 
 
 def sizes(dtype: str) -> None:

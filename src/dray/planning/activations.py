@@ -19,11 +19,11 @@ WITHOUT_FLEX = ("gpt2",)
 """Models for which transformers has no flex attention: on GPUs too they need a mask for documents."""
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")  # in single operations, of which each keeps something
 _LOSS = 12
-"""Bytes of a logit: its logarithm and two gradients, in 32 bits."""
+"""Bytes of a logit in eager mode: its logarithm and two gradients, in 32 bits."""
 
 _HUGE = 1 << 62  # the product of some still fits into a float
-_PARTS, _LARGEST = 8, 1.6e9
-"""The fewest parts of chunked logits, and the most bytes of one part with its gradient."""
+_PARTS, _CHUNK, _CHUNK_COMPILED = 8, 1 << 27, 1 << 28
+"""The fewest parts of chunked logits, and the most numbers of one part: train/kernels/chunked.py has them."""
 _SLICE = 1 << 27
 """Numbers of the logits' gradient that train/kernels/triton.py holds."""
 
@@ -118,9 +118,11 @@ def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> fl
     In parts: those of one part, and of the gradient of the head's weight, which is computed with the loss.
     """
     size = tokens * vocabulary
-    whole = size * (3 * use.products if use.compiled else _LOSS)
+    each = 2 * use.products if use.compiled else _LOSS  # compiled: the logit and its gradient
+    whole = size * each
     if loss == "chunked":
-        return min(whole / _PARTS, _LARGEST) + 4.0 * vocabulary * hidden
+        part = each * (_CHUNK_COMPILED if use.compiled else _CHUNK)
+        return min(whole / _PARTS, part) + 4.0 * vocabulary * hidden
     if loss == "triton":
         return min(size, _SLICE) * use.products + 4.0 * vocabulary * hidden
     return whole

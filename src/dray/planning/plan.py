@@ -61,7 +61,7 @@ def plan(
     ranks, reasons = world.decide(recipe, site, facts)
     at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
     shares = batch.divide(recipe.batch, world_size=ranks.size, at_first=at_first) if recipe.batch else None
-    recipe, loss_why = loss.chosen(recipe, shares, files)
+    recipe, loss_why = loss.chosen(recipe, shares, files, ranks, memory.limit(site, facts))
     recipe, words_why = vocabulary.chosen(recipe, files)
     fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe.model_copy(update={"batch": shares}), ranks, site, facts, files)

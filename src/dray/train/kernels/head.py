@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dray.contract.findings import ConfigError
+from dray.train.kernels.entropy import cross_entropy, exact
 
 IGNORE_INDEX = -100
 """The label of a token that is not predicted."""
@@ -32,11 +34,16 @@ class Head:
         kind: str = "full",
         dtype: torch.dtype | None = None,
         multiple: int = 1,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """`dtype` is that of the products; None is that of the hidden states. They have a multiple of so many rows."""
+        """`dtype` is that of the products; None is that of the hidden states. They have a multiple of so many rows.
+
+        `compiled` is for the cross entropy, which is one kernel then.
+        """
         self._labels: torch.Tensor | None = None  # None outside of LossModule's forward pass, as in generation
         self._places: torch.Tensor | None = None
-        self._kind, self._dtype = kind, dtype
+        self._kind, self._dtype, self._compiled = kind, dtype, compiled
         self._module = network.get_output_embeddings()
         # An analog layer computes otherwise. FSDP and DeepSpeed divide weights later: so words are counted now.
         linear = type(self._module) is torch.nn.Linear
@@ -80,16 +87,16 @@ class Head:
         inputs = hidden, *weight_and_bias
         wanted = [grads and one is not None and one.requires_grad for one in inputs]
         dtype, guess = self._dtype or hidden.dtype, not self._module.training
-        loss, predicted, *_ = head_loss(*inputs, self._chosen_labels(), self._kind, dtype, wanted, guess)
+        loss, predicted = HeadLoss.apply(  # type: ignore[no-untyped-call]
+            *inputs, self._chosen_labels(), self._kind, dtype, wanted, guess, self._compiled
+        )
         return torch.cat([loss[None], predicted.to(loss.dtype)])[None, None]
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The sum over all labels."""
         if self._kind != "full":
             return logits[0, 0, 0]
-        return functional.cross_entropy(
-            self._rows(logits).float(), self._chosen_labels(), reduction="sum", ignore_index=IGNORE_INDEX
-        )
+        return cross_entropy(compiled=self._compiled)(self._rows(logits), self._chosen_labels())
 
     def right(self, logits: torch.Tensor) -> torch.Tensor:
         """The labels of the batch that the model predicted right."""
@@ -113,8 +120,40 @@ class Head:
         return logits[self._places]  # of a model that multiplies by the weight itself, as MobileBERT does
 
 
-@torch.library.custom_op("dray::head_loss", mutates_args=())
-def head_loss(  # noqa: PLR0917  an operator's schema
+class HeadLoss(torch.autograd.Function):
+    """The sum of losses, and the likely words if `guess`; the gradients that are `wanted` are made with them.
+
+    Nothing of the logits is kept, and the backward pass only scales the gradients.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  torch gives them by their places
+        ctx: Any,  # noqa: ANN401  torch's own
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        kind: str,
+        dtype: torch.dtype,
+        wanted: Sequence[bool],
+        guess: bool,
+        compiled: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, predicted, *changes = head_loss(hidden, weight, bias, labels, kind, dtype, wanted, guess, compiled)
+        ctx.wanted = wanted
+        ctx.save_for_backward(*changes)
+        ctx.mark_non_differentiable(predicted)
+        return loss, predicted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss: torch.Tensor, _: Any) -> tuple[Any, ...]:  # noqa: ANN401  torch's own
+        kept = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        # In place: a head's gradient in 32 bits is 1 GB for Llama 1B.
+        return *(change.mul_(loss) if asked else None for change, asked in kept), *[None] * 6
+
+
+def head_loss(  # noqa: PLR0917  as HeadLoss has them
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -123,58 +162,25 @@ def head_loss(  # noqa: PLR0917  an operator's schema
     dtype: torch.dtype,
     wanted: Sequence[bool],
     guess: bool,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of losses, the likely words if `guess`, and the loss's gradients that are `wanted`.
-
-    One operator for torch.compile, which would else unroll or break at the parts. Gradients are made with the loss:
-    nothing of the logits is kept, and the backward pass only scales them.
-    """
+    """The sum of losses, the likely words, and the gradients of hidden states, weight and bias; what is not asked for
+    is empty."""
+    predicted = labels.new_zeros(labels.shape if guess else (0,))
+    inputs, shapes = (hidden, weight, weight), (hidden.shape, weight.shape, weight.shape[:1])
+    # Triton adds slices to the gradient of hidden states; else each row of it is written once.
+    types = exact(hidden) if kind == "triton" else hidden.dtype, exact(hidden), exact(hidden)
+    changes = [
+        hidden.new_zeros(shape if asked else (0,), dtype=kept)
+        for shape, asked, kept in zip(shapes, wanted, types, strict=True)
+    ]
     file = import_module(f"dray.train.kernels.{kind}")
-    predicted, changes = _outputs(hidden, weight, labels, wanted, guess)
+    options = {"compiled": compiled} if kind == "chunked" else {}
     with torch.autocast(hidden.device.type, enabled=False):
-        cast = [None if one is None else one.to(dtype) for one in (hidden, weight, bias)]
-        loss = file.compute(*cast, labels, predicted=predicted, changes=changes)
-    own = (hidden, weight, weight)
-    given = [change.to(one.dtype) for change, one in zip(changes, own, strict=True)]
+        cast = [None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias)]
+        loss = file.compute(*cast, labels, predicted=predicted, changes=tuple(changes), **options)
+    given = [change.to(tensor.dtype) for change, tensor in zip(changes, inputs, strict=True)]
     return loss, predicted, given[0], given[1], given[2]
-
-
-@head_loss.register_fake
-def _shapes(hidden, weight, bias, labels, kind, dtype, wanted, guess):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001, PLR0917
-    predicted, (first, second, third) = _outputs(hidden, weight, labels, wanted, guess)
-    given = first.to(hidden.dtype), second.to(weight.dtype), third.to(weight.dtype)
-    return hidden.new_zeros((), dtype=_exact(hidden)), predicted, *given
-
-
-def _outputs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wanted: Sequence[bool], guess: bool
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Room for what is asked for; the rest is empty."""
-    shapes = hidden.shape, weight.shape, weight.shape[:1]
-    of_hidden, of_weight, of_bias = (
-        hidden.new_zeros(shape if one else (0,), dtype=_exact(hidden))
-        for shape, one in zip(shapes, wanted, strict=True)
-    )
-    return labels.new_zeros(labels.shape if guess else (0,)), (of_hidden, of_weight, of_bias)
-
-
-def _exact(hidden: torch.Tensor) -> torch.dtype:
-    """The type that sums have."""
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401  torch's own
-    ctx.set_materialize_grads(False)
-    ctx.wanted = inputs[6]
-    ctx.save_for_backward(*output[2:])
-
-
-def _scale(ctx: Any, loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # noqa: ANN401  torch's own
-    kept = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    return *(change * loss if one else None for change, one in kept), None, None, None, None, None
-
-
-head_loss.register_autograd(_scale, setup_context=_keep)
 
 
 @torch.no_grad()

@@ -94,13 +94,19 @@ class Objective(ABC):
 
 
 class LossModule(torch.nn.Module):
-    """The network and its loss in one forward pass, so that both are compiled, replicated and sharded together."""
+    """The network and its loss in one forward pass, so that both are replicated and sharded together."""
 
     def __init__(
-        self, network: torch.nn.Module, loss: str = "full", dtype: torch.dtype | None = None, multiple: int = 1
+        self,
+        network: torch.nn.Module,
+        loss: str = "full",
+        dtype: torch.dtype | None = None,
+        multiple: int = 1,
+        *,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
-        self.network, self._head = network, Head(network, loss, dtype, multiple)
+        self.network, self._head = network, Head(network, loss, dtype, multiple, compiled=compiled)
         self._uncached = {"use_cache": False} if hasattr(network, "generate") else {}  # BERT has no such argument
 
     def forward(

@@ -17,7 +17,8 @@ def make(network: torch.nn.Module, config: Config, device: torch.device) -> Stra
     """Make the strategy of train.strategy. Rank 0's weights are sent to all ranks."""
     padded = config.model.pad_to_multiple_of
     multiple = padded if isinstance(padded, int) else 1
-    module = LossModule(network, config.train.loss, HALF.get(config.train.precision), multiple)
+    half = HALF.get(config.train.precision)
+    module = LossModule(network, config.train.loss, half, multiple, compiled=config.train.compile)
     if config.train.compile:
         module.compile()
     file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second
