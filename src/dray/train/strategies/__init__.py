@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dray.train.config import Config
+from dray.train.model import layers
 from dray.train.objectives.base import LossModule
 from dray.train.strategies.base import Strategy
 from dray.train.strategies.ddp import HALF
@@ -18,8 +19,8 @@ def make(network: torch.nn.Module, config: Config, device: torch.device) -> Stra
     padded = config.model.pad_to_multiple_of
     multiple = padded if isinstance(padded, int) else 1
     module = LossModule(network, config.train.loss, HALF.get(config.train.precision), multiple)
-    if config.train.compile:
-        module.compile()
+    if config.train.compile is True:
+        layers.compile_each(network)
     file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second
     made: Strategy = file.STRATEGY(module, config, device)
     return made

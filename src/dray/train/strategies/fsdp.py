@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from dray.contract import sharding
 from dray.train.config import Config
+from dray.train.collectives import all_gather_json
 from dray.train.errors import say
+from dray.train.model.layers import layers as repeated
 from dray.train.objectives.base import LossModule
 from dray.train.replicas import Replicas
 from dray.train.shards import Shard, Shards
@@ -39,13 +41,14 @@ class Fsdp(Ddp):
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         """Layer by layer, so that no rank has to have more than one whole layer beside its shards."""
         world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._layout = layout = _layout(self.config, self.network, _memory(self.device, local), world, local)
+        memory = min(all_gather_json(_memory(self.device, local)))  # one layout for all, where GPUs differ
+        self._layout = layout = _layout(self.config, self.network, memory, world, local)
         names, shape = ("replicate", "shard"), (world // layout.shard, layout.shard)
         whole = layout.shard == world  # nobody has a copy
         mesh = init_device_mesh(self.device.type, shape[whole:], mesh_dim_names=names[whole:])
         self._copies = None if whole else mesh.get_group("replicate")
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
-        layers = _layers(self.network)
+        layers = repeated(self.network)
         for part in (*layers, self.network):
             for tensor in (*part.parameters(), *part.buffers()):
                 if not isinstance(tensor, DTensor):
@@ -143,12 +146,6 @@ def _shard(tensor: torch.Tensor) -> Shard:
     mesh, width = tensor.device_mesh, math.prod(shape[1:])
     each = -(-shape[0] // mesh.size(mesh.ndim - 1))
     return Shard(shape, min(each * mesh.get_local_rank(mesh.ndim - 1), shape[0]) * width, tensor.to_local())
-
-
-def _layers(network: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that repeat: the longest list of modules that the network has."""
-    lists = [list(module) for module in network.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 STRATEGY = Fsdp
