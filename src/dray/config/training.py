@@ -161,8 +161,9 @@ class Train(Spec):
     offload: Literal["", "optimizer", "all"] = ""
     """What zero1 to zero3 keep in the host's memory instead of the GPU's: the optimizer, or with zero3 also the weights
     (all)."""
-    compile: bool = False
-    """Whether the model is compiled: slower to its first step, faster from then on."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether torch.compile compiles each layer and the loss: a slower first step, faster steps from then on. auto: on
+    GPUs, but not with zero3 or analog layers."""
     on_divergence: Literal["stop", "skip"] = "stop"
     """What a run does whose loss is not finite, or jumps. stop: end, or warn where it jumps. skip: go back to the last
     checkpoint, and on without the samples of those steps, at most three times; with ddp and fsdp alone."""

@@ -16,6 +16,7 @@ from dray.planning import (
     advice,
     batch,
     binds,
+    compiled,
     deterministic,
     environment,
     grace,
@@ -58,6 +59,7 @@ def plan(
     files, engine, folder = files or Files(), engines.get(facts.engine), run_folder / names.attempt(attempt)
     recipe, image_why = image.chosen(recipe, site, facts)
     recipe, precision_why = precision.chosen(recipe, site)
+    recipe, compiled_why = compiled.chosen(recipe)
     ranks, reasons = world.decide(recipe, site, facts)
     at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
     shares = batch.divide(recipe.batch, world_size=ranks.size, at_first=at_first) if recipe.batch else None
@@ -127,7 +129,8 @@ def plan(
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
             **({"shards": shards} if shards else {}),
-            **({"attention": _attention(recipe), "loss": loss_why, "vocabulary": words_why} if recipe.train else {}),
+            **({"attention": _attention(recipe), "compile": compiled_why} if recipe.train else {}),
+            **({"loss": loss_why, "vocabulary": words_why} if recipe.train else {}),
             **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
         },
         recipe=recipe,

@@ -80,7 +80,7 @@ def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -
             ),
         )
     torch = find_spec("torch")
-    if recipe.train and recipe.train.compile and torch and any(map(str.isspace, torch.origin or "")):
+    if recipe.train and recipe.train.compile is True and torch and any(map(str.isspace, torch.origin or "")):
         raise ConfigError(
             "torch.compile fails if torch's path contains a space",
             where=torch.origin,

@@ -38,11 +38,12 @@ def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
     configuration = _configuration(recipe, home)
     _require_sizes(recipe, configuration or {})
     in_image = Path(sys.prefix, "image.json").is_file() and recipe.image != "cpu"
-    ask = configuration and (exact or in_image) and not recipe.train.compile
+    compiles = recipe.train.compile is True or (recipe.train.compile == "auto" and recipe.image != "cpu")
+    ask = configuration and (exact or in_image) and not compiles
     found = list(_model_type(recipe, facts, configuration))
-    if exact and recipe.train.compile:
+    if exact and compiles:
         problem = "--exact cannot count a compiled model, so the memory is an estimate"
-        found.append(Finding(problem, found="train.compile = true", fix="--exact train.compile=false", kind="note"))
+        found.append(Finding(problem, found=f"train.compile = {str(recipe.train.compile).lower()}", fix="--exact train.compile=false", kind="note"))
     return Files(
         configuration=configuration,
         counted=_counted(recipe, configuration, exact=exact) if configuration and ask else None,

@@ -40,11 +40,11 @@ class Compiled:
         named = {name: Path(os.environ.get(name, "/")) for name in _CACHES}
         # Caches elsewhere are the user's own: they stay by themselves, and hold what other runs compiled.
         self._caches = {name: path for name, path in named.items() if path.is_relative_to(config.scratch)}
-        self._on = config.train.compile and bool(self._caches)
+        self._on = config.train.compile is True and bool(self._caches)
         self.folder = Path(config.compiled) / _key(config, device)
         self._kept: set[Path] = set()
         self.nanoseconds = self._since = self._depth = 0
-        if config.train.compile or "torch._dynamo" in sys.modules:
+        if config.train.compile is True or "torch._dynamo" in sys.modules:
             self._listen()
 
     def _listen(self) -> None:

@@ -90,7 +90,7 @@ class Train:
     reshard_after_forward: str | bool
     fsdp_prefetch: int
     offload: str
-    compile: bool
+    compile: str | bool
     on_divergence: str
     activation_checkpointing: bool
     deepspeed: str | None

@@ -35,7 +35,7 @@ def look_for_documents(masked: bool) -> None:
 def install(network: Any, config: Config, device: torch.device) -> str:  # noqa: ANN401  a transformers model
     """Set the attention for this device; return the choice with its reason."""
     documents = config.data.document_mask
-    compiled_on_cpu = config.train.compile and device.type == "cpu"
+    compiled_on_cpu = config.train.compile is True and device.type == "cpu"
     if compiled_on_cpu:
         dropout.install(network)
     usual = network.config._attn_implementation

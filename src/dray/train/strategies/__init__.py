@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dray.train.config import Config
+from dray.train.model import layers
 from dray.train.objectives.base import LossModule
 from dray.train.strategies.base import Strategy
 from dray.train.strategies.ddp import HALF
@@ -17,10 +18,10 @@ def make(network: torch.nn.Module, config: Config, device: torch.device) -> Stra
     """Make the strategy of train.strategy. Rank 0's weights are sent to all ranks."""
     padded = config.model.pad_to_multiple_of
     multiple = padded if isinstance(padded, int) else 1
-    half = HALF.get(config.train.precision)
-    module = LossModule(network, config.train.loss, half, multiple, compiled=config.train.compile)
-    if config.train.compile:
-        module.compile()
+    half, compiled = HALF.get(config.train.precision), config.train.compile is True
+    module = LossModule(network, config.train.loss, half, multiple, compiled=compiled)
+    if compiled:
+        layers.compile_each(network)
     file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second
     made: Strategy = file.STRATEGY(module, config, device)
     return made

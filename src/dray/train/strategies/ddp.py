@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,16 +27,19 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Ddp:
     """torch's own optimizer and gradients, which fsdp has too."""
 
+    autocasts = True
+    """Whether autocast makes the types of the products."""
+
     def __init__(self, module: LossModule, config: Config, device: torch.device) -> None:
         self.device, self.config, self.network = device, config, module.network
         self.scaler = Scaler(config.train.initial_loss_scale, device) if config.train.precision == "fp16" else None
         half = HALF.get(config.train.precision)
         self._masters: Masters | None = None
-        autocast = half is not None and not config.train.master_weights
+        autocast = half is not None and self.autocasts and not config.train.master_weights
         self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=autocast)
         self._sync = True
         self._module = self._distributed(module)
-        self._optimizer = adamw([weight for _, weight in self._named()], config)
+        self._optimizer: Any = adamw(map(self._moved, self.network.parameters()), config)
         self._prime(updates=0)
 
     def _prime(self, updates: int) -> None:
@@ -55,7 +59,10 @@ class Ddp:
         if dist.get_world_size() == 1:
             return module
         ids = None if self.device.type == "cpu" else [self.device.index]
-        found = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+        one_node = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        found = DistributedDataParallel(
+            module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=25 if one_node else 100
+        )
         # Only now: older torches would not copy rank 0's at the start either.
         found.broadcast_buffers = any(map(_writes_buffers, self.network.modules()))
         _order_buckets(found)
@@ -83,27 +90,39 @@ class Ddp:
             self._masters.add()
 
     def update(self, lr: float) -> torch.Tensor:
-        moved = (weight for group in self._optimizer.param_groups for weight in group["params"])
-        weights = [weight for weight in moved if weight.grad is not None]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        gradients = self._gradients()
+        norm = self._norm(gradients)
+        divisor = torch.ones_like(norm)
         if self.scaler:
-            torch._foreach_mul_(gradients, self.scaler.numbers[0].reciprocal().float())
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            divisor = self.scaler.numbers[0].float()
+            norm = norm / divisor
         if self.config.train.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(weights, self.config.train.max_grad_norm, norm)
+            divisor = divisor * ((norm + 1e-6) / self.config.train.max_grad_norm).clamp(min=1)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        # A fused step divides each gradient as it reads it: clipping costs no pass of its own.
+        self._optimizer.grad_scale = divisor
         if self.scaler:  # a fused step with found_inf changes nothing, its own count included
-            optimizer: Any = self._optimizer  # which no torch declares to have it; its own GradScaler sets it so
-            optimizer.found_inf = self.scaler.update(norm)
+            self._optimizer.found_inf = self.scaler.update(norm)
         self._optimizer.step()
         if self._masters:
             self._masters.hand_out()
             self._masters.clear()
-        else:
-            self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         return norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The gradients of what the optimizer moves."""
+        moved = (weight for group in self._optimizer.param_groups for weight in group["params"])
+        return [weight.grad for weight in moved if weight.grad is not None]
+
+    def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Their norm over all ranks."""
+        return torch.nn.utils.get_total_norm(gradients).float()
+
+    def _drop_gradients(self) -> None:
+        if not self._masters:
+            self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Shards:
         return {name: shard for own, replicas in self._held() for name, shard in replicas.part(own).items()}
@@ -126,17 +145,20 @@ class Ddp:
         named = dict(self._named())
         if lora.on(self.network):  # the others are frozen
             named = {name: weight for name, weight in named.items() if weight.requires_grad}
-        found = {"weights": {name: weight.detach() for name, weight in named.items()}}
+        moved = {name: self._moved(weight) for name, weight in named.items()}
+        found = {"weights": {name: weight.detach() for name, weight in moved.items()}}
         for moment in MOMENTS:
             found[moment] = {
-                name: self._optimizer.state[weight][moment] for name, weight in named.items() if weight.requires_grad
+                name: self._optimizer.state[weight][moment] for name, weight in moved.items() if weight.requires_grad
             }
         return {**found, "others": buffers(self.network)}
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The weights that the optimizer moves, and frozen ones."""
-        masters = self._masters.of if self._masters else {}
-        return ((name, masters.get(weight, weight)) for name, weight in self.network.named_parameters())
+        return self.network.named_parameters()
+
+    def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        """What the optimizer moves in the place of the weight."""
+        return self._masters.of[weight] if self._masters else weight
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.detach().float()
@@ -148,8 +170,10 @@ class Ddp:
         weight.data.copy_(value)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        masters = self._masters.of if self._masters else {}
         for name, weight in (*self._named(), *buffers(self.network).items()):
-            yield name, (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else masters.get(weight, weight)
+            yield name, whole.detach()
 
 
 def _order_buckets(model: DistributedDataParallel) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from dray.contract import sharding
 from dray.train.config import Config
+from dray.train.collectives import all_gather_json
 from dray.train.errors import say
+from dray.train.model.layers import layers as layers_of
 from dray.train.objectives.base import LossModule
 from dray.train.replicas import Replicas
 from dray.train.shards import Shard, Shards
 from dray.train.strategies.ddp import HALF, Ddp
+
+
+_GROUP = 1 << 24
+"""Numbers that are gathered at once at least: 32 MB in 16 bits."""
 
 
 class Layout(NamedTuple):
@@ -34,28 +40,59 @@ class Layout(NamedTuple):
 
 
 class Fsdp(Ddp):
-    """The fsdp strategy. The layout decides how long weights and gradients stay whole."""
+    """The fsdp strategy. The layout decides how long weights and gradients stay whole.
+
+    The optimizer moves this rank's shards as plain tensors: as DTensors each operation costs the host milliseconds.
+    """
+
+    autocasts = False
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         """Layer by layer, so that no rank has to have more than one whole layer beside its shards."""
         world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._layout = layout = _layout(self.config, self.network, _memory(self.device, local), world, local)
+        memory = min(all_gather_json(_memory(self.device, local)))  # one layout for all, where GPUs differ
+        self._layout = layout = _layout(self.config, self.network, memory, world, local)
         names, shape = ("replicate", "shard"), (world // layout.shard, layout.shard)
         whole = layout.shard == world  # nobody has a copy
         mesh = init_device_mesh(self.device.type, shape[whole:], mesh_dim_names=names[whole:])
         self._copies = None if whole else mesh.get_group("replicate")
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
-        layers = _layers(self.network)
-        for part in (*layers, self.network):
-            for tensor in (*part.parameters(), *part.buffers()):
+        layers, tables = [*_groups(layers_of(self.network))], _tables(self.network)
+        parts = [*layers, *([table] for table in tables), [self.network]]
+        # What is computed last is needed at once for its backward pass.
+        last = [*layers[-1:], *parts[len(layers) + 1 :]]
+        for part in parts:
+            for tensor in (tensor for layer in part for tensor in (*layer.parameters(), *layer.buffers())):
                 if not isinstance(tensor, DTensor):
                     tensor.data = tensor.data.to(self.device)
                     dist.broadcast(tensor.data, 0)
-            # The last layer's weights are needed at once for its backward pass.
-            again = layout.reshard_after_forward and part is not self.network and part is not layers[-1]
+            again = layout.reshard_after_forward and part not in last
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-        _prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], self.config.train.fsdp_prefetch)
+        _prefetch([cast(FSDPModule, layer[0]) for layer in layers], self.config.train.fsdp_prefetch)
+        self._mesh = mesh
+        self._locals = {
+            weight: torch.nn.Parameter(_local(weight.detach()), requires_grad=weight.requires_grad)
+            for weight in self.network.parameters()
+        }
         return module
+
+    @torch.no_grad()
+    def _gradients(self) -> list[torch.Tensor]:
+        for weight, local in self._locals.items():
+            local.grad = None if weight.grad is None else _local(weight.grad)
+        return super()._gradients()
+
+    def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        square = super()._norm(gradients).square()
+        dist.all_reduce(square, group=self._mesh.get_group(self._mesh.ndim - 1))
+        return square.sqrt()
+
+    def _drop_gradients(self) -> None:
+        for weight, local in self._locals.items():
+            weight.grad = local.grad = None
+
+    def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        return self._locals[weight]
 
     @contextmanager
     def accumulate(self, *, sync: bool) -> Iterator[None]:
@@ -77,8 +114,12 @@ class Fsdp(Ddp):
         yield others, Replicas(rank, world)
 
     def _shards(self) -> Shards:
-        found = self._tensors()
-        return {f"{kind}.{name}": _shard(tensor) for kind, named in found.items() for name, tensor in named.items()}
+        weights = dict(self._named())
+        return {
+            f"{kind}.{name}": _shard(weights.get(name, tensor), tensor)
+            for kind, named in self._tensors().items()
+            for name, tensor in named.items()
+        }
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for module in self.network.modules():
@@ -135,20 +176,40 @@ def _prefetch(layers: list[FSDPModule], ahead: int) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(place - ahead, 0) : place][::-1])
 
 
-def _shard(tensor: torch.Tensor) -> Shard:
+def _shard(whole: torch.Tensor, local: torch.Tensor) -> Shard:
     """FSDP2 gives each rank as many rows as any other, and the last ones what is left."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Shard(shape, 0, tensor)
-    mesh, width = tensor.device_mesh, math.prod(shape[1:])
+    shape = tuple(whole.shape)
+    if not isinstance(whole, DTensor):
+        return Shard(shape, 0, local)
+    mesh, width = whole.device_mesh, math.prod(shape[1:])
     each = -(-shape[0] // mesh.size(mesh.ndim - 1))
-    return Shard(shape, min(each * mesh.get_local_rank(mesh.ndim - 1), shape[0]) * width, tensor.to_local())
+    return Shard(shape, min(each * mesh.get_local_rank(mesh.ndim - 1), shape[0]) * width, local)
 
 
-def _layers(network: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that repeat: the longest list of modules that the network has."""
-    lists = [list(module) for module in network.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=len, default=[])
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _groups(layers: list[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
+    """Layers that follow one another: small ones together, as each group costs the host and the network a round."""
+    group: list[torch.nn.Module] = []
+    size = 0
+    for layer in layers:
+        group.append(layer)
+        size += sum(weight.numel() for weight in layer.parameters())
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _tables(network: Any) -> list[torch.nn.Module]:  # noqa: ANN401  a transformers model
+    """Embeddings and head where they are two: each is gathered by itself, and not as one group with all the rest."""
+    embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
+    if type(embeddings) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
+        return []
+    return [] if embeddings.weight is head.weight else [embeddings, head]
 
 
 STRATEGY = Fsdp

@@ -1,0 +1,43 @@
+"""The layers that repeat: torch.compile compiles each, and FSDP shards each."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+_RECOMPILE_LIMIT = 64
+"""Compiled forms of one layer's code: layers that differ, training and evaluation, rows of several sizes."""
+
+
+def layers(network: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that transformers does not split over devices, in their order; else those of the outermost lists."""
+    inner: set[torch.nn.Module] = set()
+    repeated: list[torch.nn.Module] = []
+    for module in network.modules():  # an outer list comes before its inner ones, such as a layer's experts
+        if isinstance(module, torch.nn.ModuleList) and module not in inner:
+            inner.update(module.modules())
+            repeated.extend(module)
+    names = set(getattr(network, "_no_split_modules", None) or ())
+    return [layer for layer in repeated if type(layer).__name__ in names] or repeated
+
+
+def compile_each(network: torch.nn.Module) -> None:
+    """Compile each layer by itself, before it is sharded: FSDP's hooks stay outside, and equal layers share code.
+
+    What the compiler cannot do runs without it; `breaks` counts that.
+    """
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
+    config.suppress_errors = True
+    for layer in layers(network):
+        layer.forward = torch.compile(layer.forward)
+
+
+def breaks() -> dict[str, int]:
+    """Why compiled code was left, and how often: empty where each layer is one graph."""
+    if "torch._dynamo" not in sys.modules:
+        return {}
+    counters: Any = torch._dynamo.utils.counters
+    return {str(why).splitlines()[0]: count for why, count in counters["graph_break"].items()}

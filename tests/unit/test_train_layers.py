@@ -1,0 +1,122 @@
+"""Layers of a model are found, and each is compiled as one graph: by itself, under ddp and fsdp, with checkpointing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
+
+from dray.train.model.layers import layers  # noqa: E402
+from nodes import free_port  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
+GATED = {**SMALL, "num_hidden_layers": 3, "intermediate_size": 64, "num_key_value_heads": 2}
+MODELS = {
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_positions": 32, "n_layer": 3, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": GATED,
+    "qwen3": {**GATED, "head_dim": 8},
+    "bert": {**SMALL, "num_hidden_layers": 3, "intermediate_size": 64},
+    "opt": {**SMALL, "num_hidden_layers": 3, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gpt_neox": {**SMALL, "num_hidden_layers": 3, "intermediate_size": 64},
+}
+MIXTRAL = {**GATED, "num_hidden_layers": 2, "num_local_experts": 8}
+
+TRAINED = """
+import functools, json, os, sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from dray.train import strategies
+from dray.train.model import attention, layers
+from dray.train.objectives.base import Batch
+
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+dist.init_process_group("gloo")
+attention.look_for_documents(False)
+train = SimpleNamespace(
+    strategy="", precision="bf16", compile=True, loss="full", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+    max_grad_norm=1.0, master_weights=False, initial_loss_scale=1.0, fsdp_shard="auto", fsdp_prefetch=1,
+    sync_each_batch="auto", reshard_after_forward="auto", offload="",
+)
+for kind, settings in json.loads(sys.argv[1]).items():
+    for train.strategy in ("ddp", "fsdp"):
+        for checkpointing in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(1)
+            torch._dynamo.utils.counters.clear()
+            auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+            network = auto.from_config(AutoConfig.for_model(kind, **settings))
+            if checkpointing:
+                network.gradient_checkpointing_enable({"use_reentrant": False})
+            config = SimpleNamespace(train=train, model=SimpleNamespace(pad_to_multiple_of=1, attn_implementation="auto"),
+                                     data=SimpleNamespace(document_mask=False), gradient_accumulation_steps=1)
+            attention.install(network, SimpleNamespace(**{**vars(config), "train": SimpleNamespace(**{**vars(train), "compile": False})}), torch.device("cpu"))
+            strategy = strategies.make(network, config, torch.device("cpu"))
+            rows, losses = torch.arange(64).view(2, 32), []
+            for number in range(2):
+                network.train()
+                with strategy.accumulate(sync=True):
+                    loss, _ = strategy.losses(Batch(rows, rows, None))
+                    strategy.backward(loss)
+                losses.append(float(loss))
+                strategy.update(1e-3)
+            network.eval()
+            with torch.no_grad():
+                strategy.losses(Batch(rows, rows, None))
+            frames, stats = (dict(torch._dynamo.utils.counters[name]) for name in ("frames", "stats"))
+            print(json.dumps([kind, train.strategy, checkpointing, layers.breaks(), frames, stats, losses]), flush=True)
+os._exit(0)
+"""
+
+
+def built(kind: str, settings: dict):
+    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(AutoConfig.for_model(kind, **settings))
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "mixtral"])
+def test_the_layers_are_those_of_transformers_and_no_experts(kind: str) -> None:
+    settings = MIXTRAL if kind == "mixtral" else MODELS[kind]
+    network = built(kind, settings)
+    found = layers(network)
+    assert len(found) == network.config.num_hidden_layers
+    assert {type(layer).__name__ for layer in found} <= set(network._no_split_modules)
+
+
+def test_a_module_without_names_has_those_of_its_outermost_lists() -> None:
+    experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(9))
+    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+    blocks[1].append(experts)
+    assert layers(torch.nn.Sequential(blocks)) == [*blocks]
+    assert layers(torch.nn.Linear(2, 2)) == []
+
+
+def test_no_graph_breaks_in_any_layer() -> None:
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINED, json.dumps(MODELS)],
+        env={**os.environ, **env, "MASTER_PORT": str(free_port())}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [row[:3] for row in seen] == [
+        [kind, strategy, checkpointing]
+        for kind in MODELS for strategy in ("ddp", "fsdp") for checkpointing in (False, True)
+    ]  # fmt: skip
+    for row in seen:
+        assert row[3] == {}, row
+        assert row[4]["ok"] == row[4]["total"], row
+        assert row[6] == pytest.approx(seen[0][6] if row[0] == "gpt2" else row[6], rel=0.02)
+        assert row[5]["unique_graphs"] <= 4, row  # training and evaluation; qwen3's and neox's layers are alike, too
