@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
 
 from dray.train.model.layers import layers  # noqa: E402
+from helpers import ROOT  # noqa: E402
 from nodes import free_port  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -21,63 +22,17 @@ pytestmark = pytest.mark.torch
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
 GATED = {**SMALL, "num_hidden_layers": 3, "intermediate_size": 64, "num_key_value_heads": 2}
 MODELS = {
-    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_positions": 32, "n_layer": 3, "resid_pdrop": 0.0,
-             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": {
+        "vocab_size": 64, "n_embd": 32, "n_head": 4, "n_positions": 32, "n_layer": 3, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
     "llama": GATED,
     "qwen3": {**GATED, "head_dim": 8},
     "bert": {**SMALL, "num_hidden_layers": 3, "intermediate_size": 64},
     "opt": {**SMALL, "num_hidden_layers": 3, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt_neox": {**SMALL, "num_hidden_layers": 3, "intermediate_size": 64},
-}
+}  # fmt: skip
 MIXTRAL = {**GATED, "num_hidden_layers": 2, "num_local_experts": 8}
-
-TRAINED = """
-import functools, json, os, sys
-from types import SimpleNamespace
-import torch
-import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-from dray.train import strategies
-from dray.train.model import attention, layers
-from dray.train.objectives.base import Batch
-
-torch.compile = functools.partial(torch.compile, backend="aot_eager")
-dist.init_process_group("gloo")
-attention.look_for_documents(False)
-train = SimpleNamespace(
-    strategy="", precision="bf16", compile=True, loss="full", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
-    max_grad_norm=1.0, master_weights=False, initial_loss_scale=1.0, fsdp_shard="auto", fsdp_prefetch=1,
-    sync_each_batch="auto", reshard_after_forward="auto", offload="",
-)
-for kind, settings in json.loads(sys.argv[1]).items():
-    for train.strategy in ("ddp", "fsdp"):
-        for checkpointing in (False, True):
-            torch._dynamo.reset()
-            torch.manual_seed(1)
-            torch._dynamo.utils.counters.clear()
-            auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
-            network = auto.from_config(AutoConfig.for_model(kind, **settings))
-            if checkpointing:
-                network.gradient_checkpointing_enable({"use_reentrant": False})
-            config = SimpleNamespace(train=train, model=SimpleNamespace(pad_to_multiple_of=1, attn_implementation="auto"),
-                                     data=SimpleNamespace(document_mask=False), gradient_accumulation_steps=1)
-            attention.install(network, SimpleNamespace(**{**vars(config), "train": SimpleNamespace(**{**vars(train), "compile": False})}), torch.device("cpu"))
-            strategy = strategies.make(network, config, torch.device("cpu"))
-            rows, losses = torch.arange(64).view(2, 32), []
-            for number in range(2):
-                network.train()
-                with strategy.accumulate(sync=True):
-                    loss, _ = strategy.losses(Batch(rows, rows, None))
-                    strategy.backward(loss)
-                losses.append(float(loss))
-                strategy.update(1e-3)
-            network.eval()
-            with torch.no_grad():
-                strategy.losses(Batch(rows, rows, None))
-            frames, stats = (dict(torch._dynamo.utils.counters[name]) for name in ("frames", "stats"))
-            print(json.dumps([kind, train.strategy, checkpointing, layers.breaks(), frames, stats, losses]), flush=True)
-os._exit(0)
-"""
 
 
 def built(kind: str, settings: dict):
@@ -106,7 +61,7 @@ def test_a_module_without_names_has_those_of_its_outermost_lists() -> None:
 def test_no_graph_breaks_in_any_layer() -> None:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", TRAINED, json.dumps(MODELS)],
+        [sys.executable, str(ROOT / "tests/graphs.py"), json.dumps(MODELS)],
         env={**os.environ, **env, "MASTER_PORT": str(free_port())}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

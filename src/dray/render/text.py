@@ -37,7 +37,11 @@ def text(plan: Plan) -> str:
                 ("port", plan.reasons["port"]),
                 ("cores", plan.reasons["cores"]),
                 *([("batch", plan.reasons["batch"])] if plan.batch else []),
-                *([(name, plan.reasons[name]) for name in ("training", "attention", "compile")] if plan.recipe.train else []),
+                *(
+                    [(name, plan.reasons[name]) for name in ("training", "attention", "compile")]
+                    if plan.recipe.train
+                    else []
+                ),
                 *([("hub", plan.reasons["hub"])] if "hub" in plan.reasons else []),
                 ("preflight", plan.reasons["preflight"]),
                 *([("grace", plan.reasons["grace"])] if "grace" in plan.reasons else []),

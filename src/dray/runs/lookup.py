@@ -43,7 +43,14 @@ def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
     found = list(_model_type(recipe, facts, configuration))
     if exact and compiles:
         problem = "--exact cannot count a compiled model, so the memory is an estimate"
-        found.append(Finding(problem, found=f"train.compile = {str(recipe.train.compile).lower()}", fix="--exact train.compile=false", kind="note"))
+        found.append(
+            Finding(
+                problem,
+                found=f"train.compile = {str(recipe.train.compile).lower()}",
+                fix="--exact train.compile=false",
+                kind="note",
+            )
+        )
     return Files(
         configuration=configuration,
         counted=_counted(recipe, configuration, exact=exact) if configuration and ask else None,

@@ -170,7 +170,7 @@ class Ddp:
         weight.data.copy_(value)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        masters = self._masters.of if self._masters else {}
+        masters: dict[Any, torch.Tensor] = {**self._masters.of} if self._masters else {}
         for name, weight in (*self._named(), *buffers(self.network).items()):
             whole = weight.full_tensor() if isinstance(weight, DTensor) else masters.get(weight, weight)
             yield name, whole.detach()
