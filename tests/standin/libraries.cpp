@@ -64,7 +64,8 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t, cudnnBackendAtt
   return CUDNN_STATUS_SUCCESS;
 }
 
-// NCCL: a communicator knows its size and its rank
+// NCCL: a communicator knows its size and its rank. Nothing is sent: a gather and a broadcast give each rank its own data,
+// as if all ranks had the same; DDP compares sizes in this way. Sums are left as they are.
 struct ncclComm {
   int ranks, rank;
 };
@@ -86,6 +87,26 @@ ncclResult_t ncclCommSplit(ncclComm_t, int, int rank, ncclComm_t* result, ncclCo
 }
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* number) { *number = comm->ranks; return ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
+static size_t width(ncclDataType_t type) {
+  switch (type) {
+    case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
+    case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
+    case ncclFloat16: case ncclBfloat16: return 2;
+    default: return 1;
+  }
+}
+static ncclResult_t copy(const void* from, void* to, size_t size) {
+  if (from != to) cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
+  return ncclSuccess;
+}
+ncclResult_t ncclAllGather(const void* from, void* to, size_t number, ncclDataType_t type, ncclComm_t comm, cudaStream_t) {
+  size_t size = number * width(type);
+  for (int rank = 0; rank < comm->ranks; rank++) copy(from, (char*)to + rank * size, size);
+  return ncclSuccess;
+}
+ncclResult_t ncclBroadcast(const void* from, void* to, size_t number, ncclDataType_t type, int, ncclComm_t, cudaStream_t) {
+  return copy(from, to, number * width(type));
+}
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { *error = ncclSuccess; return ncclSuccess; }
 const char* ncclGetErrorString(ncclResult_t) { return "stand-in"; }
 const char* ncclGetLastError(ncclComm_t) { return "stand-in"; }
