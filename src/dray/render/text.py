@@ -9,6 +9,9 @@ from dray.engines.base import Shell
 from dray.planning.schema import Plan
 from dray.render.node import srun_options, start_argv
 
+_TRAINING = ("training", "attention", "compile", "loss")
+"""The reasons of the trainer's settings."""
+
 
 def text(plan: Plan) -> str:
     """The whole plan as text, as `dray plan -v` prints it."""

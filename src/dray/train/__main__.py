@@ -100,13 +100,16 @@ def main(path: str) -> None:
         validation = next(iter(data.validation.values()))
         sample = _keep(config, strategy, tokens, validation, parameters=parameters, figures=evaluator.found)
     if dist.get_rank() == 0:
-        steps = config.steps - resumed
-        speed = steps * config.step_tokens / seconds if steps else 0.0
-        metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
+        _write_end(config, metrics, steps=config.steps - resumed, seconds=seconds, sample=sample)
     checkpoints.close()
     metrics.close()
     barrier()
     checkpoints.require_saved()
+
+
+def _write_end(config: Config, metrics: Metrics, *, steps: int, seconds: float, sample: str) -> None:
+    speed = steps * config.step_tokens / seconds if steps else 0.0
+    metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
 
 
 def _be_quiet() -> None:
