@@ -38,7 +38,7 @@ def answered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("dray run smo", ["smoke-cpu"]),
         ("dray run smoke-cpu train.strateg", ["train.strategy="]),
         ("dray run smoke-cpu train.strategy=f", ["train.strategy=fsdp"]),
-        ("dray plan smoke-cpu train.compile=", ["train.compile=false", "train.compile=true"]),
+        ("dray plan smoke-cpu train.compile=", ["train.compile=auto", "train.compile=false", "train.compile=true"]),
         ("dray run smoke-cpu model.conf", ["model.config."]),
         ("dray run --hostf", ["--hostfile"]),
         ("dray run --site le", ["leonardo"]),

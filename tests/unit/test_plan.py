@@ -426,8 +426,8 @@ INDUCTOR = {
     ("words", "found"),
     [
         (("image=cpu",), {}),
-        (("image=cuda",), GPU),
-        (("image=rocm", "train.compile=true"), GPU | INDUCTOR),
+        (("image=cuda", "train.compile=false"), GPU),
+        (("image=rocm",), GPU | INDUCTOR),
         (
             ("image=cuda", "model.attn_implementation=flash_attention_2", "analog.enabled=true"),
             GPU | {"FLASH_ATTENTION_DETERMINISTIC": "1", "AIHWKIT_USE_TRITON": ""},

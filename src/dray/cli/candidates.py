@@ -72,7 +72,7 @@ def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: AR
         elif key == name == "adopted":
             yield from (f"adopted={adopted}" for adopted in store.adopted_names(checkout.root()))
         elif key == name:
-            choices = ["true", "false"] if kind == "true or false" else re.findall(r'"([^"]*)"', kind)
+            choices = re.findall(r'"([^"]*)"', kind) + (["true", "false"] if "true or false" in kind else [])
             yield from (f"{key}={choice}" for choice in choices)
 
 

@@ -164,7 +164,7 @@ def use(recipe: Recipe, *, flex: bool) -> activations.Use:
         recipe.data.sequence_length,
         products=2 if half or narrow else 4,
         residual=2 if narrow else 4,
-        autocast=half and not deepspeed and stage < 3,
+        autocast=half and not deepspeed and stage < 3 and not train.master_weights,
         compiled=train.compile is True,
         checkpointed=train.activation_checkpointing,
         eager=model.attn_implementation == "eager",
