@@ -23,6 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dray.train import saved, shards, strategies
 from dray.train.config import read
 from dray.train.objectives.base import Batch
+from dray.train.strategies import fsdp
+
+fsdp._GROUP = 1  # each layer is a group, as layers of real models are
 
 RANKS, STEPS, MICRO, WORDS = 4, 3, 2, 96
 SIZES = {

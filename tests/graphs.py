@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from dray.train import strategies
-from dray.train.model import attention, layers
+from dray.train.model import attention
 from dray.train.objectives.base import Batch
 
 CPU = torch.device("cpu")
@@ -53,7 +53,8 @@ def seen(kind: str, settings: dict[str, Any], strategy: str, checkpointing: bool
     with torch.no_grad():
         made.losses(Batch(rows, rows, None))
     frames, stats = (dict(torch._dynamo.utils.counters[name]) for name in ("frames", "stats"))
-    return [layers.breaks(), frames, stats, losses]
+    breaks = {str(why).splitlines()[0]: count for why, count in torch._dynamo.utils.counters["graph_break"].items()}
+    return [breaks, frames, stats, losses]
 
 
 def main(models: str) -> None:

@@ -180,7 +180,15 @@ def test_compiled_layers_keep_less() -> None:
 class TestCounted:
     """By the model itself, where torch is at hand."""
 
-    WORDS = ("recipes/smoke-cpu.toml", "train.precision=bf16", "image=cuda", "train.compile=false", "--gpus-per-node", "1", "-v")
+    WORDS = (
+        "recipes/smoke-cpu.toml",
+        "train.precision=bf16",
+        "image=cuda",
+        "train.compile=false",
+        "--gpus-per-node",
+        "1",
+        "-v",
+    )
 
     def test_a_plan_says_so(self) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
@@ -206,7 +214,8 @@ class TestCounted:
     def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
         said = {"scheduler": "slurm", "nodelist": "n1", "nodes": 1, "engine": "apptainer", "image": "/i.sif"}
-        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda", "train.precision=bf16"])
+        words = ["image=cuda", "train.precision=bf16", "train.compile=false"]
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words)
         assert lookup.files(recipe, Facts.model_validate(said)).counted is None
         monkeypatch.setattr(sys, "prefix", str(tmp_path))
         (tmp_path / "image.json").touch()

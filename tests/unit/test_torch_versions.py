@@ -96,20 +96,25 @@ def test_its_torch_tells_when_it_compiles(variant):
     """mypy reads no other module of torch._dynamo; both functions hand on to `begin` and `end` what they like."""
     release = locked(variant)["torch"]
     if release == version("torch").partition("+")[0]:
-        from torch._dynamo import callback
+        from torch._dynamo import callback, config
 
-        names = set(vars(callback))
+        names, settings = set(vars(callback)), set(config._config)
     else:
         with zipfile.ZipFile(wheel(release)) as packed:
             read = ast.parse(packed.read("torch/_dynamo/callback.py"))
+            text = packed.read("torch/_dynamo/config.py").decode()
         names = {one.name for one in read.body if isinstance(one, ast.FunctionDef)}
+        settings = set(re.findall(r"^(\w+)\b.*=", text, re.MULTILINE))
     used = set(re.findall(r"\bcallback\.(\w+)\(", (ROOT / "src/dray/train/compiled.py").read_text()))
     assert used == {"on_compile_start", "on_compile_end"}
     assert used <= names
+    used = set(re.findall(r"\bconfig\.(\w+) = ", (ROOT / "src/dray/train/model/layers.py").read_text()))
+    assert used == {"recompile_limit", "suppress_errors"}
+    assert used <= settings
 
 
 def test_every_module_that_is_named_is_read():
-    named = re.compile(rf"\btorch\.({'|'.join(UNUSED)})\b(?! import callback| *\")")
+    named = re.compile(rf"\btorch\.({'|'.join(UNUSED)})\b(?! import callback| import config| *\")")
     files = [path for room in ROOMS for path in (ROOT / "src/dray" / room).rglob("*.py")]
     assert [(path, found[0]) for path in files if (found := named.search(path.read_text()))] == []
 

@@ -43,19 +43,19 @@ def seen(tmp_path_factory) -> dict[str, dict]:
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-# Groups of weights: three layers, and the root's. Two micro-batches a step.
+# Groups of weights: three layers, embeddings, head, and the root's. Two micro-batches a step, and one sum for the norm.
 @pytest.mark.parametrize(
     ("case", "gathers", "scatters", "reduces"),
     [
-        # Each but the last layer and the root is gathered a second time for its backward pass.
-        ("lean", 2 * (4 + 2), 2 * 4, 0),
-        ("prefetch 0", 2 * (4 + 2), 2 * 4, 0),
-        ("kept weights", 4, 2 * 4, 0),
-        ("one sync", 2 * (4 + 2), 4, 0),
-        ("both", 4, 4, 0),
-        ("hsdp", 2 * (4 + 2), 2 * 4, 4),
-        ("two of four nodes", 2 * (4 + 2), 2 * 4, 4),
-        ("auto", 4, 4, 4),
+        # Each layer but the last is gathered a second time for its backward pass.
+        ("lean", 2 * (6 + 2), 2 * 6, 1),
+        ("prefetch 0", 2 * (6 + 2), 2 * 6, 1),
+        ("kept weights", 6, 2 * 6, 1),
+        ("one sync", 2 * (6 + 2), 6, 1),
+        ("both", 6, 6, 1),
+        ("hsdp", 2 * (6 + 2), 2 * 6, 6 + 1),
+        ("two of four nodes", 2 * (6 + 2), 2 * 6, 6 + 1),
+        ("auto", 6, 6, 6 + 1),
     ],
 )
 def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(

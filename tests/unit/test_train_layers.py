@@ -74,4 +74,4 @@ def test_no_graph_breaks_in_any_layer() -> None:
         assert row[3] == {}, row
         assert row[4]["ok"] == row[4]["total"], row
         assert row[6] == pytest.approx(seen[0][6] if row[0] == "gpt2" else row[6], rel=0.02)
-        assert row[5]["unique_graphs"] <= 4, row  # training and evaluation; qwen3's and neox's layers are alike, too
+        assert row[5]["unique_graphs"] <= 5, row  # of 3 layers, in training and evaluation

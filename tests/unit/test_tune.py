@@ -161,7 +161,17 @@ again: dray tune --table {folder}
         dray(desk.recipe, "batch.per_device=2,4", "--keys=per_device", "--steps=5", "max_requeues=2")
         first, second = (read_recipe(desk.study() / f"00{n}.toml") for n in (1, 2))
         own = read_recipe(desk.recipe)
-        changed = {"steps", "epochs", "warmup_steps", "log_every", "eval_every", "trackers", "profile", "loss"}
+        changed = {
+            "steps",
+            "epochs",
+            "warmup_steps",
+            "log_every",
+            "eval_every",
+            "trackers",
+            "profile",
+            "loss",
+            "compile",
+        }
         for made, rows in ((first, 4), (second, 2)):
             assert made.train
             assert own.train
@@ -259,8 +269,8 @@ class TestOut:
         assert made.train
         assert own.train
         assert (made.batch.per_device, made.batch.gradient_accumulation_steps) == (8, None)
-        assert made.train.model_dump(exclude={"loss"}) == own.train.model_dump(exclude={"loss"})
-        assert made.train.loss == "full"
+        assert made.train.model_dump(exclude={"loss", "compile"}) == own.train.model_dump(exclude={"loss", "compile"})
+        assert (made.train.loss, made.train.compile) == ("full", False)
         assert made.model_dump(exclude={"batch", "train"}) == own.model_dump(exclude={"batch", "train"})
 
     def test_later_and_never_over_a_file(self, desk: Desk, dray: Any) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch
 
 _RECOMPILE_LIMIT = 64
@@ -26,18 +23,11 @@ def layers(network: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_each(network: torch.nn.Module) -> None:
     """Compile each layer by itself, before it is sharded: FSDP's hooks stay outside, and equal layers share code.
 
-    What the compiler cannot do runs without it; `breaks` counts that.
+    Where the compiler fails, torch warns, and the layer runs without it.
     """
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
+    from torch._dynamo import config  # noqa: PLC0415  it imports all that compiles
+
+    config.recompile_limit = _RECOMPILE_LIMIT
     config.suppress_errors = True
     for layer in layers(network):
         layer.forward = torch.compile(layer.forward)
-
-
-def breaks() -> dict[str, int]:
-    """Why compiled code was left, and how often: empty where each layer is one graph."""
-    if "torch._dynamo" not in sys.modules:
-        return {}
-    counters: Any = torch._dynamo.utils.counters
-    return {str(why).splitlines()[0]: count for why, count in counters["graph_break"].items()}

@@ -58,14 +58,14 @@ class Fsdp(Ddp):
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
         layers, tables = [*_groups(layers_of(self.network))], _tables(self.network)
         parts = [*layers, *([table] for table in tables), [self.network]]
-        # What is computed last is needed at once for its backward pass.
-        last = [*layers[-1:], *parts[len(layers) + 1 :]]
+        # What is computed last is needed at once for its backward pass; the embeddings' needs no weights.
+        kept = [*layers[-1:], *parts[len(layers) :]]
         for part in parts:
             for tensor in (tensor for layer in part for tensor in (*layer.parameters(), *layer.buffers())):
                 if not isinstance(tensor, DTensor):
                     tensor.data = tensor.data.to(self.device)
                     dist.broadcast(tensor.data, 0)
-            again = layout.reshard_after_forward and part not in last
+            again = layout.reshard_after_forward and part not in kept
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
         _prefetch([cast(FSDPModule, layer[0]) for layer in layers], self.config.train.fsdp_prefetch)
         self._mesh = mesh
