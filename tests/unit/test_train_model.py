@@ -266,20 +266,24 @@ def test_a_new_model_is_initialized_on_the_device(tmp_path: Path, monkeypatch: p
     chosen = config(tmp_path)
     tokens = tokenizer.load(chosen)
     assert build.build(chosen, tokens, filled=True, device=meta).device.type == "cpu"
-    monkeypatch.setattr(build, "_has_room", lambda *_: True)
+    monkeypatch.setattr(build, "_on_device", lambda *_: True)
     assert build.build(chosen, tokens, filled=True, device=meta).device.type == "meta"
     adapted = config(tmp_path / "a", "lora.rank=2")
     assert build.build(adapted, tokens, filled=True, device=meta).device.type == "cpu"
 
 
-def test_a_device_has_room_for_twice_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(total_memory=8 * 100)
+def test_a_large_model_is_initialized_on_a_gpu_with_room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total_memory=8 * build._SMALL)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
-    gpu, model = torch.device("cuda", 0), torch.nn.Linear(100, 1, bias=False)
-    assert build._has_room(gpu, model)
+    gpu = torch.device("cuda", 0)
+    small, large = (
+        torch.nn.Linear(numbers, 1, bias=False, device="meta") for numbers in (build._SMALL - 1, build._SMALL)
+    )
+    assert build._on_device(gpu, large)
+    assert not build._on_device(gpu, small)  # it has the same weights on all machines
+    assert not build._on_device(torch.device("cpu"), large)
     memory.total_memory -= 1
-    assert not build._has_room(gpu, model)
-    assert not build._has_room(torch.device("cpu"), model)
+    assert not build._on_device(gpu, large)
 
 
 ROOM = """

@@ -31,6 +31,8 @@ from dray.train.kernels import head
 from dray.train.model import attention, lora
 
 _CPU = torch.device("cpu")
+_SMALL = 50_000_000
+"""Weights of a small model."""
 
 
 def build(
@@ -99,7 +101,7 @@ def _initialized(
 ) -> PreTrainedModel:
     """The model that `make` makes, on the device if it has room; `empty` is the same without weights, on the CPU."""
     # A base of LoRA is initialized at each start: on the CPU, where its weights do not depend on the GPU's memory.
-    where = device if config.lora is None and _has_room(device, empty) else _CPU
+    where = device if config.lora is None and _on_device(device, empty) else _CPU
     torch.manual_seed(config.train.seed)
     with where:
         network = make()
@@ -111,10 +113,15 @@ def _initialized(
     return network
 
 
-def _has_room(device: torch.device, network: PreTrainedModel) -> bool:
-    """Whether the whole model takes at most half of the device's memory: rank 0 shards it there."""
+def _on_device(device: torch.device, network: PreTrainedModel) -> bool:
+    """Whether a new model is initialized on the GPU: a large one that takes at most half of its memory.
+
+    A small one is initialized on the CPU within a second, and has the same weights on all machines.
+    """
+    if device.type == "cpu" or sum(weight.numel() for weight in network.parameters()) < _SMALL:
+        return False
     size = sum(weight.nbytes for weight in network.parameters())
-    return device.type == "cuda" and 2 * size <= torch.cuda.get_device_properties(device).total_memory
+    return 2 * size <= torch.cuda.get_device_properties(device).total_memory
 
 
 def _read_generation_config(network: PreTrainedModel, folder: str) -> None:
