@@ -255,7 +255,7 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         ["llama-2048", f"{llama}, compiled, full, 8 x 2,048", aimless],
         ["llama-8192", f"{llama}, compiled, full, 2 x 8,192", aimless],
         ["fsdp", f"{gpt}, compiled, full, fsdp", aimless],
-        ["eager", f"{gpt}, eager, full", aimless],
+        ["eager", f"{gpt}, eager, full, 32 rows", aimless],
     ]
     assert page.startswith("# dray on a GPU, ")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("gpu-check-")] == []

@@ -6,6 +6,7 @@ FSDP2, Inductor, Triton and ptxas are the real ones.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -72,3 +73,29 @@ def test_ranks_train_save_and_wait_for_no_device(name: str, tmp_path: Path) -> N
     words = ["train.steps=6", "train.warmup_steps=1", "batch.per_device=2", "checkpoint.every=3", *GPT, *RUNS[name]]
     ranks(tmp_path, words, number=2 * nodes, nodes=nodes)
     assert list(tmp_path.rglob("model.safetensors"))
+
+
+VERDICTS = ("ok", "below its aim", "failed", "left out", "no time", "no aim")
+# What a part judges by numbers that kernels compute, or by kernels' names, which come from CUPTI.
+COMPUTED = {"checks", "preflight", "attention", "fp16"}
+LACKS = {"zero1, fp32", "zero2, fp32", "zero3, fp32", "aihwkit-lightning"}
+
+
+def test_the_whole_gpu_suite_runs(tmp_path: Path) -> None:
+    """Its CUDA code raises nothing, no step waits, and two ranks share a GPU: a real one is not met with an error."""
+    python, env = environment.environment()
+    argv = [python, str(ROOT / "benchmarks/gpu"), "--two", "--minutes", "30", "--results", str(tmp_path / "results")]
+    env |= {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    page = (tmp_path / "results/page.md").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "results/figures.jsonl").read_text().splitlines()]
+    verdicts = {verdict: [row for row in rows if row["verdict"] == verdict] for verdict in VERDICTS}
+    assert [row for row in rows if row["verdict"] in ("failed", "no time")] == [], done.stdout + done.stderr
+    assert {row["what"] for row in verdicts["left out"]} == LACKS, page
+    assert {row["part"] for row in verdicts["below its aim"]} <= COMPUTED, page
+    assert {row["part"] for row in verdicts["ok"]} >= {"syncs", "memory", "two", "strategies", "losses", "documents"}
+    assert {row["part"] for row in rows} >= {"machine", "gpt2", "handwritten", "stock", "triton", "llama", "fsdp"}
+    # What decides a step's memory is the allocator's, which is real: within a tenth of what the planner expects.
+    for row in rows:
+        if row["part"] == "memory":
+            assert row["figures"]["gb"] == pytest.approx(row["figures"]["estimated_gb"], rel=0.1), page

@@ -25,7 +25,17 @@ def _scaler(module: Any) -> None:
     module.refuse = lambda *_: None
 
 
-CHANGES = {"dray.train.host": _host, "dray.train.loop": _loop, "dray.train.scaler": _scaler}
+def _generation(module: Any) -> None:
+    """Tokens that no kernel has computed are no tokens: a model writes nothing."""
+    module.GenerationMixin.generate = lambda _, inputs=None, **options: options.get("input_ids", inputs)
+
+
+CHANGES = {
+    "transformers.generation.utils": _generation,
+    "dray.train.host": _host,
+    "dray.train.loop": _loop,
+    "dray.train.scaler": _scaler,
+}
 
 
 class Finder(MetaPathFinder):
