@@ -109,7 +109,9 @@ def started(*, hosts: Mapping[str, Iterable[str]], ca: Path, scratch: Path, logs
     try:
         deadline = time.monotonic() + 60
         machine = None
-        while machine is None or machine.root("docker version").returncode:
+        # Before the user's folder is there, another Docker's socket may be: that of the machine around this one.
+        ready = f'test -d "/run/user/$(id -u {USER})" && docker version'
+        while machine is None or machine.root(ready).returncode:
             assert running.poll() is None, log.read_text() if log.exists() else "the machine did not start"
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
