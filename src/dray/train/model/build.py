@@ -121,7 +121,7 @@ def _on_device(device: torch.device, network: PreTrainedModel) -> bool:
     if device.type == "cpu" or sum(weight.numel() for weight in network.parameters()) < _SMALL:
         return False
     size = sum(weight.nbytes for weight in network.parameters())
-    return 2 * size <= torch.cuda.get_device_properties(device).total_memory
+    return bool(2 * size <= torch.cuda.get_device_properties(device).total_memory)
 
 
 def _read_generation_config(network: PreTrainedModel, folder: str) -> None:
