@@ -118,7 +118,8 @@ def _case(here: Here, case: Case, wanted: list[float]) -> Iterator[Row]:
 def documents(here: Here) -> Iterator[Row]:
     """Masked documents, which a GPU hides by flex attention, and a CPU by a mask."""
     wanted = train(here, "documents-cpu", {**DOCUMENTS, "variant": "cpu"}).losses
-    found = train(here, "documents", {**DOCUMENTS, "train.precision": "bf16"})
+    changes = {**DOCUMENTS, "train.precision": "bf16", "train.compile": not here.on_cpu}
+    found = train(here, "documents", changes)
     chosen = next((line for line in found.log.splitlines() if "attention: " in line), "").partition("attention: ")[2]
     yield _near("documents", f"llama, {chosen.partition(':')[0]}", found.losses, wanted, HALF)
 

@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kMemory = 84929347584;     // what an H100 of 80 GB says it has
 constexpr size_t kUsable = 84000000000;     // less a context
-constexpr size_t kLarge = 64 << 20;         // fills and copies on the device of more than that are left out
+constexpr size_t kLarge = 1 << 20;          // fills and copies on the device of more than that are left out
 
 enum Kind { kUnknown, kPinned, kDevice };
 

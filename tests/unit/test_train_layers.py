@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
 
 from dray.train.model.layers import layers  # noqa: E402
+from dray.train.strategies.fsdp import Fsdp  # noqa: E402
 from helpers import ROOT  # noqa: E402
 from nodes import free_port  # noqa: E402
 
@@ -56,6 +57,20 @@ def test_a_module_without_names_has_those_of_its_outermost_lists() -> None:
     blocks[1].append(experts)
     assert layers(torch.nn.Sequential(blocks)) == [*blocks]
     assert layers(torch.nn.Linear(2, 2)) == []
+
+
+def test_fsdp_moves_a_shard_where_it_is_now() -> None:
+    """torch 2.9 pads a shard of fewer rows in the first forward pass, in other memory."""
+    strategy = Fsdp.__new__(Fsdp)
+    weight, stale = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.full((3,), 2.0)
+    strategy._locals = {weight: stale}
+    strategy._optimizer = torch.optim.SGD([stale], lr=0.25)
+    assert [gradient.tolist() for gradient in strategy._gradients()] == [[2.0, 2.0, 2.0]]
+    strategy._optimizer.step()
+    assert weight.tolist() == [0.5, 0.5, 0.5]
+    strategy._drop_gradients()
+    assert (weight.grad, stale.grad) == (None, None)
 
 
 def test_no_graph_breaks_in_any_layer() -> None:

@@ -135,13 +135,17 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     whole = gathered if stage == 3 else model.parameters if half < kept and not zero else 0
     moves = 4 if zero or lora else kept  # LoRA's are in 32 bits, and so is what DeepSpeed sums
     gradients = moves * moved / (shards if stage >= 2 else 1)
+    kept_for_backward = _activations(recipe, model, ranks)
+    if ranks == 1 and not zero and batch.divide(recipe.batch, world_size=1).gradient_accumulation_steps == 1:
+        # Made while activations go; at the beginning of the backward pass the head's alone is there.
+        gradients = max(gradients - kept_for_backward, min(gradients, moves * model.vocabulary * model.hidden))
     optimizer = (12 if zero else 2 * moves) * moved / (shards if stage >= 1 else 1)
     parts = {
         "weights": weights,
         "their 16-bit copies" if half == 2 and not zero and stage < 3 else "gathered layers": half * whole,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": _activations(recipe, model, ranks),
+        "activations": kept_for_backward,
         "the rest": _REST if recipe.image != "cpu" else 0.0,
     }
     away = {"": (), "optimizer": ("optimizer", "gradients"), "all": ("weights", "optimizer", "gradients")}[

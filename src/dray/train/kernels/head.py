@@ -127,20 +127,9 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0917  torch gives them by their places
-        ctx: Any,  # noqa: ANN401  torch's own
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        kind: str,
-        dtype: torch.dtype,
-        wanted: Sequence[bool],
-        guess: bool,
-        compiled: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, predicted, *changes = head_loss(hidden, weight, bias, labels, kind, dtype, wanted, guess, compiled)
-        ctx.wanted = wanted
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401  those of `head_loss`
+        loss, predicted, *changes = head_loss(*arguments)
+        ctx.wanted = arguments[6]
         ctx.save_for_backward(*changes)
         ctx.mark_non_differentiable(predicted)
         return loss, predicted
@@ -153,7 +142,7 @@ class HeadLoss(torch.autograd.Function):
         return *(change.mul_(loss) if asked else None for change, asked in kept), *[None] * 6
 
 
-def head_loss(  # noqa: PLR0917  as HeadLoss has them
+def head_loss(  # noqa: PLR0917  autograd passes them by position
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,

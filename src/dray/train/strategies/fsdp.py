@@ -77,8 +77,8 @@ class Fsdp(Ddp):
 
     @torch.no_grad()
     def _gradients(self) -> list[torch.Tensor]:
-        for weight, local in self._locals.items():
-            local.grad = None if weight.grad is None else _local(weight.grad)
+        for weight in self._locals:
+            self._moved(weight).grad = None if weight.grad is None else _local(weight.grad)
         return super()._gradients()
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -90,8 +90,11 @@ class Fsdp(Ddp):
         for weight, local in self._locals.items():
             weight.grad = local.grad = None
 
+    @torch.no_grad()
     def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-        return self._locals[weight]
+        local = self._locals[weight]
+        local.data = _local(weight)  # torch 2.9 moves uneven shards to other memory in the first forward pass
+        return local
 
     @contextmanager
     def accumulate(self, *, sync: bool) -> Iterator[None]:
