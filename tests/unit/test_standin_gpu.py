@@ -76,8 +76,9 @@ def test_ranks_train_save_and_wait_for_no_device(name: str, tmp_path: Path) -> N
 
 
 VERDICTS = ("ok", "below its aim", "failed", "left out", "no time", "no aim")
-# What a part judges by numbers that kernels compute, or by kernels' names, which come from CUPTI.
+# Parts that judge numbers which kernels compute, kernels' names, which come from CUPTI, or time.
 COMPUTED = {"checks", "preflight", "attention", "fp16"}
+TIMED = {"gpt2", "handwritten", "stock", "llama", "checkpoint"}
 LACKS = {"zero1, fp32", "zero2, fp32", "zero3, fp32", "aihwkit-lightning"}
 
 
@@ -92,7 +93,7 @@ def test_the_whole_gpu_suite_runs(tmp_path: Path) -> None:
     verdicts = {verdict: [row for row in rows if row["verdict"] == verdict] for verdict in VERDICTS}
     assert [row for row in rows if row["verdict"] in ("failed", "no time")] == [], done.stdout + done.stderr
     assert {row["what"] for row in verdicts["left out"]} == LACKS, page
-    assert {row["part"] for row in verdicts["below its aim"]} <= COMPUTED, page
+    assert {row["part"] for row in verdicts["below its aim"]} <= COMPUTED | TIMED, page
     assert {row["part"] for row in verdicts["ok"]} >= {"syncs", "memory", "two", "strategies", "losses", "documents"}
     assert {row["part"] for row in rows} >= {"machine", "gpt2", "handwritten", "stock", "triton", "llama", "fsdp"}
     # What decides a step's memory is the allocator's, which is real: within a tenth of what the planner expects.
