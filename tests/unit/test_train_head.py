@@ -261,11 +261,11 @@ def test_in_16_bits_sums_are_made_in_32() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.13's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own look at it
+@pytest.mark.filterwarnings("ignore:The distutils package:DeprecationWarning")  # Inductor imports it
 @pytest.mark.parametrize("how", ["full", "chunked"])
 @pytest.mark.parametrize("half", [False, True])
 def test_a_compiled_cross_entropy_gives_the_same_numbers(how: str, half: bool) -> None:
     """Also for another number of rows, for which nothing is compiled again, and with words excluded by a bias."""
-    torch._dynamo.reset()  # what other tests have compiled in this process
     made = network("gpt2").float()
     compiled, plain_torch = (LossModule(made, how, multiple=8, compiled=on) for on in (True, False))
     counts = []
