@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from dray.train import __main__ as program  # noqa: E402
 from dray.train.outputs import export  # noqa: E402
@@ -35,6 +35,23 @@ def written(folder: Path, limit: int, dtype: torch.dtype | None = None) -> dict[
     weights = ((name, part) for name, part in zip("abc", values.split(4), strict=True))
     export.write_weights(folder, weights, dtype, limit=limit)
     return {path.name: sorted(load_file(path)) for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "llama"])
+def test_names_are_those_that_transformers_saves(tmp_path: Path, kind: str) -> None:
+    """In memory a layer's experts are one tensor; other programs read each by its own name."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64,
+        "num_key_value_heads": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    experts = {"num_local_experts": 4} if kind == "mixtral" else {}
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **experts))
+    network.save_pretrained(tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+    weights = ((name, weight.detach()) for name, weight in network.named_parameters())
+    found = dict(export.named_as_saved(network, weights))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize(

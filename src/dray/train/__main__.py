@@ -220,7 +220,8 @@ def _save(config: Config, strategy: Strategy, tokens: Any, final: Path) -> None:
             shell = lora.plain(network)
         shell.save_pretrained(part, state_dict={})  # its configuration and its own code
         (part / "model.safetensors").unlink(missing_ok=True)
-        export.write_weights(part, _final_weights(strategy, adapters), dtype, limit=_FILE)
+        weights = export.named_as_saved(shell, _final_weights(strategy, adapters))
+        export.write_weights(part, weights, dtype, limit=_FILE)
         if dtype:
             shell.config.dtype = dtype
             shell.config.save_pretrained(part)

@@ -5,7 +5,9 @@ A checkpoint's are written on one CPU, whatever ranks wrote it. There is memory 
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from dray.contract.jobs import Export
 from dray.train import saved
@@ -45,7 +48,7 @@ def run(job: Export) -> None:
     else:
         shell = build.shell(config, tokens)
         weights = ((name, _read(reader, {name: names[name]})[name]) for name in names)
-    write_weights(part, weights, kind, limit=int(job.shard_gb * 1e9))
+    write_weights(part, named_as_saved(shell, weights), kind, limit=int(job.shard_gb * 1e9))
     shell.config.architectures, shell.config.dtype = [type(shell).__name__], _TYPES[job.dtype]
     shell.config.save_pretrained(part)
     if getattr(shell, "generation_config", None):
@@ -68,6 +71,19 @@ def _read(reader: Reader, names: dict[str, tuple[str, dict[str, Any]]]) -> Tenso
         found[name] = torch.empty(tensor["shape"], dtype=TYPES[tensor["dtype"]])
         reader.fill(whole(kind, {name: found[name]}))
     return found
+
+
+def named_as_saved(network: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401  a transformers model
+    """By the names that other programs read, a layer at a time: in memory transformers has a layer's experts as one."""
+    for _, layer in itertools.groupby(weights, key=lambda pair: _layer(pair[0])):
+        tensors = {name: weight.cpu() for name, weight in layer}
+        yield from revert_weight_conversion(network, tensors).items()
+
+
+def _layer(name: str) -> str:
+    """All up to its number: `model.layers.0.` of `model.layers.0.mlp.up_proj.weight`; the same for what has none."""
+    found = re.match(r"\D*\d+\.", name)
+    return found[0] if found else ""
 
 
 def write_weights(
