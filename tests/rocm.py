@@ -1,4 +1,4 @@
-"""A copy of this checkout whose rocm image has the CPU's wheels in place of ROCm's."""
+"""Copies of this checkout to build rocm in: as it is, and with the CPU's wheels in place of ROCm's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ def dray(*words: str | Path, checkout: Path, env: Mapping[str, str] | None = Non
     return subprocess.run(argv, env=given, capture_output=True, text=True, check=False)
 
 
-def checkout(tmp_path) -> Path:
-    """The CPU's torch, and Triton for CUDA, are in `wheels` beside it, as ROCm's would be in a user's folder."""
+def copied(tmp_path) -> Path:
+    """Its size is not known: this machine need not have 30 GB free."""
     copy = tmp_path / "my work"
     shutil.copytree(ROOT / "containers", copy / "containers", symlinks=True)
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore"):
         shutil.copy(ROOT / name, copy)
+    about = copy / "containers" / "rocm" / "image.toml"
+    about.write_text(re.sub(r"^\[size\]\n([^\n[].*\n)*", "", about.read_text(), flags=re.MULTILINE))
+    return copy
+
+
+def checkout(tmp_path) -> Path:
+    """The CPU's torch, and Triton for CUDA, are in `wheels` beside it, as ROCm's would be in a user's folder."""
+    copy = copied(tmp_path)
     pins = {pin.name: pin for pin in lock.read(ROOT / "containers" / "cpu" / "requirements.lock")}
     standing_in = {one for name in ("torch", "triton") for one in pins[name].hashes}
     folders = {True: tmp_path / "wheels", False: copy / "build" / "wheels"}
