@@ -40,7 +40,7 @@ docs: .venv/docs ## Build the documentation: build/docs/index.html, to read with
 	@$(BIN)/python docs/site build/docs
 
 screenshots: docs .venv/installed ## Take screenshots of pages, a report and the terminal, light and dark: build/screenshots; it needs Chromium
-	@$(BIN)/python tests/screenshots.py build/docs build/screenshots
+	@$(BIN)/python tests/support/screenshots.py build/docs build/screenshots
 
 test: .venv/dev ## Run all tests that this machine can run, and list the slowest (TESTS= for some, as for pytest)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
@@ -66,7 +66,7 @@ scale-sim: .venv/dev ## Simulate starts and checkpoints on thousands of nodes, a
 coverage: .venv/dev ## Measure which lines and branches the unit tests run; fails below the share that pyproject.toml names
 	@rm -f .coverage .coverage.*
 	@$(BIN)/coverage run -m pytest -q tests/unit --deselect \
-	  tests/unit/test_runner.py::test_the_runner_loads_nothing_that_is_slow_to_load
+	  tests/unit/runner/test_runner.py::test_the_runner_loads_nothing_that_is_slow_to_load
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
@@ -80,7 +80,7 @@ check-rest:
 	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run .ci/release slurm/dray | xargs -d '\n' shellcheck -x; \
 	  elif [[ "$${DRAY_TEST_ALL:-}" == 1 ]]; then echo "shellcheck is not installed" >&2; exit 1; \
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
-	@$(BIN)/pytest -q tests/unit/test_architecture.py tests/unit/test_words.py
+	@$(BIN)/pytest -q tests/unit/project/test_architecture.py tests/unit/project/test_words.py
 
 # What can be known of this machine (docs/images.md), before anything is installed, fetched or written.
 define look

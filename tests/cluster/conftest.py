@@ -191,5 +191,5 @@ def losses_of() -> Callable[..., list[float]]:
 
 @pytest.fixture(scope="session")
 def plain(sbatch) -> list[float]:
-    """By torchrun and DDP; tests/unit/test_train_runs.py holds it against a loop of forty lines."""
+    """By torchrun and DDP; tests/unit/train/test_train_runs.py holds it against a loop of forty lines."""
     return losses(sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT))

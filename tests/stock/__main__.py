@@ -8,8 +8,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from helpers import ROOT
 from stock.walk import prepared
+
+from helpers import ROOT
 
 
 def main(command: str = "") -> int:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-
-from helpers import ROOT
 from stock import machine, walk
 from stock.machine import USER, Ended
 from stock.walk import Walk
+
+from helpers import ROOT
 
 
 @cache

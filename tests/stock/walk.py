@@ -16,8 +16,9 @@ from itertools import chain
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from helpers import ROOT
 from stock import debian, machine, registry, servers
+
+from helpers import ROOT
 
 HERE = Path(__file__).parent
 ARCHIVE = "archive.dray.test"

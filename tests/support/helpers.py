@@ -13,7 +13,7 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 # What a Python needs of the environment: one of a module finds its own library by the second.
 PYTHON = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}

@@ -1,4 +1,4 @@
-"""List every text that dray can print, and the first line of each public docstring: `tests/messages.py [ROOM ...]`.
+"""List every text that dray can print, and the first line of each public docstring: `messages.py [ROOM ...]`.
 
 A line is `file:line`, `message` or `docstring`, and the text, separated by tabs. Read the list after a change of many
 messages: who knows torchrun and Slurm should understand each line at the first reading.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 WORDS = re.compile(r"[A-Za-z]{2,}[,:;.)]?\s+[`'\"(]?[A-Za-z]{2,}[,:;.)]?\s+\S")
 SHELL = re.compile(r"""(?:echo|printf|::say|::fail|::refuse|--\w+)\b.*?(["'])(.+?)\1""")

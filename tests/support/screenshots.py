@@ -1,4 +1,4 @@
-"""`python tests/screenshots.py SITE OUT`: pictures of the site, a report and the terminal, from a run of their own."""
+"""`screenshots.py SITE OUT`: pictures of the site, a report and the terminal, from a run of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dray.cli.top import screen
 from dray.runs.look import Watched
 from dray.runs.paths import RunPaths
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DRAY = (sys.executable, "-m", "dray")
 _ALONE_S, _STEP = 900, 100  # until the run has made that many steps, also on a slow machine
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # of a host that the reader has not asked
@@ -89,7 +89,7 @@ def main(site: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python tests/screenshots.py SITE OUT")
+        sys.exit("usage: python tests/support/screenshots.py SITE OUT")
     if not browser.program():
         sys.exit("there is no Chromium (Debian: apt-get install chromium-headless-shell)")
     main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve())

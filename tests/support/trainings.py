@@ -27,7 +27,7 @@ GPT = tuple(
 class Forks:
     """A process that has imported everything, and becomes ranks."""
 
-    def __init__(self, argv: Sequence[str] = (sys.executable, str(ROOT / "tests/forks.py"))) -> None:
+    def __init__(self, argv: Sequence[str] = (sys.executable, str(ROOT / "tests/support/forks.py"))) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.peak = 0
 
@@ -60,7 +60,9 @@ def in_image(folder: Path) -> Forks:
     given = [f"{ROOT}/{name}:{ROOT}/{name}:ro" for name in ("tests", "recipes")]
     binds = [word for bind in (*given, f"{folder}:{folder}") for word in ("-v", bind)]
     options = [*binds, "--ipc", "host", "--network", "none"]
-    return Forks(["docker", "run", "--rm", "-i", "--init", *options, "dray:cpu", "python3", f"{ROOT}/tests/forks.py"])
+    return Forks(
+        ["docker", "run", "--rm", "-i", "--init", *options, "dray:cpu", "python3", f"{ROOT}/tests/support/forks.py"]
+    )
 
 
 class Run:

@@ -11,7 +11,7 @@ from dray.contract import processes, rank_lines, run_folder
 from dray.runner import beats, node, record
 
 _KILLED = 137
-_WAIT_S = 5.0  # at most, for a program to end with its supervisor, or for one that is alive to write down how its rank ended
+_WAIT_S = 5.0  # at most: a program ends with its supervisor, or its supervisor writes down how it ended
 
 
 def record_ranks(plan: Mapping[str, Any], me: int) -> None:

@@ -1,4 +1,4 @@
-"""The recipe's sections as dataclasses: written by DRAY_GOLDEN=write, tests/unit/test_train_recipe.py."""
+"""The recipe's sections as dataclasses; tests/unit/config/test_train_recipe.py writes this file."""
 
 from __future__ import annotations
 

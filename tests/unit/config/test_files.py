@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.fixture
 def ordinary_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Root reads everything."""
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     if os.geteuid() == 0:
         for folder in (tmp_path, *tmp_path.parents):
             if folder == tmp_path or folder.name.startswith(("pytest-", "popen-")):  # the second are of `pytest -n`
@@ -154,7 +154,7 @@ def test_json_that_is_none(text: str, found: str) -> None:
         files.parse_json(text, "it", "x.json")
     assert (refused.value.problem, refused.value.details["found"]) == ("it is not valid JSON", found)
     with pytest.raises(ConfigError):
-        write.deepspeed.agreed(load(Recipe, Path(__file__).parents[2] / "recipes/smoke-cpu.toml"), text, Path("x.json"))
+        write.deepspeed.agreed(load(Recipe, Path(__file__).parents[3] / "recipes/smoke-cpu.toml"), text, Path("x.json"))
 
 
 def test_half_of_a_pair_is_no_lone_surrogate() -> None:

@@ -18,7 +18,7 @@ from dray.config.training import Evaluation, Lora, Model, Train
 from helpers import ROOT, golden
 
 MODULE = ROOT / "src/dray/train/recipe.py"
-HEAD = '''"""The recipe's sections as dataclasses: written by DRAY_GOLDEN=write, tests/unit/test_train_recipe.py."""
+HEAD = '''"""The recipe's sections as dataclasses; tests/unit/config/test_train_recipe.py writes this file."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class TestTheJob:
     def job(self, tmp_path: Path) -> Job:
         made = Job(tmp_path)
         (made.bin / "apptainer").unlink()
-        stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "container_engine.py")])
+        stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "support" / "container_engine.py")])
         made.tool("srun", f'#!/bin/sh\nexec {stand_in} "$@"\n')
         made.tool("python3", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         (made.home / "build" / "dray-cpu.sqsh").write_bytes(SQUASHFS * 9)

@@ -75,10 +75,12 @@ def test_additions_that_train(checkout: Path) -> None:
 def test_the_house_still_stands(checkout: Path) -> None:
     """Also with the additions, each file is in its place, and each site's values have their sources."""
     names = (
-        *("test_architecture.py", "test_train_rooms.py", "test_sites.py::test_each_value_says_why_and_from_where"),
-        "test_launchers.py::test_a_launcher_that_is_not_there_is_refused_and_the_others_are_named",
-        "test_launchers.py::test_a_recipe_may_name_every_launcher",
-        "test_launchers.py::TestCommands::test_recipes_that_do_not_fit",
+        "project/test_architecture.py",
+        "planning/test_train_rooms.py",
+        "config/test_sites.py::test_each_value_says_why_and_from_where",
+        "launchers/test_launchers.py::test_a_launcher_that_is_not_there_is_refused_and_the_others_are_named",
+        "launchers/test_launchers.py::test_a_recipe_may_name_every_launcher",
+        "launchers/test_launchers.py::TestCommands::test_recipes_that_do_not_fit",
     )
     tests = [f"tests/unit/{name}" for name in names]
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import pytest
 
-SLOW = "tests/unit/test_stage_tree.py::test_the_first_node_s_chunks_are_flipped"
+SLOW = "tests/unit/runner/test_stage_tree.py::test_the_first_node_s_chunks_are_flipped"
 TENTH = crc32(SLOW.encode()) % 10
 
 

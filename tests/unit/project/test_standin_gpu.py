@@ -51,7 +51,7 @@ def ranks(folder: Path, words: Sequence[str], *, number: int = 2, nodes: int = 1
     for rank in range(number):
         local_rank, node = rank % (number // nodes), rank // (number // nodes)
         place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "DRAY_NODE_NAME": f"node{node}"}
-        argv = [python, str(ROOT / "tests/standin/ranks.py"), str(plan)]
+        argv = [python, str(ROOT / "tests/standin/launch.py"), str(plan)]
         rank_env = {"PATH": os.environ["PATH"], **env, **world, **place}
         with (folder / f"{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(argv, env=rank_env, stdout=log, stderr=subprocess.STDOUT))

@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-
 from conftest import ALL
+
 from dray import process
 from dray.images.sources import lock
 from helpers import ROOT

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from conftest import ALL
+
 from dray.runner import address
 from helpers import PYTHON
 

@@ -324,7 +324,7 @@ class TestModelTypes:
         from transformers.models.auto import modeling_auto
 
         lines = [
-            "# The types of model that this transformers has; tests/unit/test_before_the_queue.py writes this file.",
+            "# The types of model of this transformers, by tests/unit/runs/test_before_the_queue.py.",
             f'transformers = "{transformers.__version__}"',
         ]
         types = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}

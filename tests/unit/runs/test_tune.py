@@ -1,4 +1,4 @@
-"""`dray tune`: its runs, its table and the recipe that it writes. Most runs are planted; tests/tuned.py leaves them."""
+"""`dray tune`: its runs, its table and the recipe that it writes. Most runs are planted, by support/tuned.py."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PLANTED", str(tmp_path / "planted.json"))
     monkeypatch.setenv("DRAY_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(verb, "program", lambda: [sys.executable, str(ROOT / "tests/tuned.py")])
+    monkeypatch.setattr(verb, "program", lambda: [sys.executable, str(ROOT / "tests/support/tuned.py")])
     monkeypatch.setattr(verb, "new_id", lambda name: f"20-{name}")
     return Desk(tmp_path)
 
@@ -401,7 +401,7 @@ def test_ctrl_c_keeps_the_table_and_leaves_no_process(desk: Desk) -> None:
     desk.plant(hang={"train.loss=chunked": str(marker)})
     code = (
         "import sys; from dray.cli import tune, main; "
-        f"tune.program = lambda: [sys.executable, {str(ROOT / 'tests/tuned.py')!r}]; main()"
+        f"tune.program = lambda: [sys.executable, {str(ROOT / 'tests/support/tuned.py')!r}]; main()"
     )
     argv = [sys.executable, "-c", code, "tune", str(desk.recipe), "--keys=loss"]
     running = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

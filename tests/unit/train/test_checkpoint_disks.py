@@ -70,7 +70,7 @@ def sent(self, path, files, names):
     send(self, path, files, names)
 
 Checkpoints.save, manifest.write, os.statvfs, mirror.Place.send = saved, written, told, sent
-sys.argv = [{str(ROOT / "tests/forks.py")!r}]
+sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

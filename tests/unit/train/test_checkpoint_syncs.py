@@ -93,7 +93,7 @@ def update(self, lr):
     return updated(self, lr)
 
 ddp.Ddp.update = update
-sys.argv = [{str(ROOT / "tests/forks.py")!r}]
+sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SAVE = [

@@ -25,7 +25,7 @@ from dray.train.outputs import importing  # noqa: E402
 from trainings import GPT, Forks, Run  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")]
-WRITERS = ROOT / "tests" / "writers.py"
+WRITERS = ROOT / "tests" / "support" / "writers.py"
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ CASES = {
 def seen(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("collectives")
     config(folder)
-    argv = [sys.executable, str(ROOT / "tests/collectives.py"), str(folder / "run/attempt-1/plan.json")]
+    argv = [sys.executable, str(ROOT / "tests/support/collectives.py"), str(folder / "run/attempt-1/plan.json")]
     told = "".join(f"{json.dumps(case)}\n" for case in CASES.values())
     done = subprocess.run(argv, input=told, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def lost(self, batch):
     return loss, more
 
 Loop._step, Ddp.losses = stepped, lost
-sys.argv = [{str(ROOT / "tests/forks.py")!r}]
+sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 FOUR = ("checkpoint.every=4", "checkpoint.keep=9")

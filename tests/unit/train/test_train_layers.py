@@ -76,7 +76,7 @@ def test_fsdp_moves_a_shard_where_it_is_now() -> None:
 def test_no_graph_breaks_in_any_layer() -> None:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/graphs.py"), json.dumps(MODELS)],
+        [sys.executable, str(ROOT / "tests/support/graphs.py"), json.dumps(MODELS)],
         env={**os.environ, **env, "MASTER_PORT": str(free_port())}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

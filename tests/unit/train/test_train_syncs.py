@@ -59,7 +59,7 @@ def test_no_step_and_no_evaluation_waits(tmp_path: Path) -> None:
         "MASTER_PORT": str(free_port()), "DRAY_NODE_NAME": "localhost", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/syncs.py"), *plans],
+        [sys.executable, str(ROOT / "tests/support/syncs.py"), *plans],
         env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""One rank of a training on the stand-in: `python ranks.py PLAN.json`. A step that waits for the device ends it.
+"""One rank of a training on the stand-in: `python launch.py PLAN.json`. A step that waits for the device ends it.
 
 The waits are those that torch itself sees (set_sync_debug_mode): reads of a number, and copies from memory that is not
 pinned. Where a line is written, and in evaluations and checkpoints, the host may wait.
