@@ -18,9 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
+from dray.clients import builder, docker
 from dray.cluster.local import LocalCluster
 from dray.config import checkout
-from dray.containers import builder, docker
 from dray.images import store
 from dray.images.rootfs import PROGRAM, ROOTFS, squash
 from dray.images.sif import format as sif_format

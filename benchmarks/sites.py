@@ -14,10 +14,10 @@ import time
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
+from dray.clients import docker
 from dray.cluster.local import LocalCluster
 from dray.config import checkout
 from dray.config.site import Site
-from dray.containers import docker
 from dray.facts import Facts
 from dray.fitness import lint
 from dray.planning.plan import plan

@@ -22,7 +22,7 @@ ALL = os.environ.get("DRAY_TEST_ALL") == "1"
 
 
 def _engine() -> str | None:
-    from dray.containers import docker
+    from dray.clients import docker
     from dray.contract.findings import DrayError
 
     try:
@@ -33,7 +33,7 @@ def _engine() -> str | None:
 
 
 def _docker_image() -> str | None:
-    from dray.containers import docker
+    from dray.clients import docker
 
     client = docker.client()
     try:
@@ -47,8 +47,8 @@ def _sif() -> str | None:
 
 
 def _cluster() -> str | None:
+    from dray.clients import docker
     from dray.cluster.local import LocalCluster
-    from dray.containers import docker
 
     client = docker.client()
     try:
@@ -208,8 +208,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def cluster():
     """The cluster on this machine."""
+    from dray.clients import docker
     from dray.cluster.local import LocalCluster
-    from dray.containers import docker
 
     client = docker.client()
     yield LocalCluster(client)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from job import ROOT, SCRIPT, STEP, Job, multinode, prepare
 
+from dray.clients.docker import client
 from dray.cluster.local import LocalCluster
-from dray.containers.docker import client
 from dray.contract.findings import DrayError
 
 LOST, CUT_AT = "n2", 60

@@ -14,8 +14,8 @@ from contextlib import closing
 
 from job import IMAGE, STEP, Job, multinode, prepare
 
+from dray.clients.docker import client
 from dray.cluster.local import LocalCluster
-from dray.containers.docker import client
 
 WARMUP = 3  # lines
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import builder
+from dray.clients import builder
 from dray.images import adopt, store
 from dray.images.sif import format as sif_format
 

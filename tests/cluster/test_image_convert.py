@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 import oci
-from dray.containers import builder, docker
+from dray.clients import builder, docker
 from dray.images import convert
 from helpers import ROOT
 

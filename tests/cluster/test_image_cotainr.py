@@ -12,7 +12,7 @@ import pytest
 from docker.types import Mount
 
 import miniforge
-from dray.containers import builder, docker, sandbox, singularity
+from dray.clients import builder, docker, sandbox, singularity
 from dray.images import adopt, store
 from dray.images.sif import format as sif_format
 from dray.images.sif import record

@@ -16,7 +16,7 @@ import pytest
 from docker.types import Mount
 
 from dray import __version__
-from dray.containers import builder, docker, sandbox
+from dray.clients import builder, docker, sandbox
 from dray.contract.findings import UnfitError
 from dray.images.sif import record, verify
 from dray.images.sources import lock

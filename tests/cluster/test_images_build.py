@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import builder, docker
+from dray.clients import builder, docker
 from dray.contract.findings import UnfitError
 from dray.images.sif import format as sif_format
 from dray.images.sources import debs

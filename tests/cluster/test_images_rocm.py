@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rocm
-from dray.containers import docker
+from dray.clients import docker
 from dray.images.sources import inputs
 from helpers import ROOT
 from rocm import dray

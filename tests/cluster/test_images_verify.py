@@ -14,7 +14,7 @@ from docker.types import Mount
 
 from dray import process
 from dray.cli import image_look
-from dray.containers import builder, docker, sandbox
+from dray.clients import builder, docker, sandbox
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import contents, record, verify
 from dray.images.sif import format as sif_format

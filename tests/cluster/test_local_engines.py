@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from docker.types import Mount
 
-from dray.containers import docker
+from dray.clients import docker
 
 SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
 pytestmark = pytest.mark.docker_image

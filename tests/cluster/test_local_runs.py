@@ -199,7 +199,7 @@ def processes(text: str) -> list[str]:
 
 
 def nothing_left(folder: Path) -> bool:
-    from dray.containers import docker
+    from dray.clients import docker
 
     client = docker.client()
     try:

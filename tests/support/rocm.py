@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from dray.containers import builder
+from dray.clients import builder
 from dray.images.sources import inputs, lock
 from helpers import ROOT
 

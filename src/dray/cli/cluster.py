@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dray import process
+from dray.clients.docker import client, host
 from dray.cluster.config import CONTROLLER
 from dray.cluster.health import Health
 from dray.cluster.local import LocalCluster
 from dray.cluster.machines import USER
-from dray.containers.docker import client, host
 from dray.contract.findings import ConfigError, UnfitError
 
 app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")

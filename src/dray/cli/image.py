@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from dray.cli import image_adopt, image_convert, image_layer, image_lock, image_look
+from dray.clients import builder
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
-from dray.containers import builder
 from dray.contract.findings import ConfigError
 from dray.fitness import build as needs
 from dray.fitness.machine import Build

@@ -13,13 +13,13 @@ import docker
 from docker.errors import NotFound
 from docker.models.containers import Container
 
+from dray.clients.builder import context, trixie
+from dray.clients.docker import attempt, base_image, build
 from dray.cluster import health, machines
 from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.health import Health
 from dray.cluster.machines import Config, Ended
 from dray.config import checkout
-from dray.containers.builder import context, trixie
-from dray.containers.docker import attempt, base_image, build
 from dray.contract.findings import UnfitError
 
 _READY_S = 90

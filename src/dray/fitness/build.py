@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dray.clients import apptainer, endpoint
 from dray.config import checkout as checkouts
-from dray.containers import apptainer, endpoint
 from dray.contract import exit_codes
 from dray.contract.findings import DrayError, Finding, listed, nearest
 from dray.fitness import namespaces, room

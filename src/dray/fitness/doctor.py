@@ -88,7 +88,7 @@ def _engines() -> Iterator[Finding]:
 
 def _instances() -> Iterator[Finding]:
     """Notes on running instances: each holds a mount and a process until it is stopped."""
-    from dray.containers import singularity  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
+    from dray.clients import singularity  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
 
     try:
         found = singularity.instances()
@@ -102,7 +102,7 @@ def _instances() -> Iterator[Finding]:
 
 def _docker() -> DrayError | None:
     """Why this user cannot use Docker; `docker --version` alone works for everybody."""
-    from dray.containers import docker  # noqa: PLC0415  the SDK, which only a machine with Docker need load
+    from dray.clients import docker  # noqa: PLC0415  the SDK, which only a machine with Docker need load
 
     try:
         docker.client().close()

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dray.clients import singularity
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.config.site import Site
-from dray.containers import singularity
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
 

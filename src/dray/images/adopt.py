@@ -18,9 +18,9 @@ from typing import Any
 
 import dray
 from dray import interrupts, process
+from dray.clients import progress, singularity
 from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
-from dray.containers import progress, singularity
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import beside, store
 from dray.images.sif import format as sif_format

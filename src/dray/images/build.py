@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__
-from dray.containers import builder, images
+from dray.clients import builder, images
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
 from dray.images.log import build_log

@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from dray import interrupts
-from dray.containers.builder import BuildError
-from dray.containers.progress import Silence
+from dray.clients.builder import BuildError
+from dray.clients.progress import Silence
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
 

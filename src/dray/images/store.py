@@ -34,7 +34,7 @@ def docker_tag(variant: str) -> str:
 
 def in_engine(engine: str, variant: str) -> str:
     """The image's name in Docker or Podman. It must exist: they would ask a registry, which never had it."""
-    from dray.containers import images  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
+    from dray.clients import images  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
 
     tag = engines.get(engine).store_prefix + docker_tag(variant)
     if not images.find(engine, docker_tag(variant)):

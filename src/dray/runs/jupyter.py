@@ -16,9 +16,9 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 from dray import engines, interrupts, process
+from dray.clients import singularity
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
-from dray.containers import singularity
 from dray.contract import files, node
 from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import DEVICES, MOUNTS, Container

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dray import engines, interrupts, process
+from dray.clients import network as containers
 from dray.config import checkout, packages
 from dray.config.recipe import Recipe
-from dray.containers import network as containers
 from dray.contract import files, processes
 from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL, network

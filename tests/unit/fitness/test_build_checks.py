@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from dray.clients import endpoint
 from dray.config import checkout as checkouts
-from dray.containers import endpoint
 from dray.contract.findings import ConfigError, Finding, UnfitError
 from dray.fitness import build as builds
 from dray.fitness import namespaces, room

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray import process, render
+from dray.clients import builder, docker
 from dray.config.site import Site
-from dray.containers import builder, docker
 from dray.contract.findings import ConfigError, DrayError
 from dray.facts import Facts
 from dray.images import adopt, store

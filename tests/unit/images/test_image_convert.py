@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import singularity
+from dray.clients import singularity
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import convert
 from dray.images.convert import definition, write

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import pytest
 from docker.errors import ImageNotFound
 
+from dray.clients import builder, endpoint, sandbox
+from dray.clients.builder import BuildError
 from dray.config import mirrors
-from dray.containers import builder, endpoint, sandbox
-from dray.containers.builder import BuildError
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import build
 from dray.images.log import build_log

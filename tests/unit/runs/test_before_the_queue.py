@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from dray.clients import endpoint
 from dray.config import sites
 from dray.config.site import Site
-from dray.containers import endpoint
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts
 from dray.fitness import doctor, site_file

@@ -16,9 +16,9 @@ import pytest
 
 from dray import render
 from dray.cli import model
+from dray.clients import builder, sandbox
 from dray.config import checkout
 from dray.config.site import Site
-from dray.containers import builder, sandbox
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning.plan import plan

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.containers import singularity
+from dray.clients import singularity
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.images.convert import definition, dockerfile, write

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from dray.containers import singularity
+from dray.clients import singularity
 from dray.contract.findings import DrayError
 from dray.images.convert import definition, dockerfile
 from dray.images.convert.definition import Definition

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from dray import process
-from dray.containers import apptainer
+from dray.clients import apptainer
 from dray.contract import exit_codes
 from dray.contract.findings import DrayError, UnfitError
 from dray.engines.base import LAYER

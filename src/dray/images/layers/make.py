@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__, process
+from dray.clients import builder
 from dray.config.image import Image
-from dray.containers import builder
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.images.layers import PROGRAM, SIF, TREE

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from dray import process
-from dray.containers import apptainer
+from dray.clients import apptainer
 from dray.contract import exit_codes
 from dray.contract.findings import DrayError
 from dray.images.rootfs import LAYER, SIF, TOOLS, layer, make, squash

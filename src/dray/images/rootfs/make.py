@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from dray import process
-from dray.containers import apptainer
+from dray.clients import apptainer
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.rootfs import ROOTFS
 from dray.images.sif import format as sif_format

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from dray import process
-from dray.containers import builder
+from dray.clients import builder
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif.format import Sif
 from dray.process import Done

@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import interrupts, process
+from dray.clients import apptainer, builder, singularity
 from dray.config import checkout
-from dray.containers import apptainer, builder, singularity
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import format as sif_format
 from dray.images.sif import record, verify

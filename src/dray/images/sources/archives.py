@@ -16,10 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
+from dray.clients import builder
+from dray.clients.progress import Progress
 from dray.config import mirrors
 from dray.config.image import Image, Source
-from dray.containers import builder
-from dray.containers.progress import Progress
 from dray.contract.findings import ConfigError, UnfitError
 
 _TIMEOUT_S = 60

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from dray.clients import builder, singularity
 from dray.config import mirrors
-from dray.containers import builder, singularity
 from dray.contract.findings import ConfigError
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray.containers import builder, docker
+from dray.clients import builder, docker
 from dray.contract.findings import ConfigError
 from dray.images.sources import arrival, inputs
 from dray.images.sources.arrival import SUMS

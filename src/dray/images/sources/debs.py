@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
+from dray.clients import builder, progress, sandbox
 from dray.config import mirrors
-from dray.containers import builder, progress, sandbox
 from dray.contract.findings import ConfigError
 from dray.images.rootfs import PROGRAM
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
+from dray.clients import progress
 from dray.config import mirrors
 from dray.config.image import Image
-from dray.containers import progress
 from dray.contract.findings import DrayError, UnfitError
 from dray.images.sources.lock import SOURCE_ONLY, Pin
 from dray.images.sources.platforms import PLATFORMS

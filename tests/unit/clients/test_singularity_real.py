@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import oci
-from dray.containers import builder, docker, singularity
+from dray.clients import builder, docker, singularity
 from dray.contract.findings import UnfitError
 from dray.fitness import doctor
 from helpers import ROOT

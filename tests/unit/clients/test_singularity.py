@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import singularity
+from dray.clients import singularity
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import doctor
 from helpers import python, runs, until

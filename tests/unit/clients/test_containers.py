@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 from docker.errors import ImageNotFound
 
-from dray.containers import builder, docker, sandbox
+from dray.clients import builder, docker, sandbox
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from helpers import ROOT
 

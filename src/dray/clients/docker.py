@@ -14,8 +14,8 @@ from typing import Any
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound
 
+from dray.clients import endpoint, progress, registry, sandbox
 from dray.config import checkout, mirrors
-from dray.containers import endpoint, progress, registry, sandbox
 from dray.contract.findings import ConfigError, DrayError
 
 # One silent step of a build (an unpacking, a compile) may take this long before its next line.

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dray.containers import progress
-from dray.containers.progress import Progress, Silence, pulled
+from dray.clients import progress
+from dray.clients.progress import Progress, Silence, pulled
 from dray.images import log
 from dray.images.log import build_log
 from helpers import until

@@ -18,9 +18,9 @@ from docker.errors import ImageNotFound
 from docker.types import Mount
 
 from dray import process
+from dray.clients import apptainer, docker, sandbox
 from dray.config import checkout as checkouts
 from dray.config import mirrors
-from dray.containers import apptainer, docker, sandbox
 from dray.contract import exit_codes, findings
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import spython.utils
 
-from dray.containers import apptainer, builder, progress, registry
+from dray.clients import apptainer, builder, progress, registry
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.process import Done
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from docker.errors import DockerException
 
 from dray import process
-from dray.containers import docker
+from dray.clients import docker
 from dray.contract.findings import UnfitError
 
 
