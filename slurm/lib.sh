@@ -16,12 +16,13 @@ readonly -a lib__signals=(HUP INT TERM USR1 USR2)
 # What each task starts with: ATTEMPT SCRIPT. A node that does not see the run's folder cannot read a script in it, nor write into
 # its log: the exit code is all that srun can tell of it. It waits for the others, since srun ends all tasks with the first that
 # fails. And a user who may write the folder of the runs can put another run in this one's place; what is in a folder of this
-# user's, no other user can change.
+# user's, no other user can change. `exec ./node.sh` would not do: bash makes a whole path of it, which may lead to other files by
+# then.
 readonly lib__blind=96
 # shellcheck disable=SC2016 # the tasks expand it
 readonly lib__task='
   if cd -- "$0" 2>/dev/null && [[ -x "$1" ]]; then
-    [[ -O . && -O .. && -O "$1" ]] && exec "$1"
+    [[ -O . && -O .. && -O "$1" ]] && exec bash "$1"
     echo "dray: $PWD belongs to another user: $HOSTNAME" >&2
     exit 78
   fi

@@ -167,6 +167,25 @@ class TestARunInThePlaceOfMine:
         told = f"dray: {attempt} belongs to another user: {os.uname().nodename}\n"
         assert ended.stderr == (told if part else "")
 
+    def test_a_node_starts_what_it_has_looked_at(self, tmp_path: Path, attempt: Path) -> None:
+        """Another run is put in its place between the two."""
+        theirs = tmp_path / "theirs"
+        (theirs / attempt.name).mkdir(parents=True)
+        (theirs / attempt.name / "node.sh").write_text(
+            f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path / 'theirs ran'))}\n"
+        )
+        (theirs / attempt.name / "node.sh").chmod(0o755)
+        run, moved = shlex.quote(str(attempt.parent)), shlex.quote(str(tmp_path / "moved"))
+        swap = f"mv {run} {moved} && mv {shlex.quote(str(theirs))} {run}"
+        (tmp_path / "before").write_text(f"trap '[[ $BASH_COMMAND != exec* || -d {moved} ]] || {{ {swap}; }}' DEBUG\n")
+        script = 'source "$DRAY_HOME/slurm/lib.sh"; BASH_ENV="$2" exec bash -c "$lib__task" "$1" ./node.sh'
+        words = ["bash", "-c", script, "job", str(attempt), str(tmp_path / "before")]
+        env = {**os.environ, "DRAY_HOME": str(ROOT)}
+        ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert (tmp_path / "moved" / attempt.name).is_dir()
+        assert [(tmp_path / name).exists() for name in ("started", "theirs ran")] == [True, False]
+
     @pytest.mark.parametrize("part", [".", ".."])
     def test_a_job_starts_no_node_in_it(self, tmp_path: Path, attempt: Path, part: str) -> None:
         os.chown(attempt / part, NOBODY, NOBODY)
