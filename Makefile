@@ -42,7 +42,11 @@ docs: .venv/docs ## Build the documentation: build/docs/index.html, to read with
 screenshots: docs .venv/installed ## Take screenshots of pages, a report and the terminal, light and dark: build/screenshots; it needs Chromium
 	@$(BIN)/python tests/support/screenshots.py build/docs build/screenshots
 
-test: .venv/dev ## Run all tests that this machine can run, and list the slowest (TESTS= for some, as for pytest)
+# ROOM: a folder of tests/unit. Tests of one file share set-ups, and stay together.
+quick: .venv/check ## Run the tests that take no minute, no torch and no network: of all rooms, or of one (ROOM=runs)
+	@$(BIN)/pytest -q -n auto --dist loadfile -m "$(QUICK)" tests/unit/$(ROOM)
+
+test: .venv/dev ## Run all tests that this machine can run, on all cores, and list the slowest (TESTS= for some, as for pytest)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
 
 # DRAY_FUZZ: how many damaged files of each of eight kinds.
@@ -70,11 +74,13 @@ coverage: .venv/dev ## Measure which lines and branches the unit tests run; fail
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
-check: .venv/dev ## Check style, types, shell scripts and architecture
+# Without torch its types are not known, and what is derived from them.
+TYPES = $(if $(wildcard .venv/installed),,--ignore-missing-imports --allow-subclassing-any --allow-untyped-decorators --no-warn-unused-ignores)
+check: .venv/check ## Check style, types, shell scripts and architecture
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@git ls-files | xargs -d '\n' $(BIN)/codespell
-	@$(BIN)/mypy & types=$$!; $(MAKE) --silent check-rest; rest=$$?; wait $$types && exit $$rest
+	@$(BIN)/mypy $(TYPES) & types=$$!; $(MAKE) --silent check-rest; rest=$$?; wait $$types && exit $$rest
 
 check-rest:
 	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run .ci/release slurm/dray | xargs -d '\n' shellcheck -x; \
@@ -194,7 +200,11 @@ TORCH_ARGV := $(BIN)/python -m pip download -qq --no-deps --only-binary :all: --
 	@$(PIP) $(LOCKED) $(call listed,docs)
 	@touch $@
 
-.venv/dev: .venv/installed .venv/cotainr .venv/docs
+.venv/check: .venv/host
+	@$(PIP) $(LOCKED) $(call listed,check)
+	@touch $@
+
+.venv/dev: .venv/installed .venv/check .venv/cotainr .venv/docs
 	@$(PIP) $(LOCKED) $(call listed,dev)
 	@touch $@
 

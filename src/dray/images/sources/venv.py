@@ -13,7 +13,7 @@ from dray.images.sources import lock
 from dray.images.sources.lock import Pin
 
 NAME = "venv"
-_EXTRAS = ("train", "dev", "docs", "cotainr")
+_EXTRAS = ("train", "check", "dev", "docs", "cotainr")
 _OLDEST = "3.11"
 
 
