@@ -131,25 +131,24 @@ def pytest_configure(config: pytest.Config) -> None:
     """Markers are the table's keys."""
     for marker in NEEDS:
         config.addinivalue_line("markers", f"{marker}: runs only where this part is there")
-    config.addinivalue_line("markers", "slow: in slow.txt; .ci/run takes another tenth of them each day")
+    config.addinivalue_line(
+        "markers",
+        "slow: one more combination of what others run, or minutes for one thing; .ci/run takes another tenth each day",
+    )
     config.addinivalue_line("markers", "hostile(group): a hostile or unlucky case, which `make hostile` counts")
     if measured := os.environ.get("COVERAGE_PROCESS_CONFIG"):  # make coverage
         _measure_subprocesses(measured)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt, which has no other; those of DRAY_TEST_TENTH (0 to 9) run with the fast ones."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The mark `slow` stays on a test, its own or its class's, unless it is of DRAY_TEST_TENTH (0 to 9)."""
     tenth = os.environ.get("DRAY_TEST_TENTH")
-    slow = [line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if not line.startswith("#")]
-    by_id = {item.nodeid: item for item in items}
-    files = {item.nodeid.partition("::")[0] for item in items}
-    for name in slow:
-        if name in by_id and str(crc32(name.encode()) % 10) == tenth:
-            continue
-        if name in by_id:
-            by_id[name].add_marker("slow")
-        elif name.partition("::")[0] in files and not any("::" in word for word in config.args):
-            raise pytest.UsageError(f"tests/slow.txt names no test: {name}")
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    for node in {node for item in slow for node in item.listchain()}:
+        node.own_markers = [mark for mark in node.own_markers if mark.name != "slow"]
+    for item in slow:
+        if str(crc32(item.nodeid.encode()) % 10) != tenth:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -107,6 +107,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.slow
 def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, root: Path, folder: Path, other) -> None:
     """Compiled code under the names that torch takes by default; and tokens, whose usual name in /tmp is taken."""
     uid = cluster.exec(["id", "-u"]).out.strip()
@@ -230,7 +231,9 @@ for path in theirs.rglob("*"):
 """
 
 
-@pytest.mark.parametrize("verb", [("generate", "x"), ("eval",), ("export",), ("push", "a/b")])
+@pytest.mark.parametrize(
+    "verb", [("generate", "x"), pytest.param(("eval",), marks=pytest.mark.slow), ("export",), ("push", "a/b")]
+)
 def test_code_in_a_run_of_theirs_is_not_run(cluster, sif: Path, root: Path, other, verb: tuple[str, ...]) -> None:
     checkout = f"--bind={root}:{root}:ro"
     planted = other("apptainer", "exec", checkout, str(sif), "python3", "-c", RUN, str(root))

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 FOLDER = "/shared/home/one folder"
 
 
+@pytest.mark.slow
 def test_the_second_job_is_refused_and_after_a_kill_the_next_goes_on(cluster, sbatch, short) -> None:
     home = Path(cluster.shared, "home")
     lease, log = home / "one folder/lease.json", home / "first.log"

@@ -14,7 +14,6 @@ from helpers import until
 
 pytestmark = pytest.mark.cluster
 
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python")
 CODES = {"exits": 3, "crashes": 139}
 # In the arguments of each process of a job, and of what its ranks leave behind.
 MARKS = itertools.count(int(time.time()) % 1_000_000 * 100)
@@ -51,8 +50,19 @@ def is_up(folder: Path, mark: int) -> bool:
     return len(list(folder.glob(f"up-{mark}-*"))) == 2
 
 
-@pytest.mark.parametrize("how", CODES)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        pytest.param("torchrun", "exits", marks=pytest.mark.slow),
+        ("torchrun", "crashes"),
+        pytest.param("accelerate", "exits", marks=pytest.mark.slow),
+        pytest.param("accelerate", "crashes", marks=pytest.mark.slow),
+        ("deepspeed", "exits"),
+        pytest.param("deepspeed", "crashes", marks=pytest.mark.slow),
+        pytest.param("python", "exits", marks=pytest.mark.slow),
+        pytest.param("python", "crashes", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_dies(sbatch, cluster, folder: Path, words, launcher: str, how: str) -> None:
     mark = next(MARKS)
     ended = sbatch(*words(launcher, how, mark), workdir=WHERE)
@@ -60,7 +70,15 @@ def test_a_rank_that_dies(sbatch, cluster, folder: Path, words, launcher: str, h
     assert (ended.code, left(cluster, mark)) == (CODES[how], []), ended.output
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        pytest.param("accelerate", marks=pytest.mark.slow),
+        "deepspeed",
+        pytest.param("python", marks=pytest.mark.slow),
+    ],
+)
 def test_a_job_that_is_cancelled(sbatch, cluster, folder: Path, words, launcher: str) -> None:
     """Slurm signals what has mounted the image, too, and the runners may die with it."""
     mark = next(MARKS)

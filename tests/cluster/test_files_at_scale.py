@@ -23,6 +23,7 @@ KEY = "runs.logs_by_node_above"
 LOW = [f"{KEY}=3", "ranks_per_node=2"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_its_lines(sbatch) -> None:
     words = ["slurm/multinode.sh", "launcher=python", *LOW]
     ended = sbatch("--nodes=2", *words, "--", "sh", "-c", FAILS)
@@ -40,6 +41,7 @@ def test_a_rank_that_fails_is_named_with_its_lines(sbatch) -> None:
     assert [line for _, line in logs.joined(one, paths) if b"begins" in line] == [b"rank 1 begins"]
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_same_losses(sbatch, short: tuple[str, ...]) -> None:
     losses = []
     for limit in (3, 512):

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cluster
 LIMIT = 20
 
 
+@pytest.mark.slow
 def test_accelerate_s_own_script_that_hangs(sbatch, root: Path) -> None:
     """Its two ranks wait for ever in "Test joining uneven inputs", each in another collective."""
     ended = sbatch(
@@ -35,6 +36,7 @@ def test_accelerate_s_own_script_that_hangs(sbatch, root: Path) -> None:
     assert "Test joining uneven inputs" in (ended.attempt / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped(sbatch, cluster) -> None:
     before = set((cluster.shared / "runs").glob("[!.]*"))
     with ThreadPoolExecutor() as pool:

@@ -62,6 +62,7 @@ def adopted(root: Path, theirs: Path):
         shutil.rmtree(store.adopted(root, NAME).parent, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_it_trains_and_runs_commands(adopted, sbatch, short, plain, losses_of) -> None:
     """Planned in the image itself; the same losses."""
     assert (adopted.variant, adopted.lacks) == ("cpu", ())

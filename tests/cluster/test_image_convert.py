@@ -183,6 +183,7 @@ def test_a_dockerfile_becomes_a_definition(machine: Machine) -> None:
     assert "USER: USER1\n" in labels
 
 
+@pytest.mark.slow
 def test_a_definition_becomes_a_dockerfile(machine: Machine) -> None:
     given = DEFINITION.format(where=machine.where)
     (machine.folder / "X.def").write_text(given)

@@ -79,6 +79,7 @@ def adopted(root: Path, built: Path) -> Iterator[adopt.Adopted]:
         shutil.rmtree(file.with_suffix(""), ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_it_is_adopted_and_trains(adopted, root: Path) -> None:
     """Each package came by its hash, torch from the vendor's index, and dray's trainer lacks none."""
     assert (adopted.variant, adopted.brought, adopted.lacks) == ("cpu", (), ())

@@ -217,7 +217,12 @@ NO_COMPILER = "mkdir /tmp/bin && ln -s /opt/dray/bin/python3 /tmp/bin/ && PATH=/
 @pytest.mark.skipif(VARIANT != "cpu", reason="without a GPU only the cpu image has all that DeepSpeed asks for")
 @pytest.mark.parametrize(
     ("case", "operator"),
-    [("zero2", "fused_adam"), ("zero3", "fused_adam"), ("zero3-offload", "cpu_adam"), ("zero3-nvme", "async_io")],
+    [
+        pytest.param("zero2", "fused_adam", marks=pytest.mark.slow),
+        pytest.param("zero3", "fused_adam", marks=pytest.mark.slow),
+        ("zero3-offload", "cpu_adam"),
+        pytest.param("zero3-nvme", "async_io", marks=pytest.mark.slow),
+    ],
 )
 def test_deepspeed_compiles_nothing_at_run_time(client, case, operator):
     script = ROOT / "tests" / "cluster" / "zero.py"

@@ -145,6 +145,7 @@ def _nothing_stays(client, checkout):
 pytestmark = pytest.mark.docker
 
 
+@pytest.mark.slow
 def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monkeypatch):
     bundle = tmp_path / "ca.crt"
     shutil.copy("/etc/ssl/certs/ca-certificates.crt", bundle)
@@ -208,6 +209,7 @@ rm -f /var/lib/operators-*
 """
 
 
+@pytest.mark.slow
 def test_what_was_compiled_once_is_kept(checkout):
     """The image has the same bytes, and its record says the same, whether a build compiles or finds the wheel."""
 
@@ -237,6 +239,7 @@ def test_what_was_compiled_once_is_kept(checkout):
         step.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="who builds is another user only for root")
 def test_roots_umask_changes_nothing(checkout, tmp_path):
     """Neither a clone that only root reads nor what root fetches."""
@@ -280,6 +283,7 @@ def test_a_step_that_fails(checkout):
     assert (entered.returncode, entered.stderr.splitlines()[0]) == (78, "dray: a shell needs a terminal")
 
 
+@pytest.mark.slow
 def test_two_builds_that_differ_are_refused(checkout):
     flag = checkout.path / "containers" / "steps" / "differ"
     flag.touch()
@@ -299,7 +303,7 @@ def test_two_builds_that_differ_are_refused(checkout):
     assert checkout.dray("diff", first, first).returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_interrupted_build_leaves_the_old_image_and_no_container(checkout, tmp_path, number):
     out = tmp_path / "my images" / f"dray-{VARIANT}.sif"
     out.parent.mkdir()
@@ -328,6 +332,7 @@ def bundle(checkout, tmp_path_factory) -> Path:
 
 
 class TestBundle:
+    @pytest.mark.slow
     def test_builds_the_same_image_without_a_network(self, checkout, bundle, tmp_path, client):
         first = checkout.build()
         assert first.returncode == 0, first.stderr
@@ -343,6 +348,7 @@ class TestBundle:
         assert second.returncode == 0, second.stderr
         assert (away / "second.sif").read_bytes() == checkout.sif.read_bytes()
 
+    @pytest.mark.slow
     def test_docker_alone_builds_from_it(self, bundle, client):
         """The commands of the bundle's README."""
         readme = (bundle / "README.md").read_text()
@@ -458,6 +464,7 @@ def test_a_full_disk(checkout, tmp_path, monkeypatch):
     assert left == []
 
 
+@pytest.mark.slow
 def test_debian_packages_that_have_moved_on_are_refused_or_told(checkout):
     lock = debs.lock_file(checkout.path)
     lock.write_text(f"hello-traditional 1.0-0 amd64 {'0' * 64}\n")

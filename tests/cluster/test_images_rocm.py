@@ -39,6 +39,7 @@ def checkout(tmp_path) -> Path:
     return rocm.checkout(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_definition_is_walked_to_its_end_with_the_cpu_s_wheels(checkout, tmp_path):
     """No ROCm is in what comes out: this shows that the steps, the folder of wheels and the lock work."""
     locked = dray("lock", "rocm", checkout=checkout)

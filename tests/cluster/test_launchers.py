@@ -17,13 +17,17 @@ SHORT = ("ranks_per_node=1", "train.steps=4", "train.warmup_steps=0", "train.log
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed", "python"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("accelerate", marks=pytest.mark.slow), "deepspeed", pytest.param("python", marks=pytest.mark.slow)],
+)
 def test_every_launcher_trains_the_same(sbatch, plain, losses_of, short, launcher: str) -> None:
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *short)
     assert losses_of(ended) == pytest.approx(plain, rel=1e-6)
     assert plain[-1] < plain[0]
 
 
+@pytest.mark.slow
 def test_one_rank_alone_is_a_world_too_for_accelerate(sbatch) -> None:
     """Its own way to start one process would leave out the variables that tell a rank who it is."""
     ended = sbatch("--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", "launcher=accelerate", *SHORT)
@@ -46,7 +50,7 @@ def wrote(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("python", marks=pytest.mark.slow)])
 def test_a_script_for_torchrun(sbatch, root: Path, folder: Path, launcher: str) -> None:
     hostile = """a b'"$(touch pwned);`touch pwned`\\*"""
     ended = sbatch(
@@ -62,6 +66,7 @@ def test_a_script_for_torchrun(sbatch, root: Path, folder: Path, launcher: str) 
     assert ended.output.splitlines()[-2] == "done: exit code 0, 4 ranks on n1 n2"
 
 
+@pytest.mark.slow
 def test_a_script_for_accelerate(sbatch, root: Path, folder: Path) -> None:
     ended = sbatch(
         f"{root}/slurm/multinode.sh", QUICK, "launcher=accelerate", "ranks_per_node=2", "--", "accelerated.py",
@@ -73,6 +78,7 @@ def test_a_script_for_accelerate(sbatch, root: Path, folder: Path) -> None:
     assert (said["world"], said["kind"]) == (4, "DistributedType.MULTI_CPU")
 
 
+@pytest.mark.slow
 def test_a_script_for_deepspeed(sbatch, root: Path, folder: Path) -> None:
     ended = sbatch(
         f"{root}/slurm/multinode.sh", QUICK, "launcher=deepspeed", "ranks_per_node=2", "--", "zero.py",
@@ -94,7 +100,15 @@ def test_a_script_that_is_not_there(sbatch, root: Path, folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed", "python"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        pytest.param("accelerate", marks=pytest.mark.slow),
+        "deepspeed",
+        pytest.param("python", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_dies_before_the_first_collective(sbatch, root: Path, folder: Path, launcher: str) -> None:
     """Its own exit code is the job's, whatever the launcher makes of it."""
     dies = "import os, sys, time; sys.exit(41) if os.environ['RANK'] == '3' else time.sleep(60)"
@@ -119,6 +133,7 @@ def test_what_was_compiled_on_a_node_is_gone(sbatch, cluster, root: Path, folder
         assert cluster.exec(["test", "-e", scratch], node=node).code == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_compile_at_once_do_not_break_one_another(sbatch, root: Path, folder: Path) -> None:
     ended = sbatch(
         "--nodes=1", f"{root}/slurm/singlenode.sh", "launcher=python", "ranks_per_node=4", "--", "compiles.py",
@@ -129,6 +144,7 @@ def test_ranks_that_compile_at_once_do_not_break_one_another(sbatch, root: Path,
     assert logs == ["compiled 8\n"] * 4
 
 
+@pytest.mark.slow
 def test_a_run_inside_an_salloc_and_two_at_once(cluster, root: Path, folder: Path) -> None:
     """The ports of two steps of one job must not meet."""
     start = f"bash {shlex.quote(str(root))}/slurm/multinode.sh {QUICK} ranks_per_node=1 -- ddp.py --note"
@@ -178,7 +194,7 @@ def test_a_node_without_the_image(sbatch, cluster, sif: Path) -> None:
     assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif does not exist\n  wanted: the image")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "python"])
 def test_all_ranks_start_again(sbatch, root: Path, folder: Path, launcher: str) -> None:
     dies_once = (
         "import os, sys, time; again = os.environ['TORCHELASTIC_RESTART_COUNT']; print('again', again, flush=True); "

@@ -45,6 +45,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     subprocess.run(["podman", "rmi", "--force", "localhost/dray:cpu"], env=env, check=True)
 
 
+@pytest.mark.slow
 def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: dict[str, str]) -> None:
     found = {}
     for engine in ("docker", "podman"):
@@ -75,6 +76,7 @@ def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: di
         assert "dray-" not in left
 
 
+@pytest.mark.slow
 def test_podman_without_the_image(root: Path, tmp_path: Path, podman: dict[str, str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "dray", "run", "recipes/smoke-cpu.toml", "--engine", "podman", "image=cuda12"],
@@ -87,6 +89,7 @@ def test_podman_without_the_image(root: Path, tmp_path: Path, podman: dict[str, 
     )
 
 
+@pytest.mark.slow
 def test_two_machines_and_a_file(root: Path, tmp_path: Path) -> None:
     """Two containers are the machines: no Slurm, no SSH, no shared disk, and the same line typed on each."""
     (tmp_path / "hosts").write_text("box1 slots=2\nbox2 slots=2\n")

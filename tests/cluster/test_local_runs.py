@@ -113,6 +113,7 @@ def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> Non
     assert nothing_left(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.cluster
 def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
@@ -147,7 +148,10 @@ def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, ()), (signal.SIGHUP, (*ALONE, "launcher=python"))])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow), (signal.SIGHUP, (*ALONE, "launcher=python"))],
+)
 def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: signal.Signals, ranks) -> None:
     runs = tmp_path / "runs"
     started = subprocess.Popen(
@@ -179,6 +183,7 @@ def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_pat
     assert "a gpt2 configuration has no 'n_layers'" in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_loss_that_is_no_number_fails_the_run(root: Path, tmp_path: Path) -> None:
     ended, folder = run(root, tmp_path / "runs", *ALONE, *SHORT, "train.lr=1e18")

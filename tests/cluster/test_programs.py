@@ -91,7 +91,10 @@ def test_ranks_that_train_apart_are_named(sbatch, root: Path, folder: Path) -> N
     assert "done: exit code 0, 4 ranks on n1 n2\n" in ended.output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("torchrun", marks=pytest.mark.slow), "python", pytest.param("deepspeed", marks=pytest.mark.slow)],
+)
 def test_lightning(sbatch, root: Path, folder: Path, lightning: str, launcher: str) -> None:
     """It takes itself for started by torchrun, and so puts no job back into the queue."""
     ended = sbatch(
@@ -110,8 +113,8 @@ def test_lightning(sbatch, root: Path, folder: Path, lightning: str, launcher: s
 @pytest.mark.parametrize(
     ("launcher", "words", "wrapped"),
     [
-        ("torchrun", (), "DistributedDataParallel"),
-        ("deepspeed", (), "DistributedDataParallel"),
+        pytest.param("torchrun", (), "DistributedDataParallel", marks=pytest.mark.slow),
+        pytest.param("deepspeed", (), "DistributedDataParallel", marks=pytest.mark.slow),
         ("deepspeed", ("zero2.json",), "DistributedDataParallel"),  # on a CPU accelerate leaves DeepSpeed out
     ],
     ids=["torchrun", "deepspeed", "zero2"],

@@ -23,6 +23,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_program_uses_both_nodes_and_its_exit_code_is_the_job_s(sbatch, cluster, root: Path, sif: Path) -> None:
     file = sif.with_name("dray-cpu-test-ray.sif")

@@ -14,6 +14,7 @@ from helpers import ROOT
 from trainings import Forks, Run, in_image
 
 SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tiny]" in path.read_text())
+SLOW = ("gpt2-micro-owt", "gpt2-wikitext-zero2-offload", "gpt2-wikitext-zero3", "opt-billions-zero3-offload")
 
 
 def check(recipe: str, plan: Plan, events: Callable[[str], list[dict[str, Any]]], final: Path) -> None:
@@ -44,7 +45,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Forks, Pat
 
 
 @pytest.mark.docker_image
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCALED]
+)
 def test_a_recipe_is_walked_to_its_end(image, name: str) -> None:
     """Two ranks in the image, without a launcher."""
     forks, folder = image
@@ -53,7 +56,9 @@ def test_a_recipe_is_walked_to_its_end(image, name: str) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("name", "how"), [("gpt2-wikitext-zero2", "submit"), ("llama-sft", "sbatch")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("gpt2-wikitext-zero2", "submit"), pytest.param("llama-sft", "sbatch", marks=pytest.mark.slow)]
+)
 def test_a_recipe_is_a_job(sbatch, submit, name: str, how: str) -> None:
     """Both ways lead to the same plan; here with a rank on each node."""
     options = (f"recipes/{name}.toml", "scale=tiny", "ranks_per_node=1", "preflight.when=never")

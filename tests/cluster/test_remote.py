@@ -61,6 +61,7 @@ def dray(cluster, sif: Path, tmp_path: Path) -> Iterator[Dray]:
     subprocess.run(["docker", "exec", controller, "rm", "-rf", "/run/desk", PLACE], check=True)
 
 
+@pytest.mark.slow
 def test_a_run_from_submit_to_report(cluster, dray: Dray, root: Path, short, tmp_path: Path) -> None:
     dray("remote", "add", "sandbox", f"sandbox:{PLACE}")
     dray("remote", "check", "sandbox")

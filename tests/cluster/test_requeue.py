@@ -69,6 +69,7 @@ def losses(attempt: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
 
 
+@pytest.mark.slow
 def test_it_is_put_back_and_goes_on_where_it_was(queue: Queue, sbatch, short) -> None:
     words = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, "train.steps=200", "max_requeues=1")
     queue.submit(*words)
@@ -94,6 +95,7 @@ def test_it_is_put_back_and_goes_on_where_it_was(queue: Queue, sbatch, short) ->
     assert both == losses(sbatch(*words).attempt)
 
 
+@pytest.mark.slow
 def test_where_slurm_puts_nothing_back_another_job_follows(queue: Queue, short) -> None:
     queue.submit(
         "--no-requeue", "--comment=mine", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, "train.steps=5000",
@@ -116,6 +118,7 @@ def test_where_slurm_puts_nothing_back_another_job_follows(queue: Queue, short) 
     queue.until(lambda: "requeue: no; max_requeues = 1 is used up" in queue.log())
 
 
+@pytest.mark.slow
 def test_a_node_that_is_unfit_is_left_out(queue: Queue, cluster) -> None:
     """Whatever ends with 69 there."""
     fails = 'if [[ $SLURMD_NODENAME == n2 && ! -e on ]]; then exit 69; fi; touch "on-$SLURMD_NODENAME"'
@@ -128,6 +131,7 @@ def test_a_node_that_is_unfit_is_left_out(queue: Queue, cluster) -> None:
     assert "requeue: 1 of 2, without n2" in queue.log()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_stays_cancelled(queue: Queue, short) -> None:
     queue.submit("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, "train.steps=5000", "max_requeues=3")
     queue.until(lambda: queue.trains(1))

@@ -84,6 +84,7 @@ def test_what_is_put_in_is_in_the_library_path_of_ranks(sbatch, site, fabric, ro
     assert "/.singularity.d/libs" in path.split(":")
 
 
+@pytest.mark.slow
 def test_a_library_for_a_newer_glibc_stops_before_a_rank_starts(sbatch, site, fabric) -> None:
     option = site(fabric("libcxi.so.1", needed=["libc.so.6"], wants={"libc.so.6": ["GLIBC_2.2.5", "GLIBC_2.99"]}))
     ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
@@ -124,6 +125,7 @@ def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, cluster) -> None:
     own = cluster.shared / "home" / "my sites"
     own.mkdir(exist_ok=True)
@@ -143,6 +145,7 @@ def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, cluster) -> No
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, cluster) -> None:
     before = set((cluster.shared / "runs").glob("[!.]*"))
 

@@ -60,6 +60,7 @@ def test_rank_0_is_seen_in_the_jobs_own_output(full_run) -> None:
     assert full_run.output.splitlines()[-1] == f"run folder: /shared/runs/{full_run.folder.name}"
 
 
+@pytest.mark.slow
 def test_one_node_by_sbatchs_option_learns_the_same(sbatch, full_run) -> None:
     alone = sbatch("--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     assert alone.code == 0, alone.output
@@ -70,6 +71,7 @@ def test_one_node_by_sbatchs_option_learns_the_same(sbatch, full_run) -> None:
     assert first == pytest.approx(first_of_two, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, cluster, root: Path, sif: Path) -> None:
     checkout = cluster.shared / "my work"
     shutil.rmtree(checkout, ignore_errors=True)
@@ -89,6 +91,7 @@ def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, cl
     shutil.rmtree(checkout)
 
 
+@pytest.mark.slow
 def test_runs_go_beside_the_submission_when_nothing_else_is_said(sbatch, cluster, root: Path) -> None:
     ended = sbatch(
         "--export=ALL,DRAY_RUNS=", f"{root}/slurm/singlenode.sh", "recipes/smoke-cpu.toml", *SHORT,

@@ -49,7 +49,15 @@ def seen(attempt: Path) -> list[tuple[str, list[str], list[str], list[str]]]:
     return [json.loads((attempt / "logs" / f"rank-{rank}.log").read_text().splitlines()[-1]) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("by", ["auto", "sbcast", "tree", "copy"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        "auto",
+        pytest.param("sbcast", marks=pytest.mark.slow),
+        pytest.param("tree", marks=pytest.mark.slow),
+        pytest.param("copy", marks=pytest.mark.slow),
+    ],
+)
 def test_each_node_has_one_copy_which_goes_at_the_end(sbatch, root: Path, at, left, by: str) -> None:
     words = ("ranks_per_node=1", "preflight.when=never", "--", "python3", "-c", LOOK)
     ended = sbatch(at(by), f"{root}/slurm/multinode.sh", *words)
@@ -66,6 +74,7 @@ def test_each_node_has_one_copy_which_goes_at_the_end(sbatch, root: Path, at, le
     assert (ended.attempt / "stage.sh").exists() == (by in ("auto", "sbcast"))
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_from_copies_that_nodes_handed_on(sbatch, at, left) -> None:
     ended = sbatch(at("tree"), "slurm/multinode.sh", "recipes/smoke-cpu.toml", *QUICK)
     assert ended.code == 0, ended.output
@@ -85,6 +94,7 @@ exit "$code"
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_was_changed_on_its_way_is_no_copy(cluster, sbatch, root: Path, at, left) -> None:
     """Each node sees it, and gets the image in the next way."""
     tool = cluster.shared / "home" / "flips" / "sbcast"
@@ -103,6 +113,7 @@ def test_a_file_that_was_changed_on_its_way_is_no_copy(cluster, sbatch, root: Pa
     assert [left(node) for node in NODES] == ["", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["auto", "copy"])
 def test_a_node_whose_folder_another_user_made_first(cluster, sbatch, root: Path, at, by: str) -> None:
     """It reads the shared file, and says so; the other node has its copy."""

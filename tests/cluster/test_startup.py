@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 PARTS = ["container", "rendezvous", "preflight", "import", "process_groups", "model", "checkpoint", "first_step"]
 
 
+@pytest.mark.slow
 def test_each_part_of_both_nodes(sbatch) -> None:
     given = ["train.steps=2", "train.warmup_steps=1"]
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *given)

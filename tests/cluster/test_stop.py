@@ -19,6 +19,7 @@ def stepping(folder: Path, before: set[Path]) -> bool:
     return any('"step"' in file.read_text() for file in files if file.exists())
 
 
+@pytest.mark.slow
 def test_it_saves_and_goes_on(sbatch, cluster, short) -> None:
     """scancel --batch tells it as sbatch --signal=B: does; the image stays mounted until the ranks have saved."""
     runs, words = cluster.shared / "runs", ("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short)

@@ -52,6 +52,7 @@ def studies(cluster, login) -> Iterator[Studies]:
     subprocess.run(["rm", "-rf", "--", str(made.runs)], check=True)
 
 
+@pytest.mark.slow
 def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, short) -> None:
     lr = "train.lr=1e-3,2e-3,4e-3"
     code, out = studies.dray(
@@ -97,6 +98,7 @@ def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, sho
     assert (code, states) == (1, ["done", "done", "stopped"]), out
 
 
+@pytest.mark.slow
 def test_one_task_is_stopped_while_it_runs_and_the_other_goes_on(studies: Studies, short) -> None:
     code, out = studies.dray(
         "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=5000", "train.lr=1e-3,2e-3", "--nodes=1", "--ranks=1"
@@ -116,6 +118,7 @@ def test_one_task_is_stopped_while_it_runs_and_the_other_goes_on(studies: Studie
     assert studies.dray("stop", f"{array}_1", "--now")[0] == 0
 
 
+@pytest.mark.slow
 def test_scale_on_one_node_and_on_two(studies: Studies, short) -> None:
     code, out = studies.dray("scale", "recipes/smoke-cpu.toml", *short, "--ranks=2,4", "--per-node=2")
     assert code == 0, out

@@ -14,8 +14,12 @@ pytestmark = pytest.mark.cluster
     ("launcher", "words"),
     [
         ("accelerate", ("train.strategy=fsdp",)),
-        ("torchrun", ("train.strategy=zero2", "model.pad_to_multiple_of=128")),
-        ("deepspeed", ("train.deepspeed=deepspeed/zero3-offload.json", "model.pad_to_multiple_of=128")),
+        pytest.param("torchrun", ("train.strategy=zero2", "model.pad_to_multiple_of=128"), marks=pytest.mark.slow),
+        pytest.param(
+            "deepspeed",
+            ("train.deepspeed=deepspeed/zero3-offload.json", "model.pad_to_multiple_of=128"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_strategy_is_the_same_training(sbatch, plain, losses_of, short, launcher: str, words) -> None:
@@ -25,6 +29,7 @@ def test_a_strategy_is_the_same_training(sbatch, plain, losses_of, short, launch
     assert losses_of(ended, ranks=2) == pytest.approx(plain, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_where_it_was_cut_off(sbatch, plain, short, cluster) -> None:
     """From the newest checkpoint that is whole, in a run folder of its own, by other ranks of another strategy."""
     kept = cluster.shared / "home" / "my checkpoints"

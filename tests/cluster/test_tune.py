@@ -15,6 +15,7 @@ from grids import CAUSAL, MASKED, among_the_best
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "nodes"), [(CAUSAL, 2), (MASKED, 1)], ids=["causal", "masked"])
 def test_its_best_is_among_the_best_of_all(cluster, login, recipe: str, nodes: int) -> None:
     """Each run takes all nodes of the allocation, with two ranks on each."""

@@ -15,6 +15,7 @@ from helpers import until
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_over_its_requeue(cluster, login, short, tmp_path: Path) -> None:
     """To its end, with exit code 0; in between its status says what it waits for, and what is saved."""
 

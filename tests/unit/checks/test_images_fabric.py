@@ -93,6 +93,7 @@ def test_an_image_without_the_sources_has_nothing_of_it(tmp_path: Path, accelera
     assert not [path for path in ("venv/fabric", "build", "apt") if (tmp_path / path).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not THERE, reason="build/ has not the plugin's sources (make image-cuda fetches them)")
 @pytest.mark.parametrize("accelerator", ["cuda", "rocm"])
 def test_the_step_compiles_what_nccl_loads(tmp_path: Path, accelerator: str) -> None:

@@ -86,6 +86,7 @@ def test_verify_of_what_nobody_signed(fetched):
     assert "signature" in done.err
 
 
+@pytest.mark.slow
 def test_doctor_names_an_instance_and_how_to_stop_it(fetched):
     assert singularity.instances() == []
     assert singularity.run(["instance", "start", str(fetched), "mine"]).code == 0

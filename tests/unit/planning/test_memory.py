@@ -190,6 +190,7 @@ class TestCounted:
         "-v",
     )
 
+    @pytest.mark.slow
     def test_a_plan_says_so(self) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
         ended = dray("plan", "--exact", *self.WORDS)
@@ -211,6 +212,7 @@ class TestCounted:
         assert "--exact cannot count a compiled model, so the memory is an estimate" in ended.stdout
         assert "--exact cannot count" not in dray("plan", *self.WORDS, "train.compile=true").stdout
 
+    @pytest.mark.slow
     def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
         said = {"scheduler": "slurm", "nodelist": "n1", "nodes": 1, "engine": "apptainer", "image": "/i.sif"}

@@ -67,6 +67,7 @@ def test_an_addition(name: str, checkout: Path) -> None:
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", name)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_additions_that_train(checkout: Path) -> None:
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TRAIN)

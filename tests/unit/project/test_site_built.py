@@ -124,6 +124,7 @@ def test_what_a_screen_reader_and_a_keyboard_need(site: Path) -> None:
     assert lacking == []
 
 
+@pytest.mark.slow
 def test_another_build_has_the_same_bytes(site: Path, tmp_path: Path) -> None:
     """On another day, elsewhere, in another language and another order of names."""
     again, env = tmp_path / "an other place", {**PYTHON, "TZ": "Asia/Tokyo", "LANG": "C", "PYTHONHASHSEED": "7"}

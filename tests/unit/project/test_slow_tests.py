@@ -11,17 +11,42 @@ from zlib import crc32
 
 import pytest
 
-SLOW = "tests/unit/runner/test_stage_tree.py::test_the_first_node_s_chunks_are_flipped"
-TENTH = crc32(SLOW.encode()) % 10
+MARKED = """
+import pytest
 
 
-@pytest.mark.parametrize(("tenth", "runs"), [(TENTH, True), ((TENTH + 1) % 10, False), (None, False)])
-def test_a_test_runs_with_the_fast_ones_in_its_tenth_alone(root: Path, tenth: int | None, runs: bool) -> None:
+@pytest.mark.slow
+def test_a_function() -> None: ...
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_parameter(number: int) -> None: ...
+
+
+@pytest.mark.slow
+class TestAClass:
+    def test_first(self) -> None: ...
+
+    def test_second(self) -> None: ...
+"""
+FAST = "test_marked.py::test_a_parameter[1]"
+SLOW = [
+    f"test_marked.py::{test}"
+    for test in ("test_a_function", "test_a_parameter[2]", "TestAClass::test_first", "TestAClass::test_second")
+]
+TENTHS = {test: str(crc32(test.encode()) % 10) for test in SLOW}
+
+
+@pytest.mark.parametrize("tenth", [None, *sorted(set(TENTHS.values()))])
+def test_a_test_runs_with_the_fast_ones_in_its_tenth_alone(root: Path, tmp_path: Path, tenth: str | None) -> None:
+    (tmp_path / "test_marked.py").write_text(MARKED)
     env = {name: value for name, value in os.environ.items() if name != "DRAY_TEST_TENTH"}
-    env |= {} if tenth is None else {"DRAY_TEST_TENTH": str(tenth)}
-    argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", SLOW.partition("::")[0]]
-    ended = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, check=True)
-    assert (SLOW in ended.stdout.splitlines()) is runs
+    env |= {"PYTHONPATH": f"{root / 'tests'}:{root / 'tests' / 'support'}"}
+    env |= {} if tenth is None else {"DRAY_TEST_TENTH": tenth}
+    argv = [sys.executable, "-m", "pytest", "-p", "conftest", "--collect-only", "-q", "-m", "not slow"]
+    ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    collected = {line for line in ended.stdout.splitlines() if "::" in line}
+    assert collected == {FAST, *(test for test in SLOW if TENTHS[test] == tenth)}
 
 
 def test_ten_days_take_every_tenth_once(root: Path, tmp_path: Path) -> None:

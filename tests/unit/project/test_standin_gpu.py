@@ -66,6 +66,7 @@ def ranks(folder: Path, words: Sequence[str], *, number: int = 2, nodes: int = 1
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_train_save_and_wait_for_no_device(name: str, tmp_path: Path) -> None:
     """Collectives of a step, of a checkpoint and of the final save: none raises, and no step waits."""
@@ -82,6 +83,7 @@ TIMED = {"gpt2", "handwritten", "stock", "llama", "checkpoint"}
 LACKS = {"zero1, fp32", "zero2, fp32", "zero3, fp32", "aihwkit-lightning"}
 
 
+@pytest.mark.slow
 def test_the_whole_gpu_suite_runs(tmp_path: Path) -> None:
     """Its CUDA code raises nothing, no step waits, and two ranks share a GPU: a real one is not met with an error."""
     python, env = environment.environment()

@@ -69,6 +69,7 @@ def test_a_file_is_brought_back(desk: Desk, tmp_path: Path) -> None:
     assert tarfile.is_tarfile(tmp_path / "dray-why-seen.tar.gz")
 
 
+@pytest.mark.slow
 def test_exit_codes_and_refusals_pass_through(desk: Desk) -> None:
     desk.dray("remote", "check", "mine", "--image", str(desk.image))
     _, err = desk.dray("status", "--on", "mine", "no-such-run", code=78)
@@ -93,6 +94,7 @@ def test_what_cannot_be_used(desk: Desk, place: str, code: int, problem: str) ->
         desk.dray("remote", "remove", "bad")
 
 
+@pytest.mark.slow
 def test_another_file_under_the_image_s_name_is_refused(desk: Desk) -> None:
     desk.dray("remote", "check", "mine", "--image", str(desk.image))
     file = next((desk.there / "images").glob("*.sif"))

@@ -105,9 +105,9 @@ def record(folder: Path, name: str = "hang.json") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("does", "what", "shown"),
     [
-        ("spin", "runs, and the others sleep: at step 20, in spin (", "spin"),
+        pytest.param("spin", "runs, and the others sleep: at step 20, in spin (", "spin", marks=pytest.mark.slow),
         ("stop", "is stopped (SIGSTOP): at step 20, in <module> (", "<module>"),
-        ("leave", "has ended: at step 20", ""),
+        pytest.param("leave", "has ended: at step 20", "", marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_is_named_with_its_frames(
@@ -130,6 +130,7 @@ def test_the_rank_is_named_with_its_frames(
     assert first.name == "hang.json"  # the ranks that were ended for it are no cause
 
 
+@pytest.mark.slow
 def test_tools_are_asked_where_they_are(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
     """And no longer than they may take."""
     tools = tmp_path / "my tools"
@@ -158,6 +159,7 @@ def test_all_ranks_start_again_and_end_well(hanging: Callable[..., None], start:
 SILENT = "import os, sys, time\nfor _ in range(4):\n    print(1, flush=True)\n    time.sleep(1)\n{}"
 
 
+@pytest.mark.slow
 def test_a_command_without_a_heartbeat_makes_progress_while_a_log_grows(
     hanging: Callable[..., None], start: Start, tmp_path: Path
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_command_without_a_heartbeat_makes_progress_while_a_log_grows(
     assert found["why"].startswith("hang: rank 0 on node1 is at another place than the others: in wait ("), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 0])
 def test_a_command_is_not_watched_unless_the_recipe_says_so(
     hanging: Callable[..., None], start: Start, tmp_path: Path, limit: int | None
@@ -180,6 +183,7 @@ def test_a_command_is_not_watched_unless_the_recipe_says_so(
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_is_no_python_is_named_by_its_state(
     hanging: Callable[..., None], plan: dict[str, Any], start: Start, tmp_path: Path
 ) -> None:

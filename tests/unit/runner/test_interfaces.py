@@ -91,6 +91,7 @@ def test_gloo_listens_where_the_rendezvous_was(plan, machines):
         assert ast.literal_eval(last) == [["hsn7", "hsn8"], 7]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_ranks_that_never_connect_end_at_the_short_deadline(plan, machines):
     """What a site or a recipe sets is kept, also where it is wrong."""

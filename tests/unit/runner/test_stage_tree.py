@@ -116,7 +116,7 @@ def test_all_nodes_get_it_and_the_first_one_reads_it_once(tree: Tree) -> None:
     assert tree.whole() == set(range(6))
 
 
-@pytest.mark.parametrize(("harm", "code"), [("dies", 9), ("flips", 0)])
+@pytest.mark.parametrize(("harm", "code"), [("dies", 9), pytest.param("flips", 0, marks=pytest.mark.slow)])
 def test_a_node_between_that_does_harm(tree: Tree, harm: str, code: int) -> None:
     """Those that get the image from it ask another one, and go on where they were."""
     tree.start(0)
@@ -141,6 +141,7 @@ def test_the_first_node_dies(tree: Tree) -> None:
     assert tree.whole() == {0}
 
 
+@pytest.mark.slow
 def test_the_first_node_s_chunks_are_flipped(tree: Tree) -> None:
     """Nobody else has it: each node gives up, by its own exit code."""
     tree.start(0, HARM="flips")
@@ -150,6 +151,7 @@ def test_the_first_node_s_chunks_are_flipped(tree: Tree) -> None:
     assert any("chunk 5 was changed on its way" in text for text in printed.values())
 
 
+@pytest.mark.slow
 def test_nodes_that_take_none_or_have_no_room_or_never_come(tree: Tree) -> None:
     tree.start(1, 2)
     tree.start(3, takes=False)
@@ -198,6 +200,7 @@ def test_a_node_that_stands_still_is_named_and_not_waited_for(
     assert capsys.readouterr().out == "dray: n1 got no more of the image for 0 s: nobody waits for it now\n"
 
 
+@pytest.mark.slow
 def test_another_run_s_node_and_strangers_are_no_part_of_it(tree: Tree, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -72,7 +72,7 @@ def launch(
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("name", ["torchrun", "accelerate", "python"])
+@pytest.mark.parametrize("name", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow), "python"])
 def test_ranks_join_the_runner_s_store(name: str, plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     """No listener on every interface: the one on the port of the ranks is on the address that the runner has bound."""
     seen = launch(name, plan, start, tmp_path)
@@ -179,6 +179,7 @@ def test_a_node_s_word_on_its_ranks_is_held_against_the_plan(ranks: object, tmp_
         process_group.Joined(plan, 0, 1).hear(ranks)
 
 
+@pytest.mark.slow
 def test_torchrun_s_ranks_start_again_with_a_store_of_their_own(plan, start: Start, tmp_path: Path) -> None:
     """One rank of the second node fails once. And since anybody may write into torch's store, no pickle is read."""
     plan["world"]["max_restarts"] = 2

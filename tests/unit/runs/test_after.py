@@ -61,6 +61,7 @@ def runs(tmp_path_factory, forks: Forks) -> dict[str, Run]:
     }
 
 
+@pytest.mark.slow
 def test_a_model_scores_again_what_it_did_when_it_ended(runs) -> None:
     ended = dray("eval", runs["ended"].folder)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -72,12 +73,14 @@ def test_a_model_scores_again_what_it_did_when_it_ended(runs) -> None:
         assert float(perplexity) == pytest.approx(was["perplexity"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_that_learned_from_a_stream_scores_too(runs) -> None:
     ended = dray("eval", runs["streamed"].folder)
     was = runs["streamed"].events("eval")[-1]
     assert ended.stdout == f"evaluation loss {was['loss']:.4f}, perplexity {was['perplexity']:.3f}\n"
 
 
+@pytest.mark.slow
 def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("one: the tug pulls the red box against the tide.\n" * 9)
     words = (f"evaluate.mine.dataset={tmp_path}/mine.txt", "evaluate.mine.stride=8", "data.test=")
@@ -94,6 +97,7 @@ def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
     assert (lost.returncode, "the dataset does not exist" in lost.stdout + lost.stderr) == (78, True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> None:
     run = runs["ended"]
     ended = dray("export", run.folder)
@@ -117,6 +121,7 @@ def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> N
     assert len(AutoTokenizer.from_pretrained(parts)) == 257
 
 
+@pytest.mark.slow
 def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     wide = (
         "model.config.n_layer=2",

@@ -254,6 +254,7 @@ class TestAnotherUsersRun:
         ]
         assert self.verb(run, "push", "a/b", "--trust-run")[0] == ["by environment"]
 
+    @pytest.mark.slow
     def test_its_model_s_code(self, run: Path) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
         assert self.verb(run, "generate", "x")[0] == []

@@ -192,7 +192,7 @@ def placed(paths: RunPaths, names: Sequence[str], content: Any) -> None:
             replace(path, content)
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["some", "each"])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
 def test_whatever_is_in_the_place_of_a_file(
     other: RunPaths, dray_says: Callable[..., list[str]], *, every: bool
 ) -> None:
@@ -208,7 +208,7 @@ def test_whatever_is_in_the_place_of_a_file(
     assert wrong == [], "\n".join(wrong)
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["some", "each"])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
 def test_whatever_is_in_each_value(other: RunPaths, dray_says: Callable[..., list[str]], *, every: bool) -> None:
     """Of all JSON files, and of each alone."""
     wrong = []
@@ -240,6 +240,7 @@ def test_a_run_of_another_user_is_shown_and_not_touched(other: RunPaths, dray_sa
     assert paths.stop.read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_million_steps(other: RunPaths, dray_says: Callable[..., list[str]]) -> None:
     paths = fresh(other)
     step = '{"event": "step", "time": 1795570009.5, "step": %d, "loss": 2.5, "tokens_per_s": 9.0}\n'

@@ -139,6 +139,7 @@ def test_ctrl_c_ends_a_command_in_words(tmp_path: Path) -> None:
     assert rest == f"{safe}{again} --run={run.name} -- sh -c {shlex.quote(TALK)}\nrun folder: {run}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     """And leaves nothing of the ranks, which do not hear SIGTERM."""

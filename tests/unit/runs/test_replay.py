@@ -32,6 +32,7 @@ def dray(*words: str | Path, runs: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_again_has_the_same_losses(tmp_path: Path) -> None:
     """A real run, packed, and again from the archive; then with another loss in the record."""

@@ -464,6 +464,7 @@ class TestPlace:
         assert found.refusal(Recipe.model_validate_json(json.dumps(table)), Path("/runs")) == ""
 
 
+@pytest.mark.slow
 def test_a_real_search_on_cpus(tmp_path: Path) -> None:
     """Two runs of two ranks: another micro-batch trains the same, and no model is left."""
     recipe, out = tmp_path / "tiny.toml", tmp_path / "best.toml"
@@ -483,6 +484,7 @@ def test_a_real_search_on_cpus(tmp_path: Path) -> None:
     assert not list(path.parent.glob("*/checkpoints/*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [CAUSAL, MASKED], ids=["causal", "masked"])
 def test_a_real_search_finds_what_the_grid_finds(text: str, tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.toml"

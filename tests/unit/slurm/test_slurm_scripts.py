@@ -112,6 +112,7 @@ class TestCorrections:
         assert ended.returncode == 0, ended.stderr
         assert job.seen.read_text() == "dray-cpu.sif dray plan\n" * 2
 
+    @pytest.mark.slow
     def test_another_variant_on_the_command_line(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", "image=rocm", SLURM_GPUS_ON_NODE="2")
         assert f"image {job.home}/build/dray-rocm.sif\n" in ended.stdout, ended.stderr
@@ -192,6 +193,7 @@ class TestTheSame:
 
     HUGE = ("image=cuda", "model.config.n_layer=48", "model.config.n_embd=8192", "model.config.n_head=64")
 
+    @pytest.mark.slow
     def test_a_model_that_cannot_fit(self, job: Job, tmp_path: Path) -> None:
         site = tmp_path / "small.toml"
         site.write_text('name = "small"\nabout = "x"\nimage = "cuda"\ngpu_memory_gb = 16\n')

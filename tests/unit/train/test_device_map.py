@@ -73,6 +73,7 @@ def test_and_nowhere_else(model: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert refused.value.details["fix"] == "--offload-folder DIR, or more memory: --max-memory"
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path) -> None:
     plan, forks, found = json.loads(next(model.parent.glob("run/attempt-1/plan.json")).read_text()), Forks(), []
     try:

@@ -111,6 +111,7 @@ def test_a_checkpoint_of_dcp_is_resumed(written: Path, tmp_path: Path, capsys: p
     assert "note: the run goes on with sample 24 of dray's own order" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_it(written: Path, tmp_path: Path) -> None:
     """Whatever the strategy: here two ranks of fsdp."""
     (tmp_path / "kept").mkdir()
@@ -133,6 +134,7 @@ def test_a_file_with_a_class_of_its_program_is_trusted_or_refused(written: Path,
     same(tmp_path / "model", written / "truth.safetensors")
 
 
+@pytest.mark.slow
 def test_the_verb(written: Path, tmp_path: Path) -> None:
     """One process starts another, as `dray generate` does; the model is one to generate with."""
     argv = [sys.executable, "-m", "dray", "checkpoint", "import", str(written / "trainer" / "checkpoint-3")]

@@ -98,6 +98,7 @@ def test_what_is_pinned_is_fetched_by_its_revision(hub: str, recipe: Path, tmp_p
     assert refs == {"datasets--me--texts/refs/v1", "models--me--small/refs/v2"}
 
 
+@pytest.mark.slow
 def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> None:
     home, runs = f"{tmp_path}/hf home", tmp_path / "runs"
     fetched = dray("prefetch", recipe, HF_HOME=home, HF_ENDPOINT=hub)

@@ -64,6 +64,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_within_the_limit_where_they_are_kept(run, way: str) -> None:
     ended = run(2, *SEED, *WAYS[way]).end()
@@ -74,12 +75,14 @@ def test_weights_are_within_the_limit_where_they_are_kept(run, way: str) -> None
     assert ended.losses()[-1] < ended.losses()[0] - 0.5
 
 
+@pytest.mark.slow
 def test_without_clipping_they_are_beyond_it(run) -> None:
     """Else the test above could not fail."""
     ended = run(2, *SEED, "analog.clip_type=none").end()
     assert max(float(weight.abs().max() / weight.std()) for weight in linear(ended).values()) > 2.9
 
 
+@pytest.mark.slow
 def test_rows_are_clipped_each_by_its_own_in_every_strategy(run) -> None:
     """A rank that keeps a part of a weight may have parts of rows."""
     other = ("clip_type=gaussian_channel", "clip_sigma=1.5", "modifier_type=none", "modifier_std_dev=0")
@@ -91,6 +94,7 @@ def test_rows_are_clipped_each_by_its_own_in_every_strategy(run) -> None:
             torch.testing.assert_close(found[way][name], weight, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_input_ranges_follow_the_data_alike_everywhere_and_are_then_learnt(run) -> None:
     followed = {way: run(2, *SEED, *WAYS[way], steps=8).end().weights() for way in ("ddp", "zero2", "zero3")}
     ranges = [name for name in followed["ddp"] if name.endswith("input_range")]
@@ -128,6 +132,7 @@ def test_what_was_learnt_is_taken_up(run) -> None:
     assert float(after[name.replace("input_range", "input_range_update_idx")]) == 10
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_last_bit(run, folder: Path) -> None:
     whole = run(2, *SEED, *WAYS["zero2"], steps=12).end()
     kept = ("checkpoint.every=4", f"checkpoint.folder={folder}/kept")

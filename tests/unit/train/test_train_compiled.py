@@ -69,6 +69,7 @@ def start(folder: Path, number: int) -> tuple[str, bool]:
     return done.stdout, calls.exists()
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     config(tmp_path)
     said, compiled = start(tmp_path, 1)
@@ -91,6 +92,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(" " in sys.prefix, reason="torch.compile: torch is in a folder whose name has a space")
 def test_a_requeued_run_compiles_nothing(tmp_path: Path) -> None:
     forks = Forks()

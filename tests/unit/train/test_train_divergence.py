@@ -92,8 +92,15 @@ def test_a_loss_that_jumps_is_a_warning(run: BEGUN, alone: Run) -> None:
     assert warning.endswith(" is the median of the lines before; samples 112 to 119 of data.train")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("what", "at", "back"), [("NAN_AT", 6, 4), ("JUMP_AT", 15, 12)])
+@pytest.mark.parametrize(
+    ("what", "at", "back", "strategy"),
+    [
+        pytest.param("NAN_AT", 6, 4, "ddp", marks=pytest.mark.slow),
+        pytest.param("NAN_AT", 6, 4, "fsdp", marks=pytest.mark.slow),
+        ("JUMP_AT", 15, 12, "ddp"),
+        pytest.param("JUMP_AT", 15, 12, "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_back_and_on_without_those_samples(
     run: BEGUN, alone: Run, strategy: str, what: str, at: int, back: int
 ) -> None:
@@ -119,6 +126,7 @@ def test_a_run_goes_back_and_on_without_those_samples(
         assert all(torch.equal(weight, other.weights()[name]) for name, weight in again.weights().items())
 
 
+@pytest.mark.slow
 def test_it_goes_back_three_times(run: BEGUN) -> None:
     other = run(2, *SKIP).end(1, NAN_FROM="6")
     assert [(event["first_step"], event["back_to"]) for event in other.events("divergence")] == [

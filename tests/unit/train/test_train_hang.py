@@ -149,7 +149,9 @@ LIMIT = 4
 STEPS = ("batch.per_device=4", "train.steps=100000", f"hang_timeout_s={LIMIT}")
 
 
-@pytest.mark.parametrize("fault", ["spin", "collective", "stop"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("spin", marks=pytest.mark.slow), "collective", pytest.param("stop", marks=pytest.mark.slow)]
+)
 def test_the_rank_that_holds_up_the_others_is_named(training, fault: str) -> None:
     with training(fault, *STEPS, f"launcher={'torchrun' if fault == 'stop' else 'python'}") as run:
         run.until_step(5)
@@ -178,6 +180,7 @@ def test_the_rank_that_holds_up_the_others_is_named(training, fault: str) -> Non
     assert "failed: rank 1 on node2: hang: " in run.output
 
 
+@pytest.mark.slow
 def test_what_is_long_is_no_hang(training) -> None:
     """The first step, a checkpoint, an evaluation: each is longer than the limit of a step."""
     settings = ("train.steps=6", "hang_timeout_s=2", "checkpoint.every=3", "train.eval_every=4")
@@ -186,6 +189,7 @@ def test_what_is_long_is_no_hang(training) -> None:
     assert not (run.attempt / "hang").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_slower_by_half_is_named_once(training) -> None:
     settings = ("batch.per_device=4", "train.steps=800", "train.log_every=5")
     with training("slow", *settings) as run:

@@ -50,6 +50,7 @@ def chats(folder: Path) -> tuple[str, ...]:
     return (*said, f"data.train={folder}/chats.jsonl", "data.validation_split_percentage=20")
 
 
+@pytest.mark.slow
 def test_all_strategies_learn_the_same(run, folder) -> None:
     told = run(1, *chats(folder), *LORA).end()
     assert told.losses()[-1] < told.losses()[0] - 0.15
@@ -60,6 +61,7 @@ def test_all_strategies_learn_the_same(run, folder) -> None:
             assert torch.allclose(weight, other.weights()[name], rtol=1e-2, atol=2e-3), (way, name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
 def test_the_models_own_weights_stay_and_the_sum_is_saved(run) -> None:
     base = run(1, steps=2, model=GPT).end()

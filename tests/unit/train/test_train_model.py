@@ -302,6 +302,7 @@ print((memory() - before) / sum(weight.numel() * 4 for weight in network.paramet
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -> None:
     plan = tmp_path / "run" / "attempt-1" / "plan.json"
     config(tmp_path, "model.config.n_embd=1024", "model.config.n_layer=6")  # 300 MB

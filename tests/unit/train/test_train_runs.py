@@ -102,7 +102,14 @@ def test_it_is_what_a_plain_loop_makes(alone: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_device", "strategy"), [(2, 4, "ddp"), (4, 2, "ddp"), (1, 2, "ddp"), (2, 2, "fsdp"), (4, 2, "fsdp")]
+    ("ranks", "per_device", "strategy"),
+    [
+        (2, 4, "ddp"),
+        pytest.param(4, 2, "ddp", marks=pytest.mark.slow),
+        (1, 2, "ddp"),
+        pytest.param(2, 2, "fsdp", marks=pytest.mark.slow),
+        (4, 2, "fsdp"),
+    ],
 )
 def test_ranks_and_passes_change_nothing(run: BEGUN, alone: Run, ranks: int, per_device: int, strategy: str) -> None:
     other = run(ranks, f"train.strategy={strategy}", f"batch.per_device={per_device}").end()
@@ -195,7 +202,10 @@ DIVERGES = ("train.lr=1e30", "train.max_grad_norm=0", "train.warmup_steps=0", "t
 EIGHT = ("checkpoint.every=[[0, 8]]", "checkpoint.keep=9")
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "others", "then"), [(4, "ddp", 2, "fsdp"), (2, "fsdp", 4, "ddp")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "others", "then"),
+    [(4, "ddp", 2, "fsdp"), pytest.param(2, "fsdp", 4, "ddp", marks=pytest.mark.slow)],
+)
 def test_any_ranks_go_on_from_any_others(
     run: BEGUN, alone: Run, ranks: int, strategy: str, others: int, then: str
 ) -> None:
@@ -212,7 +222,7 @@ def test_two_nodes_that_each_have_all_weights_hand_them_on(run: BEGUN, alone: Ru
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("ranks", "strategy", "others", "then"),
-    [(2, "zero3", 4, "zero2"), (4, "zero1", 2, "ddp"), (1, "ddp", 2, "zero3")],
+    [(2, "zero3", 4, "zero2"), pytest.param(4, "zero1", 2, "ddp", marks=pytest.mark.slow), (1, "ddp", 2, "zero3")],
 )
 def test_any_ranks_and_stages_go_on_from_any_others(
     zero: BEGUN, alone: Run, ranks: int, strategy: str, others: int, then: str
@@ -351,7 +361,7 @@ def test_evaluation_is_what_a_hand_calculates(run: BEGUN, tmp_path: Path) -> Non
     assert found["accuracy"] == pytest.approx(sum(hits) / len(hits))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_masked_model_has_the_same_loss_on_any_number_of_ranks(run: BEGUN, strategy: str) -> None:
     settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     settings |= {"max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -373,6 +383,7 @@ def test_a_loss_in_chunks_is_the_same_training(run: BEGUN, alone: Run) -> None:
     assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_kernels_of_triton_are_the_same_training(folder: Path, alone: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, whose ranks have read this variable as they imported it."""
     pytest.importorskip("triton", reason="triton is not installed")
@@ -389,6 +400,7 @@ def test_the_kernels_of_triton_are_the_same_training(folder: Path, alone: Run, m
     same_weights(other, alone.weights())
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_is_nowhere_to_be_seen(run: BEGUN, alone: Run) -> None:
     """Neither in losses, nor in a saved model; a checkpoint of one is another's, whatever its strategy."""
     padded, plain = "model.pad_to_multiple_of=128", "model.pad_to_multiple_of=0"
@@ -416,6 +428,7 @@ def test_a_padded_vocabulary_is_nowhere_to_be_seen(run: BEGUN, alone: Run) -> No
         before = other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_compiled_model_with_a_padded_vocabulary(run: BEGUN, alone: Run, strategy: str) -> None:
     words = ("model.pad_to_multiple_of=128", "train.compile=true", f"train.strategy={strategy}")
@@ -447,6 +460,7 @@ def test_what_only_saves_memory_or_time_changes_nothing(run: BEGUN, alone: Run, 
     assert run(1, words).end().losses() == pytest.approx(alone.losses(), rel=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_half_precision_is_near(run: BEGUN, alone: Run, strategy: str) -> None:
     for precision, near in (("bf16", 2e-2), ("fp16", 5e-3)):
@@ -594,6 +608,7 @@ def test_each_source_of_a_mix_has_its_share_and_a_loss_of_its_own(run: BEGUN, mi
     assert "\n| web | " in card
 
 
+@pytest.mark.slow
 def test_a_mix_goes_on_on_other_ranks_after_a_kill(run: BEGUN, mix: tuple[str, ...]) -> None:
     """The same samples in the same steps."""
     whole = run(1, *mix).end()
@@ -666,7 +681,9 @@ def test_a_checkpoint_of_another_order_is_refused(run: BEGUN, folder: Path) -> N
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
+)
 def test_deepspeeds_bf16_is_near(zero: BEGUN, alone: Run, strategy: str) -> None:
     other = zero(2, f"train.strategy={strategy}", "train.precision=bf16", "batch.per_device=2").end()
     assert other.losses() == pytest.approx(alone.losses(), rel=2e-2)

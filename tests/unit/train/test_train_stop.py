@@ -19,6 +19,8 @@ from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 BEGUN = Callable[..., Run]
+DDP = ("train.strategy=ddp",)
+FSDP = ("train.strategy=fsdp", "checkpoint.every=[[0, 1]]")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,15 @@ def steps(other: Run) -> int:
     return len(other.events("step")) if other.paths.metrics.exists() else 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize("words", [("train.strategy=ddp",), ("train.strategy=fsdp", "checkpoint.every=[[0, 1]]")])
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        pytest.param(DDP, signal.SIGUSR1, id="ddp-SIGUSR1"),
+        pytest.param(DDP, signal.SIGTERM, id="ddp-SIGTERM", marks=pytest.mark.slow),
+        pytest.param(FSDP, signal.SIGUSR1, id="fsdp-SIGUSR1", marks=pytest.mark.slow),
+        pytest.param(FSDP, signal.SIGTERM, id="fsdp-SIGTERM"),
+    ],
+)
 def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], number: signal.Signals) -> None:
     plain = run(2, *words, "train.steps=15").end()
     other, moments = run(2, *words, "train.steps=15"), random.Random(3)
