@@ -42,9 +42,10 @@ docs: .venv/docs ## Build the documentation: build/docs/index.html, to read with
 screenshots: docs .venv/installed ## Take screenshots of pages, a report and the terminal, light and dark: build/screenshots; it needs Chromium
 	@$(BIN)/python tests/support/screenshots.py build/docs build/screenshots
 
+QUICK := not (slow or seconds or torch or triton or deepspeed or docker or docker_image or sif or cluster or chromium)
 # ROOM: a folder of tests/unit. Tests of one file share set-ups, and stay together.
 quick: .venv/check ## Run the tests that take no minute, no torch and no network: of all rooms, or of one (ROOM=runs)
-	@$(BIN)/pytest -q -n auto --dist loadfile -m "$(QUICK)" tests/unit/$(ROOM)
+	@$(BIN)/pytest -q -n auto --dist loadfile -m "$(QUICK)" $(if $(ROOM),tests/unit/$(ROOM),tests/unit --ignore tests/unit/train)
 
 test: .venv/dev ## Run all tests that this machine can run, on all cores, and list the slowest (TESTS= for some, as for pytest)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
@@ -75,7 +76,7 @@ coverage: .venv/dev ## Measure which lines and branches the unit tests run; fail
 	@$(BIN)/coverage report
 
 # Without torch its types are not known, and what is derived from them.
-TYPES = $(if $(wildcard .venv/installed),,--ignore-missing-imports --allow-subclassing-any --allow-untyped-decorators --no-warn-unused-ignores)
+TYPES = $(if $(wildcard .venv/installed),,--ignore-missing-imports --allow-subclassing-any --allow-untyped-decorators --no-warn-unused-ignores --no-warn-return-any)
 check: .venv/check ## Check style, types, shell scripts and architecture
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

@@ -135,6 +135,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "slow: one more combination of what others run, or minutes for one thing; .ci/run takes another tenth each day",
     )
+    config.addinivalue_line(
+        "markers", "seconds: starts processes, and takes a second or more; `make quick` leaves it out"
+    )
     config.addinivalue_line("markers", "hostile(group): a hostile or unlucky case, which `make hostile` counts")
     if measured := os.environ.get("COVERAGE_PROCESS_CONFIG"):  # make coverage
         _measure_subprocesses(measured)

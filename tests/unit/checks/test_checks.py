@@ -46,6 +46,7 @@ def bad(found: str) -> Finding:
     return Finding("made_up", found=found, code=69)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("ending", "last"),
     [
@@ -301,6 +302,7 @@ def test_no_image_and_a_damaged_one(image: Path) -> None:
     assert (first.level, first.found) == ("error", f"{image} is damaged")
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 @pytest.mark.triton
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_on_a_cluster_the_commands_have_what_slurm_told(slurm: Slurm, capsys: py
     assert (recipe.image, recipe.batch and recipe.batch.global_size, recipe.model.name) == ("cuda", 16, "gpt2")
 
 
+@pytest.mark.seconds
 def test_the_dry_run_that_it_prints_works_word_for_word(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
     slurm(cluster="lumi", accounts="project_7\n")
     verb.init(Path())

@@ -29,6 +29,7 @@ def dray(folder: Path, *words: str | Path) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -72,6 +73,7 @@ def test_help_has_a_short_form() -> None:
     assert (code, err, "Usage:" in out) == (78, "", True)
 
 
+@pytest.mark.seconds
 def test_a_new_recipe_trains_on_the_users_own_text(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / 'a "b.txt').write_text("one\n")
@@ -98,6 +100,7 @@ UNWRITTEN = (
 EXISTS = "cannot write the recipe\n  where:  {}\n  found:  it exists already\n  fix:    give another name\n"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -122,6 +125,7 @@ def test_a_recipe_that_cannot_be_written(tmp_path: Path, words: tuple[str, ...],
     assert (tmp_path / "there.toml").read_text() == "mine"
 
 
+@pytest.mark.seconds
 def test_keys_of_one_table() -> None:
     _, out, _ = dray(ROOT, "recipe", "keys", "train")
     names = [line.split()[0] for line in out.splitlines()[::2]]

@@ -72,6 +72,7 @@ def test_the_two_streams_stay_apart(tool, image):
     assert (done.code, done.out, done.err) == (3, "", "only an error")
 
 
+@pytest.mark.seconds
 def test_what_hangs_is_killed_with_all_that_it_started(tool, image, tmp_path):
     child = f"import time, os; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     tool(f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
@@ -216,6 +217,7 @@ def subprocess_run(argv):
     return Done(argv=tuple(argv), code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), out=text, err="")
 
 
+@pytest.mark.seconds
 def test_doctor_does_not_wait_for_a_program_that_hangs(tool, monkeypatch):
     tool("time.sleep(600)")
     monkeypatch.setattr(doctor, "_ANSWER_S", 1)

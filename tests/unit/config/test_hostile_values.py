@@ -94,6 +94,7 @@ class TestControlCharacters:
         why = {bind.why for bind in made.binds if bind.source == "site s"}
         assert why | {made.env[0].why} == {"one two"}
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("form", [(), ("-v",), ("--format=json",)])
     def test_a_terminal_gets_text_alone(self, tmp_path: Path, form: tuple[str, ...]) -> None:
         """Of somebody else's recipe, which may be shown as another one."""
@@ -143,6 +144,7 @@ class TestControlCharacters:
             update={"shell": {"X": "a\u2028engine=bare\x85image=/evil\x0csite=evil\rcluster=evil"}}
         )
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("words", [("--sbatch=--comment=a\nb",), ("batch.global_size=16\n",), ("--runs", "a\nb")])
     def test_sbatch_gets_none(self, tmp_path: Path, words: tuple[str, ...]) -> None:
         (tmp_path / "i.sif").write_bytes(b"hsqs")

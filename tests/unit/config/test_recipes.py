@@ -193,6 +193,7 @@ def test_compiling_where_torch_s_path_has_a_space_is_refused(monkeypatch: pytest
     )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("where", SEEDS)
 def test_what_a_cluster_is_asked_for(where: str) -> None:
     """What sbatch is told, and the plan."""
@@ -232,6 +233,7 @@ def test_checkpoints_of_several_machines_want_one_disk() -> None:
         made.refuse()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
@@ -299,6 +301,7 @@ def test_nothing_is_accepted_and_ignored(tmp_path: Path, words: tuple[str, ...],
     assert str(refused.value) == f"recipe {path} has 1 error\n  found:  {said}"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("key", ["data.train", "data.validation", "data.test", "evaluate.a.dataset", "model.tokenizer"])
 @pytest.mark.parametrize("named", ["./nofolder", "./no*.txt"])
 def test_a_path_that_is_not_there_is_not_good(tmp_path: Path, key: str, named: str) -> None:
@@ -318,6 +321,7 @@ def test_a_path_that_is_not_there_is_not_good(tmp_path: Path, key: str, named: s
     assert dray("recipe", "check", path, f"{key}={named}").returncode == 0
 
 
+@pytest.mark.seconds
 def test_a_near_name_can_be_typed(tmp_path: Path) -> None:
     """From the checkout, and from a folder without recipes."""
     for folder, name in ((ROOT, "recipes/smoke-cpu.toml"), (tmp_path, f"{ROOT}/recipes/smoke-cpu.toml")):

@@ -55,6 +55,7 @@ def test_every_key_has_a_text(model: type[BaseModel]) -> None:
     assert [key for key, _, _, text in described if not re.fullmatch(r"[^ ].*[.;]", text, re.DOTALL)] == []
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "path"), FILES, ids=lambda value: value.name if isinstance(value, Path) else value)
 def test_our_files_are_valid(kind: str, path: Path) -> None:
     text = path.read_text(encoding="utf-8")

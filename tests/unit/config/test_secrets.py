@@ -247,6 +247,7 @@ def test_code_that_gives_none(line: str) -> None:
     assert secrets.redacted_code(f"+{line}\n") == f"+{line}\n"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "part", ["a.", "sk-", "eyJaaaaaaaaaaaa-", "://", "?", "https://", "a:b@", "Bearer ", "authorization: ", "gho_-",
              "a", "a ", "key =", "-----BEGIN PRIVATE KEY-----"]

@@ -62,6 +62,7 @@ def test_each_value_says_why_and_from_where(path: Path) -> None:
     assert not any("$HOME" in bind.path or bind.path.startswith("/home") for bind in site.binds)
 
 
+@pytest.mark.seconds
 def test_the_plan_for_lumi(root: Path) -> None:
     """What `dray plan -v --site lumi --nodes 4` shows: masks, binds and the fabric, each with its source."""
     words = ("recipes/smoke-cpu.toml", "image=rocm6", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
@@ -79,6 +80,7 @@ def test_the_plan_for_lumi(root: Path) -> None:
     assert "one node has no network between nodes" in alone
 
 
+@pytest.mark.seconds
 def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> None:
     """Which passes the whole environment; Apptainer does not."""
     (tmp_path / "mine.toml").write_text('name = "mine"\nabout = "a test"\nengine = "pyxis"\n')
@@ -298,6 +300,7 @@ def test_the_seven_sites_with_slingshot_take_it() -> None:
 
 
 class TestCommands:
+    @pytest.mark.seconds
     def test_list_says_which_one_this_is(self, root: Path) -> None:
         ended = dray(root, "site", "list", SLURM_CLUSTER_NAME="lumi")
         assert ended.returncode == 0, ended.stderr
@@ -311,6 +314,7 @@ class TestCommands:
             ended.stdout
         )
 
+    @pytest.mark.seconds
     def test_check_of_all(self, root: Path) -> None:
         ended = dray(root, "site", "check")
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -322,6 +326,7 @@ class TestCommands:
         assert ended.returncode == 78
         assert f"dray: 1 of {len(OURS) + 1} site files are not valid\n  found:  site " in ended.stderr
 
+    @pytest.mark.seconds
     def test_a_host_library_table_wants_an_engine(self, root: Path) -> None:
         words = ("site", "show", "lumi", "--image", sys.executable)
         ended = dray(root, *words, PATH=str(Path(sys.executable).parent), DOCKER_HOST="unix:///none")
@@ -333,6 +338,7 @@ class TestCommands:
 class TestNew:
     SINFO = "#!/bin/bash\necho 'cpu|4|128|(null)'\necho 'gpu|12|64|gpu:a100:4(S:0-1)'\n"
 
+    @pytest.mark.seconds
     def test_what_is_seen_becomes_a_site(self, root: Path, tmp_path: Path) -> None:
         for name, text in (("sinfo", self.SINFO), ("scontrol", "#!/bin/bash\necho 'ClusterName = Harbour'\n")):
             (tmp_path / name).write_text(text)
@@ -349,6 +355,7 @@ class TestNew:
         again = dray(root, "site", "new", **env)
         assert (again.returncode, again.stderr.splitlines()[0]) == (78, "dray: cannot write the site file")
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("name", ["LUMI", "my site", "../x"])
     def test_a_name_that_no_site_can_have_leaves_no_file(self, root: Path, tmp_path: Path, name: str) -> None:
         ended = dray(root, "site", "new", name, DRAY_SITES=str(tmp_path / "own"))
@@ -366,6 +373,7 @@ class TestNew:
         assert load(Site, tmp_path / "x.toml").fabric.transport == ("cxi",)
 
 
+@pytest.mark.seconds
 def test_doctor_is_one_page_and_json(root: Path) -> None:
     ended = dray(root, "doctor", "--json", "--site", "lumi")
     assert ended.returncode == 69
@@ -462,6 +470,7 @@ words=("${@//\\/host/$HOSTED}")
         assert rows[1][4].startswith("needs GLIBC_2.99 of libc.so.6; ")
         assert (tmp_path / "hosted/libfabric.so.1").resolve().parent.name == "1.22"
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("version", "verdict"),
         [

@@ -30,6 +30,7 @@ def test_a_command_whose_start_is_interrupted_is_ended(run, monkeypatch) -> None
     assert started[0].returncode in (-signal.SIGTERM, -signal.SIGKILL)
 
 
+@pytest.mark.seconds
 def test_a_stream_that_something_in_the_background_keeps_open_ends_with_the_command() -> None:
     """As a connection of OpenSSH before 8.5 does it, which stays for the next command."""
     out, err, before = bytearray(), bytearray(), {*threading.enumerate()}

@@ -205,7 +205,7 @@ def test_an_engine_is_one_class_and_a_line_in_the_registry(root: Path, monkeypat
 
 def test_no_other_room_compares_names_of_engines(root: Path) -> None:
     compares = re.compile(rf"engine (==|!=|in|not in) .*({'|'.join(engines.names())})")
-    rooms = (path for path in (root / "src/dray").rglob("*.py") if path.parent.name not in ("engines", "containers"))
+    rooms = (path for path in (root / "src/dray").rglob("*.py") if path.parent.name not in ("engines", "clients"))
     assert [str(path) for path in rooms if compares.search(path.read_text())] == []
 
 

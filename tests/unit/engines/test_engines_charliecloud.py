@@ -130,6 +130,7 @@ def test_a_place_that_the_image_lacks_is_made_or_named(tmp_path: Path, tree: Pat
     assert not (tree / "var").exists()
 
 
+@pytest.mark.seconds
 @pytest.mark.charliecloud
 def test_a_whole_job_for_real(tmp_path: Path) -> None:
     """Batch script, planner, node.sh, runner and a rank; the image is this machine's tree, with this Python in it."""
@@ -301,6 +302,7 @@ def test_the_path_is_that_of_every_image() -> None:
 
 
 class TestTheJob:
+    @pytest.mark.seconds
     def test_a_digest_pins_a_file(self, tmp_path: Path) -> None:
         job = Job(tmp_path)
         (job.bin / "apptainer").unlink()

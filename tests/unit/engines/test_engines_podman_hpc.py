@@ -116,6 +116,7 @@ def test_an_image_is_a_name_in_its_store(tmp_path: Path, monkeypatch) -> None:
     assert store.required(tmp_path, "cuda", engine="podman-hpc") == Path("docker.io/me/dray:1")
 
 
+@pytest.mark.seconds
 def test_a_job_from_the_plan_to_the_result(tmp_path: Path) -> None:
     job = Job(tmp_path)
     (job.bin / "apptainer").unlink()

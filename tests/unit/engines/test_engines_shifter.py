@@ -169,6 +169,7 @@ class TestTheJob:
             argv, env={**job.env, **env}, cwd=job.home, capture_output=True, text=True, check=False, timeout=120
         )
 
+    @pytest.mark.seconds
     def test_from_the_plan_to_the_result(self, job: Job) -> None:
         ended = self.run(job)
         assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -192,6 +193,7 @@ class TestTheJob:
             "  wanted: a folder on a file system that the site mounts in Shifter (docs/reference/engines.md)\n"
         )
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("value", ["a\nLEAK=1", "blank "])
     def test_a_value_that_it_would_cut(self, job: Job, value: str) -> None:
         ended = self.run(job, MY_TOKEN=value)

@@ -138,6 +138,7 @@ class TestCommand:
         argv = [sys.executable, "-m", "dray", "env", "check", *arguments]
         return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
 
+    @pytest.mark.seconds
     def test_a_clean_one_is_zero(self, root: Path) -> None:
         ended = self.run(root, "recipes/smoke-cpu.toml")
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -152,12 +153,14 @@ class TestCommand:
             f"{'':<8}{name:<8}" for name in ("where:", "fix:", "source:")
         ]
 
+    @pytest.mark.seconds
     def test_a_secret_is_not_shown(self, root: Path) -> None:
         ended = self.run(root, HF_TOKEN="hf_very_secret")
         assert "HF_TOKEN=(set): not passed" in ended.stdout
         assert "very_secret" not in ended.stdout
         assert "very_secret" not in self.run(root, "--json", HF_TOKEN="hf_very_secret").stdout
 
+    @pytest.mark.seconds
     def test_no_value_of_the_shells_is_shown_whatever_its_name(self, root: Path) -> None:
         env = {"HF_TOKN": "hf_very_secret", "HF_ENDPOINT": "https://me:very_secret@h", "OMP_NUM_THREADS": "very_secret"}
         ended = self.run(root, **env)

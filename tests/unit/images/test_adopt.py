@@ -250,23 +250,27 @@ class TestStarted:
 
         return make
 
+    @pytest.mark.seconds
     def test_no_python(self, checkout, image):
         refused = refusal(checkout, image(None))
         assert (refused.problem, refused.details["wanted"]) == (
             "the image has no Python", "python3 on the image's PATH"
         )  # fmt: skip
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         "script", ["exit 1", "echo text", "echo 5", "echo '{}'", "kill -9 $$", "echo ImportError >&2; exit 2"]
     )
     def test_a_python_that_says_nothing(self, checkout, image, script):
         assert refusal(checkout, image(script)).problem == "the image does not start"
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(("change", "problem", "found"), REFUSED.values(), ids=REFUSED)
     def test_what_dray_cannot_run_on(self, checkout, image, change, problem, found):
         refused = refusal(checkout, image(SAYS, **change))
         assert (refused.problem, refused.details["found"]) == (problem, found)
 
+    @pytest.mark.seconds
     def test_a_damaged_file_system(self, checkout, image):
         sif = image(SAYS)
         part = sif_format.read(sif).system
@@ -282,11 +286,13 @@ class TestStarted:
         refused = refusal(checkout, image(fails + SAYS, packages=packages))
         assert (refused.problem, refused.details["found"]) == ("dray does not start in the image", "no module")
 
+    @pytest.mark.seconds
     def test_a_python_without_wheels(self, checkout, image):
         refused = refusal(checkout, image(SAYS, python="3.99.1"))
         assert refused.problem == "the image lacks packages that dray needs, and pip cannot fetch them"
         assert refused.details["wanted"].startswith("wheels for Python 3.99: pydantic 2.")
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("torch", "variant"),
         [

@@ -285,6 +285,7 @@ class TestTheCommand:
         assert not (folder / "elsewhere").exists()
         assert not (folder / "out").is_symlink()
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("words", "problem"),
         [

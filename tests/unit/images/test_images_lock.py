@@ -160,6 +160,7 @@ def test_build_tools_keep_to_what_stays(checkout):
     assert raised.value.details["found"] == "changed since then: requirements.lock"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("name", "text", "changed"),
     [
@@ -222,6 +223,7 @@ EDITS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("edit", EDITS)
 def test_lines_changed_by_hand(checkout, edit):
     checkout.write("containers/cpu/requirements.in", "-r ../common.in\n")

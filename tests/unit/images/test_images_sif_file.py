@@ -204,6 +204,7 @@ def test_paths_without_an_image(tmp_path, sif):
     ]
 
 
+@pytest.mark.seconds
 def test_no_changed_byte_of_header_or_table_brings_it_down(sif):
     whole = sif.read_bytes()
     refused = 0

@@ -212,6 +212,7 @@ def test_a_deepspeed_file_gets_stage_and_precision_and_stands_alone(tmp_path: Pa
     assert files(recipe(tmp_path, file=named, deepspeed=given)) == made
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "file", "deepspeed", "said"),
     [
@@ -353,6 +354,7 @@ def test_what_accelerate_ignores_on_a_cpu_is_told(tmp_path: Path, words: tuple, 
     assert told == ([found] if found else [])
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_accelerate_ignores_fsdp_on_a_cpu() -> None:
     """The day it no longer does, the finding has to go."""

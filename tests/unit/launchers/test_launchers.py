@@ -128,6 +128,7 @@ class TestWords:
         assert f"\n  in  {tmp_path}\n" in shown.stdout
         assert "--no_python --no_local_rank python3 t.py --nodes 7 -- x=1\n\nfindings\n" in shown.stdout
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("words", "said"),
         [

@@ -308,6 +308,7 @@ def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
     assert (command.returncode, "memory:" in command.stdout) == (0, False)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("key", "value", "found"),
     [

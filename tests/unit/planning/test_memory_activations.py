@@ -72,6 +72,7 @@ def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[
     return found, formula
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_formula_is_what_the_model_keeps(kind: str, way: str) -> None:
@@ -87,6 +88,7 @@ def _auto(kind: str) -> Any:
     return AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(kind))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
 def test_the_formula_has_the_mask_that_hides_other_documents(kind: str) -> None:
     """SDPA makes a bias of it, in each layer: at 4,096 tokens a tenth of all, and heads are expanded beside it."""
@@ -111,6 +113,7 @@ def parameters(raw: dict[str, Any], **more: Any) -> dict[str, int]:
     return {name: found[name] for name in ("parameters", "outside", "trained")}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_the_formula_has_the_model_s_parameters(kind: str, tied: bool | None) -> None:
@@ -126,6 +129,7 @@ def test_the_formula_has_the_model_s_parameters(kind: str, tied: bool | None) ->
         assert abs(other["parameters"] - counted["parameters"]) == 1000 * 256 + bias
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_formula_has_lora_s_parameters(kind: str) -> None:
     raw, lora = configuration(kind), Lora(rank=4)
@@ -142,6 +146,7 @@ def _linear(kind: str) -> str:
     return {"gpt2": "c_attn", "bert": "query"}.get(kind, "q_proj")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("multiple", [1, 128, 384])
 def test_the_formula_has_the_rows_of_a_padded_vocabulary(kind: str, multiple: int) -> None:
@@ -170,6 +175,7 @@ def test_attention_that_keeps_its_scores(kind: str) -> None:
     assert formula == pytest.approx(counted, rel=0.15)
 
 
+@pytest.mark.seconds
 def test_the_figures_of_the_common_models() -> None:
     """Bytes a token, layer and hidden unit with an inner size of four: GPT-2 86, Llama 66, 56 without autocast."""
     from dray.train.activations import Question, main

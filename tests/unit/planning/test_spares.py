@@ -140,6 +140,7 @@ def ended(job: Job) -> tuple[subprocess.CompletedProcess[str], list[dict[str, An
     return done, [json.loads((run / f"attempt-{number}" / "result.json").read_text()) for number in (1, 2)]
 
 
+@pytest.mark.seconds
 def test_the_job_goes_on_with_a_spare_node(two: Job) -> None:
     """By the real batch script, node.sh and runner: the second attempt in the run folder is on the other node."""
     done, (first, second) = ended(two)
@@ -151,6 +152,7 @@ def test_the_job_goes_on_with_a_spare_node(two: Job) -> None:
     assert log.read_text() == "here is n2\n"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("all_processes", [False, True])
 def test_a_signal_before_the_spare_node_takes_over_is_heard(two: Job, all_processes: bool) -> None:
     """While the first result is written: of sbatch --signal=B:USR1 the script alone hears, of scancel all do."""

@@ -25,7 +25,7 @@ FLOORS = {
     "render": 3,
     "interrupts": 4,
     "process": 4,
-    "containers": 4,
+    "clients": 4,
     "images": 5,
     "cluster": 5,
     "remote": 6,
@@ -82,6 +82,7 @@ def test_the_runner_needs_the_standard_library_only(path: Path) -> None:
     assert not outside
 
 
+@pytest.mark.seconds
 def test_only_process_opens_subprocesses() -> None:
     users = {
         str(path.relative_to(SRC))
@@ -95,13 +96,14 @@ def test_hosts_speak_to_apptainer_by_one_client() -> None:
     """It finds the program, and ends what hangs. Beside it are those that docs/adr/0004 names, with their reasons."""
     names = re.compile(r"apptainer\.program\(|singularity\.name\(|builder\.APPTAINER")
     users = {str(path.relative_to(SRC)) for path in modules() if names.search(path.read_text(encoding="utf-8"))}
-    client = {"containers/builder.py", "containers/singularity.py"}
+    client = {"clients/builder.py", "clients/singularity.py"}
     in_words = {"fitness/build.py", "fitness/doctor.py"}
     at_a_terminal = {"images/sif/sign.py"}
     in_the_builder = {f"images/{name}" for name in ("layers/__main__.py", "rootfs/__main__.py", "rootfs/make.py")}
     assert users == client | in_words | at_a_terminal | in_the_builder
 
 
+@pytest.mark.seconds
 def test_only_these_rooms_import_torch() -> None:
     users = {
         room(path) for path in modules() if {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}
@@ -116,6 +118,7 @@ def test_nothing_is_unpickled_but_by_the_file_that_vets_it() -> None:
     assert users == {"train/pickles.py"}
 
 
+@pytest.mark.seconds
 def test_a_job_s_plan_loads_no_docker() -> None:
     """It takes a third of a second, which every job would wait."""
     loaded = "import sys, dray.cli.plan; sys.exit('docker' in sys.modules)"
@@ -135,6 +138,7 @@ def test_the_builder_container_needs_the_standard_library_only() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.seconds
 def test_no_modules_import_each_other() -> None:
     """Also not inside functions: who imports whom has no circle."""
     names = {".".join(("dray", *path.relative_to(SRC).with_suffix("").parts)): path for path in modules()}

@@ -119,6 +119,7 @@ def page(said: dict[str, Said]) -> str:
     return HEAD + "\n".join(table) + "\n\n" + "\n".join(blocks)
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_the_page_is_what_is_printed(root: Path, tmp_path: Path) -> None:
     said = cases(Desk(root, tmp_path))
@@ -126,6 +127,7 @@ def test_the_page_is_what_is_printed(root: Path, tmp_path: Path) -> None:
     golden(root / "docs/reference/errors.md", page(said))
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_nothing_is_left_behind_by_a_run_that_cannot_be(root: Path, tmp_path: Path) -> None:
     desk = Desk(root, tmp_path)
@@ -138,6 +140,7 @@ def test_nothing_is_left_behind_by_a_run_that_cannot_be(root: Path, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["my.toml"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "words", [[], ["--help"], ["recipe"], ["plan", "--help"], ["cluster", "--help"], ["image", "--help"]]
 )
@@ -160,6 +163,7 @@ RUBBISH = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", RUBBISH)
 def test_rubbish_ends_in_a_message(root: Path, tmp_path: Path, case: str) -> None:
     (tmp_path / "rubbish").write_bytes(bytes(range(128, 256)))

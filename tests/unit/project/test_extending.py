@@ -62,6 +62,7 @@ def test_the_page_adds_one_of_each() -> None:
     assert len(TESTS) == len(added)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [name for name in TESTS if name not in TRAIN])
 def test_an_addition(name: str, checkout: Path) -> None:
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", name)
@@ -73,6 +74,7 @@ def test_additions_that_train(checkout: Path) -> None:
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TRAIN)
 
 
+@pytest.mark.seconds
 def test_the_house_still_stands(checkout: Path) -> None:
     """Also with the additions, each file is in its place, and each site's values have their sources."""
     names = (

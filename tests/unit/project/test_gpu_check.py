@@ -160,6 +160,7 @@ CODES = {
 }  # fmt: skip
 
 
+@pytest.mark.seconds
 def test_what_it_knows_of_gpus_it_has_not_seen() -> None:
     others = ["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(Params)", "ampere_bf16_s16816gemm_bf16_128x128"]
     ended = subprocess.run(
@@ -192,6 +193,7 @@ def cells(table: str) -> list[list[str]]:
     return [[row[0].removeprefix("| "), row[1], row[4].removesuffix(" |").strip()] for row in rows[1:]]
 
 
+@pytest.mark.slow
 def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
     (tmp_path / "sitecustomize.py").write_text(lacking())
@@ -286,6 +288,7 @@ def has_ended(child: int) -> bool:
     return not state.exists() or state.read_text().split(") ")[1][0] == "Z"
 
 
+@pytest.mark.seconds
 def test_a_kill_keeps_the_rows_before_it_and_ends_the_parts(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", KILLED, str(SUITE), str(tmp_path)]
     env = {**os.environ, "CHILD": str(tmp_path / "child")}
@@ -305,6 +308,7 @@ def test_a_kill_keeps_the_rows_before_it_and_ends_the_parts(tmp_path: Path) -> N
         assert time.monotonic() < deadline, "a part would keep the GPU from the next command"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["speed.sh", "correct.sh"])
 def test_the_scripts_stop_at_once_without_a_gpu(script: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
@@ -315,6 +319,7 @@ def test_the_scripts_stop_at_once_without_a_gpu(script: str, tmp_path: Path) -> 
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / f"{script[:-3]}-logs.tar.gz"]
 
 
+@pytest.mark.seconds
 def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PLANTED, str(SUITE), str(tmp_path)], capture_output=True, text=True, check=False
@@ -337,6 +342,7 @@ def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_pat
         assert time.monotonic() < deadline, "what a part has started ends with it"
 
 
+@pytest.mark.seconds
 def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
     argv = [python(), str(SUITE), "--only", "machine"]
@@ -346,6 +352,7 @@ def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
     assert ended.stderr.endswith("\n  fix: python3 benchmarks/gpu --cpu runs without one\n")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -54,6 +54,7 @@ def checkout(dray, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.seconds
 def test_a_checkout_plans_a_recipe(dray: Path, checkout: Path) -> None:
     assert run(dray, "recipe", "check", "recipes/smoke-cpu.toml", cwd=checkout).stdout.startswith("recipes/smoke-cpu")
     planned = run(dray, "plan", "recipes/smoke-cpu.toml", cwd=checkout).stdout
@@ -65,6 +66,7 @@ def test_a_checkout_plans_a_recipe(dray: Path, checkout: Path) -> None:
     assert "SLURM_JOB_ID" in run("bash", "slurm/multinode.sh", "recipes/smoke-cpu.toml", cwd=checkout, code=78).stderr
 
 
+@pytest.mark.seconds
 def test_recipes_and_sites_are_found_anywhere(dray: Path, tmp_path: Path) -> None:
     assert "smoke-cpu" in run(dray, "recipe", "list", cwd=tmp_path).stdout
     assert "lumi" in run(dray, "site", "list", cwd=tmp_path).stdout
@@ -85,6 +87,7 @@ def test_a_checkout_builds_the_same_wheels(wheel: Path, checkout: Path, tmp_path
     assert not [name for name in zipfile.ZipFile(ours).namelist() if name.startswith("dray/checkout/")]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("taken", ["folder", "file"])
 def test_init_keeps_what_is_there(taken: str, dray: Path, tmp_path: Path) -> None:
     target = tmp_path / "taken"

@@ -80,6 +80,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.seconds
 def test_every_link_and_anchor_is_there_and_nothing_comes_from_elsewhere(site: Path) -> None:
     pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
     assert len(pages) > 100
@@ -98,6 +99,7 @@ def test_every_link_and_anchor_is_there_and_nothing_comes_from_elsewhere(site: P
     assert broken == []
 
 
+@pytest.mark.seconds
 def test_what_a_screen_reader_and_a_keyboard_need(site: Path) -> None:
     """Of what axe looks at, all that the text of a page shows."""
     lacking = []
@@ -137,6 +139,7 @@ def test_another_build_has_the_same_bytes(site: Path, tmp_path: Path) -> None:
     assert [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)] == []
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(not browser.program() and "DRAY_TEST_ALL" not in os.environ, reason="no Chromium")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_pages_fit_a_phone_and_a_desk_and_no_text_is_faint(site: Path, tmp_path: Path, *, dark: bool) -> None:

@@ -31,6 +31,7 @@ def pages() -> dict[str, str]:
     return json.loads(subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.seconds
 def test_every_site_has_a_page_with_each_value(pages: dict[str, str]) -> None:
     names = {f"sites/{path.stem}.md" for path in (ROOT / "slurm/sites").glob("*.toml")}
     assert names <= set(pages)

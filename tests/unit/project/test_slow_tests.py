@@ -37,6 +37,7 @@ SLOW = [
 TENTHS = {test: str(crc32(test.encode()) % 10) for test in SLOW}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("tenth", [None, *sorted(set(TENTHS.values()))])
 def test_a_test_runs_with_the_fast_ones_in_its_tenth_alone(root: Path, tmp_path: Path, tenth: str | None) -> None:
     (tmp_path / "test_marked.py").write_text(MARKED)

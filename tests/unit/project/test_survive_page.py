@@ -70,6 +70,7 @@ def script(block: str) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["loop", "trainer"])
 def test_it_saves_and_the_next_attempt_goes_on(tmp_path: Path, block: str) -> None:
     (tmp_path / "train.py").write_text(script(block))

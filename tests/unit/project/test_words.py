@@ -109,6 +109,7 @@ def names_of(source: str) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 0), name.strip("_")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", names())
 def test_no_retired_word(name: str) -> None:
     path = ROOT / name

@@ -32,6 +32,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
         yield made
 
 
+@pytest.mark.seconds
 def test_a_run_is_submitted_and_seen_from_here(desk: Desk) -> None:
     shown, _ = desk.dray("remote", "check", "mine")
     assert shown.splitlines()[-1] == f"mine can run jobs: cluster:{desk.there}"
@@ -55,6 +56,7 @@ def test_a_run_is_submitted_and_seen_from_here(desk: Desk) -> None:
     assert not list(desk.there.rglob(".arriving-*"))
 
 
+@pytest.mark.seconds
 def test_a_file_is_brought_back(desk: Desk, tmp_path: Path) -> None:
     desk.dray("remote", "check", "mine", "--image", str(desk.image))
     facts = Facts(
@@ -76,6 +78,7 @@ def test_exit_codes_and_refusals_pass_through(desk: Desk) -> None:
     assert "no-such-run" in err
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("place", "code", "problem"),
     [

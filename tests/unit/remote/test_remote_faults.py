@@ -75,6 +75,7 @@ def following(desk: Desk) -> Iterator[subprocess.Popen[str]]:
         started.communicate()
 
 
+@pytest.mark.seconds
 def test_ctrl_c_ends_the_verb_there_too(desk: Desk) -> None:
     with following(desk) as started:
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does it
@@ -100,6 +101,7 @@ def test_ctrl_c_says_what_is_so_there(verb: str, code: int, said: str, capsys: p
     assert capsys.readouterr().err == f"\n{said}\n"
 
 
+@pytest.mark.seconds
 def test_a_connection_that_is_lost(desk: Desk) -> None:
     with following(desk) as started:
         session = subprocess.run(
@@ -114,6 +116,7 @@ def test_a_connection_that_is_lost(desk: Desk) -> None:
     until(lambda: not processes(desk))
 
 
+@pytest.mark.seconds
 def test_a_connection_of_the_user_s_is_shared_and_none_is_left(desk: Desk) -> None:
     """The configuration has every ssh leave its connection in the background."""
     user = ["/usr/bin/ssh", "-F", str(desk.folder / "config_ssh")]
@@ -139,6 +142,7 @@ def asked(desk: Desk, name: str) -> list[bool]:
     return ["ControlPath=/tmp/dray-ssh-" in line for line in lines if " -M " in line or " -O exit " in line]
 
 
+@pytest.mark.seconds
 def test_no_secret_leaves_the_desk(desk: Desk) -> None:
     """Not by an argument, a variable or a file: each program here and there is looked at."""
     (desk.folder / "asked").unlink(missing_ok=True)
@@ -153,6 +157,7 @@ def test_no_secret_leaves_the_desk(desk: Desk) -> None:
         assert SECRET not in file.read_text(errors="replace"), file
 
 
+@pytest.mark.seconds
 def test_a_command_s_folder_and_a_site_s_file_go_along(desk: Desk, tmp_path: Path) -> None:
     folder = tmp_path / "my work"
     for name in ("train.py", "lib/own.py", ".git/config", "runs/old/plan.json", "build/big", ".env"):
@@ -174,6 +179,7 @@ def test_a_command_s_folder_and_a_site_s_file_go_along(desk: Desk, tmp_path: Pat
     assert f"--site={sent}/.site/harbour.toml {sent}/mine.toml\n" in called
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 def test_no_room(desk: Desk, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k,mode=700", "tmpfs", tmp_path], check=True)

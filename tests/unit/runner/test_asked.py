@@ -53,6 +53,7 @@ def nodes_of(plan: dict[str, Any], folder: Path, *, code: int = 75, program: str
     plan["command"] = [sys.executable, "-c", program, str(folder), str(code)]
 
 
+@pytest.mark.seconds
 def test_all_ranks_save_and_the_first_node_says_75(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes_of(plan, tmp_path)
     (tmp_path / "load").touch()
@@ -70,6 +71,7 @@ def test_all_ranks_save_and_the_first_node_says_75(plan: dict[str, Any], start: 
     assert (tmp_path / run_folder.SAVED).is_file()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("last", [75, 3])
 def test_a_run_of_many_ranks_tells_too_that_all_have_saved(
     plan: dict[str, Any], start: Start, tmp_path: Path, last: int
@@ -86,6 +88,7 @@ def test_a_run_of_many_ranks_tells_too_that_all_have_saved(
     assert (tmp_path / run_folder.SAVED).is_file() == (last == 75)
 
 
+@pytest.mark.seconds
 def test_one_that_is_loading_hears_it_later(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes_of(plan, tmp_path)
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
@@ -96,6 +99,7 @@ def test_one_that_is_loading_hears_it_later(plan: dict[str, Any], start: Start, 
     assert [ended(node)[0] for node in nodes] == [75, 0]
 
 
+@pytest.mark.seconds
 def test_what_does_not_know_the_signal_goes_on(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     program = "import pathlib, sys, time\nf = pathlib.Path(sys.argv[1])\n(f / 'ready').touch()\n"
     nodes_of(plan, tmp_path, program=f"{program}while not (f / 'on').exists(): time.sleep(0.01)")
@@ -108,6 +112,7 @@ def test_what_does_not_know_the_signal_goes_on(plan: dict[str, Any], start: Star
     assert [ended(node)[0] for node in nodes] == [0, 0]
 
 
+@pytest.mark.seconds
 def test_another_code_is_a_failure(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes_of(plan, tmp_path, code=3)
     (tmp_path / "load").touch()
@@ -125,6 +130,7 @@ def test_75_without_being_asked_is_a_failure_too(plan: dict[str, Any], start: St
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("inside", ["{}", "sh -c '{}; true'", "sh -c 'sh -c \"{} & wait\"; true'"])
 def test_what_a_rank_starts_is_told_once(tmp_path: Path, inside: str) -> None:
     """However deep it is, a process that knows the signal; a shell around it does not."""

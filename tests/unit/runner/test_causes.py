@@ -50,6 +50,7 @@ def python(code: str) -> tuple[str, str, str]:
 class TestReal:
     """Each is what this machine's own kernel, Python and C library say."""
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("code", "name", "ended"),
         [
@@ -364,6 +365,7 @@ def test_no_line_takes_a_pattern_long(piece: str) -> None:
     assert time.process_time() - before < 5
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("code", "name"),
@@ -411,6 +413,7 @@ def test_its_lines_begin_with_the_cause(before: list[str], lines: list[str]) -> 
     assert causes.explained(cause(*before, *lines)).last_lines == lines
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_its_lines_begin_with_the_cause_whatever_torch_prints(tmp_path: Path) -> None:
     code = f"from torch._C._distributed_c10d import _WorkerServer\nserver = _WorkerServer({str(tmp_path / 's')!r})\n"

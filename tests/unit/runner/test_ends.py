@@ -48,6 +48,7 @@ def is_up(folder: Path) -> bool:
     return len(list(folder.glob("up-*"))) == 2
 
 
+@pytest.mark.seconds
 def test_a_node_that_fails_waits_for_the_others(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
     """srun ends all others with the first that fails, and takes the mount from below ranks that still end."""
     slow = "trap 'sleep 1; touch ended-$RANK; exit 5' TERM; while :; do sleep 0.05; done"
@@ -70,6 +71,7 @@ def test_a_rank_that_ends_early_does_not_end_its_node(plan: dict[str, Any], star
     assert [ended(node)[0] for node in (first, second)] == [4, 4]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_signal_to_one_node_during_the_preflight_ends_all(
     node: int,
@@ -92,6 +94,7 @@ def test_a_signal_to_one_node_during_the_preflight_ends_all(
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_now_ends_within_the_grace(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
     ranks(plan, "trap '' TERM; while :; do sleep 0.05; done")
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
@@ -104,6 +107,7 @@ def test_a_run_that_is_stopped_now_ends_within_the_grace(plan: dict[str, Any], s
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_node_does_not_wait_for_one_that_is_lost(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
     """A scancel may kill one runner with its mount of the image; the other's ranks take no notice of SIGTERM."""
     ranks(plan, "trap 'touch told-$RANK' TERM; while :; do sleep 0.05; done")
@@ -118,6 +122,7 @@ def test_a_stopped_node_does_not_wait_for_one_that_is_lost(plan: dict[str, Any],
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.slow
 def test_no_node_goes_on_without_the_first(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
     """It says that it has ended though others have not, where an exception ends it: its image is gone, say."""
     (tmp_path / "site").mkdir()

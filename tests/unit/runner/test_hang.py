@@ -102,6 +102,7 @@ def record(folder: Path, name: str = "hang.json") -> dict[str, Any]:
     return json.loads((folder / "failures" / name).read_text())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("does", "what", "shown"),
     [
@@ -146,6 +147,7 @@ def test_tools_are_asked_where_they_are(hanging: Callable[..., None], start: Sta
     assert seconds < LIMIT + 10
 
 
+@pytest.mark.seconds
 def test_all_ranks_start_again_and_end_well(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
     """A hang is a failure as any other; what is said of it stays beside the restart."""
     hanging("spin", restarts=1)
@@ -234,6 +236,7 @@ def test_a_heartbeat_that_is_none_is_not_believed(tmp_path: Path, data: bytes) -
     assert beats.look(1.0) is None
 
 
+@pytest.mark.seconds
 def test_a_rank_that_works_at_its_start_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What prepares data or reads weights may beat for no hour, and uses a CPU; later that is no sign of progress."""
     monkeypatch.setattr(beats_module, "_WORK_S", 0.05)

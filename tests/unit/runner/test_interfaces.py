@@ -83,6 +83,7 @@ def run(plan: dict[str, Any], machines: list[list[str]], seconds: float, **env: 
     return [one.wait(timeout=300) for one in started]
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_gloo_listens_where_the_rendezvous_was(plan, machines):
     assert run(plan, machines, 240) == [0, 0]

@@ -173,6 +173,7 @@ def test_a_rank_without_a_heartbeat_makes_progress_while_it_writes(tmp_path: Pat
     assert (late.rank, late.seconds) == (0, 6.0)
 
 
+@pytest.mark.seconds
 def test_of_many_records_only_the_first_of_a_node_are_on_the_shared_disk(tmp_path: Path) -> None:
     folder, own = tmp_path / "shared", tmp_path / "own"
     for rank in range(140):
@@ -185,6 +186,7 @@ def test_of_many_records_only_the_first_of_a_node_are_on_the_shared_disk(tmp_pat
     assert not [*Path(f"{own}-0/failures").iterdir()]
 
 
+@pytest.mark.seconds
 def test_the_record_of_the_rank_that_the_others_died_of_is_brought(tmp_path: Path) -> None:
     """Its supervisor was the slower one to write, and on the shared disk only the first one of a node writes."""
     shared, own = tmp_path / "shared", tmp_path / "own"
@@ -258,6 +260,7 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in (folder / "failures").glob("*.json")}
 
 
+@pytest.mark.seconds
 def test_a_preflight_of_many_ranks_leaves_its_report_alone(prove: Callable[..., Any], tmp_path: Path) -> None:
     for code, shown in prove("print('I am', rank.number)"):
         assert code == 0, shown
@@ -267,6 +270,7 @@ def test_a_preflight_of_many_ranks_leaves_its_report_alone(prove: Callable[..., 
     assert records(tmp_path) == {}
 
 
+@pytest.mark.seconds
 def test_a_rank_s_finding_is_every_node_s_and_recorded_once(prove: Callable[..., Any], tmp_path: Path) -> None:
     line = "if rank.number == 3: raise UnfitError('a library is missing', node=rank.node, rank=3)\n    time.sleep(600)"
     first, second = prove(line, timeout_s=300)
@@ -278,6 +282,7 @@ def test_a_rank_s_finding_is_every_node_s_and_recorded_once(prove: Callable[...,
     assert (found["node-0.json"]["node"], found["node-0.json"]["rank"]) == ("node2", 3)
 
 
+@pytest.mark.seconds
 def test_a_rank_that_hangs_is_named_by_what_all_have_told(prove: Callable[..., Any], tmp_path: Path) -> None:
     line = "if rank.number != 2: rank.phase('bandwidth')\n    time.sleep(600)"
     first, second = prove(line, timeout_s=2)
@@ -289,6 +294,7 @@ def test_a_rank_that_hangs_is_named_by_what_all_have_told(prove: Callable[..., A
     assert "see logs/node-*.log in the run folder, for where each rank stood" in first[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_at_once(prove: Callable[..., Any]) -> None:
     first, second = prove("if rank.number == 2: os.kill(os.getpid(), 9)\n    time.sleep(600)", timeout_s=300)
     for code, shown in (first, second):

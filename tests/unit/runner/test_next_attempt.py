@@ -47,6 +47,7 @@ def test_a_name_that_no_run_can_have(word: str) -> None:
         run_named(Path("/my runs"), word)
 
 
+@pytest.mark.seconds
 def test_the_next_attempt_of_a_run_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder and number go to sbatch; a job that Slurm refuses takes nothing away."""
     slurm = Slurm(tmp_path, monkeypatch)

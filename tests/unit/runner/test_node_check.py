@@ -53,6 +53,7 @@ def several(plan: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("unfit", [(1,), (0,), (0, 2), (0, 1, 2)])
 def test_all_that_are_unfit_are_named_at_once(
     several: dict[str, Any], start: Start, tmp_path: Path, unfit: tuple[int, ...]
@@ -80,6 +81,7 @@ def test_all_that_are_unfit_are_named_at_once(
         assert "fix:    leave them out: sbatch --exclude=$(cat failing_nodes.txt)" in ends[0][1]
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come_is_told_beside_one_that_is_unfit(
     several: dict[str, Any], start: Start, tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_one_node_alone(plan: dict[str, Any], start: Start, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-0.json"]
 
 
+@pytest.mark.seconds
 def test_an_unfit_node_whose_first_node_never_came(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     """Its own finding is why it ends."""
     plan["world"]["rendezvous_timeout_s"] = 2
@@ -137,6 +140,7 @@ class TestParts:
         check.run(parts, seconds)
         return [one.found for one in parts]
 
+    @pytest.mark.seconds
     def test_one_that_hangs_is_killed_and_named(self) -> None:
         begun = time.monotonic()
         (found,), (other,) = self.found(HANGS % "matmul", f"print('{UNWISE}')", seconds=LIMIT_S)
@@ -150,6 +154,7 @@ class TestParts:
         )
         assert other == Finding("slow", found="hot")
 
+    @pytest.mark.seconds
     def test_what_it_has_started_is_killed_too(self, tmp_path: Path) -> None:
         file = tmp_path / "process"
         child = f"import subprocess; open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
@@ -157,6 +162,7 @@ class TestParts:
         process = int(file.read_text())
         until(lambda: not runs(process))
 
+    @pytest.mark.seconds
     def test_a_slow_disk_is_no_fault_of_a_gpu(self) -> None:
         ((found,),) = self.found(HANGS % check.LOADING, seconds=LIMIT_S)
         assert (found.code, found.problem) == (0, "GPU 3 is not checked: torch was not loaded within 5 s")
@@ -449,6 +455,7 @@ def test_what_amdgpu_counts(tmp_path: Path, text: str, seen: bool) -> None:
     assert list(health.amd(tmp_path / "none")) == []
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_without_a_gpu_the_node_is_unfit(several: dict[str, Any], tmp_path: Path) -> None:
     """By the real check of a GPU, with a torch that has none."""

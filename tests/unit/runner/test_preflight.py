@@ -80,6 +80,7 @@ def port() -> Iterator[int]:
     store.wait()
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
     made(tmp_path / "run", port)
@@ -99,6 +100,7 @@ def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
     ]
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> None:
     plant = (
@@ -118,6 +120,7 @@ def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> N
         assert said.splitlines()[0] == "wrong data from rank 1 on n2"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
@@ -138,6 +141,7 @@ def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -
     assert "Timeout (0:00:09)" in (folder / "preflight/rank-0.stack").read_text()
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
     made(tmp_path / "run", port, rendezvous_timeout_s=12)
@@ -428,6 +432,7 @@ class TestTheSitesFabric:
         assert unfit.value.finding.found == "5.43 GB/s"
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_no_collective_of_ours_pickles(tmp_path: Path, port: int) -> None:
     """A rank that can send a pickle can run code in all others."""
@@ -466,6 +471,7 @@ sys.meta_path.insert(0, Late())
 NO_SLOW_LINK = SLOW_LINK.replace("4 if ways[0].peer == 2 else ", "")
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_link_that_is_slow_is_named_by_real_ranks(tmp_path: Path, port: int) -> None:
     """Only on the way from the second node to the third."""
@@ -482,6 +488,7 @@ def test_a_link_that_is_slow_is_named_by_real_ranks(tmp_path: Path, port: int) -
     assert " GB/s, the others " in named
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_rank_that_is_slow_in_its_node_is_named(tmp_path: Path, port: int) -> None:
     """As a GPU behind a bad PCIe link: slow to both of its neighbours."""

@@ -63,6 +63,7 @@ def sysfs(tmp_path: Path, devices: list[str]) -> str:
     return str(tmp_path / "sys")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("there", "usable", "warnings", "found"),
     [

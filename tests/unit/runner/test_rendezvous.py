@@ -100,6 +100,7 @@ def many(where: tuple[str, int]) -> Iterator[None]:
         line.close()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("attack", [silent, garbage, slow, wrong_secret, replay, many], ids=lambda one: one.__name__)
 def test_strangers_neither_join_nor_hold_up_a_launch(
     attack: Callable[[tuple[str, int]], Iterator[None]], plan: dict[str, Any], start: Start
@@ -134,6 +135,7 @@ def other(plan: dict[str, Any], folder: Path, secret: str) -> Path:
     return folder / "plan.json"
 
 
+@pytest.mark.seconds
 def test_two_runs_that_start_at_once_on_the_same_nodes(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     """Once their jobs' numbers and process ids gave both the same port: jobs 7 and 8, port 21850."""
     runs = [other(plan, tmp_path / name, name) for name in ("a", "b")]
@@ -142,6 +144,7 @@ def test_two_runs_that_start_at_once_on_the_same_nodes(plan: dict[str, Any], sta
     assert len({(run.parent / "rendezvous.json").read_text() for run in runs}) == 2
 
 
+@pytest.mark.slow
 def test_a_node_of_another_run_is_turned_away_and_harms_nobody(plan, start: Start, tmp_path: Path) -> None:
     """Two hostfile runs with the same fixed port."""
     plan["world"] |= {"port": free_port(), "shared_folder": False, "rendezvous_timeout_s": 8}
@@ -156,6 +159,7 @@ def test_a_node_of_another_run_is_turned_away_and_harms_nobody(plan, start: Star
     assert (code, said.splitlines()[0]) == (69, "node 1 (node2) could not reach the first node in 8 s")
 
 
+@pytest.mark.seconds
 def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: Start, tmp_path: Path) -> None:
     """Though its own time is over before the first node's, which came later."""
     plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
@@ -173,6 +177,7 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.seconds
 def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["rendezvous_timeout_s"] = 4
     stranger = other(plan, tmp_path / "other", "another secret")
@@ -242,6 +247,7 @@ RUBBISH = {
 }
 
 
+@pytest.mark.seconds
 def test_a_hello_of_the_wrong_kind_neither_joins_nor_harms_the_run(plan: dict[str, Any], start: Start) -> None:
     """From one that holds the secret, and so comes past the proof."""
     plan["world"]["rendezvous_timeout_s"] = 120
@@ -259,6 +265,7 @@ def test_a_hello_of_the_wrong_kind_neither_joins_nor_harms_the_run(plan: dict[st
     assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
 
 
+@pytest.mark.seconds
 def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start: Start) -> None:
     """With it, it is an error of the user's: test_another_plan_stops_all_nodes."""
     first = start(0, 2, "node1")
@@ -275,6 +282,7 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
     assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("proved", [False, True])
 def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Start, proved: bool) -> None:
     """A byte at a time, each within any timeout of its own."""
@@ -329,6 +337,7 @@ def test_a_node_that_speaks_rubbish_is_a_lost_node(plan: dict[str, Any], start: 
     assert "  found:  a malformed finding" in said
 
 
+@pytest.mark.seconds
 def test_an_answer_of_the_wrong_kind_is_not_believed(plan: dict[str, Any], start: Start) -> None:
     """The run's own first node is still to come."""
     plan["world"]["rendezvous_timeout_s"] = 60
@@ -372,6 +381,7 @@ def test_a_file_of_the_wrong_kind_tells_nothing(plan: dict[str, Any], tmp_path: 
     assert meeting.published(plan) is None
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["x" * 300, "..", "a\0b"])
 def test_an_address_that_cannot_be_one_is_a_missing_node(plan: dict[str, Any], start: Start, name: str) -> None:
     plan["world"]["rendezvous_timeout_s"] = 1
@@ -389,12 +399,14 @@ def test_a_secret_that_anybody_could_guess_is_refused(plan, start: Start, tmp_pa
     assert (code, said.splitlines()[0]) == (78, "the run's secret cannot be read")
 
 
+@pytest.mark.seconds
 def test_a_node_waits_for_this_attempt_s_own_file(plan, start: Start, tmp_path: Path) -> None:
     (tmp_path / "rendezvous.json").write_text(json.dumps({"address": "127.0.0.1", "port": 1, "attempt": 9}))
     second = start(1, 2, "node2")
     assert [ended(start(0, 2, "node1"))[0], ended(second)[0]] == [0, 0]
 
 
+@pytest.mark.seconds
 def test_one_node_listens_on_loopback_and_tells_nobody(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
     with address.listen({**plan["world"], "interfaces": ["nothsn9"]}) as listener:
@@ -557,6 +569,7 @@ def test_a_node_that_fails_ends_the_others_with_the_cause(plan, start: Start, tm
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-1.json"]
 
 
+@pytest.mark.seconds
 def test_a_failure_of_the_first_node_ends_the_others_too(plan, start: Start, tmp_path: Path) -> None:
     launchers(plan, ["sh", "-c", "sleep 0.5; exit 7"], SLEEP)
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
@@ -598,6 +611,7 @@ def test_a_stop_of_one_node_is_heard_on_all(plan, start: Start, tmp_path: Path) 
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.seconds
 def test_the_first_node_waits_for_the_others(plan, start: Start) -> None:
     launchers(plan, ["true"], ["sh", "-c", "sleep 1; exit 5"])
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]

@@ -64,6 +64,7 @@ def both(start: Start) -> list[tuple[int, str]]:
     return [ended(node) for node in nodes]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("dies", ["3 0", "0 0"])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_all_ranks_start_again(plan: dict[str, Any], start: Start, dies: str, fixed: bool) -> None:
@@ -84,6 +85,7 @@ def test_all_ranks_start_again(plan: dict[str, Any], start: Start, dies: str, fi
     assert f"dray: restart 1 of 2: rank {dies[0]} on node{node}: exit code 9\n" in said
 
 
+@pytest.mark.seconds
 def test_a_supervisor_that_is_killed_has_recorded_nothing_and_its_rank_is_named(
     plan: dict[str, Any], start: Start
 ) -> None:
@@ -110,6 +112,7 @@ def kill_store(plan: dict[str, Any], first: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_training_whose_store_is_killed_starts_again(plan: dict[str, Any], start: Start, shared: bool) -> None:
     """Without it nothing would be saved when the run is asked to end."""
@@ -146,6 +149,7 @@ def test_nothing_is_started_again_where_the_image_is_gone(
     assert (caught.value.finding.code, caught.value.finding.node) == (75, "n2")
 
 
+@pytest.mark.seconds
 def test_one_node_starts_its_ranks_again(plan: dict[str, Any], start: Start) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
     plan["world"]["size"] = 2
@@ -155,6 +159,7 @@ def test_one_node_starts_its_ranks_again(plan: dict[str, Any], start: Start) -> 
     assert failures(plan) == {"restart-1/rank-1.json": 9}
 
 
+@pytest.mark.seconds
 def test_a_node_whose_ranks_have_ended_well_starts_them_again_too(plan: dict[str, Any], start: Start) -> None:
     """The other node's die after that."""
     one_has_ended = "[ $RANK -lt 2 ] || while [ ! -e ended ]; do sleep 0.05; done"
@@ -204,6 +209,7 @@ def test_a_node_that_is_lost_ends_the_run(plan: dict[str, Any], start: Start) ->
     assert (code, "node 1 (node2) is gone" in said) == (75, True), said
 
 
+@pytest.mark.slow
 def test_nothing_of_the_start_before_is_left(plan: dict[str, Any], start: Start) -> None:
     """Not what a rank has started in a session of its own, nor a rank that does not hear SIGTERM."""
     stubborn = "trap '' TERM; setsid sleep 60 & echo $! >> left"

@@ -29,6 +29,7 @@ RANK = Path(rank_module.__file__)
 RANKS = [sys.executable, "-S", "-E", RANK.with_name("ranks.py")]
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_two_nodes_supervise_their_launchers(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
@@ -41,6 +42,7 @@ def test_two_nodes_supervise_their_launchers(plan: dict[str, Any], start: Start,
     assert not (tmp_path / "failures").exists()
 
 
+@pytest.mark.seconds
 def test_the_order_in_which_nodes_come_does_not_matter(start: Start, tmp_path: Path) -> None:
     late = start(1, 2, "node2")
     time.sleep(0.3)  # the guest knocks before the master opens; nothing tells us that it has
@@ -96,6 +98,7 @@ def test_a_node_that_is_not_who_the_plan_expects_stops(case: str, start: Start, 
     assert (record["code"], record["rank"], record["why"]) == (78, None, err.rstrip("\n"))
 
 
+@pytest.mark.seconds
 def test_a_node_that_never_comes_is_named_within_the_deadline(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["rendezvous_timeout_s"] = 1
     before = time.monotonic()
@@ -108,6 +111,7 @@ def test_a_node_that_never_comes_is_named_within_the_deadline(plan, start: Start
     ]
 
 
+@pytest.mark.seconds
 def test_a_master_that_never_comes_is_named_within_the_deadline(plan, start: Start) -> None:
     plan["world"]["rendezvous_timeout_s"] = 1
     code, err = ended(start(1, 2, "node2"))
@@ -115,6 +119,7 @@ def test_a_master_that_never_comes_is_named_within_the_deadline(plan, start: Sta
     assert err.splitlines()[0] == "node 1 (node2) could not reach the first node in 1 s"
 
 
+@pytest.mark.seconds
 def test_a_busy_port_is_try_again(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["port"] = free_port()
     with socket.create_server(("", plan["world"]["port"])):
@@ -123,6 +128,7 @@ def test_a_busy_port_is_try_again(plan, start: Start, tmp_path: Path) -> None:
     assert err.splitlines()[0] == f"port {plan['world']['port']} is busy on node1"
 
 
+@pytest.mark.seconds
 def test_a_busy_port_is_try_again_on_one_node_too(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
     plan["world"]["port"] = free_port()
@@ -179,6 +185,7 @@ def test_the_runner_passes_signals_on_once(plan, start: Start, tmp_path: Path) -
     assert not (tmp_path / "failures").exists()  # it was stopped: that is no cause
 
 
+@pytest.mark.seconds
 def test_ranks_and_their_preflight_may_open_many_files(plan, start: Start, tmp_path: Path) -> None:
     """Each idle connection to Gloo's port is a file of its rank's."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -248,6 +255,7 @@ def test_a_rank_that_died_of_another_s_end_is_not_what_a_node_tells(
     assert (found.rank, found.code) == (named, 1 if named else 78)
 
 
+@pytest.mark.seconds
 def test_a_launcher_is_told_how_many_processes_the_kernel_had_killed(plan, start: Start) -> None:
     """Where this machine counts them; a rank that fails compares."""
     one_node(plan, f"import os; raise SystemExit(os.environ[{evidence.BEFORE!r}] != {evidence.oom_kills()!r})")
@@ -298,6 +306,7 @@ _GONE = "the program is not in the container"
 _SHEBANG = "the first line of the program names an interpreter that is not in the container: ./tool"
 
 
+@pytest.mark.seconds
 def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp_path: Path) -> None:
     plan["command"] = ["python3", "sub/train.py", "--data", "/elsewhere"]
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]

@@ -298,6 +298,7 @@ def test_without_sbcast_or_a_step(nodes: Nodes) -> None:
     assert nodes.bring() == []
 
 
+@pytest.mark.seconds
 def test_a_task_that_nothing_ends_is_not_waited_for(nodes: Nodes) -> None:
     nodes.text = re.sub(r"(stage__(?:answer|end)_s)=\d+", r"\1=1", nodes.text)
     assert nodes.bring(SRUN="hangs") == ["image: not copied by sbcast: not all nodes answered; see logs/stage.log"]

@@ -163,6 +163,7 @@ def test_nodes_that_take_none_or_have_no_room_or_never_come(tree: Tree) -> None:
     assert tree.whole() == {1, 2}
 
 
+@pytest.mark.seconds
 def test_a_node_that_is_slow_is_waited_for(tree: Tree) -> None:
     tree.start(0, HARM="is slow", SILENT="3")
     tree.start(1, SILENT="3")
@@ -172,6 +173,7 @@ def test_a_node_that_is_slow_is_waited_for(tree: Tree) -> None:
     assert tree.whole() == {0, 1}
 
 
+@pytest.mark.seconds
 def test_a_node_that_stands_still_is_named_and_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def launch(
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow), "python"])
 def test_ranks_join_the_runner_s_store(name: str, plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     """No listener on every interface: the one on the port of the ranks is on the address that the runner has bound."""
@@ -102,6 +103,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("launcher", "who", "largest"),
     [
@@ -208,6 +210,7 @@ def test_torchrun_s_ranks_start_again_with_a_store_of_their_own(plan, start: Sta
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["restart-1"]
 
 
+@pytest.mark.seconds
 def test_one_rank_without_an_agent_has_a_store_when_it_asks_for_it(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
     plan["world"] |= {"ranks_per_node": 1, "size": 1}
@@ -220,6 +223,7 @@ def test_one_rank_without_an_agent_has_a_store_when_it_asks_for_it(plan, start: 
     assert json.loads((tmp_path / "seen-0.json").read_text())["sum"] == 1
 
 
+@pytest.mark.seconds
 def test_the_installation_registers_the_rendezvous() -> None:
     """In a process of its own, as torchrun does it."""
     show = (
@@ -229,6 +233,7 @@ def test_the_installation_registers_the_rendezvous() -> None:
     assert re.search("tcp_store.handler.StoreRendezvous", shown.stdout)
 
 
+@pytest.mark.seconds
 def test_the_store_serves_more_ranks_than_its_soft_limit_of_files_and_outlives_signals() -> None:
     """1,024 files are usual, and each rank holds one."""
     few = "import os, resource, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "

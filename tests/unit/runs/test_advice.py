@@ -129,6 +129,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert problems("data.train=/no/such-*.txt") == ["data.train = /no/such-*.txt does not exist on this machine"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -146,6 +147,7 @@ def test_what_is_refused_before_it_is_submitted(tmp_path: Path, words: tuple[str
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, problem)
 
 
+@pytest.mark.seconds
 def test_a_recipe_of_dray_is_found_from_everywhere(tmp_path: Path) -> None:
     env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": str(tmp_path)}
     for name in ("smoke-cpu", "recipes/smoke-cpu.toml"):

@@ -144,6 +144,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     assert peak(0.025) < peak(4.0) - 0.6 * weights
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("run", "words", "said"),
     [
@@ -215,6 +216,7 @@ def test_a_card_says_what_it_is(runs) -> None:
     assert str(ROOT) not in card
 
 
+@pytest.mark.slow
 def test_a_model_is_sent_to_the_hub_when_somebody_asks(runs, tmp_path: Path) -> None:
     folder, hub = runs["ended"].folder, Repositories()
     with serving(hub) as address:

@@ -163,6 +163,7 @@ def test_tasks_of_an_array_need_not_follow_one_another(queue: Queue) -> None:
     assert arrays._ranges([3, 1, 2, 7, 9, 8]) == "1-3,7-9"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("largest", "calls"), [("0", 2), ("2", 2), ("3", 1), ("1001", 1), ("(null)", 1)])
 def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Queue, largest: str, calls: int) -> None:
     """MaxArraySize is above the largest number of a task; the default allows 1000."""

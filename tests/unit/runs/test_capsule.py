@@ -105,6 +105,7 @@ def test_verify_names_each_file(paths: RunPaths) -> None:
     assert not found.same
 
 
+@pytest.mark.seconds
 def test_the_commands(paths: RunPaths, tmp_path: Path) -> None:
     shown = dray("capsule", "show", paths.run)
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -216,6 +217,7 @@ def test_code_of_another_user_or_of_nobody(code: Path, tmp_path: Path, monkeypat
 # To hand on.
 
 
+@pytest.mark.seconds
 def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
     block = bash_blocks(section("compare.md", "# Compare runs"))
     program = tmp_path / "bin" / "dray"

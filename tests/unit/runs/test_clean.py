@@ -272,6 +272,7 @@ def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.seconds
 def test_it_asks_first(tmp_path: Path) -> None:
     """The whole verb: nobody agrees, then --yes does."""
     paths, kept = ended(tmp_path / "runs", "failed"), ended(tmp_path / "runs", "trained", model=True)
@@ -289,6 +290,7 @@ def test_it_asks_first(tmp_path: Path) -> None:
     assert (paths.run.exists(), kept.final_model.is_dir(), (kept.run / "compiled").exists()) == (False, True, False)
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("clean")
 @pytest.mark.parametrize("words", [("everything",), ("--older-than", "-1d"), ("--older-than", "\u0663d")])
 def test_wrong_words(tmp_path: Path, words: tuple[str, ...]) -> None:
@@ -296,6 +298,7 @@ def test_wrong_words(tmp_path: Path, words: tuple[str, ...]) -> None:
     assert (ended.returncode, "Traceback" in ended.stderr) == (78, False)
 
 
+@pytest.mark.seconds
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """Of an active run in this very process; the stop is asked for and not waited for."""
     block = bash_blocks(section("runs.md", "## Stop", "## Enter the container", "## Clean"))

@@ -175,6 +175,7 @@ def diff(base: RunPaths, *words: str | Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, env=env, cwd=base.run, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.seconds
 def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
     base = planted(tmp_path, "base")
     alone = diff(base, "base")

@@ -187,6 +187,7 @@ def test_the_shell_of_another_job_decides_nothing() -> None:
     assert enter.environment(env) == {"SLURM_CONF": "/etc/slurm.conf", "HF_TOKEN": "t"}
 
 
+@pytest.mark.seconds
 def test_a_bare_run_and_no_terminal(tmp_path: Path) -> None:
     """The whole verb: a command runs with the run's environment; a shell is refused."""
 

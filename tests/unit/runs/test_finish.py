@@ -79,6 +79,7 @@ RECORDS: list[tuple[dict[str, object], int]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("fields", "code"), RECORDS, ids=[str(fields) for fields, _ in RECORDS])
 def test_a_damaged_record_still_tells_who_failed(paths: RunPaths, fields: dict[str, object], code: int) -> None:
     """And no code of it becomes a 0, which 256 would."""
@@ -137,6 +138,7 @@ KNOWN = [
 ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("known", KNOWN, ids=[str(known[:20]) for known in KNOWN])
 def test_what_slurm_tells_may_be_anything(paths: RunPaths, known: bytes) -> None:
     done = ended(paths, "--stopped", code=143, known=known)
@@ -181,6 +183,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.seconds
 def test_a_disk_that_is_full(root: Path, full: Path) -> None:
     """With the run on it, and with the job's own output on it too."""
     paths = begun(root, full)
@@ -206,6 +209,7 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
         assert cause["why"] == f"the disk is full, so logs and records are incomplete: {paths.folder}"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])
 def test_streams_that_are_closed_or_full(paths: RunPaths, closed: str) -> None:
     line = f'exec "{sys.executable}" -m dray finish "$0" --code 143 --stopped {closed}'
@@ -366,6 +370,7 @@ def test_a_rank_that_died_of_another_s_end_is_no_cause_though_its_record_is_olde
     assert (cause.rank, cause.why) == (0, "killed by SIGKILL")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("told", "record", "ended"),
     [

@@ -260,6 +260,7 @@ class TestAnotherUsersRun:
         assert self.verb(run, "generate", "x")[0] == []
         assert self.verb(run, "generate", "x", "--trust-run")[0] == ["by environment", "by model"]
 
+    @pytest.mark.seconds
     def test_modules_beside_its_model(self, run: Path) -> None:
         """`python -m` would take them before its own."""
         planted = RunPaths(run).final_model / "json.py"
@@ -267,6 +268,7 @@ class TestAnotherUsersRun:
         for verb in (("push", "a/b"), ("generate", "x"), ("eval",)):
             assert self.verb(run, *verb)[0] == [], verb
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("key", ["data.map", "data.mix.code.map", "evaluate.other.map"])
     def test_its_functions_on_rows(self, run: Path, key: str) -> None:
         code = run.parents[1] / "code"

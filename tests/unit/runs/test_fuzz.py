@@ -148,6 +148,7 @@ def _hangs(number: int, frame: object) -> None:
     raise AssertionError("a hang")
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("fuzz")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_file_is_taken_or_refused(kind: str, tmp_path: Path, record_property) -> None:

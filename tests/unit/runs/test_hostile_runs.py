@@ -192,6 +192,7 @@ def placed(paths: RunPaths, names: Sequence[str], content: Any) -> None:
             replace(path, content)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
 def test_whatever_is_in_the_place_of_a_file(
     other: RunPaths, dray_says: Callable[..., list[str]], *, every: bool
@@ -208,6 +209,7 @@ def test_whatever_is_in_the_place_of_a_file(
     assert wrong == [], "\n".join(wrong)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
 def test_whatever_is_in_each_value(other: RunPaths, dray_says: Callable[..., list[str]], *, every: bool) -> None:
     """Of all JSON files, and of each alone."""
@@ -224,12 +226,14 @@ def test_whatever_is_in_each_value(other: RunPaths, dray_says: Callable[..., lis
     assert wrong == [], "\n".join(wrong)
 
 
+@pytest.mark.seconds
 def test_names_that_no_terminal_should_be_sent(other: RunPaths, dray_says: Callable[..., list[str]]) -> None:
     run = other.run.with_name("a\n\x1b[2J\x1b]0;x\x07 name")
     shutil.copytree(other.run, run, symlinks=True)
     assert dray_says(run) == []
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of others")
 def test_a_run_of_another_user_is_shown_and_not_touched(other: RunPaths, dray_says: Callable[..., list[str]]) -> None:
     """Neither asked to end, nor entered, nor removed; as an ordinary user sees root's."""

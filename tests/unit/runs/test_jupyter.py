@@ -56,6 +56,7 @@ def dray(*words: str | Path, **env: str) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.seconds
 def test_it_runs_until_ctrl_c(tmp_path: Path) -> None:
     paths = here(tmp_path / "my runs")
     module = tmp_path / "modules" / "jupyterlab"

@@ -77,6 +77,7 @@ def run_of(folder: Path) -> Path:
     return run
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_a_command_is_on_the_terminal_as_it_speaks(tmp_path: Path) -> None:
     with on_a_terminal(tmp_path, "--", "sh", "-c", TALK) as (terminal, started):
@@ -92,6 +93,7 @@ def test_a_command_is_on_the_terminal_as_it_speaks(tmp_path: Path) -> None:
     assert (run / "attempt-1" / "logs" / "rank-0.log").read_bytes() == b"hello \xc3\nbye"
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_a_command_is_in_a_pipe_as_it_speaks(tmp_path: Path) -> None:
     argv = [*DRAY, "ranks_per_node=2", "--", "sh", "-c", f"[ $RANK = 0 ] || exec echo other\n{TALK}"]
@@ -121,6 +123,7 @@ def test_a_reader_that_leaves_does_not_end_a_run(tmp_path: Path) -> None:
     assert json.loads((run_of(tmp_path) / "attempt-1" / "result.json").read_text())["status"] == "done"
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_ctrl_c_ends_a_command_in_words(tmp_path: Path) -> None:
     with on_a_terminal(tmp_path, "--", "sh", "-c", TALK) as (terminal, started):

@@ -147,6 +147,7 @@ def test_code_of_somebody_else_is_not_run(tmp_path: Path) -> None:
     assert "--trust-run" in refused.stderr
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
 @pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json"])
 def test_code_in_a_folder_of_somebody_else_is_not_run(tmp_path: Path, part: str) -> None:
@@ -184,6 +185,7 @@ def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) ->
     assert "PYTHONPATH" not in read_recipe(tmp_path / "again.toml").env
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("site", ["{folder}/evil.toml", "evil.toml", "../evil"])
 def test_a_capsule_names_no_file_of_a_site(tmp_path: Path, site: str) -> None:
     """Its variables would be those of all ranks."""

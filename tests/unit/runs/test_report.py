@@ -312,6 +312,7 @@ def test_the_verb(tmp_path: Path) -> None:
     assert refused.stderr.startswith("dray: the report cannot be written\n")
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("report")
 @pytest.mark.parametrize(
     ("name", "words", "problem"),
@@ -330,6 +331,7 @@ def test_what_dray_did_not_write_stays(tmp_path: Path, name: str, words: list[st
     assert (tmp_path / name).read_text() == "# mine\n\nMade by dray and me.\n"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["one.html", "one.md"])
 def test_a_report_is_replaced(tmp_path: Path, name: str) -> None:
     folder = resumed(tmp_path / "runs")
@@ -339,6 +341,7 @@ def test_a_report_is_replaced(tmp_path: Path, name: str) -> None:
     assert dray(folder, "--out", "link.html", cwd=tmp_path).returncode == 78
 
 
+@pytest.mark.seconds
 def test_the_commands_of_its_page(tmp_path: Path) -> None:
     from dray.cli.report import report
 
@@ -361,6 +364,7 @@ def test_the_commands_of_its_page(tmp_path: Path) -> None:
         report(Mock(), [str(tmp_path / f"run-{number}") for number in range(25)])
 
 
+@pytest.mark.seconds
 @pytest.mark.chromium
 def test_in_a_browser(tmp_path: Path) -> None:
     """On a phone and on a desk, in light and in dark: all is drawn, nothing is cut off, overlaps or is too faint."""

@@ -243,6 +243,7 @@ class TestWaiting:
         resubmit.wait(run, sleep)
         assert looks == 40
 
+    @pytest.mark.slow
     def test_a_job_that_is_gone_is_told(self, slurm: Slurm, tmp_path: Path) -> None:
         run = tmp_path / "again"
         run.mkdir()

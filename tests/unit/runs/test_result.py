@@ -42,6 +42,7 @@ def schema() -> dict[str, object]:
     return json.loads((ROOT / "docs" / "reference" / "result.schema.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.seconds
 def test_what_is_written_is_valid(tmp_path: Path) -> None:
     """After a stop, a restart and a failure, a success, and with nothing left; each attempt with those before it."""
     stopped = begun(tmp_path)

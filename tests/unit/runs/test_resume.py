@@ -154,6 +154,7 @@ def test_a_run_that_others_may_write_is_not_taken(slurm: Slurm, tmp_path: Path) 
         submit("--run=mine")
 
 
+@pytest.mark.seconds
 @pytest.mark.torch
 def test_a_run_of_this_machine(tmp_path: Path) -> None:
     def dray(*words: str) -> list[str]:
@@ -190,6 +191,7 @@ class TestBatchScript:
         found = json.loads((job.runs / "mine" / f"attempt-{number}" / "plan.json").read_text())
         return found["recipe"] | {"image": found["image"], "command": found["recipe"]["command"]["argv"]}
 
+    @pytest.mark.seconds
     def test_the_next_attempt(self, job: Job) -> None:
         self.begun(job)
         ended = job.plan("--run=mine", SLURM_GPUS_ON_NODE="2")
@@ -202,6 +204,7 @@ class TestBatchScript:
             "resumes mine by the plan of attempt 1: train.py --lr 1, image cuda, launcher python, 1 node of 2 GPUs"
         ]
 
+    @pytest.mark.seconds
     def test_an_image_of_the_user_s(self, job: Job, tmp_path: Path) -> None:
         mine = tmp_path / "my images" / "i.sif"
         mine.parent.mkdir()

@@ -302,6 +302,7 @@ def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Pat
     assert finish(paths, code=0).cause is None
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("given", [("--sbatch=--account=p1",), ("--sbatch=-Ap1",), ("SBATCH_ACCOUNT",)])
 def test_a_cluster_that_wants_an_account_is_told_one(root: Path, tmp_path: Path, given: tuple[str, ...]) -> None:
     env = {**os.environ, "DRAY_HOME": str(root), "HOME": "/nonexistent"}

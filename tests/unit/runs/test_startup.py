@@ -243,6 +243,7 @@ for rank in (2 * node, 2 * node + 1):
 """
 
 
+@pytest.mark.seconds
 def test_two_nodes(plan, start: Start, tmp_path: Path) -> None:
     """Through the runners' own connections; the ranks end at once, and what they told last is not lost."""
     plan["recipe"] = {"train": {"steps": 1}}

@@ -254,6 +254,7 @@ class TestStart:
         assert (asked, (tmp_path / "runs").exists()) == ([], False)
 
 
+@pytest.mark.seconds
 def test_runs_of_a_command_one_after_another_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

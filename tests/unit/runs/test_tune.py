@@ -209,6 +209,7 @@ again: dray tune --table {folder}
         assert "\nrefused: the disk is full; found:  it\n  train.loss=chunked\n" in out
         assert "4 runs, of 4 candidates" in out
 
+    @pytest.mark.seconds
     def test_a_candidate_that_hangs(self, desk: Desk, dray: Any) -> None:
         marker = desk.folder / "hangs"
         desk.plant(hang={"train.loss=chunked": str(marker)})
@@ -217,6 +218,7 @@ again: dray tune --table {folder}
         with pytest.raises(ProcessLookupError):
             os.kill(int(marker.read_text()), 0)
 
+    @pytest.mark.seconds
     def test_one_that_ends_at_no_signal_is_killed(
         self, desk: Desk, dray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -731,6 +731,7 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
     ]
 
 
+@pytest.mark.seconds
 def test_the_commands_of_its_page(talks: RunPaths) -> None:
     """As a user types them, in a pipe."""
     stopped(talks)

@@ -63,6 +63,7 @@ def test_a_chat_gets_one_line_and_a_program_the_fields(server: Server) -> None:
     ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("code", "told"), [(404, "404 Not Found"), (302, "302 Found"), (500, "500 Internal Server Error")]
 )
@@ -72,6 +73,7 @@ def test_another_answer_is_a_warning_and_a_redirect_is_not_followed(server: Serv
     assert len(server.seen) == 1
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("code", "told"), [(404, "404 Not Found"), (599, "599")])
 def test_a_server_has_no_words_of_its_own(server: Server, code: int, told: str) -> None:
     server.code, server.words = code, "\x1b[2J\x1b]0;x\x07done: exit code 0"
@@ -106,6 +108,7 @@ def test_what_is_no_url_or_answers_nothing(bad: str) -> None:
     assert "secret" not in failed
 
 
+@pytest.mark.seconds
 def test_a_name_that_is_looked_up_for_ever_holds_up_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "_SECONDS", 0)
     asked = threading.Event()

@@ -88,6 +88,7 @@ run folder: {run}
 """
 
 
+@pytest.mark.seconds
 def test_the_whole_page(paths: RunPaths) -> None:
     finish(paths, code=1)
     ended = dray(paths.run)
@@ -105,6 +106,7 @@ def test_the_whole_page(paths: RunPaths) -> None:
     assert told["cause"]["rank"] == 3
 
 
+@pytest.mark.seconds
 def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
     finish(paths, code=1)
     text = section("runs.md", "## Why it failed")
@@ -176,6 +178,7 @@ class TestStates:
         assert [line for line in lines if line.startswith("cause:")] == ([f"cause: {name}"] if name else [])
         assert not any("first to fail" in line for line in lines)  # what ranks die of then is no cause
 
+    @pytest.mark.seconds
     def test_a_job_that_ended_before_its_first_attempt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MY_TOKEN", "a token of my own")
         slurm = Slurm(tmp_path, monkeypatch)
@@ -207,6 +210,7 @@ class TestStates:
         (run / "job.json").write_text(json.dumps({"job": 17, "time": 1.0, "argv": ["sbatch"]}))
         assert page(run)[0] == "queued: queued: it waits in the queue (job 17 PENDING)"
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("verb", ["why", "status", "stop", "report"])
     def test_an_attempt_that_there_is_not(self, paths: RunPaths, verb: str) -> None:
         argv = [sys.executable, "-m", "dray", verb, str(paths.run / "attempt-9")]
@@ -361,6 +365,7 @@ class TestStates:
         assert sorted((str(path), path.stat().st_mtime_ns) for path in paths.run.rglob("*")) == before
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "code", "problem"),
     [
@@ -382,6 +387,7 @@ def test_what_is_no_run(tmp_path: Path, words: list[str], code: int, problem: st
     assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[0]) == (code, "", f"dray: {problem}")
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("why")
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_whatever_is_in_the_place_of_a_file(paths: RunPaths, tmp_path: Path, content: object) -> None:
@@ -402,6 +408,7 @@ def test_whatever_is_in_the_place_of_a_file(paths: RunPaths, tmp_path: Path, con
         assert not {"attempt-1/secret"} & set(made.names)
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("why")
 def test_what_no_terminal_should_be_sent(paths: RunPaths) -> None:
     evil = "\x1b]0;title\x07\x1b[2J\u0000\ud800" + "x" * 100_000
@@ -504,6 +511,7 @@ class TestBundle:
         with tarfile.open(fileobj=io.BytesIO(gzip.decompress(out[0].read_bytes()))) as archive:
             assert {(one.uid, one.gid, one.uname, one.mtime, one.mode) for one in archive} == {(0, 0, "", 0, 0o600)}
 
+    @pytest.mark.seconds
     def test_by_the_command(self, secret: RunPaths, tmp_path: Path) -> None:
         ended = dray(secret.run, "--bundle", cwd=tmp_path, MY_TOKEN=self.TOKEN)
         out = tmp_path / "dray-why-mine.tar.gz"

@@ -56,6 +56,7 @@ def image_of(ended: subprocess.CompletedProcess[str]) -> Path:
     return Path(ended.stdout.split("image ")[1].partition("\n")[0])
 
 
+@pytest.mark.seconds
 def test_a_sif_is_adopted_on_the_way_and_once(job: Job, theirs: Path) -> None:
     before = theirs.stat()
     ended = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")
@@ -80,6 +81,7 @@ def test_a_sif_is_adopted_on_the_way_and_once(job: Job, theirs: Path) -> None:
     assert image_of(job.plan("adopted=torch-2-9-ours", "--", "python3", "-c", "1")) == image
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("where", ["the command line", "the recipe"])
 def test_a_path_is_the_submitter_s(job: Job, theirs: Path, where: str) -> None:
     if where == "the recipe":
@@ -90,6 +92,7 @@ def test_a_path_is_the_submitter_s(job: Job, theirs: Path, where: str) -> None:
     assert image_of(job.plan(*words, SLURM_SUBMIT_DIR=str(theirs.parent))).parent.name == "dray-torch-2-9-ours"
 
 
+@pytest.mark.seconds
 def test_a_file_that_was_changed_is_refused(job: Job, theirs: Path) -> None:
     image = image_of(job.plan(f"adopted={theirs}", "--", "python3", "-c", "1"))
     was = store.stat(theirs)
@@ -108,6 +111,7 @@ def test_a_file_that_was_changed_is_refused(job: Job, theirs: Path) -> None:
     assert image_of(job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")) == image
 
 
+@pytest.mark.seconds
 def test_a_file_that_others_may_write_is_copied(job: Job, theirs: Path) -> None:
     theirs.chmod(0o664)
     ended = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")
@@ -118,6 +122,7 @@ def test_a_file_that_others_may_write_is_copied(job: Job, theirs: Path) -> None:
     assert image.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.seconds
 def test_a_checkout_that_cannot_be_written(job: Job, theirs: Path) -> None:
     """The folder is beside the runs then."""
     build = job.home / "build"
@@ -129,6 +134,7 @@ def test_a_checkout_that_cannot_be_written(job: Job, theirs: Path) -> None:
     assert image == job.runs / ".adopted" / "dray-torch-2-9-ours" / "image.sif"
 
 
+@pytest.mark.seconds
 def test_jobs_that_adopt_the_same_at_once(job: Job, theirs: Path) -> None:
     words = job.argv(f"adopted={theirs}", "--", "python3", "-c", "1")
     jobs = [
@@ -140,6 +146,7 @@ def test_jobs_that_adopt_the_same_at_once(job: Job, theirs: Path) -> None:
     assert [path.name for path in (job.home / "build").iterdir() if path.suffix != ".d"] == ["dray-torch-2-9-ours"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "problem", "fix"),
     [
@@ -168,6 +175,7 @@ def test_a_layer_is_never_taken_for_an_image(job: Job, words: tuple[str, ...]) -
     assert f"wanted: {job.home}/build/dray-{variant}.sif (the recipe's image is {variant})\n" in refused.stderr
 
 
+@pytest.mark.seconds
 def test_a_login_node_without_python(job: Job, theirs: Path) -> None:
     """slurm/dray adopts, submits and shows, in the image; sbatch runs outside of it."""
     job.tool("sbatch", '#!/bin/bash\nprintf "%s\\n" "$@" >"$SEEN.sbatch"\necho 4711\n')

@@ -62,6 +62,7 @@ def recipe(seed: int) -> str:
     return "\n".join([*inline, *head, command, *([] if inline else [table])]) + "\n"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_job_decides_as_toml_says(job: Job, tmp_path: Path, seed: int) -> None:
     """The image and whether its digest is the one that is pinned, on bare sbatch."""
@@ -82,6 +83,7 @@ def test_a_job_decides_as_toml_says(job: Job, tmp_path: Path, seed: int) -> None
         assert not list(job.runs.iterdir())
 
 
+@pytest.mark.seconds
 def test_a_run_goes_on_by_its_name_or_its_folder(job: Job) -> None:
     """A name is in the folder of the runs, as for dray run."""
     attempts = [

@@ -107,6 +107,7 @@ def saves(run: Run) -> list[tuple[int, bool]]:
     return [(event["checkpoint"], event["saved"]) for event in run.events("checkpoint")]
 
 
+@pytest.mark.slow
 @pytest.mark.tmpfs
 @pytest.mark.hostile("disks")
 @pytest.mark.parametrize("unknown", ["0", "1"])

@@ -111,6 +111,7 @@ def forks() -> Iterator[Forks]:
     forks.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_copies_go_beside_the_training_and_only_the_writer_waits_for_them(
     forks: Forks, tmp_path: Path, strategy: str, ranks: int

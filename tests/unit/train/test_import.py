@@ -82,6 +82,7 @@ def same(target: Path, truth: Path) -> None:
         assert torch.equal(weight, wanted[f"weights.{name}"]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config"),
     [

@@ -44,6 +44,7 @@ def seen(tmp_path_factory) -> dict[str, dict]:
 
 
 # Groups of weights: three layers, embeddings, head, and the root's. Two micro-batches a step, and one sum for the norm.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "gathers", "scatters", "reduces"),
     [

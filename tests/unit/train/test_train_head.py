@@ -259,6 +259,7 @@ def test_in_16_bits_sums_are_made_in_32() -> None:
         assert float((found - one).norm() / one.norm()) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.13's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own look at it
 @pytest.mark.filterwarnings("ignore:The distutils package:DeprecationWarning")  # Inductor imports it

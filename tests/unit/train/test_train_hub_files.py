@@ -87,6 +87,7 @@ def test_a_slice_of_a_name_fetches_no_whole_file(hub: str, tmp_path: Path) -> No
     assert not [*tmp_path.rglob("*.parquet")]
 
 
+@pytest.mark.slow
 def test_what_was_fetched_before_is_read_offline(hub: str, tmp_path: Path) -> None:
     assert read(hub, tmp_path, "hub:me/texts")[0][1] == TEXTS
     nowhere = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -111,6 +112,7 @@ def test_what_cannot_be_read_is_said(hub: str, tmp_path: Path) -> None:
         assert wanted in said
 
 
+@pytest.mark.slow
 def test_a_token_opens_a_private_one_and_an_offline_job_is_told(hub: str, tmp_path: Path) -> None:
     name = "hf://datasets/me/secret/a.jsonl"
     assert read(hub, tmp_path, name, HF_TOKEN="hf_secret")[0][1] == TEXTS

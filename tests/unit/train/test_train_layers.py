@@ -73,6 +73,7 @@ def test_fsdp_moves_a_shard_where_it_is_now() -> None:
     assert (weight.grad, stale.grad) == (None, None)
 
 
+@pytest.mark.slow
 def test_no_graph_breaks_in_any_layer() -> None:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(

@@ -36,6 +36,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*profile*")}
 
 
+@pytest.mark.slow
 def test_a_run_profiles_steps_and_a_resume_behind_them_says_that_it_does_not(forks: Forks, tmp_path: Path) -> None:
     words = ("train.profile=3-5", "checkpoint.every=3", "checkpoint.keep=9")
     run = Run(forks, tmp_path / "run", 2, *words, steps="steps=6").end()

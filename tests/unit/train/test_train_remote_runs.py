@@ -98,6 +98,7 @@ def test_an_object_that_was_replaced_is_not_resumed_and_makes_new_tokens(run: BE
     assert other.losses() != kept.losses()
 
 
+@pytest.mark.slow
 def test_data_inspect_shows_what_is_elsewhere(store: stores.Store, tmp_path: Path) -> None:
     """The whole command; a key goes by its name alone, and is in nothing that is written."""
     words = ["data.train=s3://b/*.tar", "data.column=txt", f"data.cache_dir={tmp_path}/tokens", "train.steps=5"]

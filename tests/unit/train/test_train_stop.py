@@ -84,6 +84,7 @@ def test_before_the_first_step_nothing_is_saved(run: BEGUN) -> None:
     assert not [*other.paths.checkpoints.glob("step-*")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_rank_that_is_gone_keeps_nobody(run: BEGUN, lost: int) -> None:
     """SIGTERM also ends what is left of a run that has failed, which waits for nobody. Rank 0 serves the store here."""

@@ -49,6 +49,7 @@ if find_spec("aihwkit_lightning"):  # its ranges follow the data first, and it l
     RUNS["analog"] = ANALOG
 
 
+@pytest.mark.slow
 def test_no_step_and_no_evaluation_waits(tmp_path: Path) -> None:
     for number, words in enumerate(RUNS.values()):
         (tmp_path / str(number)).mkdir()

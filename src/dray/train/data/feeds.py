@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from dray.train.data.packing import Packed
 from dray.train.data.token_cache import Tokens
 from dray.train.recipe import Source
 
-Rows = NDArray[np.int64]
+Rows: TypeAlias = NDArray[np.int64]
 
 
 class Feed(Protocol):
