@@ -7,6 +7,8 @@ BUNDLE ?=
 SIGNERS ?=
 DEBIAN ?=
 TESTS ?=
+ROOM ?=
+SLOW ?=
 ACCEPT_LICENSES ?=
 HOSTILE ?= benchmarks/results/2026-11-23-hostile.md
 FAULTS ?= benchmarks/results/2026-11-25-faults.md
@@ -23,7 +25,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs screenshots test hostile faults showcase gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean clean-images
+.PHONY: help install demo docs screenshots quick test hostile faults showcase gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean clean-images
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -47,8 +49,15 @@ QUICK := not (slow or seconds or torch or triton or deepspeed or docker or docke
 quick: .venv/check ## Run the tests that take no minute, no torch and no network: of all rooms, or of one (ROOM=runs)
 	@$(BIN)/pytest -q -n auto --dist loadfile -m "$(QUICK)" $(if $(ROOM),tests/unit/$(ROOM),tests/unit --ignore tests/unit/train)
 
-test: .venv/dev ## Run all tests that this machine can run, on all cores, and list the slowest (TESTS= for some, as for pytest)
+# Those with one cluster or engine for all come after the others, one at a time.
+UNIT := -n auto --dist loadfile tests/unit
+test: .venv/dev ## Run the tests that this machine can run, on all cores (SLOW=1: the slow ones too; TESTS= for some, as for pytest)
+ifneq ($(TESTS),)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
+else
+	@$(BIN)/pytest -q --durations=10 $(UNIT) $(if $(SLOW),,-m "not slow")
+	@$(BIN)/pytest -q --durations=10 tests --ignore tests/unit $(if $(SLOW),,-m "not slow")
+endif
 
 # DRAY_FUZZ: how many damaged files of each of eight kinds.
 hostile: .venv/dev ## Test hostile input and bad luck, at most ten minutes, and write the table of benchmarks/results

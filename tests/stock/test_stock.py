@@ -83,6 +83,7 @@ def test_the_wheel_of_torch_came_from_the_index_that_image_toml_names(stock: Wal
     assert "/torch-2.13.0+cpu-" in wheel.path
 
 
+@pytest.mark.slow
 def test_mirrors_give_the_same_image(stock: Walk, built: Ended) -> None:
     """On a machine where none of these names is known."""
     block = stock.block
@@ -133,6 +134,7 @@ def runs(stock: Walk, program: str, *, log: str) -> Ended:
     )
 
 
+@pytest.mark.slow
 def test_podman_of_an_ordinary_user_builds(tiny: Walk) -> None:
     home = tiny.machine.home
     # Podman's own limits are above those that a container may set.
@@ -159,6 +161,7 @@ exit $code"""
     assert runs(tiny, "import dray, packaging", log="tiny-runs").code == 0
 
 
+@pytest.mark.slow
 def test_apptainer_alone_builds(tiny: Walk) -> None:
     """In a container, where there is neither Docker nor root; in a folder without a space, which Apptainer wants."""
     alone = tiny.scratch / "alone"

@@ -13,6 +13,8 @@ import pytest
 
 from helpers import PYTHON, ROOT
 
+pytestmark = pytest.mark.slow
+
 EPOCH = {"SOURCE_DATE_EPOCH": "1750000000"}
 
 

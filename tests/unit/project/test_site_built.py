@@ -18,6 +18,8 @@ import pytest
 import browser
 from helpers import PYTHON, ROOT
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = (360, 1440)
 PAGES = (
     "index",
