@@ -108,6 +108,7 @@ def node(plan: dict[str, Any], tmp_path: Path):
     return run
 
 
+@pytest.mark.torch
 def test_a_launcher_s_lines_have_it_neither(node) -> None:
     """torchrun prints the exception that a rank has left by torch's @record."""
     code, log, record = node("sh", "-c", 'echo "with $HF_TOKEN" >&2; printf "ValueError: %s" "$HF_TOKEN"; exit 3')

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
-from torch.distributed import TCPStore
 
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
@@ -17,6 +16,10 @@ from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.ray import __main__ as ray
 from dray.runs.write import read_recipe
+
+pytestmark = pytest.mark.torch
+
+TCPStore = pytest.importorskip("torch.distributed").TCPStore
 
 
 def test_each_node_has_one_process_and_the_program_comes_last() -> None:

@@ -91,6 +91,7 @@ def test_names_and_arguments_of_its_torch(variant, tmp_path):
     assert [line.split(":")[1] for line in found] == ["2", "3", "4", "5"], done
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_its_torch_tells_when_it_compiles(variant):
     """mypy reads no other module of torch._dynamo; both functions hand on to `begin` and `end` what they like."""

@@ -63,10 +63,12 @@ class TestFolders:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return modes(tmp_path / "runs" / "mine")
 
+    @pytest.mark.torch
     @pytest.mark.parametrize("umask", [0, 0o077])
     def test_a_run_is_its_user_s_alone(self, tmp_path: Path, umask: int) -> None:
         assert self.run(tmp_path, umask)["."] == "drwx------"
 
+    @pytest.mark.torch
     def test_the_group_reads_what_is_shared(self, tmp_path: Path) -> None:
         """All but the secret, also of a run that was not shared before."""
         make_run_folder(tmp_path / "runs" / "mine")
@@ -244,6 +246,7 @@ class TestAnotherUsersRun:
         assert ended.returncode != 0
         return sorted(path.name for path in run.parents[1].glob("by *")), ended.stderr
 
+    @pytest.mark.torch
     def test_its_environment(self, run: Path) -> None:
         ran, printed = self.verb(run, "push", "a/b")
         assert ran == []
