@@ -19,8 +19,8 @@ import pytest
 
 from dray.clients import builder, docker
 from dray.contract.findings import UnfitError
+from dray.images.fetch import debs
 from dray.images.sif import format as sif_format
-from dray.images.sources import debs
 from helpers import ROOT, builders
 
 # The copy has this variant only in name; no other test has an image of it.
@@ -371,9 +371,9 @@ class TestBundle:
         assert refused.stderr.partition("dray: the bundle ")[2] == (
             "differs from its checksums\n"
             f"  where:  {copy}\n"
-            "  found:  labels: missing\n"
-            "          more: not in it\n"
-            "          steps/30-look.sh: changed\n"
+            "  found:  labels\n"
+            "          more\n"
+            "          steps/30-look.sh\n"
             "  fix:    copy it again\n"
         )
 

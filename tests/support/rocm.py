@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dray.clients import builder
-from dray.images.sources import inputs, lock
+from dray.images import inputs, lock
 from helpers import ROOT
 
 

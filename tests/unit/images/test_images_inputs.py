@@ -14,8 +14,10 @@ import pytest
 from dray.config.image import ACCELERATORS, Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError
-from dray.images.sources import debs, inputs, lock
-from dray.images.sources.inputs import Source
+from dray.images import inputs
+from dray.images.fetch import debs
+from dray.images.inputs import BuildContext
+from dray.images.locks import lock
 
 HOSTILE = "p a$s'\"`id`;\\"
 VARIANTS = tuple(ACCELERATORS)
@@ -127,7 +129,7 @@ def test_one_digest_for_all_of_it(checkout):
     folder = laid_out(checkout, image)
 
     def digest(base: str = "here") -> str:
-        return Source(image=image, inputs=folder, base=Path(base)).digest
+        return BuildContext(image=image, inputs=folder, base=Path(base)).digest
 
     first = digest()
     assert digest("there") == first  # a path is no content
@@ -260,7 +262,7 @@ class TestDebian:
             assert locked == ""
 
         monkeypatch.setattr(debs, "_download", download)
-        changed = debs.lock(tmp_path, base=tmp_path, say=print, check=check)
+        changed = debs.update_locks(tmp_path, base=tmp_path, say=print, check=check)
         assert changed == [
             *("amd64: a 1 -> 2", "amd64: libc6 none -> 1", "arm64: a none -> 2", "arm64: libc6 none -> 1"),
         ]

@@ -22,7 +22,7 @@ import pytest
 from dray.config import mirrors
 from dray.config.image import Image, Vendor
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.sources import pip, wheels
+from dray.images.fetch import pip, wheels
 
 INDEX = "https://download.pytorch.org/whl/rocm6.4"
 NOWHERE = "ERROR: No matching distribution found for"

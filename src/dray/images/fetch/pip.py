@@ -15,12 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
-from dray.clients import progress
 from dray.config import mirrors
 from dray.config.image import Image
 from dray.contract.findings import DrayError, UnfitError
-from dray.images.sources.lock import SOURCE_ONLY, Pin
-from dray.images.sources.platforms import PLATFORMS
+from dray.images.fetch.platforms import PLATFORMS
+from dray.images.locks.lock import SOURCE_ONLY, Pin
 
 _WITH_HASHES = (26, 1)
 _NOT_FOUND = "No matching distribution"
@@ -39,11 +38,11 @@ def command(verb: str) -> list[str]:
 
 def hashed(lock: Path) -> list[str]:
     """Options with which pip installs a wheel's build tools by this lock's hashes."""
-    found = importlib.metadata.version("pip")
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _WITH_HASHES:
+    version = importlib.metadata.version("pip")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _WITH_HASHES:
         fix = f"{shlex.quote(sys.executable)} -m pip install --upgrade pip, or make install in the checkout"
         problem = "this pip cannot use hashes of a constraints file"
-        raise UnfitError(problem, where=sys.executable, wanted="pip 26.1 or newer", found=f"pip {found}", fix=fix)
+        raise UnfitError(problem, where=sys.executable, wanted="pip 26.1 or newer", found=f"pip {version}", fix=fix)
     return ["--build-constraint", str(lock)]
 
 
@@ -52,9 +51,7 @@ def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]
     return [
         *(*command("download"), "--progress-bar", "off", "--require-hashes"),
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, "--no-build-isolation", "--use-pep517"),
-        *("--implementation", "cp", "--python-version", python),
-        *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
-        *("--requirement", str(requirements), "--dest", str(folder)),
+        *(*_for_image(python), "--requirement", str(requirements), "--dest", str(folder)),
     ]
 
 
@@ -62,75 +59,58 @@ def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path)
     """The command that installs locked wheels for an image's Python into a folder, without running their code."""
     return [
         *(*command("install"), "--quiet", "--no-index", "--find-links", str(wheels), "--require-hashes"),
-        *("--only-binary", ":all:", "--no-compile", "--implementation", "cp", "--python-version", python),
-        *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
-        *("--requirement", str(requirements), "--target", str(folder)),
+        *("--only-binary", ":all:", "--no-compile"),
+        *(*_for_image(python), "--requirement", str(requirements), "--target", str(folder)),
     ]
 
 
+def _for_image(python: str) -> list[str]:
+    platforms = (word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}"))
+    return ["--implementation", "cp", "--python-version", python, *platforms]
+
+
 def download(
-    pins: Sequence[Pin],
-    *,
-    image: Image,
-    folder: Path,
-    index: str = "",
-    later: Sequence[Pin] = (),
-    say: Callable[[str], None],
+    pins: Sequence[Pin], *, image: Image, folder: Path, index: str = "", say: Callable[[str], None]
 ) -> list[Path]:
     """Fetch all of these files into `folder`, or none. Each has the right hash.
 
-    pip asks a vendor's `index` only for files that the user's own configuration of pip does not find. An error also
-    names the vendors' wheels that would come `later`, so that a user can bring all at once.
+    pip asks a vendor's `index` only for files that the user's own configuration of pip does not find.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".new-") as made:
         scratch = Path(made)
-        requirements, files = scratch / "requirements", scratch / "files"
+        requirements, files, stub = scratch / "requirements", scratch / "files", scratch / "setuptools"
         requirements.write_text("".join(f"{pin}\n" for pin in pins))
-        files.mkdir()
-        _stand_in(scratch / "setuptools")
+        for each in (files, stub):
+            each.mkdir()
+        (stub / "__init__.py").touch()
+        shutil.copyfile(Path(__file__).with_name("setuptools_stub.py"), stub / "build_meta.py")
         argv = download_argv(requirements=requirements, python=image.python, folder=files)
         if index:
             # If a firewall drops the connection, more tries would cost more than a minute.
             argv += ["--retries", "2"]
         path = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
-        lines: list[str] = []
-
-        def on_line(line: str) -> None:
-            lines.append(line)
-            if _LARGE.match(line):
-                say(line.strip())
-
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines. A constraint in the user's
         # configuration of pip could only refuse what the lock names by its hash.
         env = {"PYTHONPATH": path, "TMPDIR": made, "PIP_CONSTRAINT": os.devnull}
-        with progress.watch(scratch, "wheels", total=_bytes(pins, image, folder), say=say):
-            failed = process.follow(argv, on_line=on_line, env=env) != 0
-            if failed and index and any(_NOT_FOUND in line for line in lines):
-                lines.clear()
-                contacted = mirrors.url(index)
-                say(f"dray: look in {contacted}")
-                failed = process.follow([*argv, "--index-url", contacted], on_line=on_line, env=env) != 0
-        if failed:
-            raise _failed([*pins, *later], image, index, _reason(lines))
+        code, lines = _follow(argv, env, say)
+        if code and index and any(_NOT_FOUND in line for line in lines):
+            contacted = mirrors.url(index)
+            say(f"dray: look in {contacted}")
+            code, lines = _follow([*argv, "--index-url", contacted], env, say)
+        if code:
+            raise _failed(pins, image, index, _reason(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
 
 
-def _stand_in(package: Path) -> None:
-    package.mkdir()
-    (package / "__init__.py").touch()
-    shutil.copyfile(Path(__file__).with_name("sdist.py"), package / "build_meta.py")
+def _follow(argv: list[str], env: dict[str, str], say: Callable[[str], None]) -> tuple[int, list[str]]:
+    lines: list[str] = []
 
+    def on_line(line: str) -> None:
+        lines.append(line)
+        if _LARGE.match(line):
+            say(line.strip())
 
-def _bytes(pins: Sequence[Pin], image: Image, folder: Path) -> int:
-    """The bytes to fetch: of vendors' wheels as image.toml has them, else the rest of the lock's."""
-    vendors = {vendor.name: vendor.mb or 0 for vendor in image.vendor}
-    if {pin.name for pin in pins} <= vendors.keys():
-        return sum(vendors[pin.name] for pin in pins) * 1_000_000
-    files = [path for path in folder.glob("*-*") if path.is_file()]
-    others = [path for path in files if path.name.partition("-")[0].replace("_", "-").lower() not in vendors]
-    wheels = image.size.wheels_mb - sum(vendors.values()) if image.size else 0
-    return max(0, wheels * 1_000_000 - sum(path.stat().st_size for path in others))
+    return process.follow(argv, on_line=on_line, env=env), lines
 
 
 def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayError:
@@ -148,15 +128,22 @@ def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayErr
             wanted="\n".join(f"{pin.name.replace('-', '_')}-{pin.version}-{ending}" for pin in pins),
             where=mirrors.url(index),
             found=text,
-            fix=f'if only a mirror can be reached: "{index}" = "https://..." below [mirrors] in {mirrors.path()}\n'
-            f"or put the files into a folder: make image-{image.variant} WHEELS=FOLDER\n"
-            f"or, without a network, make a bundle on a machine with one: dray image bundle {image.variant}",
+            fix=elsewhere(index, image.variant),
         )
     return UnfitError(
         "pip cannot find a locked file",
         wanted=f"a wheel for Python {image.python} on {platform.machine()}",
         found=text,
         fix="pip config list shows where pip looks: a proxy or a mirror may be missing",
+    )
+
+
+def elsewhere(address: str, variant: str) -> str:
+    """What to do if this machine cannot fetch a file from its publisher."""
+    return (
+        f'if only a mirror can be reached: "{address}" = "https://..." below [mirrors] in {mirrors.path()}\n'
+        f"or put the files into a folder: make image-{variant} WHEELS=FOLDER\n"
+        f"or, without a network, make a bundle on a machine with one: dray image bundle {variant}"
     )
 
 

@@ -6,17 +6,19 @@ import hashlib
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from dray import process
+from dray.clients import progress
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
-from dray.images.sources import lock, pip, venv
-from dray.images.sources.lock import Pin
-from dray.images.sources.platforms import PLATFORMS
+from dray.images.fetch import pip
+from dray.images.fetch.platforms import PLATFORMS
+from dray.images.locks import lock
+from dray.images.locks.lock import Pin
 
 # The first moment that a wheel, being a zip file, can hold. Not a lock's date: all variants share dray's wheel.
 _EPOCH = "315532800"
@@ -33,28 +35,26 @@ def fetch(
     """Exactly the locked files: from the user's own `wheels`, from `folder`, or else from where pip looks."""
     if wheels and not wheels.is_dir():
         raise ConfigError("the folder of wheels does not exist", where=wheels)
-    pins = {pin.name: pin for path in locks for pin in lock.read(path)}
-    found = _find(pins, [wheels, folder] if wheels else [folder], image.python)
-    present = {_name(path) for path in found}
-    vendors = {vendor.name: vendor for vendor in image.vendor}
-    missing = [
-        replace(pin, version=vendors[name].version) if name in vendors else pin
-        for name, pin in pins.items()
-        if name not in present
-    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {vendor.name: vendor.version for vendor in image.vendor}
+    locked = (pin for path in locks for pin in lock.read(path))
+    pins = {pin.name: replace(pin, version=versions.get(pin.name, pin.version)) for pin in locked}
+    files = _present(pins, [wheels, folder] if wheels else [folder], image.python)
+    missing = [pins[name] for name in sorted(pins.keys() - {_name(path) for path in files})]
     if wheels:
         _refuse_others(missing, wheels, image.python)
     if missing:
         say(f"dray: fetch {len(missing)} of {len(pins)} packages")
-    # Vendors' wheels first: if one is missing, the minutes for the rest are wasted. Each comes from its own index.
-    of_vendors = [pin for pin in missing if pin.name in vendors]
-    for number, pin in enumerate(of_vendors):
-        index = vendors[pin.name].index
-        found += pip.download([pin], image=image, folder=folder, index=index, later=of_vendors[number + 1 :], say=say)
-    others = [pin for pin in missing if pin.name not in vendors]
-    if others:
-        found += pip.download(others, image=image, folder=folder, say=say)
-    return sorted(found, key=lambda path: path.name)
+    total = image.size.wheels_mb * 1_000_000 if image.size else 0
+    present = sum(path.stat().st_size for path in files)
+    indexes = {vendor.name: vendor.index for vendor in image.vendor}
+    with progress.watch(folder, "wheels", total=max(0, total - present), say=say):
+        # Vendors' wheels first: if one is missing, the minutes for the rest are wasted.
+        for index in (*dict.fromkeys(indexes.values()), ""):
+            group = [pin for pin in missing if indexes.get(pin.name, "") == index]
+            if group:
+                files += pip.download(group, image=image, folder=folder, index=index, say=say)
+    return sorted(files, key=lambda path: path.name)
 
 
 def own(*, checkout: Path, folder: Path) -> Path:
@@ -66,41 +66,36 @@ def own(*, checkout: Path, folder: Path) -> Path:
     made = folder / hashlib.sha256(lines.encode()).hexdigest()[:16]
     if not any(made.glob("*.whl")):
         shutil.rmtree(folder, ignore_errors=True)
-        argv = [*pip.command("wheel"), "--quiet", *pip.hashed(venv.path(checkout)), "--wheel-dir", str(made)]
+        argv = [*pip.command("wheel"), "--quiet", *pip.hashed(lock.venv(checkout)), "--wheel-dir", str(made)]
         argv += [str(checkout)]
         process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH, "DRAY_WHEEL": "image"})
     return next(made.glob("*.whl"))
 
 
-def _find(pins: Mapping[str, Pin], folders: Iterable[Path], python: str) -> list[Path]:
+def _present(pins: Mapping[str, Pin], folders: Sequence[Path], python: str) -> list[Path]:
     """The files in these folders that are locked and fit, each once."""
-    files = [
-        path
-        for folder in folders
-        for path in sorted(folder.glob("*-*"))
-        if _name(path) in pins and path.is_file() and _fits(path, python)
-    ]
-    found: dict[str, Path] = {}
+    paths = (path for folder in folders for path in sorted(folder.glob("*-*")))
+    files = [path for path in paths if _name(path) in pins and path.is_file() and _fits(path, python)]
+    present: dict[str, Path] = {}
     with ThreadPoolExecutor() as pool:
         for path, digest in zip(files, pool.map(_digest, files), strict=True):
             if digest in pins[_name(path)].hashes:
-                found.setdefault(digest, path)
-    return list(found.values())
+                present.setdefault(digest, path)
+    return list(present.values())
 
 
-def _refuse_others(missing: Iterable[Pin], wheels: Path, python: str) -> None:
+def _refuse_others(missing: Sequence[Pin], wheels: Path, python: str) -> None:
     """Refuse a wheel in the user's folder with the right name and another hash: he expects it in the image."""
-    by_name = {pin.name: pin for pin in missing}
-    for path in sorted(wheels.glob("*-*.whl")):
-        pin = by_name.get(_name(path))
-        if pin and pin.version == path.name.split("-")[1] and _fits(path, python):
-            raise ConfigError(
-                "a wheel does not match its locked hash",
-                where=path,
-                wanted="\n".join(f"sha256 {one}" for one in pin.hashes),
-                found=f"sha256 {_digest(path)}",
-                fix="fetch the file again from its publisher, or remove it from the folder",
-            )
+    for pin in missing:
+        for path in wheels.glob(f"{pin.name.replace('-', '_')}-{pin.version}-*.whl"):
+            if _fits(path, python):
+                raise ConfigError(
+                    "a wheel does not match its locked hash",
+                    where=path,
+                    wanted="\n".join(f"sha256 {digest}" for digest in pin.hashes),
+                    found=f"sha256 {_digest(path)}",
+                    fix="fetch the file again from its publisher, or remove it from the folder",
+                )
 
 
 def _name(path: Path) -> str:
