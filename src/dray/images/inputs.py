@@ -86,7 +86,7 @@ def gather(
     described = image(checkout, variant)
     chosen = base or bases.default(checkout, described.base, say=say)
     # A typing error is reported before gigabytes are fetched.
-    bases.require(chosen)
+    bases.local(chosen)
     mirrors.table()
     lock.require_fresh(checkout, described)
     build = checkout / "build"
@@ -160,8 +160,8 @@ def lay_out(
     shutil.copytree(containers / "steps", folder / "steps", ignore=shutil.ignore_patterns("__pycache__"))
     if image.source:
         (folder / "sources.json").write_text(json.dumps([source.model_dump() for source in image.source], indent=1))
-    packed = [path for path in sorted(packages.iterdir()) if path.name != debs.INSTALLED]
-    debian = [path for path in packed if path.name.partition("_")[0] not in image.without]
+    left_out = {debs.INSTALLED, *image.without}
+    debian = [path for path in sorted(packages.iterdir()) if path.name.partition("_")[0] not in left_out]
     for name, files in (("wheels", fetched), ("sources", tars), ("debs", debian), ("dray", [own])):
         (folder / name).mkdir()
         for file in files:

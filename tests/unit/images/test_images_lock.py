@@ -210,7 +210,7 @@ def test_stale_by_image_or_without_a_head(checkout):
 
 # What is changed, and what locking again then says: versions stay where there are such, hashes are asked for anew.
 EDITS = {
-    "hash": (r"(tokens==1.0 \\\n    --hash=sha256:)\w{4}", r"\1ffff", ["tokens 1.0: other hashes"]),
+    "hash": (r"(tokens==1.0 \\\n    --hash=sha256:)\w{4}", r"\1ffff", ["tokens 1.0 -> 1.0"]),
     "version": ("tokens==1.0", "tokens==7.0", ["tokens 7.0 -> 1.1"]),
     "a package less": (r"tokens.*\n.*\n", "", ["tokens none -> 1.1"]),
     "a comment more": ("tokens==", "# by hand\ntokens==", []),

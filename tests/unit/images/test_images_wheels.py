@@ -173,7 +173,7 @@ def test_package_that_pip_does_not_find(index, fetch):
         fetch(gone)
     assert raised.value.details == {
         "wanted": f"a wheel for Python 3.11 on {platform.machine()}",
-        "found": "ERROR: Could not find a version that satisfies the requirement gone==2.0 (from versions: ..., 1.19)\n"
+        "found": "ERROR: Could not find a version that satisfies the requirement gone==2.0 (from versions: 1.19)\n"
         f"{NOWHERE} gone==2.0",
         "fix": "pip config list shows where pip looks: a proxy or a mirror may be missing",
     }
@@ -184,10 +184,10 @@ def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
     lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0")
     with pytest.raises(UnfitError) as raised:
         fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
-    assert raised.value.problem == "pip cannot find a wheel of the image"
+    assert raised.value.problem == "pip cannot find a locked file"
     assert raised.value.details == {
         "where": INDEX,
-        "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl",
+        "wanted": f"torch 2.8.0+rocm6.4 for Python 3.11 on {platform.machine()}",
         "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
         f"(from versions: 2.8.0)\n{NOWHERE} torch==2.8.0+rocm6.4",
         "fix": f'if only a mirror can be reached: "{INDEX}" = "https://..." below [mirrors] in {mirrors.path()}\n'

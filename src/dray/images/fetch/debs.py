@@ -8,6 +8,7 @@ import platform
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +17,14 @@ from urllib.parse import unquote
 from dray.clients import builder, progress, sandbox
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
+from dray.images.locks import lock as locks
+from dray.images.locks.lock import Pin
 from dray.images.rootfs import PROGRAM
 
 INSTALLED = "installed"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 # The last word of a lock's line, for packages of the slim image: another base may lack them or have other versions.
-_OF_BASE = " base"
+_OF_BASE = "base"
 _READ = ("debian.in", "debian.sh", "debs.sh", "debs.def")
 
 
@@ -66,16 +69,14 @@ def update_locks(checkout: Path, *, base: Path, say: Callable[[str], None], chec
         with TemporaryDirectory(dir=checkout / "build", prefix=".debs-") as scratch:
             folder = Path(scratch) / "debs"
             _download(checkout, folder, base=base, locked="", say=say, architecture=architecture)
-            installed = _lines((folder / INSTALLED).read_text())
-            now = {name: line + _OF_BASE * (name in installed) for name, line in _fetched(folder).items()}
-        before = _locked(lock)
-        changes += [
-            f"{architecture}: {name} {_version(before.get(name))} -> {_version(now.get(name))}"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
-        ]
+            installed = {pin.name for pin in _pins(folder / INSTALLED)}
+            now = [
+                replace(pin, hashes=(*pin.hashes, _OF_BASE)) if pin.name in installed else pin
+                for pin in _fetched(folder)
+            ]
+        changes += [f"{architecture}: {change}" for change in locks.changes(_pins(lock), now)]
         if not check:
-            lines = "".join(f"{now[name]}\n" for name in sorted(now))
+            lines = "".join(" ".join((pin.name, pin.version, *pin.hashes)) + "\n" for pin in now)
             lock.write_text(f"# archive {datetime.now(UTC):%Y%m%dT%H%M%SZ}\n{lines}")
     return changes
 
@@ -85,40 +86,36 @@ def differences(folder: Path, lock: Path) -> list[str]:
 
     Packages that belong to the base may be newer there.
     """
-    locked, fetched, installed = _locked(lock), _fetched(folder), _lines((folder / INSTALLED).read_text())
-    different = []
-    for name in sorted(locked.keys() | fetched.keys()):
-        line = locked.get(name, "")
-        wanted, present = _version(line), _version(installed.get(name))
-        if name in fetched:
-            if fetched[name] != line.removesuffix(_OF_BASE):
-                different.append(f"{name} {wanted} -> {_version(fetched[name])}")
-        elif not line.endswith(_OF_BASE) and present != wanted:
-            different.append(f"{name} {wanted} -> {present}{', in the base' if name in installed else ''}")
-    return different
+    present = {pin.name: pin for pin in _fetched(folder)}
+    installed = {pin.name: pin.version for pin in _pins(folder / INSTALLED)}
+    locked = []
+    for pin in _pins(lock):
+        name = pin.name
+        if name in present:
+            locked.append(replace(pin, hashes=pin.hashes[:2]))
+        elif _OF_BASE not in pin.hashes:
+            locked.append(pin)
+            if installed.get(name) == pin.version:
+                present[name] = pin
+            elif name in installed:
+                present[name] = Pin(name, f"{installed[name]}, in the base", ())
+    return locks.changes(locked, present.values())
 
 
-def _lines(text: str) -> dict[str, str]:
-    """Lines by their first word, the package."""
-    return {line.split()[0]: line for line in text.splitlines() if line and not line.startswith("#")}
+def _pins(lock: Path) -> list[Pin]:
+    """The packages of a lock; its first line has the date of Debian's archive."""
+    lines = lock.read_text().splitlines() if lock.exists() else []
+    words = (line.split() for line in lines if not line.startswith("#"))
+    return [Pin(name, version, tuple(rest)) for name, version, *rest in words]
 
 
-def _version(line: str | None) -> str:
-    return line.split()[1] if line else "none"
-
-
-def _locked(lock: Path) -> dict[str, str]:
-    """The lines of a lock by their packages; the first one has the date of Debian's archive."""
-    return _lines(lock.read_text()) if lock.exists() else {}
-
-
-def _fetched(folder: Path) -> dict[str, str]:
-    """NAME VERSION ARCHITECTURE SHA256 of each package that was fetched."""
-    lines = {}
+def _fetched(folder: Path) -> list[Pin]:
+    """The packages that were fetched, each with its architecture and hash."""
+    pins = []
     for deb in folder.glob("*.deb"):
         name, version, architecture = deb.stem.split("_")
-        lines[name] = f"{name} {unquote(version)} {architecture} {hashlib.sha256(deb.read_bytes()).hexdigest()}"
-    return lines
+        pins.append(Pin(name, unquote(version), (architecture, hashlib.sha256(deb.read_bytes()).hexdigest())))
+    return sorted(pins, key=lambda pin: pin.name)
 
 
 def _download(

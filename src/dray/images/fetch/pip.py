@@ -23,9 +23,7 @@ from dray.images.locks.lock import SOURCE_ONLY, Pin
 
 _WITH_HASHES = (26, 1)
 _NOT_FOUND = "No matching distribution"
-
-# Of dozens of files, those that take a while.
-_LARGE = re.compile(r"\s*Downloading \S+ \((\d\d+\.\d MB|\S+ GB)")
+_LAST = 15
 
 
 def command(verb: str) -> list[str]:
@@ -92,25 +90,16 @@ def download(
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines. A constraint in the user's
         # configuration of pip could only refuse what the lock names by its hash.
         env = {"PYTHONPATH": path, "TMPDIR": made, "PIP_CONSTRAINT": os.devnull}
-        code, lines = _follow(argv, env, say)
+        lines: list[str] = []
+        code = process.follow(argv, on_line=lines.append, env=env)
         if code and index and any(_NOT_FOUND in line for line in lines):
+            lines.clear()
             contacted = mirrors.url(index)
             say(f"dray: look in {contacted}")
-            code, lines = _follow([*argv, "--index-url", contacted], env, say)
+            code = process.follow([*argv, "--index-url", contacted], on_line=lines.append, env=env)
         if code:
             raise _failed(pins, image, index, _reason(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
-
-
-def _follow(argv: list[str], env: dict[str, str], say: Callable[[str], None]) -> tuple[int, list[str]]:
-    lines: list[str] = []
-
-    def on_line(line: str) -> None:
-        lines.append(line)
-        if _LARGE.match(line):
-            say(line.strip())
-
-    return process.follow(argv, on_line=on_line, env=env), lines
 
 
 def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayError:
@@ -120,21 +109,15 @@ def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayErr
         return DrayError("a fetched file does not match its locked hash", found=text.partition("\n")[2], fix=fix)
     if _NOT_FOUND not in text:
         return DrayError("pip cannot fetch the locked files", found=text)
-    if index:
-        cp = "cp" + image.python.replace(".", "")
-        ending = f"{cp}-{cp}-*_{platform.machine()}.whl"
-        return UnfitError(
-            "pip cannot find a wheel of the image",
-            wanted="\n".join(f"{pin.name.replace('-', '_')}-{pin.version}-{ending}" for pin in pins),
-            where=mirrors.url(index),
-            found=text,
-            fix=elsewhere(index, image.variant),
-        )
+    packages = ", ".join(f"{pin.name} {pin.version}" for pin in pins) if index else "a wheel"
     return UnfitError(
         "pip cannot find a locked file",
-        wanted=f"a wheel for Python {image.python} on {platform.machine()}",
+        where=mirrors.url(index) if index else None,
+        wanted=f"{packages} for Python {image.python} on {platform.machine()}",
         found=text,
-        fix="pip config list shows where pip looks: a proxy or a mirror may be missing",
+        fix=elsewhere(index, image.variant)
+        if index
+        else "pip config list shows where pip looks: a proxy or a mirror may be missing",
     )
 
 
@@ -150,10 +133,7 @@ def elsewhere(address: str, variant: str) -> str:
 def _reason(lines: Sequence[str]) -> str:
     """pip's last errors, and the cause if that is the network."""
     start = next((at for at, line in enumerate(lines) if line.lower().startswith("error:")), 0)
-    errors = [line for line in lines[start:] if line.strip() and not line.startswith(("WARNING:", "[notice]"))]
-    if any(line.startswith("Traceback") for line in errors):
-        errors = errors[-1:]
-    # Dozens of versions say no more than the last one.
-    short = (re.sub(r"(from versions: )[^)]{40,}, ", r"\1..., ", line) for line in errors)
-    broken = [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line]
-    return "\n".join((*short, *(re.sub(r"<[^>]*>:? ?", "", line) for line in broken[-1:])))
+    errors = [line for line in lines[start:] if line.strip()][-_LAST:]
+    errors += [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line][-1:]
+    # Dozens of versions say no more than the last one, and an object's address nothing.
+    return re.sub(r"(?<=from versions: )[^)]{40,}, |<[^>]*>:? ?", "", "\n".join(errors))

@@ -59,9 +59,9 @@ def fetch(
 
 def own(*, checkout: Path, folder: Path) -> Path:
     """dray's own wheel, made again when its sources have changed."""
-    names = (checkout / name for name in ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore"))
-    packaged = (path for path in (checkout / "src").rglob("*") if path.is_file() and path.suffix != ".pyc")
-    sources = [path for path in (*names, *sorted(packaged)) if path.exists()]
+    read = ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore", "src/**/*")
+    paths = sorted(path for pattern in read for path in checkout.glob(pattern))
+    sources = (path for path in paths if path.is_file() and path.suffix != ".pyc")
     lines = "".join(f"{_digest(path)} {path.relative_to(checkout)}\n" for path in sources)
     made = folder / hashlib.sha256(lines.encode()).hexdigest()[:16]
     if not any(made.glob("*.whl")):

@@ -75,7 +75,7 @@ def write(lock: Path, origins: Mapping[str, str], lines: str) -> list[str]:
     made_from = ", ".join(f"{origin} {value}" for origin, value in origins.items())
     title = f"# dray image lock {name(lock)}, {day}\n# from {made_from}\n# lines {digest(lines)}\n"
     write_atomic(lock, title + lines)
-    return list(_changes(parse(before), parse(lines)))
+    return changes(parse(before), parse(lines))
 
 
 def epoch(lock: Path) -> int:
@@ -150,15 +150,15 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _changes(before: Iterable[Pin], now: Iterable[Pin]) -> Iterator[str]:
+def changes(old: Iterable[Pin], new: Iterable[Pin]) -> list[str]:
     """What changed, a line for each package."""
-    old, new = ({pin.name: pin for pin in pins} for pins in (before, now))
-    for name in sorted(old.keys() | new.keys()):
-        was, is_ = old.get(name), new.get(name)
-        if was and is_ and was.version == is_.version and was != is_:
-            yield f"{name} {is_.version}: other hashes"
-        elif was != is_:
-            yield f"{name} {was.version if was else 'none'} -> {is_.version if is_ else 'none'}"
+    before, now = ({pin.name: pin for pin in pins} for pins in (old, new))
+    none = Pin("", "none", ())
+    return [
+        f"{name} {before.get(name, none).version} -> {now.get(name, none).version}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
 
 
 def _project(checkout: Path) -> dict[str, Any]:
