@@ -58,8 +58,8 @@ def checkout(tmp_path) -> Path:
     described = (folder / "image.toml").read_text()
     for vendor, stand_in, version in (("torch", "torch", "2.13.0+cpu"), ("triton-rocm", "triton", "3.7.1")):
         described, replaced = re.subn(
-            rf'name = "{vendor}"\nversion = ".*"\n(mb = .*\n)sha256 = \[[^]]*\]',
-            rf'name = "{stand_in}"\nversion = "{version}"\n\1sha256 = {json.dumps(list(pins[stand_in].hashes))}',
+            rf'name = "{vendor}"\nversion = ".*"\nsha256 = \[[^]]*\]',
+            rf'name = "{stand_in}"\nversion = "{version}"\nsha256 = {json.dumps(list(pins[stand_in].hashes))}',
             described,
         )
         assert replaced == 1

@@ -181,13 +181,14 @@ def test_package_that_pip_does_not_find(index, fetch):
 
 def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
     wheel(index, "torch", "2.8.0")
-    lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0")
+    lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0") + pin("triton-rocm", "1" * 64, "3.4.0")
+    triton = Vendor(name="triton-rocm", version="3.4.0", sha256=["1" * 64], index=INDEX)
     with pytest.raises(UnfitError) as raised:
-        fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
+        fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64), triton))
     assert raised.value.problem == "pip cannot find a locked file"
     assert raised.value.details == {
         "where": INDEX,
-        "wanted": f"torch 2.8.0+rocm6.4 for Python 3.11 on {platform.machine()}",
+        "wanted": f"torch 2.8.0+rocm6.4, triton-rocm 3.4.0 for Python 3.11 on {platform.machine()}",
         "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
         f"(from versions: 2.8.0)\n{NOWHERE} torch==2.8.0+rocm6.4",
         "fix": f'if only a mirror can be reached: "{INDEX}" = "https://..." below [mirrors] in {mirrors.path()}\n'

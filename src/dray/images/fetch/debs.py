@@ -105,8 +105,8 @@ def differences(folder: Path, lock: Path) -> list[str]:
 def _pins(lock: Path) -> list[Pin]:
     """The packages of a lock; its first line has the date of Debian's archive."""
     lines = lock.read_text().splitlines() if lock.exists() else []
-    words = (line.split() for line in lines if not line.startswith("#"))
-    return [Pin(name, version, tuple(rest)) for name, version, *rest in words]
+    fields = (line.split() for line in lines if not line.startswith("#"))
+    return [Pin(name, version, tuple(rest)) for name, version, *rest in fields]
 
 
 def _fetched(folder: Path) -> list[Pin]:
