@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from zipfile import ZipFile
 
 from dray import process
 from dray.contract.findings import ConfigError, DrayError
+from dray.images.fetch import sha256
 
 SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
 README, BUILDER = "README.md", "builder.tar"
@@ -93,8 +93,7 @@ def sums(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in (SUMS, SIGNATURE):
-            with path.open("rb") as file:
-                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+            digests[name] = sha256(path)
     return digests
 
 

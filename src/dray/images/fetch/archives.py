@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import shutil
 import ssl
 import urllib.request
@@ -17,6 +16,7 @@ from dray.clients import builder
 from dray.config import mirrors
 from dray.config.image import Image, SourceArchive
 from dray.contract.findings import ConfigError, UnfitError
+from dray.images.fetch import sha256
 from dray.images.fetch.pip import elsewhere
 
 _TIMEOUT_S = 60
@@ -30,7 +30,7 @@ def fetch(image: Image, *, folder: Path, own: Path | None = None, say: Callable[
 
 def _fetched(source: SourceArchive, image: Image, folder: Path, own: Path | None, say: Callable[[str], None]) -> Path:
     kept = folder / source.file
-    if kept.is_file() and _digest(kept) == source.sha256:
+    if kept.is_file() and sha256(kept) == source.sha256:
         return kept
     brought = own / f"{source.file}.gz" if own else None
     if brought and brought.is_file():
@@ -57,7 +57,7 @@ def _fetched(source: SourceArchive, image: Image, folder: Path, own: Path | None
                 found=str(error),
                 fix=elsewhere(source.url, image.variant),
             ) from error
-        digest = _digest(tar)
+        digest = sha256(tar)
         if digest != source.sha256:
             raise ConfigError(
                 "a source archive is not the pinned one",
@@ -67,8 +67,3 @@ def _fetched(source: SourceArchive, image: Image, folder: Path, own: Path | None
                 fix=f"fetch the file again from {source.url}, or remove it from the folder",
             )
         return tar.replace(kept)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

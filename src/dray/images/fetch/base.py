@@ -10,6 +10,7 @@ from pathlib import Path
 from dray.clients import builder, singularity
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
+from dray.images.fetch import sha256
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
@@ -54,8 +55,7 @@ def identity(base: str, file: Path) -> str:
     """A base's identity, without a path: the reference with its digest, or the file's digest."""
     if "@sha256:" in base and not local(base):
         return base
-    with file.open("rb") as opened:
-        return f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
+    return f"sha256:{sha256(file)}"
 
 
 def reference(base: str) -> str:

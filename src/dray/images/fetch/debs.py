@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from dray.clients import builder, progress, sandbox
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
+from dray.images.fetch import sha256
 from dray.images.locks import lock as locks
 from dray.images.locks.lock import Pin
 from dray.images.rootfs import PROGRAM
@@ -114,7 +115,7 @@ def _fetched(folder: Path) -> list[Pin]:
     pins = []
     for deb in folder.glob("*.deb"):
         name, version, architecture = deb.stem.split("_")
-        pins.append(Pin(name, unquote(version), (architecture, hashlib.sha256(deb.read_bytes()).hexdigest())))
+        pins.append(Pin(name, unquote(version), (architecture, sha256(deb))))
     return sorted(pins, key=lambda pin: pin.name)
 
 

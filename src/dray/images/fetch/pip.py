@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from dray.images.locks.lock import SOURCE_ONLY, Pin
 _WITH_HASHES = (26, 1)
 _NOT_FOUND = "No matching distribution"
 _LAST = 15
+_STUB = Path(__file__).with_name("setuptools_stub")
 
 
 def command(verb: str) -> list[str]:
@@ -76,17 +76,14 @@ def download(
     """
     with TemporaryDirectory(dir=folder, prefix=".new-") as made:
         scratch = Path(made)
-        requirements, files, stub = scratch / "requirements", scratch / "files", scratch / "setuptools"
+        requirements, files = scratch / "requirements", scratch / "files"
         requirements.write_text("".join(f"{pin}\n" for pin in pins))
-        for each in (files, stub):
-            each.mkdir()
-        (stub / "__init__.py").touch()
-        shutil.copyfile(Path(__file__).with_name("setuptools_stub.py"), stub / "build_meta.py")
+        files.mkdir()
         argv = download_argv(requirements=requirements, python=image.python, folder=files)
         if index:
             # If a firewall drops the connection, more tries would cost more than a minute.
             argv += ["--retries", "2"]
-        path = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(_STUB), os.environ.get("PYTHONPATH"))))
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines. A constraint in the user's
         # configuration of pip could only refuse what the lock names by its hash.
         env = {"PYTHONPATH": path, "TMPDIR": made, "PIP_CONSTRAINT": os.devnull}

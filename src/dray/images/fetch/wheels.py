@@ -15,7 +15,7 @@ from dray import process
 from dray.clients import progress
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
-from dray.images.fetch import pip
+from dray.images.fetch import pip, sha256
 from dray.images.fetch.platforms import PLATFORMS
 from dray.images.locks import lock
 from dray.images.locks.lock import Pin
@@ -62,7 +62,7 @@ def own(*, checkout: Path, folder: Path) -> Path:
     read = ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore", "src/**/*")
     paths = sorted(path for pattern in read for path in checkout.glob(pattern))
     sources = (path for path in paths if path.is_file() and path.suffix != ".pyc")
-    lines = "".join(f"{_digest(path)} {path.relative_to(checkout)}\n" for path in sources)
+    lines = "".join(f"{sha256(path)} {path.relative_to(checkout)}\n" for path in sources)
     made = folder / hashlib.sha256(lines.encode()).hexdigest()[:16]
     if not any(made.glob("*.whl")):
         shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +78,7 @@ def _present(pins: Mapping[str, Pin], folders: Sequence[Path], python: str) -> l
     files = [path for path in paths if _name(path) in pins and path.is_file() and _fits(path, python)]
     present: dict[str, Path] = {}
     with ThreadPoolExecutor() as pool:
-        for path, digest in zip(files, pool.map(_digest, files), strict=True):
+        for path, digest in zip(files, pool.map(sha256, files), strict=True):
             if digest in pins[_name(path)].hashes:
                 present.setdefault(digest, path)
     return list(present.values())
@@ -93,7 +93,7 @@ def _refuse_others(missing: Sequence[Pin], wheels: Path, python: str) -> None:
                     "a wheel does not match its locked hash",
                     where=path,
                     wanted="\n".join(f"sha256 {digest}" for digest in pin.hashes),
-                    found=f"sha256 {_digest(path)}",
+                    found=f"sha256 {sha256(path)}",
                     fix="fetch the file again from its publisher, or remove it from the folder",
                 )
 
@@ -114,8 +114,3 @@ def _fits(path: Path, python: str) -> bool:
     ours = stable or bool({f"cp{digits}", f"py{digits}", "py3"} & set(interpreters))
     machine = f"_{platform.machine()}"
     return ours and any(system == "any" or system.removesuffix(machine) in PLATFORMS for system in systems)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
