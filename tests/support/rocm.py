@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dray.clients import builder
-from dray.images import inputs, lock
+from dray.images import inputs
+from dray.images.locks import lock
 from helpers import ROOT
 
 
