@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dray.clients import builder
-from dray.images import inputs
+from dray.images import bundle
 from dray.images.locks import lock
 from helpers import ROOT
 
@@ -48,13 +48,13 @@ def checkout(tmp_path) -> Path:
     # What all variants share need not be fetched again; what stands in is in the user's folder alone.
     for wheel in (ROOT / "build" / "wheels").glob("*-*"):
         if wheel.is_file():
-            inputs.link(wheel, folders[hashlib.sha256(wheel.read_bytes()).hexdigest() in standing_in] / wheel.name)
+            bundle.link(wheel, folders[hashlib.sha256(wheel.read_bytes()).hexdigest() in standing_in] / wheel.name)
     assert len(list(folders[True].iterdir())) == 2, "make image-cpu fetches these two"
     if (ROOT / "build" / "debs").is_dir():
-        shutil.copytree(ROOT / "build" / "debs", copy / "build" / "debs", copy_function=inputs.link)
+        shutil.copytree(ROOT / "build" / "debs", copy / "build" / "debs", copy_function=bundle.link)
     if made := builder.made_base(ROOT, "bookworm"):
         (copy / "build" / "base").mkdir()
-        inputs.link(made, copy / "build" / "base" / made.name)
+        bundle.link(made, copy / "build" / "base" / made.name)
     folder = copy / "containers" / "rocm"
     described = (folder / "image.toml").read_text()
     for vendor, stand_in, version in (("torch", "torch", "2.13.0+cpu"), ("triton-rocm", "triton", "3.7.1")):

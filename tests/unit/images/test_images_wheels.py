@@ -188,7 +188,8 @@ def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
     assert raised.value.problem == "pip cannot find a locked file"
     assert raised.value.details == {
         "where": INDEX,
-        "wanted": f"torch 2.8.0+rocm6.4, triton-rocm 3.4.0 for Python 3.11 on {platform.machine()}",
+        "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl\n"
+        f"triton_rocm-3.4.0-cp311-cp311-*_{platform.machine()}.whl",
         "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
         f"(from versions: 2.8.0)\n{NOWHERE} torch==2.8.0+rocm6.4",
         "fix": f'if only a mirror can be reached: "{INDEX}" = "https://..." below [mirrors] in {mirrors.path()}\n'

@@ -106,11 +106,15 @@ def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayErr
         return DrayError("a fetched file does not match its locked hash", found=text.partition("\n")[2], fix=fix)
     if _NOT_FOUND not in text:
         return DrayError("pip cannot fetch the locked files", found=text)
-    packages = ", ".join(f"{pin.name} {pin.version}" for pin in pins) if index else "a wheel"
+    wanted = f"a wheel for Python {image.python} on {platform.machine()}"
+    if index:
+        cp = "cp" + image.python.replace(".", "")
+        ending = f"{cp}-{cp}-*_{platform.machine()}.whl"
+        wanted = "\n".join(f"{pin.name.replace('-', '_')}-{pin.version}-{ending}" for pin in pins)
     return UnfitError(
         "pip cannot find a locked file",
         where=mirrors.url(index) if index else None,
-        wanted=f"{packages} for Python {image.python} on {platform.machine()}",
+        wanted=wanted,
         found=text,
         fix=elsewhere(index, image.variant)
         if index
