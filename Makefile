@@ -173,7 +173,7 @@ OURS := $(call listed,dependencies)
 ifneq ($(BUNDLE),)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 	  { echo "a bundle's wheels are for Python 3.11; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
-	@PYTHONPATH=src $(PYTHON) -B -m dray.images.sources.arrival "$(BUNDLE)" "$(SIGNERS)"
+	@PYTHONPATH=src $(PYTHON) -B -m dray.images.bundle "$(BUNDLE)" "$(SIGNERS)"
 endif
 	@$(PYTHON) -m venv .venv || \
 	  { echo "python3 -m venv failed (Debian: apt-get install python3-venv)" >&2; exit 69; }

@@ -21,11 +21,10 @@ from dray import process
 from dray.clients import builder, docker
 from dray.cluster.local import LocalCluster
 from dray.config import checkout
-from dray.images import store
+from dray.images import inputs, store
+from dray.images.inputs import BuildContext
 from dray.images.rootfs import PROGRAM, ROOTFS, squash
 from dray.images.sif import format as sif_format
-from dray.images.sources import inputs
-from dray.images.sources.inputs import Source
 
 EPOCH = 0
 ROUNDS = 3
@@ -72,7 +71,7 @@ def main() -> None:
         _opened(images["folder"])
 
 
-def _plain(root: Path, source: Source, scratch: Path) -> Path:
+def _plain(root: Path, source: BuildContext, scratch: Path) -> Path:
     """The same packages as most people install them, and Apptainer's own packing."""
     scratch.mkdir()
     definition = scratch / "plain.def"

@@ -2,7 +2,7 @@
 # Runs in an image's base, before the build and with a network: every locked package that the base lacks, or has in an older
 # version, goes to /srv, from the mirrors or from Debian's dated archive. Where neither has them, or with CURRENT, those of
 # today go there. With ARCHITECTURE, to lock: all that debian.in asks for and needs, and what the base has, as if it were
-# empty. dray.images.sources.debs compares them with the lock.
+# empty. dray.images.fetch.debs compares them with the lock.
 set -euo pipefail
 exec 2>&1
 

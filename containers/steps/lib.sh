@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by run.sh and by every step. The build's inputs lie in /mnt: bound there for Apptainer, copied into a first
-# stage for Docker. dray.images.sources.inputs says what is in them. No step needs a network.
+# stage for Docker. dray.images.inputs says what is in them. No step needs a network.
 set -euo pipefail
 
 readonly INPUTS=/mnt

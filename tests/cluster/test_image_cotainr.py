@@ -13,10 +13,9 @@ from docker.types import Mount
 
 import miniforge
 from dray.clients import builder, docker, sandbox, singularity
-from dray.images import adopt, store
+from dray.images import adopt, inputs, store
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
-from dray.images.sources import inputs
 
 pytestmark = [pytest.mark.docker, pytest.mark.sif]
 

@@ -18,8 +18,8 @@ from docker.types import Mount
 from dray import __version__
 from dray.clients import builder, docker, sandbox
 from dray.contract.findings import UnfitError
+from dray.images.locks import lock
 from dray.images.sif import record, verify
-from dray.images.sources import lock
 from helpers import ROOT
 
 VARIANT = os.environ.get("DRAY_TEST_VARIANT", "cpu")

@@ -11,7 +11,7 @@ import pytest
 
 import rocm
 from dray.clients import docker
-from dray.images.sources import inputs
+from dray.images import inputs
 from helpers import ROOT
 from rocm import dray
 

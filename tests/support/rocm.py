@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dray.clients import builder
-from dray.images.sources import inputs, lock
+from dray.images import bundle
+from dray.images.locks import lock
 from helpers import ROOT
 
 
@@ -47,19 +48,19 @@ def checkout(tmp_path) -> Path:
     # What all variants share need not be fetched again; what stands in is in the user's folder alone.
     for wheel in (ROOT / "build" / "wheels").glob("*-*"):
         if wheel.is_file():
-            inputs.link(wheel, folders[hashlib.sha256(wheel.read_bytes()).hexdigest() in standing_in] / wheel.name)
+            bundle.link(wheel, folders[hashlib.sha256(wheel.read_bytes()).hexdigest() in standing_in] / wheel.name)
     assert len(list(folders[True].iterdir())) == 2, "make image-cpu fetches these two"
     if (ROOT / "build" / "debs").is_dir():
-        shutil.copytree(ROOT / "build" / "debs", copy / "build" / "debs", copy_function=inputs.link)
+        shutil.copytree(ROOT / "build" / "debs", copy / "build" / "debs", copy_function=bundle.link)
     if made := builder.made_base(ROOT, "bookworm"):
         (copy / "build" / "base").mkdir()
-        inputs.link(made, copy / "build" / "base" / made.name)
+        bundle.link(made, copy / "build" / "base" / made.name)
     folder = copy / "containers" / "rocm"
     described = (folder / "image.toml").read_text()
     for vendor, stand_in, version in (("torch", "torch", "2.13.0+cpu"), ("triton-rocm", "triton", "3.7.1")):
         described, replaced = re.subn(
-            rf'name = "{vendor}"\nversion = ".*"\n(mb = .*\n)sha256 = \[[^]]*\]',
-            rf'name = "{stand_in}"\nversion = "{version}"\n\1sha256 = {json.dumps(list(pins[stand_in].hashes))}',
+            rf'name = "{vendor}"\nversion = ".*"\nsha256 = \[[^]]*\]',
+            rf'name = "{stand_in}"\nversion = "{version}"\nsha256 = {json.dumps(list(pins[stand_in].hashes))}',
             described,
         )
         assert replaced == 1

@@ -14,7 +14,7 @@ from dray.config import checkout
 from dray.contract import exit_codes
 from dray.contract.findings import counted
 from dray.fitness import lint
-from dray.images.sources import inputs
+from dray.images import inputs
 from dray.runs import login, write
 from dray.runs.paths import RunPaths
 

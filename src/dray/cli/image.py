@@ -18,10 +18,9 @@ from dray.contract.findings import ConfigError
 from dray.fitness import build as needs
 from dray.fitness.machine import Build
 from dray.images import build as make
-from dray.images import store
+from dray.images import inputs, store
 from dray.images.log import build_log
 from dray.images.rootfs import ROOTFS
-from dray.images.sources import bundle, inputs
 
 app = typer.Typer(help="Build, adopt, extend, inspect and verify images.", no_args_is_help=True)
 
@@ -140,7 +139,7 @@ def bundle_(
         source = inputs.gather(
             root, variant, base=base or None, own_wheels=wheels, as_locked=debian is Debian.LOCKED, say=say
         )
-        made = bundle.make(root, source, folder, key=key, say=say)
+        made = inputs.to_bundle(root, source, folder, key=key, say=say)
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
     print(f"{made}  {size / 1e6:.0f} MB\nto build from it: make image-{variant} BUNDLE={made.name}")
 

@@ -9,10 +9,12 @@ import typer
 
 from dray.config import checkout
 from dray.contract.findings import ConfigError
+from dray.images import inputs
+from dray.images.fetch import base as bases
+from dray.images.fetch import debs
+from dray.images.locks import conda, uv
+from dray.images.locks import lock as locks
 from dray.images.log import build_log
-from dray.images.sources import base as base_files
-from dray.images.sources import conda, debs, inputs, size, targets, venv
-from dray.images.sources import lock as locks
 
 
 def lock(
@@ -39,29 +41,24 @@ def lock(
         _debian(root, base, check=check)
         return
     # venv last: it keeps to the versions of the cpu image.
-    all_ = [*sorted(path.parent.name for path in (root / "containers").glob("*/image.toml")), venv.NAME]
-    for name in [variant] if variant else all_:
-        image = None if name == venv.NAME else inputs.image(root, name)
+    variants = sorted(path.parent.name for path in root.glob("containers/*/image.toml"))
+    for name in [variant] if variant else [*variants, "venv"]:
+        image = None if name == "venv" else inputs.image(root, name)
         if check:
-            if image:
-                locks.require_fresh(root, image)
-                conda.require_fresh(root, image)
-            else:
-                venv.require_fresh(root)
-            print(f"{name}: the lock is fresh")
-            for served in targets.of_image(root, image) if image else targets.of_hosts(root):
-                print(f"{name}: {served}")
+            locks.require_fresh(root, image)
+            lines = ["the lock is fresh", *uv.coverage(root, image)]
         else:
-            changes = locks.update(root, image, upgrade=upgrade) if image else venv.update(root, upgrade=upgrade)
-            changes += [*conda.update(root, image), *size.update(root, image)] if image else []
-            print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
+            lines = uv.update(root, image, upgrade=upgrade)
+        if image:
+            lines += conda.update(root, image, check=check)
+        print("\n".join(f"{name}: {line}" for line in lines or ["nothing has changed"]))
 
 
 def _debian(root: Path, named: str, *, check: bool) -> None:
     with build_log(root / "build" / "logs" / "debian.log") as say:
-        base = named or base_files.default(root, inputs.image(root, "cpu").base, say=say)
-        file = base_files.fetched(root, base, say=say)
-        changes = debs.lock(root, base=file, say=say, check=check)
+        base = named or bases.default(root, inputs.image(root, "cpu").base, say=say)
+        file = bases.fetched(root, base, say=say)
+        changes = debs.update_locks(root, base=file, say=say, check=check)
         if check and changes:
             raise ConfigError(
                 "Debian's packages are not as locked",

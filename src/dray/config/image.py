@@ -33,11 +33,9 @@ class Vendor(Spec):
     """The hashes of the files that may be installed."""
     index: Annotated[str, Field(pattern=r"^https://\S+$")]
     """The vendor's index, asked for this package only, and only if the user's own pip does not find it."""
-    mb: PositiveInt | None = None
-    """The size of its wheel in MB, which the vendor's index does not tell."""
 
 
-class Source(Spec):
+class SourceArchive(Spec):
     """Sources that a step of the build compiles: a release's tar, fetched and pinned by hash."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
@@ -60,10 +58,8 @@ class Source(Spec):
 class Size(Spec):
     """How much a build downloads and writes, in MB of 1,000,000 bytes: dray refuses a build without that free space."""
 
-    locks: list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]]
-    """The digests of the locks whose wheels were summed; `dray image lock` writes them."""
     wheels_mb: NonNegativeInt
-    """The locked wheels for x86_64; `dray image lock` writes it."""
+    """The locked wheels for x86_64, as build/inputs/VARIANT/wheels has them after a build."""
     unpacked_mb: PositiveInt
     """All files of the image."""
     sif_mb: PositiveInt
@@ -82,14 +78,14 @@ class Image(Spec):
     machines: list[Literal["x86_64", "aarch64"]] = Field(default=["x86_64"])
     """The architectures that its wheels are for, as uname -m names them."""
     size: Size | None = None
-    """The disk space that a build needs. `dray image lock` writes it for a new variant."""
+    """The disk space that a build needs. Measure it after the first build; without it dray checks no disk."""
     driver: Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")] | None = None
     """The oldest host driver that it runs with."""
     architectures: list[Annotated[str, Field(pattern=r"^(\d+\.\d+|gfx[0-9a-f]+)$")]] = Field(default_factory=list)
     """The GPUs that operators are compiled for, such as 8.0 or gfx90a."""
     vendor: list[Vendor] = Field(default_factory=list)
     """Wheels of other indexes, with their hashes."""
-    source: list[Source] = Field(default_factory=list)
+    source: list[SourceArchive] = Field(default_factory=list)
     """Sources that the build compiles, with their hashes."""
     without: list[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9+.-]+$")]] = Field(default_factory=list)
     """Packages of Debian's locks that this variant does not install."""

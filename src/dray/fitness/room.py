@@ -26,7 +26,7 @@ def check(build: Build, size: Mapping[str, Any] | None, machine: Machine) -> Ite
     """Check the disk of build/, and the disk of the SIF if it is another one."""
     subject = f"image {build.variant}"
     if size is None:
-        fix = f"dray image lock {build.variant} writes it"
+        fix = "add it after the first build; docs/extending.md has an example"
         yield Finding(
             subject, found="its image.toml has no [size], so dray cannot check the free space", fix=fix, kind="note"
         )

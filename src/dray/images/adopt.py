@@ -22,10 +22,9 @@ from dray.clients import progress, singularity
 from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images import beside, store
+from dray.images import beside, bundle, store
 from dray.images.sif import format as sif_format
 from dray.images.sif.format import MACHINES
-from dray.images.sources import inputs
 
 # The oldest versions that dray's own trainer supports; `dray image adopt` notes older ones.
 _TRAINER = {"torch": (2, 8), "transformers": (5,)}
@@ -169,7 +168,7 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
         began = time.monotonic()
         singularity.pull(address, kept, what="the image", instead=instead, say=say)
         say(f"dray: fetched in {time.monotonic() - began:.0f} s, {kept.stat().st_size / 1e6:,.0f} MB")
-    inputs.link(kept, image)
+    bundle.link(kept, image)
     return source
 
 

@@ -25,7 +25,7 @@ from zipfile import ZipFile
 
 from dray import __version__, process
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.sources.platforms import PLATFORMS
+from dray.images.fetch.platforms import PLATFORMS
 
 IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
 """Files in the folder: the SIF, or a link to it; a link to the file that the user named; the description of both."""

@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 from dray import __version__
 from dray.clients import builder, images
 from dray.contract.findings import ConfigError, DrayError
-from dray.images import store
+from dray.images import bundle, inputs, store
+from dray.images.fetch import compiled_wheels
+from dray.images.inputs import INPUTS_LABEL, BuildContext
 from dray.images.log import build_log
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.sif import record
 from dray.images.sif.verify import digest
-from dray.images.sources import bundle, inputs, operators
-from dray.images.sources.inputs import INPUTS_LABEL, Source
 
 Say = Callable[[str], None]
 
@@ -47,7 +47,7 @@ def build(
     sif.parent.mkdir(parents=True, exist_ok=True)
     with build_log(checkout / "build" / "logs" / f"{variant}.log", out=sif.parent) as say, builder.engine():
         if bundled:
-            source = bundle.opened(checkout, bundled, variant, signers=signers)
+            source = inputs.from_bundle(checkout, bundled, variant, signers=signers)
         else:
             source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, as_locked=as_locked, say=say)
         again = twice or from_nothing or force
@@ -74,7 +74,7 @@ def build(
         return [f"{found[name]}  ({seconds:.0f} s)" for name in formats]
 
 
-def _found(source: Source, sif: Path, formats: Sequence[str]) -> dict[str, str]:
+def _found(source: BuildContext, sif: Path, formats: Sequence[str]) -> dict[str, str]:
     """The images that exist from the same inputs, a line for each format: the SIF, Docker's and Podman's."""
     found = {}
     recorded = _record(sif)
@@ -91,7 +91,7 @@ def _found(source: Source, sif: Path, formats: Sequence[str]) -> dict[str, str]:
 @contextmanager
 def _made(
     checkout: Path,
-    source: Source,
+    source: BuildContext,
     *,
     near: Path,
     formats: Sequence[str],
@@ -105,7 +105,7 @@ def _made(
     """
     with TemporaryDirectory(prefix=f".{near.name}-", dir=near.parent, ignore_cleanup_errors=True) as made:
         scratch = Path(made)
-        kept = None if from_nothing else operators.find(checkout, source.operators, say=say)
+        kept = None if from_nothing else compiled_wheels.find(checkout, source.operators, say=say)
         wheel = kept or scratch / "operators"
         wheel.mkdir(exist_ok=True)
         binds = {source.inputs: False, scratch: True, source.base: False, wheel: kept is None}
@@ -120,16 +120,16 @@ def _made(
             binds[unpacked] = False
             argv += ["--unpack", unpacked]
         try:
-            saved = source.inputs / inputs.BUILDER
+            saved = source.inputs / bundle.BUILDER
             builder.run(checkout, argv, binds=binds, on_line=say, saved=saved)
         except builder.BuildError as error:
             _keep_failed(store.failed(checkout, source.image.variant), source, scratch, error)
             raise
-        operators.keep(checkout, source.operators, wheel)
+        compiled_wheels.keep(checkout, source.operators, wheel)
         yield scratch
 
 
-def _keep_failed(failed: Path, source: Source, scratch: Path, error: DrayError) -> None:
+def _keep_failed(failed: Path, source: BuildContext, scratch: Path, error: DrayError) -> None:
     """Keep the sandbox of a failed build, for `dray image enter`."""
     for sandbox in (*scratch.glob(f"build-temp-*/{ROOTFS}"), *scratch.glob(ROOTFS)):
         shutil.rmtree(failed, ignore_errors=True)
@@ -165,7 +165,7 @@ def _need_same(failed: Path, first: Path, second: Path) -> None:
         )
 
 
-def _deliver(source: Source, scratch: Path, sif: Path) -> None:
+def _deliver(source: BuildContext, scratch: Path, sif: Path) -> None:
     os.chown(scratch / SIF, os.getuid(), os.getgid())
     facts = inputs.facts(source.inputs)
     made = record.Record(

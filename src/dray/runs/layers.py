@@ -18,8 +18,8 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts, Layer
 from dray.images import store
 from dray.images.layers import lock as layer_lock
+from dray.images.locks import lock
 from dray.images.sif import record, verify
-from dray.images.sources import lock
 from dray.planning import image
 
 _NOBODY = 65534

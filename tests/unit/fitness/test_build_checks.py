@@ -8,9 +8,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +17,11 @@ import pytest
 
 from dray.clients import endpoint
 from dray.config import checkout as checkouts
-from dray.contract.findings import ConfigError, Finding, UnfitError
+from dray.contract.findings import ConfigError, Finding
 from dray.fitness import build as builds
 from dray.fitness import namespaces, room
 from dray.fitness.machine import Build, Machine
-from dray.images.sources import inputs, size
+from dray.images import inputs
 from helpers import ROOT
 
 GB = 10**9
@@ -510,7 +507,7 @@ class TestRoom:
 
     def test_a_new_variant_that_nobody_has_measured(self, build: Make, machine: Machine) -> None:
         (note,) = room.check(build(), None, machine)
-        assert (note.kind, note.fix) == ("note", "dray image lock cpu writes it")
+        assert (note.kind, note.fix) == ("note", "add it after the first build; docs/extending.md has an example")
 
     @pytest.mark.parametrize(
         ("kind", "point", "noted"),
@@ -537,9 +534,6 @@ class TestSizes:
     def test_the_locks_that_were_summed(self, variant: str) -> None:
         image = inputs.image(ROOT, variant)
         assert image.size
-        assert image.size.locks == size.digests(ROOT, image), f"dray image lock {variant}"
-        assert image.size.wheels_mb > sum(vendor.mb or 0 for vendor in image.vendor)
-        assert all(vendor.mb for vendor in image.vendor)
         assert 1.2 * image.size.wheels_mb < image.size.unpacked_mb < 4 * image.size.wheels_mb
         assert 0.5 * image.size.wheels_mb < image.size.sif_mb < 1.2 * image.size.wheels_mb
 
@@ -551,96 +545,3 @@ class TestSizes:
         wheels = [path for path in (ROOT / "build/inputs/cpu/wheels").glob("*") if path.is_file()]
         if wheels:  # else the image was brought from another machine
             assert about.wheels_mb == pytest.approx(sum(path.stat().st_size for path in wheels) / 1e6, rel=0.05)
-
-    def test_it_is_written_into_image_toml(self) -> None:
-        text = 'a = 1\n\n[size]\nlocks = ["0000000000000000"]\nwheels_mb = 1 # why\nunpacked_mb = 7\n\n[labels]\n'
-        written = size.written(text, ["1" * 16, "2" * 16], 500)
-        assert written == text.replace('["0000000000000000"]', f'["{"1" * 16}", "{"2" * 16}"]').replace(
-            "= 1 #", "= 500 #"
-        )
-        new = tomllib.loads(size.written("a = 1\n", ["1" * 16], 500))
-        assert new["size"] == {"locks": ["1" * 16], "wheels_mb": 500, "unpacked_mb": 1500, "sif_mb": 500}
-
-
-class TestCommands:
-    """As users type them; nothing may be written."""
-
-    @pytest.fixture
-    def copy(self, tmp_path: Path) -> Path:
-        copy = tmp_path / "a clone"
-        copy.mkdir()
-        for name in ("containers", "src"):
-            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("Makefile", "pyproject.toml"):
-            shutil.copy(ROOT / name, copy)
-        return copy
-
-    def make(self, copy: Path, target: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DOCKER", "SUDO", "DRAY"))}
-        path = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHON": "/usr/bin/env python3"}
-        before = sorted(copy.rglob("*"))
-        ended = subprocess.run(
-            ["make", "--silent", target], cwd=copy, env={**kept, **path, **environment}, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        assert sorted(copy.rglob("*")) == before
-        return ended
-
-    def test_a_context_whose_engine_is_not_started(self, copy: Path, tmp_path: Path) -> None:
-        meta = tmp_path / "docker/contexts/meta" / hashlib.sha256(b"desktop-linux").hexdigest() / "meta.json"
-        meta.parent.mkdir(parents=True)
-        url = f"unix://{tmp_path}/.docker/desktop/docker.sock"
-        meta.write_text(json.dumps({"Name": "desktop-linux", "Endpoints": {"docker": {"Host": url}}}))
-        (tmp_path / "docker/config.json").write_text('{"currentContext": "desktop-linux"}')
-        ended = self.make(copy, "image-cpu-docker", DOCKER_CONFIG=str(tmp_path / "docker"))
-        assert ended.stderr.startswith("dray: image cpu: fetch 0.7 GB, needs 3.9 GB in build/ (")
-        assert (
-            "dray: Docker Desktop is not running\n"
-            f"  where:  {url} (context desktop-linux)\n"
-            "  found:  [Errno 2] No such file or directory\n"
-            "  fix:    start Docker Desktop (on Linux: systemctl --user start docker-desktop)\n"
-        ) in ended.stderr
-        assert "Error 69" in ended.stderr
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can be sudo's")
-    def test_sudo_make(self, copy: Path) -> None:
-        os.chown(copy, 1000, 1000)
-        ended = self.make(copy, "image-cpu", SUDO_UID="1000", SUDO_USER="ann")
-        assert ended.stderr.splitlines()[0].startswith("dray: dray builds without root, and sudo would leave root's")
-        assert "  where:  " + str(copy) in ended.stderr
-        assert "Error 78" in ended.stderr
-
-    def test_an_old_python(self, copy: Path, tmp_path: Path) -> None:
-        program(tmp_path, "python3.9", "case $1 in --version) echo Python 3.9.2;; *) exit 1;; esac")
-        ended = self.make(copy, "image-cpu", PYTHON=str(tmp_path / "bin/python3.9"))
-        assert "dray needs Python 3.11 or newer; this is Python 3.9.2. Set PYTHON=python3.11\n" in ended.stderr
-
-    @pytest.mark.parametrize("words", [["image", "build", "gpu"], ["doctor", "--build", "gpu"]])
-    def test_dray_itself(self, words: list[str]) -> None:
-        ended = subprocess.run([sys.executable, "-m", "dray", *words], capture_output=True, text=True, check=False)
-        assert (ended.returncode, "there is no image gpu" in ended.stdout + ended.stderr) == (78, True)
-
-    def test_it_needs_the_standard_library_alone(self) -> None:
-        code = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import dray.fitness.build"
-        ended = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
-        assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_make_prints_what_matters(build: Make, machine: Machine) -> None:
-    findings = [
-        Finding("image cpu", found="fetch 0.6 GB", kind="ok"),
-        Finding("Python", found="3.11", kind="ok"),
-        Finding("builder", found="Docker at unix:///x", kind="ok"),
-        Finding("scratch", found="a network disk (nfs)", fix="move", kind="note"),
-        UnfitError("no", fix="yes").finding,
-        ConfigError("never").finding,
-    ]
-    said: list[str] = []
-    assert builds.show(findings, said.append) == 78
-    assert said == [
-        "dray: image cpu: fetch 0.6 GB",
-        "dray: builder: Docker at unix:///x",
-        "dray: scratch: a network disk (nfs)\n  fix:    move",
-        "dray: no\n  fix:    yes",
-        "dray: never",
-    ]

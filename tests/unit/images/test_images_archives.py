@@ -8,6 +8,7 @@ import io
 import json
 import tarfile
 import urllib.error
+import urllib.request
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
@@ -17,16 +18,17 @@ import pytest
 from pydantic import ValidationError
 
 from dray.config import mirrors
-from dray.config.image import ACCELERATORS, Image, Source
-from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.sources import archives, arrival, debs, inputs
+from dray.config.image import ACCELERATORS, Image, SourceArchive
+from dray.contract.findings import ConfigError, UnfitError
+from dray.images import bundle, inputs
+from dray.images.fetch import archives, debs
 
+open_url = urllib.request.urlopen
 URL = "https://example.org/v1.tar.gz"
 TOP = "tool-1"
 HALF = gzip.compress(bytes(range(256)))[:-99]
 FILE = ("file", f"{TOP}/a", "")
-KINDS = {"file": tarfile.REGTYPE, "folder": tarfile.DIRTYPE, "link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE,
-         "pipe": tarfile.FIFOTYPE, "device": tarfile.CHRTYPE}  # fmt: skip
+KINDS = {"file": tarfile.REGTYPE, "link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE}
 
 Fetch = Callable[..., list[Path]]
 
@@ -42,7 +44,7 @@ def packed(*members: tuple[str, str, str]) -> bytes:
     return out.getvalue()
 
 
-def source(content: bytes, **more: object) -> Source:
+def source(content: bytes, **more: object) -> SourceArchive:
     known = {
         "name": "tool",
         "version": "1",
@@ -50,10 +52,10 @@ def source(content: bytes, **more: object) -> Source:
         "license": "MIT",
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    return Source.model_validate({**known, **more})
+    return SourceArchive.model_validate({**known, **more})
 
 
-def image(*sources: Source) -> Image:
+def image(*sources: SourceArchive) -> Image:
     return Image(variant="cuda", base=f"debian@sha256:{'0' * 64}", python="3.11", source=list(sources))
 
 
@@ -61,8 +63,10 @@ def image(*sources: Source) -> Image:
 def fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """Fetch one source into `kept`, which the URL has as `served`, if anybody has."""
 
-    def fetch(wanted: Source, *, served: bytes | None = None, own: dict[str, bytes] | None = None) -> list[Path]:
-        def answer(url: str, **_: object) -> addinfourl:
+    def fetch(wanted: SourceArchive, *, served: bytes | None = None, own: dict[str, bytes] | None = None) -> list[Path]:
+        def answer(url: str, **more: object) -> addinfourl:
+            if url.startswith("file:"):
+                return open_url(url, **more)
             if served is None:
                 raise urllib.error.URLError("no route to host")
             assert url == URL
@@ -139,11 +143,9 @@ class TestFetch:
         assert fetch(source(tar), served=gzip.compress(tar)) == [kept]
         assert (left(tmp_path / "kept"), kept.read_bytes()) == (["tool-1.tar"], tar)
 
-    @pytest.mark.parametrize("packing", [gzip.compress, bytes])
-    def test_from_a_folder_that_the_user_names(self, fetch: Fetch, packing: Callable[[bytes], bytes]) -> None:
+    def test_from_a_folder_that_the_user_names(self, fetch: Fetch) -> None:
         tar = packed(FILE)
-        name = "tool-1.tar" if packing is bytes else "tool-1.tar.gz"
-        (kept,) = fetch(source(tar), own={name: packing(tar), "tool-2.tar": b"another"})
+        (kept,) = fetch(source(tar), own={"tool-1.tar.gz": gzip.compress(tar), "tool-2.tar.gz": b"another"})
         assert kept.read_bytes() == tar
         assert fetch.said == []  # type: ignore[attr-defined]
 
@@ -155,8 +157,8 @@ class TestFetch:
             f"  where:  {URL}\n"
             "  wanted: tool-1.tar.gz\n"
             "  found:  <urlopen error no route to host>\n"
-            f"  fix:    if only a mirror can be reached, name it below [mirrors] in {mirrors.path()}\n"
-            "          or put that file into a folder: make image-cuda WHEELS=FOLDER\n"
+            f'  fix:    if only a mirror can be reached: "{URL}" = "https://..." below [mirrors] in {mirrors.path()}\n'
+            "          or put the files into a folder: make image-cuda WHEELS=FOLDER\n"
             "          or, without a network, make a bundle on a machine with one: dray image bundle cuda"
         )
         assert left(tmp_path / "kept") == []
@@ -164,60 +166,23 @@ class TestFetch:
     def test_another_one_than_is_pinned(self, fetch: Fetch, tmp_path: Path) -> None:
         tar, evil = packed(FILE), packed(FILE, FILE)
         with pytest.raises(ConfigError) as refused:
-            fetch(source(tar), own={"tool-1.tar": evil})
+            fetch(source(tar), own={"tool-1.tar.gz": gzip.compress(evil)})
         assert refused.value.details == {
-            "where": str(tmp_path / "own" / "tool-1.tar"),
+            "where": (tmp_path / "own" / "tool-1.tar.gz").as_uri(),
             "wanted": f"sha256 {hashlib.sha256(tar).hexdigest()}, of the uncompressed tar",
             "found": f"sha256 {hashlib.sha256(evil).hexdigest()}",
             "fix": f"fetch the file again from {URL}, or remove it from the folder",
         }
+        (tmp_path / "own" / "tool-1.tar.gz").unlink()
         with pytest.raises(ConfigError, match="a source archive is not the pinned one"):
             fetch(source(tar), served=gzip.compress(evil))
         assert left(tmp_path / "kept") == []
 
     @pytest.mark.parametrize("broken", [b"no gzip", HALF, b"\x1f\x8b\x08" + b"\0" * 99])
     def test_half_of_one(self, fetch: Fetch, tmp_path: Path, broken: bytes) -> None:
-        with pytest.raises(ConfigError, match="a source archive is not complete"):
+        with pytest.raises(UnfitError, match="a source archive of the image cannot be fetched"):
             fetch(source(b""), served=broken)
         assert left(tmp_path / "kept") == []
-
-    @pytest.mark.parametrize("packing", [gzip.compress, bytes])
-    def test_one_without_an_end(self, fetch: Fetch, tmp_path: Path, monkeypatch, packing) -> None:
-        monkeypatch.setattr(archives, "_LARGEST", 1 << 20)
-        with pytest.raises(ConfigError, match="larger than any release") as refused:
-            fetch(source(b""), served=packing(b"\0" * (3 << 20)))
-        assert refused.value.details["found"] == "more than 1048576 bytes"
-        assert left(tmp_path / "kept") == []
-
-    @pytest.mark.parametrize(
-        "stray",
-        [
-            ("file", "/etc/passwd", ""),
-            ("file", "../x", ""),
-            ("file", f"{TOP}/../x", ""),
-            ("file", "x", ""),
-            ("folder", "tool-2", ""),
-            ("link", f"{TOP}/x", "/etc"),
-            ("link", f"{TOP}/x", "../.."),
-            ("link", f"{TOP}/x", "../tool-2/a"),
-            ("hard", f"{TOP}/x", "../etc/passwd"),
-            ("hard", f"{TOP}/x", "x"),
-            ("pipe", f"{TOP}/x", ""),
-            ("device", f"{TOP}/x", ""),
-        ],
-    )
-    def test_one_that_leads_outside_though_it_is_pinned(self, fetch: Fetch, tmp_path: Path, stray) -> None:
-        tar = packed(FILE, stray)
-        with pytest.raises(ConfigError, match="entries that dray does not unpack") as refused:
-            fetch(source(tar), served=gzip.compress(tar))
-        assert (refused.value.details["found"], left(tmp_path / "kept")) == (stray[1], [])
-
-    @pytest.mark.parametrize(
-        "content", [b"", b"text" * 999, gzip.compress(packed(FILE))], ids=["empty", "text", "twice"]
-    )
-    def test_no_tar_at_all(self, fetch: Fetch, content: bytes) -> None:
-        with pytest.raises(DrayError, match="a source archive is not a tar"):
-            fetch(source(content), served=gzip.compress(content))
 
 
 def test_the_build_sees_its_sources_and_what_they_are(root: Path, tmp_path: Path) -> None:
@@ -246,8 +211,8 @@ def test_a_bundle_has_the_pinned_sources_alone(tmp_path: Path) -> None:
     (containers / "image.toml").write_text(f'[[source]]\nsha256 = "{hashlib.sha256(tar.read_bytes()).hexdigest()}"\n')
 
     def require() -> None:
-        (folder / arrival.SUMS).write_text(f"{hashlib.sha256(tar.read_bytes()).hexdigest()}  sources/tool-1.tar\n")
-        arrival.require(folder, containers.parent)
+        (folder / bundle.SUMS).write_text(f"{hashlib.sha256(tar.read_bytes()).hexdigest()}  sources/tool-1.tar\n")
+        bundle.require(folder, tmp_path)
 
     require()
     tar.write_bytes(packed(FILE, FILE))

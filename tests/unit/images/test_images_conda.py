@@ -10,7 +10,8 @@ import yaml
 
 from dray.config.image import Image, Vendor
 from dray.contract.findings import ConfigError
-from dray.images.sources import conda, inputs, lock
+from dray.images import inputs
+from dray.images.locks import conda, lock
 from helpers import ROOT
 
 INDEX = "https://vendor.invalid/whl/rocm7.1"
@@ -100,18 +101,18 @@ def test_each_variant_has_what_its_lock_gives(variant):
 def test_a_file_that_is_not_what_the_lock_gives_is_refused_and_written(tmp_path):
     described = inputs.image(ROOT, "cpu")
     shutil.copytree(ROOT / "containers" / "cpu", tmp_path / "containers" / "cpu", symlinks=True)
-    conda.require_fresh(tmp_path, described)
+    conda.update(tmp_path, described, check=True)
     assert conda.update(tmp_path, described) == []
     file = conda.path(tmp_path, "cpu")
     for spoil in (lambda: file.write_text(file.read_text() + "\n"), file.unlink):
         spoil()
         with pytest.raises(ConfigError) as refused:
-            conda.require_fresh(tmp_path, described)
+            conda.update(tmp_path, described, check=True)
         assert str(refused.value) == (
             f"the conda file differs from the lock\n  where:  {file}\n  fix:    dray image lock cpu"
         )
         assert conda.update(tmp_path, described) == ["environment.yml: written anew"]
-        conda.require_fresh(tmp_path, described)
+        conda.update(tmp_path, described, check=True)
 
 
 @pytest.mark.parametrize(

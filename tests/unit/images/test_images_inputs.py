@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import shlex
 import shutil
 import subprocess
@@ -14,8 +12,9 @@ import pytest
 from dray.config.image import ACCELERATORS, Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError
-from dray.images.sources import debs, inputs, lock
-from dray.images.sources.inputs import Source
+from dray.images import inputs
+from dray.images.inputs import BuildContext
+from dray.images.locks import lock
 
 HOSTILE = "p a$s'\"`id`;\\"
 VARIANTS = tuple(ACCELERATORS)
@@ -127,7 +126,7 @@ def test_one_digest_for_all_of_it(checkout):
     folder = laid_out(checkout, image)
 
     def digest(base: str = "here") -> str:
-        return Source(image=image, inputs=folder, base=Path(base)).digest
+        return BuildContext(image=image, inputs=folder, base=Path(base)).digest
 
     first = digest()
     assert digest("there") == first  # a path is no content
@@ -187,90 +186,3 @@ def test_what_an_image_cannot_be(root, tmp_path, written, changed):
     (tmp_path / "image.toml").write_text(text.replace(written, changed, 1))
     with pytest.raises(ConfigError, match="1 error"):
         load(Image, tmp_path / "image.toml")
-
-
-class TestDebian:
-    """What an image would have against what is locked."""
-
-    HASH = "6d7b1f1b4a0b0b86a2b3a1c4b4f8b3a0"
-
-    @pytest.mark.parametrize(
-        ("locked", "fetched", "installed", "told"),
-        [
-            ("a 1:2 amd64", "a_1%3a2_amd64", "", []),
-            ("a 1:2 amd64", "", "a 1:2 amd64", []),  # the base has it
-            ("a 1:2 amd64", "a_1%3a2_amd64", "a 1:1 amd64", []),  # and an older one is replaced
-            ("a 0.9 all", "a_1_all", "", ["a 0.9 -> 1"]),
-            ("a 1 all", "a_1_amd64", "", ["a 1 -> 1"]),
-            ("", "a_1_all", "", ["a none -> 1"]),
-            ("a 1 all", "", "", ["a 1 -> none"]),
-            ("a 1 all", "", "a 2 all", ["a 1 -> 2, in the base"]),
-            ("a 1 all base", "", "a 2 all", []),  # the base's own file
-            ("a 1 all base", "a_1_all", "", []),
-            ("a 1 all base", "a_2_all", "", ["a 1 -> 2"]),
-            ("a 1 all base", "", "", []),  # a site's base without it
-            ("", "", "b 1 all", []),
-        ],
-    )
-    def test_differences(self, tmp_path, locked, fetched, installed, told):
-        folder = tmp_path / "debs"
-        folder.mkdir()
-        digest = ""
-        if fetched:
-            (folder / f"{fetched}.deb").write_text(fetched)
-            digest = hashlib.sha256(fetched.encode()).hexdigest()
-        (folder / debs.INSTALLED).write_text(f"{installed}\n" if installed else "")
-        lock_file = tmp_path / "debian.lock"
-        name, *rest = locked.split(" base")
-        line = f"{name} {digest or self.HASH}{' base' if rest else ''}\n" if locked else ""
-        lock_file.write_text(f"# archive 20261126T181055Z\n{line}")
-        assert debs.differences(folder, lock_file) == told
-
-    def test_other_bytes_of_the_same_version(self, tmp_path):
-        (tmp_path / "a_1_all.deb").write_text("other")
-        (tmp_path / debs.INSTALLED).touch()
-        (tmp_path / "debian.lock").write_text(f"a 1 all {self.HASH}\n")
-        assert debs.differences(tmp_path, tmp_path / "debian.lock") == ["a 1 -> 1"]
-
-    @pytest.mark.parametrize("architecture", ["amd64", "arm64"])
-    def test_the_real_lock_is_of_all_that_is_needed(self, root, architecture):
-        asked = {line.split("#")[0].strip() for line in (root / "containers" / "debian.in").read_text().splitlines()}
-        head, *rest = debs.lock_file(root, architecture).read_text().splitlines()
-        lines = [line.split() for line in rest]
-        assert re.fullmatch(r"# archive \d{8}T\d{6}Z", head)
-        assert asked - {""} <= {name for name, *_ in lines}
-        assert {one[2] for one in lines} <= {architecture, "all"}
-        # What the slim image has not, though many a base that is made by hand has it.
-        on_top = {one[0] for one in lines if len(one) == 4}
-        assert {"ca-certificates", "libssl3", "openssl", "perl"} <= on_top
-        assert {"libc6", "perl-base", "zlib1g"} & on_top == set()
-
-    @pytest.mark.parametrize("check", [True, False])
-    def test_each_architecture_has_a_lock_of_its_own(self, tmp_path, monkeypatch, check):
-        """A check writes nothing."""
-        (tmp_path / "containers").mkdir()
-        before = "# archive 20200101T000000Z\na 1 amd64 0\n"
-        debs.lock_file(tmp_path, "amd64").write_text(before)
-
-        def download(_checkout, folder, *, locked, architecture, **_):
-            folder.mkdir()
-            (folder / f"a_2_{architecture}.deb").write_text(architecture)
-            (folder / f"libc6_1_{architecture}.deb").write_text(architecture)
-            (folder / debs.INSTALLED).write_text("libc6 0.9 amd64\n")
-            assert locked == ""
-
-        monkeypatch.setattr(debs, "_download", download)
-        changed = debs.lock(tmp_path, base=tmp_path, say=print, check=check)
-        assert changed == [
-            *("amd64: a 1 -> 2", "amd64: libc6 none -> 1", "arm64: a none -> 2", "arm64: libc6 none -> 1"),
-        ]
-        written = {path.name: path.read_text() for path in sorted((tmp_path / "containers").iterdir())}
-        if check:
-            assert written == {"debian-amd64.lock": before}
-            return
-        for architecture in ("amd64", "arm64"):
-            digest = hashlib.sha256(architecture.encode()).hexdigest()
-            head, *lines = written.pop(f"debian-{architecture}.lock").splitlines()
-            assert re.fullmatch(r"# archive \d{8}T\d{6}Z", head)
-            assert lines == [f"a 2 {architecture} {digest}", f"libc6 1 {architecture} {digest} base"]
-        assert written == {}

@@ -23,10 +23,10 @@ from dray.clients.builder import BuildError
 from dray.config import mirrors
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import build
+from dray.images.fetch import base as bases
 from dray.images.log import build_log
 from dray.images.rootfs import layer, squash
 from dray.images.rootfs import make as rootfs
-from dray.images.sources import base as bases
 from helpers import ROOT
 
 DIGEST = f"sha256:{'a' * 64}"

@@ -22,7 +22,7 @@ import pytest
 from dray.config import mirrors
 from dray.config.image import Image, Vendor
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.sources import pip, wheels
+from dray.images.fetch import pip, wheels
 
 INDEX = "https://download.pytorch.org/whl/rocm6.4"
 NOWHERE = "ERROR: No matching distribution found for"
@@ -173,7 +173,7 @@ def test_package_that_pip_does_not_find(index, fetch):
         fetch(gone)
     assert raised.value.details == {
         "wanted": f"a wheel for Python 3.11 on {platform.machine()}",
-        "found": "ERROR: Could not find a version that satisfies the requirement gone==2.0 (from versions: ..., 1.19)\n"
+        "found": "ERROR: Could not find a version that satisfies the requirement gone==2.0 (from versions: 1.19)\n"
         f"{NOWHERE} gone==2.0",
         "fix": "pip config list shows where pip looks: a proxy or a mirror may be missing",
     }
@@ -181,13 +181,15 @@ def test_package_that_pip_does_not_find(index, fetch):
 
 def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
     wheel(index, "torch", "2.8.0")
-    lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0")
+    lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0") + pin("triton-rocm", "1" * 64, "3.4.0")
+    triton = Vendor(name="triton-rocm", version="3.4.0", sha256=["1" * 64], index=INDEX)
     with pytest.raises(UnfitError) as raised:
-        fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
-    assert raised.value.problem == "pip cannot find a wheel of the image"
+        fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64), triton))
+    assert raised.value.problem == "pip cannot find a locked file"
     assert raised.value.details == {
         "where": INDEX,
-        "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl",
+        "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl\n"
+        f"triton_rocm-3.4.0-cp311-cp311-*_{platform.machine()}.whl",
         "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
         f"(from versions: 2.8.0)\n{NOWHERE} torch==2.8.0+rocm6.4",
         "fix": f'if only a mirror can be reached: "{INDEX}" = "https://..." below [mirrors] in {mirrors.path()}\n'

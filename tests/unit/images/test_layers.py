@@ -16,11 +16,11 @@ from dray.cli import main
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Files, Layer
+from dray.images import inputs
 from dray.images.layers import lock
+from dray.images.locks import lock as locks
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
-from dray.images.sources import inputs
-from dray.images.sources import lock as locks
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.render.node import start_argv

@@ -16,7 +16,7 @@ import pytest
 from conftest import ALL
 
 from dray import process
-from dray.images.sources import lock
+from dray.images.locks import lock
 from helpers import ROOT
 
 WHEELS = ROOT / "build/torch"

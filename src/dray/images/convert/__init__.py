@@ -9,9 +9,10 @@ from typing import NamedTuple
 from dray.clients import singularity
 from dray.contract import files
 from dray.contract.findings import ConfigError
+from dray.images import inputs
 from dray.images.convert import definition, dockerfile, write
 from dray.images.convert.packages import requirements
-from dray.images.sources import debs, inputs
+from dray.images.fetch import debs
 
 _BUILDKIT = (1, 5)
 

@@ -13,8 +13,8 @@ from zipfile import ZipFile, ZipInfo
 from dray import process
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
-from dray.images.sources import lock
-from dray.images.sources.lock import Pin
+from dray.images.locks import lock, uv
+from dray.images.locks.lock import Pin
 
 # uv resolves against empty wheels instead of the image's packages: it asks no index for them (some are on none), and it
 # can choose no other version.
@@ -45,7 +45,7 @@ def update(
     ours = {pin.name: pin.version for pin in packages}
     needs = "".join(f"{_NEEDS}{pin.name}=={ours[pin.name]}\n" for pin in pins if pin.name in ours)
     lines = needs + "".join(f"{pin}\n" for pin in pins if pin.name not in ours)
-    path.write_text(lock.head(path.stem, origins, lines) + lines, encoding="utf-8")
+    lock.write(path, origins, lines)
 
 
 def needs(path: Path) -> dict[str, str]:
@@ -72,12 +72,12 @@ def _resolved(
     asked.write_text("".join(f"{line}\n" for line in requirements))
     done = process.run(
         [
-            *(*lock.compiler(), "--python-version", image.python),
+            *(*uv.compiler(), "--python-version", image.python),
             *("--python-platform", f"{platform.machine()}-manylinux_2_28", "--only-binary", ":all:"),
             *("--constraint", held, "--find-links", stand_ins, *(("--find-links", wheels) if wheels else ())),
             *("--no-emit-find-links", "--output-file", out, asked),
         ],
-        env=lock.UV_ENVIRONMENT,
+        env=uv.ENVIRONMENT,
         check=False,
     )
     if done.code != 0:
@@ -89,7 +89,7 @@ def _refused(requirements: Sequence[str], packages: Iterable[Pin], text: str) ->
     held = [pin for pin in packages if re.search(rf"(?<![\w-]){re.escape(pin.name)}(?![\w-])", text)]
     where = ", ".join(requirements)
     if "Failed to fetch" in text or not held:
-        return lock.unsolved(where, text)
+        return uv.unsolved(where, text)
     return ConfigError(
         "these packages conflict with the image's",
         where=where,

@@ -14,12 +14,13 @@ from dray import __version__, process
 from dray.clients import builder
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
-from dray.images import store
+from dray.images import bundle, inputs, store
+from dray.images.fetch import pip, wheels
 from dray.images.layers import PROGRAM, SIF, TREE
 from dray.images.layers import lock as layer_lock
+from dray.images.locks import lock
 from dray.images.log import build_log
 from dray.images.sif import record, verify
-from dray.images.sources import inputs, lock, pip, wheels
 
 Say = Callable[[str], None]
 _INSTALLED = "installed"
@@ -85,11 +86,11 @@ def _install(checkout: Path, image: Image, path: Path, scratch: Path, *, own_whe
     with inputs.alone(checkout / "build"):
         say("dray: wheels")
         fetched = wheels.fetch(
-            locks=[path], image=image.model_copy(update={"vendor": []}), folder=checkout / "build" / "wheels",
-            wheels=own_wheels, say=say,
+            locks=[path], image=image.model_copy(update={"vendor": [], "size": None}),
+            folder=checkout / "build" / "wheels", wheels=own_wheels, say=say,
         )  # fmt: skip
         for wheel in fetched:
-            inputs.link(wheel, files / wheel.name)
+            bundle.link(wheel, files / wheel.name)
     process.run(pip.install_argv(requirements=path, python=image.python, wheels=files, folder=modules))
     if (modules / "bin").is_dir():
         _start_with_the_images_python(modules)

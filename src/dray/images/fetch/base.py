@@ -10,6 +10,7 @@ from pathlib import Path
 from dray.clients import builder, singularity
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
+from dray.images.fetch import sha256
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
@@ -22,11 +23,11 @@ def default(checkout: Path, pinned: str, *, say: Callable[[str], None]) -> str:
     return str(made or pinned)
 
 
-def require(base: str) -> None:
-    """Refuse a base that is written as a path and is not a file."""
+def local(base: str) -> Path | None:
+    """The base's file if it is written as a path, which must exist."""
     path = Path(base).expanduser().resolve()
     if path.is_file():
-        return
+        return path
     if path.exists() or base.startswith(("/", ".", "~")) or path.suffix in (".tar", ".sif"):
         raise ConfigError(
             "the base is a folder" if path.is_dir() else "the base does not exist",
@@ -34,13 +35,12 @@ def require(base: str) -> None:
             found=base,
             fix=f"tar --create --file base.tar --directory {base} ." if path.is_dir() else f"make one: {_MAKE}",
         )
+    return None
 
 
 def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
     """The base's file: the user's own tar or SIF, or the image of a reference, which is pulled once."""
-    require(base)
-    path = Path(base).expanduser().resolve()
-    if path.is_file():
+    if path := local(base):
         return path
     pulled = checkout / "build" / "base" / f"{hashlib.sha256(base.encode()).hexdigest()[:16]}.sif"
     if not pulled.exists():
@@ -53,10 +53,9 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
 
 def identity(base: str, file: Path) -> str:
     """A base's identity, without a path: the reference with its digest, or the file's digest."""
-    if not Path(base).expanduser().exists() and "@sha256:" in base:
+    if "@sha256:" in base and not local(base):
         return base
-    with file.open("rb") as opened:
-        return f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
+    return f"sha256:{sha256(file)}"
 
 
 def reference(base: str) -> str:

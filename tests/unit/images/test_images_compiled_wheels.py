@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dray.config.image import Image
-from dray.images.sources import inputs, operators
-from dray.images.sources.inputs import Source
+from dray.images import inputs
+from dray.images.fetch import compiled_wheels
+from dray.images.inputs import BuildContext
 
 KEY = "0" * 64
 WHEEL = "deepspeed-0.19.8-cp311-cp311-linux_x86_64.whl"
@@ -29,7 +30,7 @@ def kept(checkout, tmp_path) -> Path:
     before = os.umask(0o007)
     try:
         (made / WHEEL).write_text("operators")
-        operators.keep(checkout, KEY, made)
+        compiled_wheels.keep(checkout, KEY, made)
     finally:
         os.umask(before)
     return checkout / "build" / "operators" / KEY
@@ -37,29 +38,21 @@ def kept(checkout, tmp_path) -> Path:
 
 def found(checkout: Path) -> tuple[Path | None, list[str]]:
     lines: list[str] = []
-    return operators.find(checkout, KEY, say=lines.append), lines
+    return compiled_wheels.find(checkout, KEY, say=lines.append), lines
 
 
 def test_what_was_kept_is_found(checkout, kept):
     assert found(checkout) == (kept, [])
     assert (kept / WHEEL).read_text() == "operators"
     assert [path.name for path in kept.parent.iterdir()] == [KEY]
-    assert operators.find(checkout, "1" * 64, say=print) is None
+    assert compiled_wheels.find(checkout, "1" * 64, say=print) is None
 
 
 def test_what_a_build_did_not_compile_is_not_kept(checkout, kept, tmp_path):
     (tmp_path / "none").mkdir()
-    operators.keep(checkout, "1" * 64, tmp_path / "none")
-    operators.keep(checkout, KEY, kept)  # found by this build, and there already
+    compiled_wheels.keep(checkout, "1" * 64, tmp_path / "none")
+    compiled_wheels.keep(checkout, KEY, kept)  # found by this build, and there already
     assert [path.name for path in kept.parent.iterdir()] == [KEY]
-
-
-def _damaged(kept: Path) -> None:
-    (kept / WHEEL).write_text("others")
-
-
-def _incomplete(kept: Path) -> None:
-    (kept / WHEEL).unlink()
 
 
 def _writable(kept: Path) -> None:
@@ -79,8 +72,6 @@ def _link(kept: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_damaged, "does not match its checksum"),
-        (_incomplete, "is incomplete"),
         (_writable, "is a file that others may write, mode 0664"),
         (_open_folder, "is a folder that others may write, mode 0777"),
         (_link, "is a link in place of a file"),
@@ -113,7 +104,7 @@ def test_the_key_changes_with_what_the_compiler_sees_and_with_nothing_else(tmp_p
         for name in (*READ, *LATER):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(content if name == changed else name)
-        keys.append(Source(image=image, inputs=tmp_path, base=tmp_path).operators)
+        keys.append(BuildContext(image=image, inputs=tmp_path, base=tmp_path).operators)
     assert (keys[0] == keys[1]) is (changed in LATER)
 
 

@@ -15,24 +15,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from dray.clients import builder, docker
 from dray.config import mirrors
 from dray.config.image import Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError, listed
-from dray.images.sources import archives, debs, lock, wheels
-from dray.images.sources import base as bases
-from dray.images.sources.arrival import SIGNATURE, SUMS, sums
+from dray.images import bundle
+from dray.images.bundle import link
+from dray.images.fetch import archives, debs, wheels
+from dray.images.fetch import base as bases
+from dray.images.locks import lock
 
 # How a Docker image tells what it was made from.
 INPUTS_LABEL = "dray.inputs"
-README, BUILDER = "README.md", "builder.tar"
-BUNDLE_ONLY = (SUMS, SIGNATURE, README, BUILDER)
 # What a build reads only after the step that compiles, 55-deepspeed.sh.
 _LATER = re.compile(r"steps/(56-.*|[6-9]\d-.*|(sbom|spdx)\.py)|dray/.*|sources(/.*|\.json)|labels|Containerfile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class BuildContext:
     """The inputs of an image's build, and its base."""
 
     image: Image
@@ -55,8 +56,8 @@ class Source:
     @cached_property
     def _sums(self) -> dict[str, str]:
         # image.env names the base; what a bundle adds otherwise is not part of the image.
-        found = sums(self.inputs).items()
-        return {name: digest for name, digest in found if name not in BUNDLE_ONLY and name[:5] != "base."}
+        only_bundles = (bundle.README, bundle.BUILDER, "base.tar", "base.sif")
+        return {name: digest for name, digest in bundle.sums(self.inputs).items() if name not in only_bundles}
 
 
 def is_later(name: str) -> bool:
@@ -80,12 +81,12 @@ def gather(
     own_wheels: Path | None = None,
     as_locked: bool = True,
     say: Callable[[str], None],
-) -> Source:
+) -> BuildContext:
     """Fetch what is missing, and write the folder of inputs again from the checkout."""
     described = image(checkout, variant)
     chosen = base or bases.default(checkout, described.base, say=say)
     # A typing error is reported before gigabytes are fetched.
-    bases.require(chosen)
+    bases.local(chosen)
     mirrors.table()
     lock.require_fresh(checkout, described)
     build = checkout / "build"
@@ -95,7 +96,7 @@ def gather(
         folder = build / "wheels"
         say("dray: wheels")
         fetched = wheels.fetch(
-            locks=_locks(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
+            locks=lock.of(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
         )
         tars = archives.fetch(described, folder=build / "sources", own=own_wheels, say=say)
         own = wheels.own(checkout=checkout, folder=folder / "dray")
@@ -103,7 +104,33 @@ def gather(
         identity = bases.identity(chosen, file)
         packages = debs.fetch(checkout, base=file, identity=identity, as_locked=as_locked, say=say)
         laid = lay_out(checkout, described, fetched=fetched, tars=tars, own=own, packages=packages, base=identity)
-    return Source(image=described, inputs=laid, base=file)
+    return BuildContext(image=described, inputs=laid, base=file)
+
+
+def from_bundle(checkout: Path, folder: Path, variant: str, *, signers: Path | None = None) -> BuildContext:
+    """The inputs in a bundle. Refuses one that is not complete, is for another image, or is not signed by `signers`."""
+    folder = folder.expanduser().resolve()
+    bundle.require(folder, checkout, signers)
+    bundled = facts(folder)["DRAY_VARIANT"]
+    if bundled != variant:
+        raise ConfigError("the bundle is for another image", where=folder, wanted=variant, found=bundled)
+    return BuildContext(image=image(checkout, variant), inputs=folder, base=next(folder.glob("base.*")))
+
+
+def to_bundle(
+    checkout: Path, context: BuildContext, out: Path, *, key: Path | None, say: Callable[[str], None]
+) -> Path:
+    """Write the bundle `out`, with the builder's image if Docker runs it here: the other machine needs it too."""
+
+    def add_builder(file: Path) -> None:
+        with builder.engine() as client:
+            if client is not None:
+                image = builder.image(client, checkout, say)
+                with docker.attempt("write the builder to a file"), file.open("wb") as saved:
+                    saved.writelines(client.images.get(image).save(named=builder.TAG))
+
+    variant = context.image.variant
+    return bundle.make(context.inputs, context.base, out, variant=variant, add_builder=add_builder, key=key)
 
 
 @contextmanager
@@ -133,13 +160,13 @@ def lay_out(
     shutil.copytree(containers / "steps", folder / "steps", ignore=shutil.ignore_patterns("__pycache__"))
     if image.source:
         (folder / "sources.json").write_text(json.dumps([source.model_dump() for source in image.source], indent=1))
-    packed = [path for path in sorted(packages.iterdir()) if path.name != debs.INSTALLED]
-    debian = [path for path in packed if path.name.partition("_")[0] not in image.without]
+    left_out = {debs.INSTALLED, *image.without}
+    debian = [path for path in sorted(packages.iterdir()) if path.name.partition("_")[0] not in left_out]
     for name, files in (("wheels", fetched), ("sources", tars), ("debs", debian), ("dray", [own])):
         (folder / name).mkdir()
         for file in files:
             link(file, folder / name / file.name)
-    for path in _locks(checkout, image):
+    for path in lock.of(checkout, image):
         shutil.copy2(path, folder)
     shutil.copy2(_recipe(source, f"dray-{image.variant}.def", containers / "dray.def"), folder / "dray.def")
     environment = environment_of(checkout, image)
@@ -155,7 +182,7 @@ def lay_out(
         "DRAY_ARCHITECTURES": ";".join(image.architectures),
         "DRAY_DRIVER": image.driver or "",
         "DRAY_BASE": base,
-        "SOURCE_DATE_EPOCH": str(lock.epoch(_locks(checkout, image)[0])),
+        "SOURCE_DATE_EPOCH": str(lock.epoch(lock.of(checkout, image)[0])),
     }
     (folder / "image.env").write_text(_assign(values))
     return folder
@@ -170,12 +197,6 @@ def facts(folder: Path) -> dict[str, str]:
 def _digest(sums: Mapping[str, str]) -> str:
     lines = (f"{digest}  {name}\n" for name, digest in sums.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _locks(checkout: Path, image: Image) -> list[Path]:
-    """What stays in the image, and where there are any the tools that its build needs."""
-    source = checkout / "containers" / image.variant
-    return [path for path in (source / "requirements.lock", source / "build.lock") if path.exists()]
 
 
 def environment_of(checkout: Path, image: Image) -> dict[str, str]:
@@ -196,11 +217,3 @@ def _recipe(variant: Path, name: str, shared: Path) -> Path:
 def _docker(word: str, values: Mapping[str, str]) -> str:
     quoted = {key: json.dumps(value, ensure_ascii=False).replace("$", "\\$") for key, value in values.items()}
     return "".join(f"{word} {key}={value}\n" for key, value in quoted.items())
-
-
-def link(source: str | Path, target: str | Path) -> None:
-    """Hard-link a file; copy it only to another disk."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
-from dray.images.sources import lock
-from dray.images.sources.lock import SOURCE_ONLY, Pin
+from dray.images.locks import lock
+from dray.images.locks.lock import SOURCE_ONLY, Pin
 
 # Conda hands the list under `pip:` to pip as the lines of a requirements file, options too.
 _HEAD = """\
@@ -53,29 +53,14 @@ def text(image: Image, pins: Iterable[Pin]) -> str:
     return head + "".join(f"      {line}\n" for line in lines)
 
 
-def update(checkout: Path, image: Image) -> list[str]:
-    """Write the file from the lock. Returns what changed."""
+def update(checkout: Path, image: Image, *, check: bool = False) -> list[str]:
+    """Write the file from the lock, or refuse one that differs if this is a `check`. Returns what changed."""
     file = path(checkout, image.variant)
-    if _is_fresh(checkout, image):
+    wanted = text(image, lock.read(lock.of(checkout, image)[0]))
+    if file.is_file() and file.read_text(encoding="utf-8") == wanted:
         return []
-    file.write_text(_wanted(checkout, image), encoding="utf-8")
+    if check:
+        fix = f"dray image lock {image.variant}"
+        raise ConfigError("the conda file differs from the lock", where=file, fix=fix)
+    file.write_text(wanted, encoding="utf-8")
     return [f"{file.name}: written anew"]
-
-
-def require_fresh(checkout: Path, image: Image) -> None:
-    """Refuse a file that differs from the lock."""
-    if not _is_fresh(checkout, image):
-        raise ConfigError(
-            "the conda file differs from the lock",
-            where=path(checkout, image.variant),
-            fix=f"dray image lock {image.variant}",
-        )
-
-
-def _is_fresh(checkout: Path, image: Image) -> bool:
-    file = path(checkout, image.variant)
-    return file.is_file() and file.read_text(encoding="utf-8") == _wanted(checkout, image)
-
-
-def _wanted(checkout: Path, image: Image) -> str:
-    return text(image, lock.read(checkout / "containers" / image.variant / "requirements.lock"))
