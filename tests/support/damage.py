@@ -230,7 +230,7 @@ def _attempt(path: Path) -> RunPaths:
 
 
 def _in_run(name: str) -> Callable[[Path], bytes]:
-    return lambda run: (run / name).read_bytes()
+    return lambda folder: (folder / Path(name).name).read_bytes()
 
 
 def _record() -> bytes:
@@ -239,8 +239,8 @@ def _record() -> bytes:
     return json.dumps(text | {"sif": {"sha256": sha256, "size": 9}, "signed": None}).encode()
 
 
-def _sif(run: Path) -> bytes:
-    packed, made = run / "a.squashfs", run / "a.sif"
+def _sif(folder: Path) -> bytes:
+    packed, made = folder / "a.squashfs", folder / "a.sif"
     packed.write_bytes(b"hsqs" + bytes(range(256)) * 48)
     sif_format.write(packed, made, epoch=1, definition=b"Bootstrap: docker\n", metadata=b"{}")
     return made.read_bytes()
@@ -260,7 +260,7 @@ class Reader(NamedTuple):
 
     file: str
     content: bytes | Callable[[Path], bytes]
-    """What is in it; a function takes it from a run's folder."""
+    """What is in it; a function makes it in the file's folder."""
     read: Callable[[Path], object]
     """None where it takes the file for absent."""
     refuses: bool | None = True

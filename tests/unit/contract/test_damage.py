@@ -80,14 +80,10 @@ class Table:
 
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], str] = {}
-        reader = ""
         for line in () if WRITES else PAGE.read_text().splitlines():
-            if line.startswith("  "):
-                result, _, names = line.strip().partition("  <- ")
-                for name in names.split("; "):
-                    self.cells |= {(reader, damage): result for damage in GROUPS.get(name, (name,))}
-            else:
-                reader = line
+            reader, names, result = line.split(" | ", 2)
+            for name in names.split("; "):
+                self.cells |= {(reader, damage): result for damage in GROUPS.get(name, (name,))}
 
     def check(self, reader: str, damage: str, code: int, text: str) -> None:
         result = f"{code} {text}".strip()
@@ -102,13 +98,12 @@ class Table:
             rows.setdefault(reader, {}).setdefault(result, []).append(damage)
         lines = []
         for reader, results in rows.items():
-            lines.append(reader)
             tried = {damage for damages in results.values() for damage in damages}
             for result, damages in results.items():
                 names = [name for name, group in GROUPS.items() if {*group} & tried and {*group} & tried <= {*damages}]
                 names += [damage for damage in damages if not any(damage in GROUPS[name] for name in names)]
-                lines.append(f"  {result}  <- {'; '.join(names)}")
-        return "".join(f"{line}\n" for line in lines)
+                lines.append(f"{reader} | {'; '.join(names)} | {result}\n")
+        return "".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +133,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-@pytest.fixture
-def run(home: Path) -> RunPaths:
+def copied(home: Path) -> RunPaths:
     """A copy of that run."""
     run = home / "runs" / "mine"
     shutil.rmtree(run, ignore_errors=True)
@@ -173,11 +167,12 @@ def shown(text: str, home: Path) -> str:
 
 
 @pytest.mark.parametrize(("name", "damage"), [*of_files()])
-def test_a_damaged_file(name: str, damage: str, run: RunPaths, tmp_path: Path, home: Path, table: Table) -> None:
+def test_a_damaged_file(name: str, damage: str, tmp_path: Path, home: Path, table: Table) -> None:
     reader = READERS[name]
-    path = run.run / reader.file.removeprefix("RUN/") if reader.file.startswith("RUN/") else tmp_path / reader.file
+    in_run = reader.file.startswith("RUN/")
+    path = copied(home).run / reader.file.removeprefix("RUN/") if in_run else tmp_path / reader.file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(reader.content(run.run) if callable(reader.content) else reader.content)
+    path.write_bytes(reader.content(path.parent) if callable(reader.content) else reader.content)
     path.chmod(0o600)
     damaged(path, ALL[damage])
     with limited():
@@ -194,9 +189,10 @@ def test_a_damaged_file(name: str, damage: str, run: RunPaths, tmp_path: Path, h
 
 @pytest.mark.parametrize(("verb", "name", "damage"), [*of_verbs()])
 def test_a_damaged_run(
-    verb: str, name: str, damage: str, run: RunPaths, home: Path, table: Table, tmp_path: Path,
+    verb: str, name: str, damage: str, home: Path, table: Table, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    run = copied(home)
     if "GOING" in verb:
         (run.folder / RESULT).unlink()
     every = JSON if damage in VALUES else PLAIN
