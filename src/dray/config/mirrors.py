@@ -40,7 +40,7 @@ def table() -> dict[str, str]:
     if not os.environ.get("DRAY_MIRRORS") and not file.exists():
         return {}
     try:
-        trouble = files.open_to_others(file.resolve())
+        trouble = files.open_to_others(os.path.realpath(file))  # as it is of a loop
     except FileNotFoundError:
         raise ConfigError("the file of mirrors does not exist", where="DRAY_MIRRORS", found=file) from None
     if trouble:

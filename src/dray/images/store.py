@@ -15,6 +15,7 @@ from typing import Any
 from dray import engines
 from dray.config.checkout import root
 from dray.config.image import ACCELERATORS, ADOPTED
+from dray.contract.files import read
 from dray.contract.findings import ConfigError, UnfitError, listed, nearest
 from dray.images import beside
 from dray.images.sif import record, verify
@@ -209,9 +210,9 @@ def described(image: Path) -> dict[str, str]:
 
 def _described(image: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(image.absolute().with_name(_DESCRIBED).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(read(image.absolute().with_name(_DESCRIBED)))
         found["source"], found["file"], found["pythonpath"], found["variant"], found["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return found
 

@@ -20,7 +20,7 @@ def passed() -> tuple[str, ...]:
 
 
 def _token(file: Path) -> str:
-    token = files.text(file, "the file with the hub's token").strip()
+    token = files.text(file, "the file with the hub's token").strip("\0 \t\r\n")  # NULs: after a crash
     mode = file.stat().st_mode & 0o777
     if mode & 0o077 or not token:
         raise ConfigError(

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dray.contract.files import read
+
 _TOKENS = re.compile(r"[0-9a-f]{24}(\.part-[0-9a-f]{16})?")
 _DAY = 86400
 _WRITES = 3600  # seconds within which a run that makes tokens writes again
@@ -40,7 +42,7 @@ def entries(cache: Path) -> Iterator[Entry]:
         files = [path.lstat() for path in folder.iterdir()]
         used = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
         try:
-            dataset = str(json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["dataset"])
-        except (OSError, ValueError, LookupError, TypeError):
+            dataset = str(json.loads(read(folder / "manifest.json"))["dataset"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             dataset = "(incomplete)"
         yield Entry(folder, dataset, sum(file.st_size for file in files), (time.time() - used) / _DAY)

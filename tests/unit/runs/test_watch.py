@@ -9,15 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from damage import HOSTILE, replace
-from dray.cli import logs, progress, runs, status, study_table, times, top
+from damage import DAMAGES, damaged
+from dray.cli import logs, runs, status, study_table, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import brief
@@ -26,7 +25,6 @@ from dray.runs.finish import finish
 from dray.runs.logs import joined, new, of
 from dray.runs.look import look
 from dray.runs.metrics import rare, tail
-from dray.runs.named import jobs
 from dray.runs.paths import RunPaths
 from dray.runs.reading import dig
 from dray.runs.reasons import meaning
@@ -790,35 +788,11 @@ def test_ctrl_c_leaves_the_run_alone(
     assert sorted(talks.run.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["plan.json", "result.json", "metrics.jsonl", "logs/rank-0.log", "stop"])
-def test_a_hostile_folder_ends_in_a_clear_line(
-    talks: RunPaths, name: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    for kind, content in HOSTILE.items():
-        replace(talks.folder / name, content)
-        seen = look(talks.run, Queue(), closely=True)
-        assert seen.state in ("no result", "running"), kind
-        assert status.text(seen)
-        runs.runs(runs=talks.run.parent)
-        drawn(talks)
-        with suppress(ConfigError):  # no log, where a plan or a link is none
-            logs.logs(str(talks.run))
-        if kind in ("a FIFO", "a device") and name == "logs/rank-0.log":
-            wrong = f"rank 0 | dray: this log cannot be read: {kind}, not a file\n".encode()
-            assert wrong in capsysbinary.readouterr().out
-        with suppress(OSError):  # of which `dray` makes a line, with the file's name
-            progress.Steps(talks.metrics, 60).look()
-
-
-def test_a_job_s_record_that_is_damaged(tmp_path: Path) -> None:
-    for kind, content in HOSTILE.items():
-        run = tmp_path / "x"
-        run.mkdir(exist_ok=True)
-        replace(run / "job.json", content)
-        if os.path.lexists(run / "job.json") and kind != "a loop":
-            assert look(run, Queue()).state == "no result", kind
-            assert jobs(run) == [], kind
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+def test_a_log_that_is_no_file(talks: RunPaths, kind: str, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    damaged(talks.rank_log(0), DAMAGES[kind])
+    logs.logs(str(talks.run))
+    assert f"rank 0 | dray: this log cannot be read: {kind}, not a file\n".encode() in capsysbinary.readouterr().out
 
 
 def test_events_beside_a_million_steps(tmp_path: Path) -> None:

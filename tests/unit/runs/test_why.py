@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from damage import HOSTILE, RECORD, replace
+from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
 from dray.runs import bundle, causes, why
@@ -385,27 +385,6 @@ def test_what_is_no_run(tmp_path: Path, words: list[str], code: int, problem: st
     (tmp_path / "file").touch()
     ended = dray(*words, cwd=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[0]) == (code, "", f"dray: {problem}")
-
-
-@pytest.mark.seconds
-@pytest.mark.hostile("why")
-@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_whatever_is_in_the_place_of_a_file(paths: RunPaths, tmp_path: Path, content: object) -> None:
-    """One file after another; the report and the archive are made all the same."""
-    link = tmp_path / "loop"
-    link.symlink_to(link)
-    finish(paths, code=1)
-    (paths.preflight).mkdir(exist_ok=True)
-    for path in (
-        paths.plan, paths.result, paths.facts, paths.metrics, paths.preflight_report, paths.failures / "rank-3.json",
-        paths.secret, paths.logs, paths.failures,
-    ):  # fmt: skip
-        replace(path, str(link) if content == "loop" else content)  # type: ignore[arg-type]
-        report = why.look(paths)
-        assert why.text(report).isprintable() or "\n" in why.text(report)
-        made = bundle.make(paths, report, tmp_path / f"{path.name}.tar.gz")
-        assert "README" in made.names
-        assert not {"attempt-1/secret"} & set(made.names)
 
 
 @pytest.mark.seconds
