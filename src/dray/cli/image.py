@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli import image_adopt, image_convert, image_layer, image_lock, image_look
+from dray.cli import image_adopt, image_layer, image_lock, image_look
 from dray.clients import builder
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
@@ -163,7 +163,6 @@ def enter(variant: Variant) -> None:
 
 for verb in (
     image_adopt.adopt,
-    image_convert.convert,
     image_layer.layer,
     image_lock.lock,
     image_look.inspect,
