@@ -289,14 +289,9 @@ def test_two_builds_that_differ_are_refused(checkout):
         flag.unlink()
     assert differing.returncode == 1
     assert "two builds from the same inputs differ" in differing.stderr
-    first, second = (checkout.path / "build" / "failed" / VARIANT / f"{number}-image.sif" for number in (1, 2))
-    shown = checkout.dray("diff", first, second)
-    assert shown.returncode == 1
-    assert [line for line in shown.stdout.splitlines() if "opt/dray" in line] == [
-        line for line in shown.stdout.splitlines() if "opt/dray/now" in line
-    ]
-    assert "opt/dray/now" in shown.stdout
-    assert checkout.dray("diff", first, first).returncode == 0
+    assert "\n  where:  /opt/dray/now\n" in differing.stderr
+    for number in (1, 2):
+        assert (checkout.path / "build" / "failed" / VARIANT / f"{number}-image.sif").is_file()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -81,9 +81,6 @@ def build(
         typer.Option(help="File of accepted signers of the bundle: lines with a name and an ssh public key."),
     ] = None,
     twice: Annotated[bool, typer.Option(help="Build twice, and refuse images that differ.")] = False,
-    from_nothing: Annotated[
-        bool, typer.Option("--from-nothing", help="Compile DeepSpeed's operators again instead of using kept ones.")
-    ] = False,
     force: Annotated[bool, typer.Option(help="Build even if an image of the same inputs exists.")] = False,
     out: Annotated[Path | None, typer.Option(help="SIF to write. Default: build/dray-VARIANT.sif.")] = None,
 ) -> None:
@@ -114,7 +111,6 @@ def build(
         signers=signers,
         as_locked=debian is Debian.LOCKED,
         twice=twice,
-        from_nothing=from_nothing,
         force=force,
     )
     for image in built:
@@ -169,6 +165,5 @@ for verb in (
     image_look.verify,
     image_look.sign,
     image_look.sbom,
-    image_look.diff,
 ):
     app.command(verb.__name__)(verb)

@@ -1,4 +1,4 @@
-"""`dray image inspect|verify|sign|sbom|diff`: what is in an image, who signed it, how two images differ."""
+"""`dray image inspect|verify|sign|sbom`: what is in an image, and who signed it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.images import beside, store
 from dray.images.sif import contents, record
-from dray.images.sif import diff as differences
 from dray.images.sif import format as sif_format
 from dray.images.sif import inspect as summary
 from dray.images.sif import sign as signatures
 from dray.images.sif import verify as identity
 
 _TOP = 15
+_SBOM = "opt/dray/sbom.json"
 
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
 
@@ -101,35 +101,16 @@ def sign(
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
 
 
-def sbom(
-    image: Image,
-    spdx: Annotated[bool, typer.Option("--spdx", help="Print SPDX 2.3 instead of CycloneDX 1.6.")] = False,
-) -> None:
-    """Print the bill of materials as JSON: every package, its licence and its hash.
+def sbom(image: Image) -> None:
+    """Print the bill of materials as CycloneDX 1.6: every package, its licence and its hash.
 
     dray image sbom cpu
     """
     sif = sif_format.read(_file(image))
-    name = f"opt/dray/sbom{'.spdx' if spdx else ''}.json"
-    found = contents.file(sif, name)
-    if found is None:
-        problem = "dray did not build this image, or an older dray did" if spdx else "dray did not build this image"
-        raise ConfigError(problem, where=sif.path, wanted=f"/{name} in it")
-    print(found.decode(), end="")
-
-
-def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A SIF.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another SIF.")],
-) -> None:
-    """Show how two images differ, and why; exit code 1 if they do.
-
-    dray image diff build/dray-cpu.sif other/dray-cpu.sif
-    """
-    found = differences.sifs(first, second)
-    for line in found or [f"identical: {identity.digest(first)}"]:
-        print(line)
-    raise typer.Exit(1 if found else 0)
+    document = contents.file(sif, _SBOM)
+    if document is None:
+        raise ConfigError("dray did not build this image", where=sif.path, wanted=f"/{_SBOM} in it")
+    print(document.decode(), end="")
 
 
 def _file(image: str) -> Path:

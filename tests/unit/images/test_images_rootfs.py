@@ -226,6 +226,26 @@ def test_apptainer_runs_in_the_scratch_folder_with_the_lock_s_date(tmp_path, mon
     assert capfd.readouterr().out == f"{shlex.join(argv)}\n{scratch} {EPOCH} {scratch}\n{'|'.join(argv[1:])}|"
 
 
+@pytest.mark.parametrize("second", ["1", None])
+def test_two_builds_that_differ(second, tmp_path):
+    """The first file that differs is named, and both images are kept."""
+    for name, content in (("one", "0"), ("two", second)):
+        tree = tmp_path / name / "rootfs"
+        (tree / "opt").mkdir(parents=True)
+        (tree / "a").symlink_to("opt")
+        (tree / "z").write_text(name)
+        if content:
+            (tree / "opt" / "now").write_text(content)
+        (tmp_path / name / "image.sif").write_text(name)
+    with pytest.raises(DrayError) as raised:
+        build._need_same(tmp_path / "failed", tmp_path / "one", tmp_path / "two")
+    assert str(raised.value) == (
+        "two builds from the same inputs differ\n  where:  /opt/now\n"
+        f"  found:  sha256:{hashlib.sha256(b'one').hexdigest()}  {tmp_path}/failed/1-image.sif\n"
+        f"          sha256:{hashlib.sha256(b'two').hexdigest()}  {tmp_path}/failed/2-image.sif"
+    )
+
+
 def test_squashfs_command(tmp_path):
     assert squash.argv(tmp_path / "rootfs", tmp_path / "out", epoch=EPOCH) == [
         *("mksquashfs", f"{tmp_path}/rootfs", f"{tmp_path}/out"),

@@ -54,15 +54,6 @@ def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path
     return rootfs
 
 
-def unpack(sif: Path, scratch: Path) -> Path:
-    """Unpack a SIF into scratch/rootfs, with the modes, links and content that were packed."""
-    print("dray: unpack the SIF", flush=True)
-    rootfs = scratch / ROOTFS
-    offset = str(sif_format.read(sif).system.offset)
-    process.run(["unsquashfs", "-no-progress", "-no-xattrs", "-offset", offset, "-dest", rootfs, sif])
-    return rootfs
-
-
 def start_from(base: Path, scratch: Path) -> str:
     """The base's name for Apptainer's From, without a path of this machine."""
     unpacked = scratch / f"base{'.sif' if base.suffix == '.sif' else ''}"

@@ -28,7 +28,7 @@ INPUTS_LABEL = "dray.inputs"
 README, BUILDER = "README.md", "builder.tar"
 BUNDLE_ONLY = (SUMS, SIGNATURE, README, BUILDER)
 # What a build reads only after the step that compiles, 55-deepspeed.sh.
-_LATER = re.compile(r"steps/(56-.*|[6-9]\d-.*|(sbom|spdx)\.py)|dray/.*|sources(/.*|\.json)|labels|Containerfile")
+_LATER = re.compile(r"steps/(56-.*|[6-9]\d-.*|sbom\.py)|dray/.*|sources(/.*|\.json)|labels|Containerfile")
 
 
 @dataclass(frozen=True, kw_only=True)
