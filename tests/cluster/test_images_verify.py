@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -163,13 +162,13 @@ def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
     (root / ".singularity.d" / "labels.json").write_text(labels)
     sif = packed(root, metadata=sif_format.metadata(root, DEFINITION))
     read = sif_format.read(sif)
-    ours = [f"{part.id} 1 NONE {part.offset}-{part.offset + part.size}" for part in read.parts]
+    ours = [f"{number} 1 NONE {part.offset}-{part.offset + part.size}" for number, part in enumerate(read.parts, 1)]
     code, said = apptainer(
         client,
         tmp_path,
         "set -e; cd /work;"
         "apptainer sif list shell.sif | grep '^[0-9]' | tr -d '|' | tr -s ' ' | cut -d ' ' -f 1-4;"
-        "apptainer sif header shell.sif | grep -E '^(ID|Version|Primary|Modified)' | tr -s ' ';"
+        "apptainer sif header shell.sif | grep -E '^(Version|Primary|Modified)' | tr -s ' ';"
         "apptainer inspect --deffile shell.sif; apptainer inspect shell.sif;"
         "apptainer --quiet exec --unsquash --contain shell.sif sh -c 'echo started'",
     )
@@ -179,7 +178,6 @@ def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
             *ours,
             "Version: 01",
             f"Primary Architecture: {read.architecture}",
-            f"ID: {read.id}",
             "Modified At: 2023-11-14 22:13:20 +0000 UTC",
             "Bootstrap: docker",
             "From: debian",
@@ -293,15 +291,9 @@ def test_sign_and_verify(packed, small, keys, capsys):
 
 def test_without_a_record_signing_prints_the_digest(packed, small, keys, capsys):
     sif = packed(small)
-    image_look.sign(str(sif), key=sif_format.read(signed_once(sif, keys)).signers()[0][-8:].lower())
+    image_look.sign(str(sif), keyidx=0)
     assert capsys.readouterr().out.splitlines()[1] == verify.digest(sif)
     assert not record.path_for(sif).exists()
-
-
-def signed_once(sif: Path, keys: Path) -> Path:
-    copy = Path(shutil.copy(sif, sif.with_name("copy.sif")))
-    image_look.signatures.sign(sif_format.read(copy))
-    return copy
 
 
 def test_no_byte_may_change(packed, small, keys):
@@ -358,18 +350,15 @@ def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
         f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {sif_format.read(sif).signers()[0]}\n"
         f"  fix:    ask the key's owner for the public key; if you trust this person: {docker} key import FILE"
     )
-    assert refusal(image_look.signatures.sign, sif_format.read(packed(small))) == (
-        f"no key to sign with\n  where:  {tmp_path}/no keys\n  fix:    {docker} key newpair"
-    )
+    said = refusal(image_look.signatures.sign, sif_format.read(packed(small)))
+    assert said.startswith(f"the image could not be signed\n  where:  {sif}\n")
+    assert f"  fix:    without a key, make one: {docker} key newpair\n" in said
 
 
 def test_a_key_that_is_not_there(packed, small, keys):
     sif = packed(small)
-    known = sif_format.read(signed_once(sif, keys)).signers()[0]
     whole = sif.read_bytes()
-    assert refusal(image_look.sign, str(sif), key="ABCD") == (
-        f"no such key\n  where:  {keys}\n  wanted: --key with one of:\n          {known}\n  found:  ABCD"
-    )
+    assert refusal(image_look.sign, str(sif), keyidx=7).startswith("the image could not be signed\n")
     assert sif.read_bytes() == whole
 
 

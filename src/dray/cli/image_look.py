@@ -83,7 +83,9 @@ def verify(
 
 def sign(
     image: Image,
-    key: Annotated[str, typer.Option(help="The key's fingerprint, or its end. Needed if you have several keys.")] = "",
+    keyidx: Annotated[
+        int | None, typer.Option(help="Number of the key in Apptainer's list. Needed if you have several keys.")
+    ] = None,
 ) -> None:
     """Sign an image with a key of Apptainer's keyring. The file gets a new digest, which dray records.
 
@@ -97,7 +99,7 @@ def sign(
             fix="ask its owner to sign it (apptainer sign); then dray image adopt FILE --force",
         )
     sif = sif_format.read(file)
-    digest, fingerprint = signatures.sign(sif, key)
+    digest, fingerprint = signatures.sign(sif, keyidx)
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
 
 

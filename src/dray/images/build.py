@@ -65,7 +65,7 @@ def build(
                 say(f"dray: load the image into {engine}")
                 images.load(engine, scratch / LAYER, store.docker_tag(variant))
             if "sif" in asked:
-                _deliver(source, scratch, sif)
+                record.deliver(scratch / SIF, sif, _record_of(source, scratch))
         seconds = time.monotonic() - started
         found = _found(source, sif, formats)
         return [f"{found[name]}  ({seconds:.0f} s)" for name in formats]
@@ -171,19 +171,14 @@ def _entry(path: Path) -> tuple[int, str] | None:
     return mode, digest(path) if path.is_file() else ""
 
 
-def _deliver(source: Source, scratch: Path, sif: Path) -> None:
-    os.chown(scratch / SIF, os.getuid(), os.getgid())
+def _record_of(source: Source, scratch: Path) -> record.Record:
     facts = inputs.facts(source.inputs)
-    made = record.Record(
+    return record.Record(
         variant=source.image.variant,
         dray=__version__,
         base=facts["DRAY_BASE"],
         inputs=source.digest,
         epoch=int(facts["SOURCE_DATE_EPOCH"]),
         tools=json.loads((scratch / TOOLS).read_text()),
-        sif=record.File(sha256=digest(scratch / SIF).removeprefix("sha256:"), size=(scratch / SIF).stat().st_size),
+        sif=record.File.of(scratch / SIF),
     )
-    # A moment without a record is better than one with another image's.
-    record.path_for(sif).unlink(missing_ok=True)
-    (scratch / SIF).replace(sif)
-    record.write(sif, made)

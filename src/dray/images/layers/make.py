@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -18,7 +16,7 @@ from dray.images import store
 from dray.images.layers import PROGRAM, SIF, TREE
 from dray.images.layers import lock as layer_lock
 from dray.images.log import build_log
-from dray.images.sif import record, verify
+from dray.images.sif import record
 from dray.images.sources import inputs, lock, pip, wheels
 
 Say = Callable[[str], None]
@@ -68,11 +66,7 @@ def make(
             scratch = Path(made)
             _install(checkout, image, path, scratch, own_wheels=own_wheels, say=say)
             recorded = _packed(checkout, image, path, scratch, say=say)
-            # A moment without a record is better than one with another layer's.
-            record.path_for(out).unlink(missing_ok=True)
-            os.chown(scratch / "out" / SIF, os.getuid(), os.getgid())
-            (scratch / "out" / SIF).replace(out)
-        record.write(out, recorded)
+            record.deliver(scratch / "out" / SIF, out, recorded)
     return out, recorded
 
 
@@ -108,10 +102,6 @@ def _start_with_the_images_python(modules: Path) -> None:
 
 def _packed(checkout: Path, image: Image, path: Path, scratch: Path, *, say: Say) -> record.Record:
     base, tree = store.sif(checkout, image.variant), scratch / _INSTALLED
-    needs = layer_lock.needs(path)
-    packages = {pin.name: pin.version for pin in lock.read(path)}
-    about = {"variant": image.variant, "python": image.python, "needs": needs, "packages": packages}
-    (tree / "layer.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
     epoch = lock.epoch(checkout / "containers" / image.variant / "requirements.lock")
     out = scratch / "out"
     out.mkdir()
@@ -122,9 +112,15 @@ def _packed(checkout: Path, image: Image, path: Path, scratch: Path, *, say: Say
         on_line=say,
     )
     shutil.rmtree(out / TREE, ignore_errors=True)
-    size = (out / SIF).stat().st_size
-    file = record.File(sha256=verify.digest(out / SIF).removeprefix("sha256:"), size=size)
     return record.Record(
-        variant=image.variant, dray=__version__, base=base.name, inputs=verify.digest(path).removeprefix("sha256:"),
-        epoch=epoch, tools={}, sif=file, python=image.python, needs=needs, packages=packages,
-    )  # fmt: skip
+        variant=image.variant,
+        dray=__version__,
+        base=base.name,
+        inputs=record.File.of(path).sha256,
+        epoch=epoch,
+        tools={},
+        sif=record.File.of(out / SIF),
+        python=image.python,
+        needs=layer_lock.needs(path),
+        packages={pin.name: pin.version for pin in lock.read(path)},
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from dray.images.sif import record
 
 def digest(path: Path) -> str:
     """The identity of an image: SHA-256 of the whole file."""
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    return f"sha256:{record.File.of(path).sha256}"
 
 
 def expected(path: Path, *, given: str | None = None, recipe: Path | None = None) -> tuple[str, str]:
