@@ -120,7 +120,7 @@ class TestFiles:
         adopt.adopt(checkout, sif, name="mine", say=lambda _: None)
         folder = checkout / "build" / "dray-mine"
         before = {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()}
-        monkeypatch.setattr(adopt.beside, "starts", lambda *_: 1 / 0)
+        monkeypatch.setattr(adopt, "inside", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             adopt.adopt(checkout, sif, name="mine", force=True, say=lambda _: None)
         assert {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} == before
