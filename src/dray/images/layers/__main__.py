@@ -9,11 +9,10 @@ from pathlib import Path
 
 from dray import process
 from dray.clients import apptainer
-from dray.contract import exit_codes
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import UnfitError
 from dray.engines.base import LAYER
 from dray.images.layers import SIF, TREE
-from dray.images.rootfs import squash
+from dray.images.rootfs import run, squash
 from dray.images.sif import format as sif_format
 
 # What Debian's Python needs to start; the image's own packages and compilers are not unpacked.
@@ -83,11 +82,4 @@ def _compile(image: Path, tree: Path, system: Path, *, python: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DrayError as error:
-        print(apptainer.to_line(error))
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}")
-        raise SystemExit(exit_codes.FAILED) from None
+    raise SystemExit(run(main))
