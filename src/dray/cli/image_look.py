@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from dray.config import checkout
 from dray.contract.findings import ConfigError
@@ -20,7 +18,6 @@ from dray.images.sif import inspect as summary
 from dray.images.sif import sign as signatures
 from dray.images.sif import verify as identity
 
-_TOP = 15
 _SBOM = "opt/dray/sbom.json"
 
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
@@ -29,7 +26,7 @@ Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a 
 def inspect(
     image: Image, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 ) -> None:
-    """Show an image's versions and the size of its packages, without starting it.
+    """Show an image's digest, base and versions, without starting it.
 
     dray image inspect cpu --json
     """
@@ -42,22 +39,18 @@ def inspect(
         print(json.dumps(report, indent=1))
         return
     lines = {
-        "image": f"{report['file']} ({report['size'] / 1e6:.0f} MB, {report['unpacked'] / 1e6:.0f} MB unpacked)",
+        "image": f"{report['file']} ({report['size'] / 1e6:.0f} MB)",
         "digest": report["digest"],
         "signed": f"with {', '.join(report['signed'])} (dray image verify checks it)" if report["signed"] else "no",
         "variant": f"{report['variant']}, {report['architecture']}",
         **{name: report[name] for name in ("base", "python", "dray")},
         **report["versions"],
     }
-    console, width = Console(highlight=False), max(map(len, lines))
-    for name, value in lines.items():
-        console.print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
-    console.print(_table(report["packages"]))
+    print(_aligned(lines))
 
 
 def verify(
     image: Image,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe with the image_digest that the image must have.")] = None,
     digest: Annotated[str | None, typer.Option(help="Digest that the image must have, sha256:...")] = None,
     key: Annotated[
         list[str] | None,
@@ -67,12 +60,12 @@ def verify(
 ) -> None:
     """Check an image's digest, and that a key of Apptainer's keyring, or of --key, has signed it.
 
-    dray image verify cuda --recipe recipes/mine.toml
+    dray image verify cuda --digest sha256:...
     """
     if key and not signature:
         raise ConfigError("--key and --no-signature exclude each other", fix="leave out one of the two")
     sif = sif_format.read(_file(image))
-    expected, source = identity.expected(sif.path, given=digest, recipe=recipe)
+    expected, source = identity.expected(sif.path, digest)
     found = identity.require(sif.path, expected, source)
     signers = signatures.check(sif, key or ()) if signature else []
     print(
@@ -123,16 +116,9 @@ def _adopted(file: Path, known: record.Record) -> str:
     """What the record of an adopted image says: dray does not read the image itself."""
     lines = {"image": f"{file}, adopted from {known.base}", "digest": f"sha256:{known.sif.sha256}"}
     lines |= {"variant": known.variant, "dray": f"{known.dray}, beside it", **known.tools}
+    return _aligned(lines)
+
+
+def _aligned(lines: dict[str, str]) -> str:
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
-
-
-def _table(packages: dict[str, int]) -> Table:
-    table = Table("package", "MB unpacked")
-    table.columns[1].justify = "right"
-    for name, size in list(packages.items())[:_TOP]:
-        table.add_row(name, f"{size / 1e6:.1f}")
-    rest = list(packages.values())[_TOP:]
-    if rest:
-        table.add_row(f"{len(rest)} others", f"{sum(rest) / 1e6:.1f}", style="dim")
-    return table

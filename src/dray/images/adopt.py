@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import stat
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,12 +149,9 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
     """Link the image, copy it if others may write it, or fetch it. Returns its absolute path or its address."""
     path = Path(source).expanduser()
     if path.exists():
-        kind = archive(path)
-        if not kind:
-            _use(path.absolute(), image, say)
-            return str(path.absolute())
-        source = address = f"{kind}:{path.absolute()}"
-    elif not re.match(r"[a-z-]+:", source):
+        _use(path.absolute(), image, say)
+        return str(path.absolute())
+    if not re.match(r"[a-z-]+:", source):
         raise ConfigError(
             "the image does not exist", where=path.absolute(), found=source, fix="correct the path",
             wanted="a SIF, docker://NAME, oras://NAME, oci:FOLDER, oci-archive:FILE or docker-archive:FILE",
@@ -192,19 +188,6 @@ def _others(path: Path) -> str:
     if mode & 0o022:
         return f"its mode is {mode:o}"
     return f"its folder has the mode {folder:o}" if folder & 0o002 and not folder & stat.S_ISVTX else ""
-
-
-def archive(path: Path) -> str:
-    """Apptainer's name for the format: oci (a folder), docker-archive or oci-archive (tars); empty for a SIF."""
-    if path.is_dir():
-        return "oci" if (path / "oci-layout").is_file() else ""
-    if path.is_file() and tarfile.is_tarfile(path):
-        with tarfile.open(path) as tar:
-            names = set(tar.getnames())
-        if "manifest.json" in names:
-            return "docker-archive"
-        return "oci-archive" if "oci-layout" in names else ""
-    return ""
 
 
 def _named(source: str) -> str:

@@ -8,7 +8,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tarfile
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
@@ -187,20 +186,6 @@ class TestFiles:
             store.required(checkout, name)
         assert (refused.value.problem, refused.value.details["fix"]) == (problem, fix)
         assert refused.value.details["wanted"] == "one of mine"
-
-    @pytest.mark.parametrize(
-        ("names", "kind"),
-        [(("manifest.json", "a.tar"), "docker-archive"), (("oci-layout", "index.json"), "oci-archive"),
-         (("oci-layout", "manifest.json"), "docker-archive"), (("x",), "")],
-    )  # fmt: skip
-    def test_an_archive_is_known_by_what_it_holds(self, tmp_path, names, kind):
-        for name in names:
-            (tmp_path / name).write_text("")
-        with tarfile.open(tmp_path / "saved.tar", "w") as tar:
-            for name in names:
-                tar.add(tmp_path / name, name)
-        assert adopt.archive(tmp_path / "saved.tar") == kind
-        assert adopt.archive(tmp_path) == ("oci" if "oci-layout" in names else "")
 
     def test_an_oci_sif_of_singularity(self, checkout, tmp_path):
         """Its table has blobs and an index in the place of a root file system."""

@@ -41,7 +41,7 @@ def test_an_unsquashfs_that_cannot(sif, tmp_path, monkeypatch, version, said, wa
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent))
     with pytest.raises(DrayError) as raised:
-        contents.sizes(sif_format.read(sif))
+        contents.file(sif_format.read(sif), "a")
     damaged = (
         f"the image's files cannot be read\n  where:  {sif}\n  found:  {found}\n  fix:    build or copy the image again"
     )
