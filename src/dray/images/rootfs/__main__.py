@@ -10,7 +10,9 @@ from pathlib import Path
 
 from dray import process
 from dray.clients import apptainer
-from dray.images.rootfs import LAYER, SIF, TOOLS, layer, make, run, squash
+from dray.contract import exit_codes
+from dray.contract.findings import DrayError
+from dray.images.rootfs import LAYER, SIF, TOOLS, layer, make, squash
 
 
 def main() -> None:
@@ -64,4 +66,11 @@ def _versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(main))
+    try:
+        main()
+    except DrayError as error:
+        print(apptainer.to_line(error))
+        raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}")
+        raise SystemExit(exit_codes.FAILED) from None
