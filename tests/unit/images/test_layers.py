@@ -82,7 +82,7 @@ class TestLock:
             locked(tmp_path, "no-such-barge")
 
     @pytest.mark.parametrize(
-        ("requirements", "name"), [(["Py_Spy>=0.4"], "py-spy"), (["trl[vllm]==1.0"], "trl"), (["a", "b"], "7e18f737")]
+        ("requirements", "name"), [(["Py_Spy>=0.4"], "py-spy"), (["trl[vllm]==1.0"], "trl"), (["a>1", "b"], "a-b")]
     )
     def test_a_name_from_what_is_asked_for(self, requirements: list[str], name: str) -> None:
         assert lock.name_of(requirements) == name

@@ -7,13 +7,17 @@ from pathlib import Path
 
 from dray import process
 from dray.clients import apptainer
-from dray.contract.findings import ConfigError, UnfitError
+from dray.contract.findings import ConfigError
 from dray.images.rootfs import ROOTFS
 
 
 def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str, rootfs: Path) -> list[str]:
     """Apptainer's command; the definition takes its base from the build argument BASE."""
-    require_bindable(*binds)
+    for path in binds:
+        if set(",:") & set(str(path)):
+            raise ConfigError(
+                "Apptainer cannot bind a path with , or : in it", found=path, fix="move the checkout to another folder"
+            )
     return [
         *(tool, "build", "--sandbox", "--no-cleanup"),
         *(word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")),
@@ -22,20 +26,9 @@ def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str
     ]
 
 
-def require_bindable(*paths: Path) -> None:
-    """Refuse paths that Apptainer's --bind cannot take."""
-    for path in paths:
-        if set(",:") & set(str(path)):
-            raise ConfigError(
-                "Apptainer cannot bind a path with , or : in it", found=path, fix="move the checkout to another folder"
-            )
-
-
 def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
     """Build scratch/rootfs. A failed build leaves its files in scratch."""
-    tool = apptainer.program()
-    if tool is None:
-        raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
+    tool = apptainer.program() or "apptainer"
     rootfs = scratch / ROOTFS
     name = start_from(base, scratch)
     argv = build_argv(tool=tool, definition=definition, binds=binds, base=name, rootfs=rootfs)
