@@ -51,14 +51,12 @@ class Origin:
 
 def _require(found: Mapping[str, Any], source: str) -> None:
     """Refuse an image on which dray cannot run."""
-    kind, _, version = str(found["libc"]).partition(" ")
+    kind, _, version = found["libc"].partition(" ")
     for holds, problem, wanted, has in (
         (numbers(found["python"]) >= _PYTHON, "the image's Python is too old for dray", "Python 3.11 or newer",
          found["python"]),
-        (kind == "glibc", "the image has no glibc, which torch's wheels need", "glibc 2.28 or newer",
-         found["libc"] or "another C library, such as musl"),
-        (numbers(version) >= _LIBC, "the image's glibc is too old", "glibc 2.28 or newer, which torch's wheels need",
-         found["libc"]),
+        (kind == "glibc" and numbers(version) >= _LIBC, "the image has no glibc that torch's wheels can use",
+         "glibc 2.28 or newer", found["libc"] or "another C library, such as musl"),
         ("error" not in found["torch"], "the image's Python cannot import torch", "torch, which starts the ranks",
          found["torch"].get("error")),
     ):  # fmt: skip
@@ -96,7 +94,7 @@ def fill(
         "variant": described["variant"],
         "dray": __version__,
         "base": origin.source,
-        "inputs": _digest(folder),
+        "inputs": hashlib.sha256(json.dumps(described).encode()).hexdigest(),
         "epoch": 0,
         "tools": versions(found),
         "sif": {"sha256": origin.sha256, "size": (folder / IMAGE).stat().st_size},
@@ -149,15 +147,6 @@ def versions(found: Mapping[str, Any]) -> dict[str, str]:
         **{name: packages.get(name, "") for name in ("transformers", "accelerate", "deepspeed", "datasets", "triton")},
     }
     return {name: version for name, version in named.items() if version}
-
-
-def _digest(folder: Path) -> str:
-    """One digest of everything in the folder but the image."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in (IMAGE, SOURCE):
-            digest.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n".encode())
-    return digest.hexdigest()
 
 
 def _register(folder: Path, entry_points: Mapping[str, Mapping[str, str]]) -> None:

@@ -33,10 +33,10 @@ FOUND = {
 SAYS = 'while read -r line; do echo "$line"; done </told'
 REFUSED = {
     "an old Python": ({"python": "3.10.12"}, "the image's Python is too old for dray", "3.10.12"),
-    "an old glibc": ({"libc": "glibc 2.17"}, "the image's glibc is too old", "glibc 2.17"),
+    "an old glibc": ({"libc": "glibc 2.17"}, "the image has no glibc that torch's wheels can use", "glibc 2.17"),
     "musl": (
         {"libc": ""},
-        "the image has no glibc, which torch's wheels need",
+        "the image has no glibc that torch's wheels can use",
         "another C library, such as musl",
     ),
     "no torch": (
