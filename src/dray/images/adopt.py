@@ -59,6 +59,8 @@ def adopt(
     checkout: Path, source: str, *, name: str = "", force: bool = False, say: Callable[[str], None] = print
 ) -> Adopted:
     """Make the folder build/dray-NAME, as slurm/adopt.sh does on a node. A failure leaves nothing."""
+    # A container starts elsewhere.
+    source = re.sub("^(oci|oci-archive|docker-archive):(?!/)", lambda kind: f"{kind[0]}{Path.cwd()}/", source)
     name = name or _named(source)
     _require_name(name)
     build = checkout / "build"

@@ -57,7 +57,7 @@ def build(
         make = partial(_made, checkout, source, near=sif, formats=asked, say=say)
         with make() as scratch:
             if twice:
-                say("dray: build the image a second time, and compile DeepSpeed's operators again")
+                say("dray: build the image a second time")
                 with make(from_nothing=True) as second:
                     _need_same(store.failed(checkout, variant), scratch, second)
             shutil.rmtree(store.failed(checkout, variant), ignore_errors=True)
