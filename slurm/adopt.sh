@@ -176,9 +176,8 @@ adopt::main() { # FILE [--name NAME] [--force]: at a login node
 }
 
 adopt::look() { # FOLDER NAME FILE FACTS DIGEST: what the image's own Python says, and what is brought
-  local found code=0 name size
+  local found code=0 name
   local -a folders=("$DRAY_HOME" "${1%/*}") mounts pip=()
-  size="$(stat --dereference --format=%s -- "$1/image.sif")"
   found="$("$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd --contain --pwd=/ "$1/image.sif" \
     python3 -c "$(<"$DRAY_HOME/src/dray/checks/adopted.py")")" || code=$?
   [[ "$found" =~ \"python\":\ \"([0-9]+)\.([0-9]+) ]] || lib::die 69 "the image does not start, or has no python3" "where:  $3" \
@@ -198,7 +197,7 @@ adopt::look() { # FOLDER NAME FILE FACTS DIGEST: what the image's own Python say
   "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd --contain "${mounts[@]}" --pwd "$1" "$1/image.sif" \
     env "${pip[@]}" "TMPDIR=$1/tmp" PYTHONDONTWRITEBYTECODE=1 \
     python3 -c 'import sys; sys.path.insert(0, sys.argv[1] + "/src"); from dray.images import beside; beside.main()' \
-    "$DRAY_HOME" "$1" "$2" "$3" "$4" "$5" "$size" <<<"$found" >&2 || code=$?
+    "$DRAY_HOME" "$1" "$2" "$3" "$4" "$5" <<<"$found" >&2 || code=$?
   rm -rf -- "$1/tmp"
   return "$code"
 }

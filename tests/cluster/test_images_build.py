@@ -183,12 +183,11 @@ def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monke
         digests = re.findall(r"sha256:\w+", built.stdout)
         assert len(digests) == 2
         assert re.findall(r"sha256:\w+", again.stdout) == digests
-        # Without a Docker image it is made from the SIF's files, and is the same.
+        # A Docker image that was removed is built again, and is the same.
         client.images.remove(tag, force=True)
-        unpacked = checkout.build("--format", "docker")
-        assert (unpacked.returncode, "dray: unpack the SIF\n" in unpacked.stderr) == (0, True), unpacked.stderr
-        assert "dray: sees" not in unpacked.stderr
-        assert re.findall(r"sha256:\w+", unpacked.stdout) == digests[1:]
+        alone = checkout.build("--format", "docker")
+        assert alone.returncode == 0, alone.stderr
+        assert re.findall(r"sha256:\w+", alone.stdout) == digests[1:]
     finally:
         if client.images.list(tag):
             client.images.remove(tag, force=True)
@@ -223,7 +222,7 @@ def test_what_was_compiled_once_is_kept(checkout):
     step.write_text(COMPILE)
     try:
         told, image, record = build("--twice")
-        assert [line for line in told if "step" not in line] == ["dray: compiles", "dray: uses what was kept"]
+        assert [line for line in told if "step" not in line] == ["dray: compiles", "dray: compiles"]
         (wheel,) = (checkout.path / "build" / "operators").glob("*/*.whl")
         wheel.chmod(0o666)
         writable = "is a file that others may write, mode 0666"
@@ -231,7 +230,7 @@ def test_what_was_compiled_once_is_kept(checkout):
         for words, expected in (
             (("--force",), [reason, "dray: compiles"]),
             (("--force",), ["dray: uses what was kept"]),
-            (("--from-nothing",), ["dray: compiles"]),
+            (("--twice",), ["dray: uses what was kept", "dray: compiles"]),
         ):
             told, again, its_record = build(*words)
             assert [line for line in told if "step" not in line] == expected
@@ -294,14 +293,9 @@ def test_two_builds_that_differ_are_refused(checkout):
         flag.unlink()
     assert differing.returncode == 1
     assert "two builds from the same inputs differ" in differing.stderr
-    first, second = (checkout.path / "build" / "failed" / VARIANT / f"{number}-image.sif" for number in (1, 2))
-    shown = checkout.dray("diff", first, second)
-    assert shown.returncode == 1
-    assert [line for line in shown.stdout.splitlines() if "opt/dray" in line] == [
-        line for line in shown.stdout.splitlines() if "opt/dray/now" in line
-    ]
-    assert "opt/dray/now" in shown.stdout
-    assert checkout.dray("diff", first, first).returncode == 0
+    assert "\n  where:  /opt/dray/now\n" in differing.stderr
+    for number in (1, 2):
+        assert (checkout.path / "build" / "failed" / VARIANT / f"{number}-image.sif").is_file()
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
@@ -412,17 +406,15 @@ def test_a_base_that_cannot_be_pulled(checkout):
     assert all(not name.startswith(".dray") for name in checkout.left())
 
 
-def test_a_base_of_another_architecture(checkout, tmp_path):
-    """Arm's on x86, or the other way round."""
-    other = b"\xb7" if os.uname().machine == "x86_64" else b"\x3e"
-    program = tmp_path / "env"
-    program.write_bytes(b"\x7fELF" + bytes(14) + other + b"\x00")
+def test_a_base_that_is_no_root_filesystem(checkout, tmp_path):
+    """Such as a tar of docker save."""
+    (tmp_path / "manifest.json").write_text("[]")
     base = tmp_path / "a base.tar"
     with tarfile.open(base, "w") as tar:
-        tar.add(program, "./usr/bin/env")
+        tar.add(tmp_path / "manifest.json", "manifest.json")
     refused = checkout.build("--base", base)
     assert refused.returncode == 78
-    assert "dray: the base is for another architecture\n" in refused.stderr
+    assert "dray: the base is not a root filesystem\n" in refused.stderr
     assert f"  where:  {base}\n" in refused.stderr
 
 

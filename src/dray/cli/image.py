@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli import image_adopt, image_convert, image_layer, image_lock, image_look
+from dray.cli import image_adopt, image_layer, image_lock, image_look
 from dray.clients import builder
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
@@ -80,9 +80,6 @@ def build(
         typer.Option(help="File of accepted signers of the bundle: lines with a name and an ssh public key."),
     ] = None,
     twice: Annotated[bool, typer.Option(help="Build twice, and refuse images that differ.")] = False,
-    from_nothing: Annotated[
-        bool, typer.Option("--from-nothing", help="Compile DeepSpeed's operators again instead of using kept ones.")
-    ] = False,
     force: Annotated[bool, typer.Option(help="Build even if an image of the same inputs exists.")] = False,
     out: Annotated[Path | None, typer.Option(help="SIF to write. Default: build/dray-VARIANT.sif.")] = None,
 ) -> None:
@@ -113,7 +110,6 @@ def build(
         signers=signers,
         as_locked=debian is Debian.LOCKED,
         twice=twice,
-        from_nothing=from_nothing,
         force=force,
     )
     for image in built:
@@ -162,13 +158,11 @@ def enter(variant: Variant) -> None:
 
 for verb in (
     image_adopt.adopt,
-    image_convert.convert,
     image_layer.layer,
     image_lock.lock,
     image_look.inspect,
     image_look.verify,
     image_look.sign,
     image_look.sbom,
-    image_look.diff,
 ):
     app.command(verb.__name__)(verb)

@@ -13,7 +13,7 @@ from dray.contract.findings import DrayError
 from dray.fitness import host, host_libraries
 from dray.images import adopt as adopting
 
-_SOURCES = "A SIF, a tar of docker save, docker://..., oras://..., oci:FOLDER, oci-archive:FILE or docker-archive:FILE."
+_SOURCES = "A SIF, docker://..., oras://..., oci:FOLDER, oci-archive:FILE or docker-archive:FILE."
 
 
 def adopt(

@@ -25,7 +25,7 @@ def layer(
     lock: Annotated[
         Path | None, typer.Option(help="Lock file of an earlier layer: take the same files again, without resolving.")
     ] = None,
-    name: Annotated[str, typer.Option(help="Name for recipes. Default: the name of its only package.")] = "",
+    name: Annotated[str, typer.Option(help="Name for recipes. Default: the names of its packages.")] = "",
     wheels: Annotated[
         Path | None, typer.Option(help="Folder with wheels of your own, in addition to the fetched ones.")
     ] = None,

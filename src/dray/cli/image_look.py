@@ -1,4 +1,4 @@
-"""`dray image inspect|verify|sign|sbom|diff`: what is in an image, who signed it, how two images differ."""
+"""`dray image inspect|verify|sign|sbom`: what is in an image, and who signed it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.images import beside, store
 from dray.images.sif import contents, record
-from dray.images.sif import diff as differences
 from dray.images.sif import format as sif_format
 from dray.images.sif import inspect as summary
 from dray.images.sif import sign as signatures
 from dray.images.sif import verify as identity
 
-_TOP = 15
+_SBOM = "opt/dray/sbom.json"
 
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
 
@@ -29,7 +26,7 @@ Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a 
 def inspect(
     image: Image, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 ) -> None:
-    """Show an image's versions and the size of its packages, without starting it.
+    """Show an image's digest, base and versions, without starting it.
 
     dray image inspect cpu --json
     """
@@ -42,22 +39,18 @@ def inspect(
         print(json.dumps(report, indent=1))
         return
     lines = {
-        "image": f"{report['file']} ({report['size'] / 1e6:.0f} MB, {report['unpacked'] / 1e6:.0f} MB unpacked)",
+        "image": f"{report['file']} ({report['size'] / 1e6:.0f} MB)",
         "digest": report["digest"],
         "signed": f"with {', '.join(report['signed'])} (dray image verify checks it)" if report["signed"] else "no",
         "variant": f"{report['variant']}, {report['architecture']}",
         **{name: report[name] for name in ("base", "python", "dray")},
         **report["versions"],
     }
-    console, width = Console(highlight=False), max(map(len, lines))
-    for name, value in lines.items():
-        console.print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
-    console.print(_table(report["packages"]))
+    print(_aligned(lines))
 
 
 def verify(
     image: Image,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe with the image_digest that the image must have.")] = None,
     digest: Annotated[str | None, typer.Option(help="Digest that the image must have, sha256:...")] = None,
     key: Annotated[
         list[str] | None,
@@ -67,12 +60,12 @@ def verify(
 ) -> None:
     """Check an image's digest, and that a key of Apptainer's keyring, or of --key, has signed it.
 
-    dray image verify cuda --recipe recipes/mine.toml
+    dray image verify cuda --digest sha256:...
     """
     if key and not signature:
         raise ConfigError("--key and --no-signature exclude each other", fix="leave out one of the two")
     sif = sif_format.read(_file(image))
-    expected, source = identity.expected(sif.path, given=digest, recipe=recipe)
+    expected, source = identity.expected(sif.path, digest)
     found = identity.require(sif.path, expected, source)
     signers = signatures.check(sif, key or ()) if signature else []
     print(
@@ -83,7 +76,9 @@ def verify(
 
 def sign(
     image: Image,
-    key: Annotated[str, typer.Option(help="The key's fingerprint, or its end. Needed if you have several keys.")] = "",
+    keyidx: Annotated[
+        int | None, typer.Option(help="Number of the key in Apptainer's list. Needed if you have several keys.")
+    ] = None,
 ) -> None:
     """Sign an image with a key of Apptainer's keyring. The file gets a new digest, which dray records.
 
@@ -97,39 +92,20 @@ def sign(
             fix="ask its owner to sign it (apptainer sign); then dray image adopt FILE --force",
         )
     sif = sif_format.read(file)
-    digest, fingerprint = signatures.sign(sif, key)
+    digest, fingerprint = signatures.sign(sif, keyidx)
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
 
 
-def sbom(
-    image: Image,
-    spdx: Annotated[bool, typer.Option("--spdx", help="Print SPDX 2.3 instead of CycloneDX 1.6.")] = False,
-) -> None:
-    """Print the bill of materials as JSON: every package, its licence and its hash.
+def sbom(image: Image) -> None:
+    """Print the bill of materials as CycloneDX 1.6: every package, its licence and its hash.
 
     dray image sbom cpu
     """
     sif = sif_format.read(_file(image))
-    name = f"opt/dray/sbom{'.spdx' if spdx else ''}.json"
-    found = contents.file(sif, name)
-    if found is None:
-        problem = "dray did not build this image, or an older dray did" if spdx else "dray did not build this image"
-        raise ConfigError(problem, where=sif.path, wanted=f"/{name} in it")
-    print(found.decode(), end="")
-
-
-def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A SIF.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another SIF.")],
-) -> None:
-    """Show how two images differ, and why; exit code 1 if they do.
-
-    dray image diff build/dray-cpu.sif other/dray-cpu.sif
-    """
-    found = differences.sifs(first, second)
-    for line in found or [f"identical: {identity.digest(first)}"]:
-        print(line)
-    raise typer.Exit(1 if found else 0)
+    document = contents.file(sif, _SBOM)
+    if document is None:
+        raise ConfigError("dray did not build this image", where=sif.path, wanted=f"/{_SBOM} in it")
+    print(document.decode(), end="")
 
 
 def _file(image: str) -> Path:
@@ -140,16 +116,9 @@ def _adopted(file: Path, known: record.Record) -> str:
     """What the record of an adopted image says: dray does not read the image itself."""
     lines = {"image": f"{file}, adopted from {known.base}", "digest": f"sha256:{known.sif.sha256}"}
     lines |= {"variant": known.variant, "dray": f"{known.dray}, beside it", **known.tools}
+    return _aligned(lines)
+
+
+def _aligned(lines: dict[str, str]) -> str:
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
-
-
-def _table(packages: dict[str, int]) -> Table:
-    table = Table("package", "MB unpacked")
-    table.columns[1].justify = "right"
-    for name, size in list(packages.items())[:_TOP]:
-        table.add_row(name, f"{size / 1e6:.1f}")
-    rest = list(packages.values())[_TOP:]
-    if rest:
-        table.add_row(f"{len(rest)} others", f"{sum(rest) / 1e6:.1f}", style="dim")
-    return table

@@ -8,28 +8,35 @@ import platform
 import re
 import shutil
 import stat
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import dray
 from dray import interrupts, process
-from dray.clients import progress, singularity
+from dray.clients import singularity
 from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import beside, bundle, store
 from dray.images.sif import format as sif_format
+from dray.images.sif import record
 from dray.images.sif.format import MACHINES
 
-# The oldest versions that dray's own trainer supports; `dray image adopt` notes older ones.
-_TRAINER = {"torch": (2, 8), "transformers": (5,)}
+# What dray's own trainer needs, in the oldest version that it supports; `dray image adopt` notes what is missing.
+_TRAINER: dict[str, tuple[int, ...]] = {
+    "torch": (2, 8),
+    "transformers": (5,),
+    "safetensors": (),
+    "tokenizers": (),
+    "numpy": (),
+    "pyarrow": (),
+}
 _START_S = 600.0  # a first start may unpack gigabytes, and import torch from a network disk
-_BLOCK = 1 << 22
 _PROBE = Path(dray.__file__).parent / "checks" / "adopted.py"
 
 
@@ -51,6 +58,8 @@ def adopt(
     checkout: Path, source: str, *, name: str = "", force: bool = False, say: Callable[[str], None] = print
 ) -> Adopted:
     """Make the folder build/dray-NAME, as slurm/adopt.sh does on a node. A failure leaves nothing."""
+    # A container starts elsewhere.
+    source = re.sub("^(oci|oci-archive|docker-archive):(?!/)", lambda kind: f"{kind[0]}{Path.cwd()}/", source)
     name = name or _named(source)
     _require_name(name)
     build = checkout / "build"
@@ -84,31 +93,23 @@ def adopt(
                 found=sif.architecture,
                 fix="take the image for this machine's architecture, or adopt this one on a machine that it fits",
             )
-        digest = _digest(sif.path, say)
+        say(f"dray: read {image.stat().st_size / 1e6:,.0f} MB for the digest")
+        digest = record.File.of(image).sha256
         say("dray: start the image to see what it has")
         try:
             found = probe(image, source)
-            beside.require(found, source)
         except UnfitError:  # the fetched file may be damaged
             kept.unlink(missing_ok=True)
             raise
         say("dray: add the packages that the image lacks")
-        origin = beside.Origin(name=name, source=where, file=file, sha256=digest, size=image.stat().st_size)
-        brought = beside.fill(new, found, origin, checkout=checkout)
-        path = beside.python_path(new, checkout / "src", found["pythonpath"])
-        started = inside(image, [new, checkout / "src"], path, beside.start_argv("python3"))
-        beside.starts(started.code, _last(started), source)
+        origin = beside.Origin(name=name, source=where, file=file, sha256=digest)
+        start = partial(inside, image, [new, checkout / "src"])
+        brought = beside.fill(new, found, origin, checkout=checkout, start=start)
         if store.stat(subject) != file:
             raise UnfitError("the image changed while dray read it", where=source, fix="try again")
-        old = Path(scratch) / "old"
         if folder.exists():
-            folder.rename(old)
-        try:
-            new.rename(folder)
-        except BaseException:
-            if old.exists():
-                old.rename(folder)
-            raise
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
         kept.unlink(missing_ok=True)
     return Adopted(
         file=folder / beside.IMAGE,
@@ -125,7 +126,7 @@ def probe(image: Path, source: str) -> dict[str, Any]:
     # --contain: the image is unknown, so it gets a /tmp of its own.
     code = _PROBE.read_text(encoding="utf-8")
     done = singularity.execute(image.resolve(), ["python3", "-c", code], options=["--contain"], seconds=_START_S)
-    last = _last(done)
+    last = beside.last_lines(done)
     if '"python3": executable file not found' in done.err or done.code == 127:
         raise ConfigError(
             "the image has no Python",
@@ -149,12 +150,9 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
     """Link the image, copy it if others may write it, or fetch it. Returns its absolute path or its address."""
     path = Path(source).expanduser()
     if path.exists():
-        kind = archive(path)
-        if not kind:
-            _use(path.absolute(), image, say)
-            return str(path.absolute())
-        source = address = f"{kind}:{path.absolute()}"
-    elif not re.match(r"[a-z-]+:", source):
+        _use(path.absolute(), image, say)
+        return str(path.absolute())
+    if not re.match(r"[a-z-]+:", source):
         raise ConfigError(
             "the image does not exist", where=path.absolute(), found=source, fix="correct the path",
             wanted="a SIF, docker://NAME, oras://NAME, oci:FOLDER, oci-archive:FILE or docker-archive:FILE",
@@ -193,31 +191,6 @@ def _others(path: Path) -> str:
     return f"its folder has the mode {folder:o}" if folder & 0o002 and not folder & stat.S_ISVTX else ""
 
 
-def archive(path: Path) -> str:
-    """Apptainer's name for the format: oci (a folder), docker-archive or oci-archive (tars); empty for a SIF."""
-    if path.is_dir():
-        return "oci" if (path / "oci-layout").is_file() else ""
-    if path.is_file() and tarfile.is_tarfile(path):
-        with tarfile.open(path) as tar:
-            names = set(tar.getnames())
-        if "manifest.json" in names:
-            return "docker-archive"
-        return "oci-archive" if "oci-layout" in names else ""
-    return ""
-
-
-def _digest(file: Path, say: Callable[[str], None]) -> str:
-    size, done, sha256, began = file.stat().st_size, 0, hashlib.sha256(), time.monotonic()
-    told = progress.Progress("read", total=size, say=say)
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            sha256.update(block)
-            done += len(block)
-            told.at(done)
-    say(f"dray: read in {time.monotonic() - began:.0f} s, {size / 1e6:,.0f} MB")
-    return sha256.hexdigest()
-
-
 def _named(source: str) -> str:
     """pytorch of docker://nvcr.io/nvidia/pytorch:26.01-py3, and of /images/pytorch.sif."""
     last = source.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0]
@@ -236,30 +209,18 @@ def _require_name(name: str) -> None:
 
 def _lacking(packages: Mapping[str, str]) -> Iterator[str]:
     for name, oldest in _TRAINER.items():
-        wanted = ".".join(map(str, oldest))
-        if name not in packages:
-            yield f"{name} {wanted} or newer: the image has none"
-        elif beside.numbers(packages[name]) < oldest:
-            yield f"{name} {wanted} or newer: the image has {packages[name]}"
-    for name in ("safetensors", "tokenizers", "numpy", "pyarrow"):
-        if name not in packages:
-            yield f"{name}: the image has none"
+        version = packages.get(name, "none")
+        if name not in packages or beside.numbers(version) < oldest:
+            wanted = f" {'.'.join(map(str, oldest))} or newer" if oldest else ""
+            yield f"{name}{wanted}: the image has {version}"
 
 
-def inside(
-    image: Path, folders: Sequence[Path], path: str, command: list[str], seconds: float = _START_S
-) -> process.Done:
-    """Run a command in an adopted image that sees `folders`, the packages beside it among them."""
+def inside(image: Path, folders: Sequence[Path], arguments: Sequence[str], path: str) -> process.Done:
+    """Start Python with this PYTHONPATH in an adopted image that sees `folders`, the packages beside it among them."""
     mounts = []
     for folder in folders:
         quoted = str(folder).replace('"', '""')
         mounts.append(f'--mount=type=bind,"src={quoted}","dst={quoted}",ro')
-    argv = ["env", f"PYTHONPATH={path}", *command]
+    argv = ["env", f"PYTHONPATH={path}", "python3", *arguments]
     binds = dict.fromkeys(folders, False)
-    return singularity.execute(image.resolve(), argv, options=["--contain", *mounts], binds=binds, seconds=seconds)
-
-
-def _last(done: process.Done) -> str:
-    """The last lines of stderr, without the engine's warnings about folders that the image lacks."""
-    lines = [line for line in done.err.splitlines() if line.strip() and not line.startswith(("WARNING:", "INFO:"))]
-    return "\n".join(lines[-3:])
+    return singularity.execute(image.resolve(), argv, options=["--contain", *mounts], binds=binds, seconds=_START_S)

@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,8 @@ IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
 _PYTHON, _LIBC = (3, 11), (2, 28)
 # dray's requirements that only hosts need.
 _HOSTS = {"docker", "spython"}
-_START = "import dray.cli, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler"
+# Imports dray's planner and runner.
+_START = ("-B", "-c", "import dray.cli, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +47,16 @@ class Origin:
     file: str
     """That file's owner, inode, size and time, from `stat`."""
     sha256: str
-    size: int
 
 
-def require(found: Mapping[str, Any], source: str) -> None:
+def _require(found: Mapping[str, Any], source: str) -> None:
     """Refuse an image on which dray cannot run."""
-    kind, _, version = str(found["libc"]).partition(" ")
+    kind, _, version = found["libc"].partition(" ")
     for holds, problem, wanted, has in (
         (numbers(found["python"]) >= _PYTHON, "the image's Python is too old for dray", "Python 3.11 or newer",
          found["python"]),
-        (kind == "glibc", "the image has no glibc, which torch's wheels need", "glibc 2.28 or newer",
-         found["libc"] or "another C library, such as musl"),
-        (numbers(version) >= _LIBC, "the image's glibc is too old", "glibc 2.28 or newer, which torch's wheels need",
-         found["libc"]),
+        (kind == "glibc" and numbers(version) >= _LIBC, "the image has no glibc that torch's wheels can use",
+         "glibc 2.28 or newer", found["libc"] or "another C library, such as musl"),
         ("error" not in found["torch"], "the image's Python cannot import torch", "torch, which starts the ranks",
          found["torch"].get("error")),
     ):  # fmt: skip
@@ -67,10 +65,22 @@ def require(found: Mapping[str, Any], source: str) -> None:
             raise ConfigError(problem, where=source, wanted=wanted, found=has, fix=fix)
 
 
-def fill(folder: Path, found: Mapping[str, Any], origin: Origin, *, checkout: Path) -> tuple[str, ...]:
-    """Write all files of the folder but the image. Returns the packages that were added, with their versions."""
-    brought = _packages(folder, found, checkout, origin.source)
-    _register(folder, checkout)
+def fill(
+    folder: Path,
+    found: Mapping[str, Any],
+    origin: Origin,
+    *,
+    checkout: Path,
+    start: Callable[[Sequence[str], str], process.Done],
+) -> tuple[str, ...]:
+    """Write all files of the folder but the image. Returns the packages that were added, with their versions.
+
+    `start` starts the image's Python with these arguments and PYTHONPATH: dray must start there.
+    """
+    _require(found, origin.source)
+    project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    brought = _packages(folder, found, project["dependencies"], checkout, origin.source)
+    _register(folder, project["entry-points"])
     described = {
         "name": origin.name,
         "variant": variant(found["torch"]),
@@ -84,34 +94,28 @@ def fill(folder: Path, found: Mapping[str, Any], origin: Origin, *, checkout: Pa
         "variant": described["variant"],
         "dray": __version__,
         "base": origin.source,
-        "inputs": _digest(folder),
+        "inputs": hashlib.sha256(json.dumps(described).encode()).hexdigest(),
         "epoch": 0,
         "tools": versions(found),
-        "sif": {"sha256": origin.sha256, "size": origin.size},
+        "sif": {"sha256": origin.sha256, "size": (folder / IMAGE).stat().st_size},
     }
     for name, content in ((DESCRIBED, described), (f"{IMAGE}.json", record)):
         text = json.dumps(content, indent=1, ensure_ascii=False)
         (folder / name).write_text(f"{text}\n", encoding="utf-8")
+    done = start(_START, python_path(folder, checkout / "src", found["pythonpath"]))
+    if done.code:
+        raise UnfitError(
+            "dray does not start in the image",
+            where=origin.source,
+            found=last_lines(done),
+            fix="take another image: the last line says what is missing or does not fit",
+        )
     return tuple(f"{name} {version}" for name, version in brought.items())
 
 
 def python_path(folder: Path, source: Path, theirs: str) -> str:
     """PYTHONPATH in an adopted image: the packages beside it, dray's source, then the image's own value."""
     return ":".join(filter(None, [str(folder), str(source), theirs]))
-
-
-def starts(code: int, last_lines: str, source: str) -> None:
-    """Refuse an image in which dray's planner and runner did not start."""
-    if code:
-        raise UnfitError(
-            "dray does not start in the image", where=source, found=last_lines,
-            fix="take another image: the last line says what is missing or does not fit",
-        )  # fmt: skip
-
-
-def start_argv(python: str) -> list[str]:
-    """The command that imports dray's planner and runner."""
-    return [python, "-B", "-c", _START]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -145,39 +149,32 @@ def versions(found: Mapping[str, Any]) -> dict[str, str]:
     return {name: version for name, version in named.items() if version}
 
 
-def _digest(folder: Path) -> str:
-    """One digest of everything in the folder but the image."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in (IMAGE, SOURCE):
-            digest.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n".encode())
-    return digest.hexdigest()
-
-
-def _register(folder: Path, checkout: Path) -> None:
+def _register(folder: Path, entry_points: Mapping[str, Mapping[str, str]]) -> None:
     """torchrun finds dray's rendezvous by an installed package's metadata; dray itself is the checkout's source."""
-    project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     installed = folder / f"dray-{__version__}.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dray\nVersion: {__version__}\n")
     lines = []
-    for group, entries in project["entry-points"].items():
+    for group, entries in entry_points.items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
     (installed / "entry_points.txt").write_text("".join(f"{line}\n" for line in lines))
 
 
-def _packages(folder: Path, found: Mapping[str, Any], checkout: Path, source: str) -> dict[str, str]:
+def _packages(
+    folder: Path, found: Mapping[str, Any], asked: Iterable[str], checkout: Path, source: str
+) -> dict[str, str]:
     """Add what the image lacks, by the hashes of venv.lock. Each added wheel names the packages that it needs."""
-    project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = _pins(checkout / "containers" / "venv.lock")
     python = ".".join(found["python"].split(".")[:2])
-    kept = checkout / "build" / "wheels"
-    files = (kept if os.access(kept.parent, os.W_OK) else folder.parent / "wheels") / f"beside-{python}"
+    ours = checkout / "build" / "wheels"
+    name = f"beside-{python}"
+    places = [ours / name, ours]
+    if not os.access(ours.parent, os.W_OK):
+        places.insert(0, folder.parent / "wheels" / name)
     has = dict(found["packages"])
     brought: dict[str, str] = {}
-    asked: Iterable[str] = project["dependencies"]
     while names := list(dict.fromkeys(_missing(asked, has, pins))):
-        for wheel in _fetched([pins[name] for name in names], python, files, checkout, source):
+        for wheel in _wheels([pins[name] for name in names], python, places, source):
             with ZipFile(wheel) as archive:
                 archive.extractall(folder)
         brought |= {name: pins[name].version for name in names}
@@ -229,15 +226,12 @@ def _fits(wanted: str, version: str | None) -> bool:
     return not oldest or numbers(version) >= numbers(oldest[1])
 
 
-def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, source: str) -> list[Path]:
-    """The pinned wheels. `files` keeps them for the next image with this Python."""
-    ours = checkout / "build" / "wheels"
-    places = (files, ours / files.name, ours)
+def _wheels(pins: Sequence[_Pin], python: str, places: Sequence[Path], source: str) -> list[Path]:
+    """The pinned wheels. The first place keeps them for the next image with this Python."""
     absent = [pin for pin in pins if not _kept(pin, python, places)]
     if absent:
-        files.mkdir(parents=True, exist_ok=True)
         try:
-            _fetch(absent, python, files)
+            _fetch(absent, python, places[0])
         except DrayError as error:
             raise UnfitError(
                 "the image lacks packages that dray needs, and pip cannot fetch them",
@@ -248,54 +242,56 @@ def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, sou
                 f"or, if the image has no pip: make install && .venv/bin/dray image adopt {shlex.quote(source)}\n"
                 "or take an image with pydantic, rich, typer and PyYAML",
             ) from error
-    wheels = {pin.name: _kept(pin, python, places) for pin in pins}
-    if lacking := [name for name, wheel in wheels.items() if wheel is None]:
-        raise UnfitError("pip fetched no wheel that fits the image", where=source, found=", ".join(lacking))
-    return [wheel for wheel in wheels.values() if wheel]
+    return [wheel for pin in pins for wheel in _kept(pin, python, places)]
 
 
-def _fetch(pins: Sequence[_Pin], python: str, files: Path) -> None:
-    """Fetch into a folder of its own first: another job may fetch the same wheels."""
-    with TemporaryDirectory(dir=files, prefix=".fetch-") as own:
-        requirements = Path(own, "requirements.txt")
-        requirements.write_text("".join(f"{pin.text}\n" for pin in pins), encoding="utf-8")
-        process.run(_download(requirements, python, Path(own)))
-        for wheel in Path(own).glob("*.whl"):
-            wheel.replace(files / wheel.name)
-
-
-def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> Path | None:
-    """The wheel, from the first of these folders that has it. The last folder is the one of dray's own images."""
+def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> list[Path]:
+    """The wheel, from the first place that has it; the last place is the one of dray's own images."""
     tags = (f"-cp{python.replace('.', '')}-", "py3-none-any.")
     for path in (path for place in places for path in place.glob(f"*-{pin.version}-*.whl")):
         if any(tag in path.name for tag in tags) and hashlib.sha256(path.read_bytes()).hexdigest() in pin.hashes:
-            return path
-    return None
+            return [path]
+    return []
 
 
-def _download(requirements: Path, python: str, files: Path) -> list[str]:
-    """The command of the image's or the user's own pip, with its own configuration. It runs no package's code."""
-    return [
-        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--quiet"),
-        *("--progress-bar", "off", "--require-hashes", "--only-binary", ":all:", "--retries", "1", "--timeout", "10"),
-        *("--implementation", "cp", "--python-version", python),
-        *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
-        *("--requirement", str(requirements), "--dest", str(files)),
-    ]
+def _fetch(pins: Sequence[_Pin], python: str, files: Path) -> None:
+    """Fetch with the image's or the user's own pip and its configuration. It runs no package's code."""
+    files.mkdir(parents=True, exist_ok=True)
+    # A folder of its own first: another job may fetch the same wheels.
+    with TemporaryDirectory(dir=files, prefix=".fetch-") as scratch:
+        requirements = Path(scratch, "requirements.txt")
+        requirements.write_text("".join(f"{pin.text}\n" for pin in pins), encoding="utf-8")
+        process.run(
+            [
+                *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--quiet"),
+                *("--progress-bar", "off", "--require-hashes", "--only-binary", ":all:", "--retries", "1"),
+                *("--timeout", "10", "--implementation", "cp", "--python-version", python),
+                *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
+                *("--requirement", str(requirements), "--dest", scratch),
+            ]
+        )
+        for wheel in Path(scratch).glob("*.whl"):
+            wheel.replace(files / wheel.name)
+
+
+def _start(arguments: Sequence[str], path: str) -> process.Done:
+    return process.run([sys.executable, *arguments], env={"PYTHONPATH": path}, check=False)
+
+
+def last_lines(done: process.Done) -> str:
+    """The last lines of stderr, without the engine's warnings about folders that the image lacks."""
+    lines = [line for line in done.err.splitlines() if line.strip() and not line.startswith(("WARNING:", "INFO:"))]
+    return "\n".join(lines[-3:])
 
 
 def main() -> None:
-    """Run in the image with CHECKOUT FOLDER NAME SOURCE FILE SHA256 SIZE; stdin is the output of checks/adopted.py."""
+    """Run in the image with CHECKOUT FOLDER NAME SOURCE FILE SHA256; stdin is the output of checks/adopted.py."""
     checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    name, source, file, sha256, size = sys.argv[3:]
+    name, source, file, sha256 = sys.argv[3:]
     try:
         found = json.load(sys.stdin)
-        require(found, source)
-        origin = Origin(name=name, source=source, file=file, sha256=sha256, size=int(size))
-        brought = fill(folder, found, origin, checkout=checkout)
-        path = python_path(folder, checkout / "src", found["pythonpath"])
-        started = process.run(start_argv(sys.executable), env={"PYTHONPATH": path}, check=False)
-        starts(started.code, "\n".join(started.err.splitlines()[-3:]), source)
+        origin = Origin(name=name, source=source, file=file, sha256=sha256)
+        brought = fill(folder, found, origin, checkout=checkout, start=_start)
     except DrayError as error:
         print(f"dray: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -38,7 +38,6 @@ def build(
     signers: Path | None = None,
     as_locked: bool = True,
     twice: bool = False,
-    from_nothing: bool = False,
     force: bool = False,
 ) -> list[str]:
     """Build the image where a run looks for it. Returns a line per format. A failure keeps the previous images."""
@@ -50,25 +49,23 @@ def build(
             source = inputs.from_bundle(checkout, bundled, variant, signers=signers)
         else:
             source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, as_locked=as_locked, say=say)
-        again = twice or from_nothing or force
-        found = {} if again else _found(source, sif, formats)
+        found = {} if twice or force else _found(source, sif, formats)
         asked = [name for name in formats if name not in found]
         if not asked:
             say("dray: the image exists, built from the same inputs (--force builds it again)")
             return [found[name] for name in formats]
-        unpacked = sif if "sif" in found else None
-        make = partial(_made, checkout, source, near=sif, formats=asked, unpacked=unpacked, say=say)
-        with make(from_nothing=from_nothing) as scratch:
+        make = partial(_made, checkout, source, near=sif, formats=asked, say=say)
+        with make() as scratch:
             if twice:
                 say("dray: build the image a second time")
-                with make(from_nothing=from_nothing) as second:
+                with make(from_nothing=True) as second:
                     _need_same(store.failed(checkout, variant), scratch, second)
             shutil.rmtree(store.failed(checkout, variant), ignore_errors=True)
             for engine in images.engines(asked):
                 say(f"dray: load the image into {engine}")
                 images.load(engine, scratch / LAYER, store.docker_tag(variant))
             if "sif" in asked:
-                _deliver(source, scratch, sif)
+                record.deliver(scratch / SIF, sif, _record_of(source, scratch))
         seconds = time.monotonic() - started
         found = _found(source, sif, formats)
         return [f"{found[name]}  ({seconds:.0f} s)" for name in formats]
@@ -95,14 +92,10 @@ def _made(
     *,
     near: Path,
     formats: Sequence[str],
-    unpacked: Path | None,
-    from_nothing: bool,
     say: Say,
+    from_nothing: bool = False,
 ) -> Iterator[Path]:
-    """A folder with the image in each format, on the disk of its destination: the last move is then a rename.
-
-    With `unpacked`, the files come from this SIF, and nothing is built.
-    """
+    """A folder with the image in each format, on the disk of its destination: the last move is then a rename."""
     with TemporaryDirectory(prefix=f".{near.name}-", dir=near.parent, ignore_cleanup_errors=True) as made:
         scratch = Path(made)
         kept = None if from_nothing else compiled_wheels.find(checkout, source.operators, say=say)
@@ -116,9 +109,6 @@ def _made(
         if images.engines(formats):
             tag = store.docker_tag(source.image.variant)
             argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
-        if unpacked:
-            binds[unpacked] = False
-            argv += ["--unpack", unpacked]
         try:
             saved = source.inputs / bundle.BUILDER
             builder.run(checkout, argv, binds=binds, on_line=say, saved=saved)
@@ -160,24 +150,35 @@ def _need_same(failed: Path, first: Path, second: Path) -> None:
             (scratch / name).replace(path)
         raise DrayError(
             "two builds from the same inputs differ",
+            where=_first_difference(first / ROOTFS, second / ROOTFS) or "the packing: all files are the same",
             found="\n".join(f"{digest(path)}  {path}" for path in kept),
-            fix=f"dray image diff '{kept[0]}' '{kept[1]}' names the files" if name == SIF else None,
         )
 
 
-def _deliver(source: BuildContext, scratch: Path, sif: Path) -> None:
-    os.chown(scratch / SIF, os.getuid(), os.getgid())
+def _first_difference(first: Path, second: Path) -> str:
+    """The first file that differs between two root filesystems; empty if there is none."""
+    names = {path.relative_to(rootfs) for rootfs in (first, second) for path in rootfs.rglob("*")}
+    return next((f"/{name}" for name in sorted(names) if _entry(first / name) != _entry(second / name)), "")
+
+
+def _entry(path: Path) -> tuple[int, str] | None:
+    """A file's mode, and its digest or where it leads."""
+    if not os.path.lexists(path):
+        return None
+    mode = path.lstat().st_mode
+    if path.is_symlink():
+        return mode, str(path.readlink())
+    return mode, digest(path) if path.is_file() else ""
+
+
+def _record_of(source: BuildContext, scratch: Path) -> record.Record:
     facts = inputs.facts(source.inputs)
-    made = record.Record(
+    return record.Record(
         variant=source.image.variant,
         dray=__version__,
         base=facts["DRAY_BASE"],
         inputs=source.digest,
         epoch=int(facts["SOURCE_DATE_EPOCH"]),
         tools=json.loads((scratch / TOOLS).read_text()),
-        sif=record.File(sha256=digest(scratch / SIF).removeprefix("sha256:"), size=(scratch / SIF).stat().st_size),
+        sif=record.File.of(scratch / SIF),
     )
-    # A moment without a record is better than one with another image's.
-    record.path_for(sif).unlink(missing_ok=True)
-    (scratch / SIF).replace(sif)
-    record.write(sif, made)

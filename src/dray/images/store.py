@@ -147,18 +147,20 @@ def job_file(checkout: Path, variant: str, engine: str = "apptainer") -> Path:
     """The image that a job starts: DRAY_IMAGE, else the variant's own, in the format of the engine."""
     named = os.environ.get("DRAY_IMAGE")
     file = sif(checkout, variant) if variant in ACCELERATORS else adopted(checkout, variant)
-    if engines.get(engine).image == "store":
-        return Path(named or engines.get(engine).store_prefix + docker_tag(variant))
-    return Path(named or (file if _SIF in _formats(engine) else file.with_suffix(".sqsh"))).absolute()
+    starter = engines.get(engine)
+    if starter.image == "store":
+        return Path(named or starter.store_prefix + docker_tag(variant))
+    return Path(named or (file if _SIF in starter.formats else file.with_suffix(".sqsh"))).absolute()
 
 
 def absent(image: Path, variant: str, engine: str) -> str:
     """The command that makes a missing image; empty if it exists, or if only the nodes can tell."""
-    if engines.get(engine).image == "store" or image.exists():
+    starter = engines.get(engine)
+    if starter.image == "store" or image.exists():
         return ""
     if variant not in ACCELERATORS:
         return f"dray image adopt SOURCE --name {variant}"
-    if _SIF in _formats(engine):
+    if _SIF in starter.formats:
         return f"make image-{variant}"
     return "convert dray's image: docs/reference/engines.md"
 
@@ -183,15 +185,6 @@ def require_adopted(checkout: Path, name: str, image: Path) -> None:
     )
 
 
-def _head(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(64)
-
-
-def _formats(engine: str) -> tuple[str, ...]:
-    return engines.get(engine).formats
-
-
 def described(image: Path) -> dict[str, str]:
     """What a plan needs to know of an adopted image: its folder, origin and PYTHONPATH. Empty for other images."""
     found = _described(image)
@@ -212,7 +205,13 @@ def _described(image: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(read(image.absolute().with_name(_DESCRIBED)))
         found["source"], found["file"], found["pythonpath"], found["variant"], found["name"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # others may have such a file
         return {}
     return found
 
@@ -236,31 +235,22 @@ def variant(image: Path | None = None) -> str:
 
 def required(checkout: Path, variant: str, digest: str | None = None, engine: str = "apptainer") -> Path:
     """`job_file`, checked before a job is queued: it exists, and it is what the recipe and the engine want."""
-    file, formats = job_file(checkout, variant, engine), _formats(engine)
+    file, starter = job_file(checkout, variant, engine), engines.get(engine)
     require_adopted(checkout, variant, file)
     if fix := absent(file, variant, engine):
         fix += ", or set DRAY_IMAGE to an image that dray has built"
         raise ConfigError("the image does not exist", wanted=f"{file} (the recipe's image is {variant})", fix=fix)
-    reference = engines.get(engine).reference
-    if reference and not re.fullmatch(reference, str(file)):
+    if starter.reference and not re.fullmatch(starter.reference, str(file)):
         raise ConfigError(
             f"{engine} starts images of its gateway",
             wanted="DRAY_IMAGE=docker:NAME:TAG, or custom: or id:",
             found=f"DRAY_IMAGE={os.environ.get('DRAY_IMAGE', '')}",
             fix="push dray's image to a registry; shifterimg pull docker:NAME:TAG; export DRAY_IMAGE=docker:NAME:TAG",
         )
-    if not formats:
+    if not starter.formats:
         return file
-    head = b"" if file.is_dir() else _head(file)
+    head = _head(file)
     kind = "folder" if file.is_dir() else _SIF if MAGIC in head else "squashfs" if head.startswith(b"hsqs") else ""
-    if kind and kind not in formats:
-        raise ConfigError(
-            f"{engine} does not start an image of this kind",
-            where=file,
-            wanted=" or ".join(formats),
-            found=kind,
-            fix="set DRAY_IMAGE to an image in this engine's format: docs/reference/engines.md",
-        )
     if not kind:
         raise ConfigError(
             "the file is not an image",
@@ -268,6 +258,14 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
             wanted="a SIF, as make image-VARIANT builds it, or a squashfs",
             found="an empty file" if not head else ascii(head[:16].decode("latin-1")),
             fix=f"make image-{variant}, or copy the file again: it may be incomplete",
+        )
+    if kind not in starter.formats:
+        raise ConfigError(
+            f"{engine} does not start an image of this kind",
+            where=file,
+            wanted=" or ".join(starter.formats),
+            found=kind,
+            fix="set DRAY_IMAGE to an image in this engine's format: docs/reference/engines.md",
         )
     if digest and kind == "folder":
         raise ConfigError(
@@ -278,3 +276,10 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
     if digest:
         verify.require(file, digest, "the recipe's image_digest")
     return file
+
+
+def _head(file: Path) -> bytes:
+    if file.is_dir():
+        return b""
+    with file.open("rb") as stream:
+        return stream.read(64)

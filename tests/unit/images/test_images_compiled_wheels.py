@@ -91,7 +91,7 @@ def test_another_user_s_wheel(checkout, kept):
 
 READ = ("requirements.lock", "image.env", "environment", "dray.def", "debs/gcc_12_amd64.deb", "wheels/torch-2-x.whl")
 READ += ("steps/lib.sh", "steps/run.sh", "steps/10-system.sh", "steps/50-python.sh", "steps/55-deepspeed.sh")
-STEPS = ("steps/60-dray.sh", "steps/70-prune.sh", "steps/90-seal.sh", "steps/sbom.py", "steps/spdx.py")
+STEPS = ("steps/60-dray.sh", "steps/70-prune.sh", "steps/90-seal.sh", "steps/sbom.py")
 LATER = (*STEPS, "steps/56-fabric.sh", "dray/dray-1-py3-none-any.whl", "sources/aws-ofi-nccl-1.19.2.tar")
 LATER += ("sources.json", "labels", "Containerfile", "README.md", "base.tar")
 

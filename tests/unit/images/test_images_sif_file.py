@@ -42,14 +42,14 @@ def made(folder: Path, *, metadata: bytes = b'{"data": {}}') -> Path:
 
 def test_what_is_written_can_be_read(sif):
     read = sif_format.read(sif)
-    assert [(part.id, part.kind, part.offset, part.size, part.name) for part in read.parts] == [
-        (1, "definition", 32176, len(DEFINITION), ""),
-        (2, "metadata", 32176 + len(DEFINITION), 12, "inspect-metadata.json"),
-        (3, "partition", 32768, len(SQUASHFS), ""),
+    assert [(part.kind, part.offset, part.size) for part in read.parts] == [
+        ("definition", 32176, len(DEFINITION)),
+        ("metadata", 32176 + len(DEFINITION), 12),
+        ("partition", 32768, len(SQUASHFS)),
     ]
-    assert (read.path, read.architecture, read.created, read.modified) == (sif, "amd64", EPOCH, EPOCH)
+    assert (read.path, read.architecture) == (sif, "amd64")
     assert read.system == read.parts[2]
-    assert read.content("definition") == DEFINITION
+    assert sif.read_bytes()[32176:].startswith(DEFINITION)
     assert read.signers() == []
     assert sif.read_bytes()[32768:] == SQUASHFS
     assert sif.stat().st_mode & 0o777 == 0o755
@@ -63,41 +63,19 @@ def test_the_same_bytes_wherever_and_whenever(sif, tmp_path):
 
 def test_the_definition_alone_will_do(tmp_path):
     read = sif_format.read(made(tmp_path / "plain", metadata=b""))
-    assert [(part.id, part.kind, part.offset) for part in read.parts] == [
-        (1, "definition", 32176),
-        (2, "partition", 32768),
-    ]
+    assert [(part.kind, part.offset) for part in read.parts] == [("definition", 32176), ("partition", 32768)]
 
 
 def test_another_architecture(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert sif_format.read(made(tmp_path / "arm")).architecture == "arm64"
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(ConfigError) as raised:
-        made(tmp_path / "risc")
-    assert str(raised.value) == "dray makes images only on x86_64 and aarch64\n  found:  riscv64"
 
 
 def test_metadata(tmp_path):
-    folder = tmp_path / ".singularity.d"
-    (folder / "env").mkdir(parents=True)
-    for name in ("10-docker2singularity.sh", "90-environment.sh", "91-environment.sh", "95-apps.sh"):
-        (folder / "env" / name).write_text(f"{name}\n\n")
-    (folder / "labels.json").write_text('{"a": "b"}')
-    (folder / "runscript").write_text("#!/bin/sh\nrun\n")
+    (tmp_path / ".singularity.d").mkdir()
+    (tmp_path / ".singularity.d" / "labels.json").write_text('{"a": "b"}')
     assert json.loads(sif_format.metadata(tmp_path, DEFINITION)) == {
-        "data": {
-            "attributes": {
-                "environment": {
-                    "/.singularity.d/env/10-docker2singularity.sh": "10-docker2singularity.sh",
-                    "/.singularity.d/env/90-environment.sh": "90-environment.sh",
-                    "/.singularity.d/env/91-environment.sh": "91-environment.sh",
-                },
-                "labels": {"a": "b"},
-                "deffile": "Bootstrap: docker\nFrom: debian",
-                "runscript": "#!/bin/sh\nrun",
-            }
-        },
+        "data": {"attributes": {"labels": {"a": "b"}, "deffile": "Bootstrap: docker\nFrom: debian"}},
         "type": "container",
     }
 
@@ -138,7 +116,6 @@ FAULTS = {
         SIF,
         "a table of 48 descriptors in 28080 bytes at 4096, in a file of 5000 bytes",
     ),
-    "version": (lambda sif: changed(sif, 42, b"02"), "a SIF of version 01", "version b'02\\x00'"),
     "no system": (
         lambda sif: changed(sif, TABLE + 2 * ROW + 201 + 4, b"\4"),
         "a SIF with one root filesystem",
@@ -160,14 +137,9 @@ FAULTS = {
         "another filesystem, or an encrypted one",
     ),
     "unknown architecture": (
-        lambda sif: (changed(sif, 45, b"06"), changed(sif, TABLE + 2 * ROW + 201 + 8, b"06")),
-        "a SIF of one architecture: amd64 (b'02') or arm64 (b'04')",
-        "b'06' in its header, b'06' in its root filesystem",
-    ),
-    "two architectures": (
-        lambda sif: changed(sif, 45, b"04"),
-        "a SIF of one architecture: amd64 (b'02') or arm64 (b'04')",
-        "b'04' in its header, b'02' in its root filesystem",
+        lambda sif: changed(sif, 45, b"06"),
+        "a SIF for amd64 (b'02') or arm64 (b'04')",
+        "architecture b'06'",
     ),
     "endless table": (
         lambda sif: changed(sif, 88, struct.pack("<q", 1 << 40)),
@@ -212,9 +184,9 @@ def test_no_changed_byte_of_header_or_table_brings_it_down(sif):
         for value in (0xFF, 0x7F, 0x00):
             changed(sif, offset, bytes([value]))
             try:
-                sif_format.read(sif).content("definition")
+                sif_format.read(sif)
             except ConfigError:
                 refused += 1
         changed(sif, offset, whole[offset : offset + 1])
     assert refused > 100
-    assert sif_format.read(sif).content("definition") == DEFINITION
+    assert sif_format.read(sif).architecture == "amd64"

@@ -1,4 +1,4 @@
-"""Which digest an image must have, its record, and what two images differ in."""
+"""Which digest an image must have, and its record."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import platform
 from pathlib import Path
 
 import pytest
-import typer
 
 from dray.cli import image_look
 from dray.contract.findings import ConfigError
 from dray.images import store
-from dray.images.sif import diff, inspect, record, verify
 from dray.images.sif import format as sif_format
+from dray.images.sif import record, verify
 from dray.images.sif.record import File, Record
 
 pytestmark = pytest.mark.hostile("what is installed")
 
 ZERO, ONE = "0" * 64, "1" * 64
-RECIPE = 'name = "r"\n{}[batch]\nglobal_size = 1\n[train]\nsteps = 1\nlr = 1.0\n'
 KNOWN = Record(
     variant="cpu",
     dray="0.1.0",
@@ -33,15 +31,10 @@ KNOWN = Record(
 
 @pytest.fixture
 def sif(tmp_path) -> Path:
-    return made(tmp_path / "dray-cpu.sif")
-
-
-def made(path: Path, *, squashfs: bytes = b"hsqs" + bytes(200), epoch: int = 1, definition: bytes = b"a\nb\n") -> Path:
-    packed = path.with_suffix(".squashfs")
-    packed.write_bytes(squashfs)
-    sif_format.write(packed, path, epoch=epoch, definition=definition)
-    packed.unlink()
-    return path
+    (tmp_path / "squashfs").write_bytes(b"hsqs" + bytes(200))
+    sif_format.write(tmp_path / "squashfs", tmp_path / "dray-cpu.sif", epoch=1, definition=b"a\nb\n")
+    (tmp_path / "squashfs").unlink()
+    return tmp_path / "dray-cpu.sif"
 
 
 def refusal(call, *args, **words) -> str:
@@ -87,26 +80,17 @@ def test_a_damaged_record(sif, text, found):
     )
 
 
-def test_who_says_which_digest(sif, tmp_path):
+def test_who_says_which_digest(sif):
     record.write(sif, KNOWN)
-    pinned, loose = tmp_path / "pinned.toml", tmp_path / "loose.toml"
-    pinned.write_text(RECIPE.format(f'image_digest = "sha256:{ZERO}"\n'))
-    loose.write_text(RECIPE.format(""))
     given = "sha256:" + "2" * 64
-    assert verify.expected(sif, given=given, recipe=pinned) == (given, "--digest")
-    assert verify.expected(sif, recipe=pinned) == (f"sha256:{ZERO}", f"image_digest of {pinned}")
-    assert refusal(verify.expected, sif, recipe=loose) == (
-        f"the recipe pins no image_digest\n  where:  {loose}\n  wanted: the digest that the image must have\n"
-        f"  found:  {sif}: {verify.digest(sif)}\n"
-        f'  fix:    put image_digest = "{verify.digest(sif)}" into it, or leave out --recipe'
-    )
+    assert verify.expected(sif, given) == (given, "--digest")
     assert verify.expected(sif) == (f"sha256:{ONE}", f"{sif}.json")
 
 
 def test_nobody_says_which_digest(sif):
     assert refusal(verify.expected, sif) == (
         f"no digest to verify the image against\n  where:  {sif}\n"
-        f"  wanted: --digest, image_digest in the recipe (--recipe), or the record {sif}.json\n"
+        f"  wanted: --digest, or the record {sif}.json\n"
         "  fix:    copy the record with the image, or ask the person who built it for the digest"
     )
 
@@ -164,54 +148,6 @@ def test_unsigned(sif):
     assert refusal(image_look.verify, str(image), digest=verify.digest(image)) == (
         f"the image is not signed\n  where:  {image}\n  fix:    dray image sign '{image}'; or verify --no-signature"
     )
-
-
-def test_nothing_differs(sif, capsys):
-    with pytest.raises(typer.Exit) as ended:
-        image_look.diff(sif, made(sif.with_name("other.sif")))
-    assert ended.value.exit_code == 0
-    assert capsys.readouterr().out == f"identical: {verify.digest(sif)}\n"
-
-
-def test_only_the_container_differs(sif, capsys):
-    other = made(sif.with_name("other.sif"), epoch=2, definition=b"a\nB\n")
-    with pytest.raises(typer.Exit) as ended:
-        image_look.diff(sif, other)
-    assert ended.value.exit_code == 1
-    assert capsys.readouterr().out == (
-        "header: created: 1 | 2\nheader: modified: 1 | 2\ndefinition: line 2: 'b' | 'B'\n"
-    )
-
-
-def test_only_a_byte_that_means_nothing_differs(sif):
-    other = made(sif.with_name("other.sif"))
-    whole = other.read_bytes()
-    other.write_bytes(whole[:32_300] + b"\1" + whole[32_301:])
-    assert diff.sifs(sif, other) == ["SIF: the table of parts, or bytes between the parts"]
-
-
-def test_what_belongs_to_a_package():
-    site = "opt/dray/lib/python3.11/site-packages"
-    sizes = {
-        f"{site}/torch/lib/libtorch.so": 50,
-        f"{site}/torch-2.13.0+cpu.dist-info/RECORD": 5,
-        f"{site}/numpy.libs/a.so": 3,
-        f"{site}/six.py": 1,
-        "opt/dray/bin/dray": 2,
-        "usr/lib/libc.so": 20,
-        "opt/other": 1,
-    }
-    assert inspect._by_package(sizes) == {"torch": 55, "Debian": 21, "numpy": 3, "opt/dray": 2, "six": 1}
-
-
-def test_the_table_has_an_end(capsys):
-    image_look.Console(width=60).print(image_look._table({f"package{number}": 10**6 for number in range(17)}))
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[1:-1] for row in (rows[3], rows[17], rows[18])] == [
-        ["package0", "│", "1.0"],
-        ["package14", "│", "1.0"],
-        ["2", "others", "│", "2.0"],
-    ]
 
 
 def test_machines_that_dray_knows():

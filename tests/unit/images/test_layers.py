@@ -82,7 +82,7 @@ class TestLock:
             locked(tmp_path, "no-such-barge")
 
     @pytest.mark.parametrize(
-        ("requirements", "name"), [(["Py_Spy>=0.4"], "py-spy"), (["trl[vllm]==1.0"], "trl"), (["a", "b"], "7e18f737")]
+        ("requirements", "name"), [(["Py_Spy>=0.4"], "py-spy"), (["trl[vllm]==1.0"], "trl"), (["a>1", "b"], "a-b")]
     )
     def test_a_name_from_what_is_asked_for(self, requirements: list[str], name: str) -> None:
         assert lock.name_of(requirements) == name
@@ -227,7 +227,6 @@ class TestLook:
         digest = f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
         assert self.look(file) == Layer(file=str(file), digest=digest, variant="cpu", packages={"trl": "1"})
         assert self.look(file, "edf") is None
-        assert sif_format.read(file).content("definition") == b"# needs x\n"
 
     def test_the_image_has_other_packages(self, file: Path) -> None:
         known = record.read(file)

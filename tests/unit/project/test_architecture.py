@@ -99,7 +99,7 @@ def test_hosts_speak_to_apptainer_by_one_client() -> None:
     client = {"clients/builder.py", "clients/singularity.py"}
     in_words = {"fitness/build.py", "fitness/doctor.py"}
     at_a_terminal = {"images/sif/sign.py"}
-    in_the_builder = {f"images/{name}" for name in ("layers/__main__.py", "rootfs/__main__.py", "rootfs/make.py")}
+    in_the_builder = {f"images/{name}" for name in ("rootfs/__main__.py", "rootfs/make.py")}
     assert users == client | in_words | at_a_terminal | in_the_builder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,8 +115,6 @@ def _stand_in(folder: Path, pin: Pin) -> str:
 
 
 def name_of(requirements: Sequence[str]) -> str:
-    """A layer's default name: its only package, or a digest of its requirements."""
-    found = [re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line) for line in requirements]
-    if len(found) == 1 and found[0]:
-        return re.sub(r"[-_.]+", "-", found[0][0]).lower()
-    return hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:8]
+    """A layer's default name: its packages' names."""
+    names = [re.split(r"[^A-Za-z0-9._-]", line)[0] for line in requirements]
+    return re.sub(r"[-_.]+", "-", "-".join(names)).lower()

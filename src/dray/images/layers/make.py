@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -11,19 +9,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__, process
-from dray.clients import builder
+from dray.clients import builder, singularity
 from dray.config.image import Image
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, DrayError
+from dray.engines.base import LAYER
 from dray.images import bundle, inputs, store
 from dray.images.fetch import pip, wheels
-from dray.images.layers import PROGRAM, SIF, TREE
 from dray.images.layers import lock as layer_lock
 from dray.images.locks import lock
 from dray.images.log import build_log
-from dray.images.sif import record, verify
+from dray.images.rootfs import squash
+from dray.images.sif import format as sif_format
+from dray.images.sif import record
 
 Say = Callable[[str], None]
-_INSTALLED = "installed"
+# A hash in place of a time: the same bytes each time, and no look at the source when it is imported.
+_COMPILE = (
+    "import compileall, py_compile, sys; "
+    "compileall.compile_dir(sys.argv[1], quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)"
+)
+_COMPILE_S = 1800.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
 # The first line of a console script of pip's: this machine's Python, started by sh if its path has a space.
 _SHEBANG = re.compile(rb"\A(#!/bin/sh\n'''exec' .*\n' '''\n|#!.*python.*\n)")
@@ -67,19 +72,30 @@ def make(
             )
         with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent, ignore_cleanup_errors=True) as made:
             scratch = Path(made)
-            _install(checkout, image, path, scratch, own_wheels=own_wheels, say=say)
-            recorded = _packed(checkout, image, path, scratch, say=say)
-            # A moment without a record is better than one with another layer's.
-            record.path_for(out).unlink(missing_ok=True)
-            os.chown(scratch / "out" / SIF, os.getuid(), os.getgid())
-            (scratch / "out" / SIF).replace(out)
-        record.write(out, recorded)
+            tree = _installed(checkout, image, path, scratch, own_wheels=own_wheels, say=say)
+            (scratch / "out").mkdir()
+            sif = scratch / "out" / "layer.sif"
+            epoch = lock.epoch(checkout / "containers" / variant / "requirements.lock")
+            _pack(base, tree, sif, definition=path.read_bytes(), epoch=epoch, say=say)
+            recorded = record.Record(
+                variant=variant,
+                dray=__version__,
+                base=base.name,
+                inputs=record.File.of(path).sha256,
+                epoch=epoch,
+                tools={},
+                sif=record.File.of(sif),
+                python=image.python,
+                needs=layer_lock.needs(path),
+                packages={pin.name: pin.version for pin in lock.read(path)},
+            )
+            record.deliver(sif, out, recorded)
     return out, recorded
 
 
-def _install(checkout: Path, image: Image, path: Path, scratch: Path, *, own_wheels: Path | None, say: Say) -> None:
-    """Install the wheels into a folder, as an installation into the image would."""
-    tree = scratch / _INSTALLED
+def _installed(checkout: Path, image: Image, path: Path, scratch: Path, *, own_wheels: Path | None, say: Say) -> Path:
+    """A folder with the installed wheels, as an installation into the image would leave them."""
+    tree = scratch / "installed"
     files, modules = scratch / "wheels", tree / "lib"
     for folder in (files, modules):
         folder.mkdir(parents=True)
@@ -95,6 +111,7 @@ def _install(checkout: Path, image: Image, path: Path, scratch: Path, *, own_whe
     if (modules / "bin").is_dir():
         _start_with_the_images_python(modules)
         (modules / "bin").rename(tree / "bin")
+    return tree
 
 
 def _start_with_the_images_python(modules: Path) -> None:
@@ -107,25 +124,24 @@ def _start_with_the_images_python(modules: Path) -> None:
         listed.write_text("".join(f"{line}\n" for line in sorted(kept)), encoding="utf-8")
 
 
-def _packed(checkout: Path, image: Image, path: Path, scratch: Path, *, say: Say) -> record.Record:
-    base, tree = store.sif(checkout, image.variant), scratch / _INSTALLED
-    needs = layer_lock.needs(path)
-    packages = {pin.name: pin.version for pin in lock.read(path)}
-    about = {"variant": image.variant, "python": image.python, "needs": needs, "packages": packages}
-    (tree / "layer.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
-    epoch = lock.epoch(checkout / "containers" / image.variant / "requirements.lock")
-    out = scratch / "out"
-    out.mkdir()
-    builder.run(
-        checkout,
-        [*PROGRAM, base, tree, path, out, "--epoch", str(epoch), "--python", image.python],
-        binds={base: False, tree: False, path: False, out: True},
-        on_line=say,
-    )
-    shutil.rmtree(out / TREE, ignore_errors=True)
-    size = (out / SIF).stat().st_size
-    file = record.File(sha256=verify.digest(out / SIF).removeprefix("sha256:"), size=size)
-    return record.Record(
-        variant=image.variant, dray=__version__, base=base.name, inputs=verify.digest(path).removeprefix("sha256:"),
-        epoch=epoch, tools={}, sif=file, python=image.python, needs=needs, packages=packages,
-    )  # fmt: skip
+def _pack(base: Path, tree: Path, out: Path, *, definition: bytes, epoch: int, say: Say) -> None:
+    """Compile the modules with the image's own Python, and write the SIF."""
+    say("dray: compile the modules with the image's Python")
+    quoted = str(tree).replace('"', '""')
+    mount = f'--mount=type=bind,"src={quoted}","dst={LAYER}"'
+    argv = ["python3", "-c", _COMPILE, f"{LAYER}/lib"]
+    _require(singularity.execute(base.resolve(), argv, options=[mount], binds={tree: True}, seconds=_COMPILE_S))
+    say("dray: pack the layer")
+    for path in tree.rglob("*"):  # others than the owner start it, whatever the umask was
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
+    if process.which("mksquashfs"):
+        squash.require()
+    squashfs = out.with_suffix(".squashfs")
+    _require(builder.tool(squash.argv(tree, squashfs, epoch=epoch), binds={tree: False, out.parent: True}))
+    sif_format.write(squashfs, out, epoch=epoch, definition=definition, role=sif_format.DATA)
+
+
+def _require(done: process.Done) -> None:
+    if done.code:
+        raise DrayError(f"{done.argv[0]} failed with exit code {done.code}", found=done.err.strip())

@@ -24,15 +24,11 @@ def main() -> None:
     if asked.sif:
         squash.require()
     tools = _versions() if asked.sif else {}
-    if asked.unpack:
-        rootfs = make.unpack(asked.unpack, asked.scratch)
-    else:
-        rootfs = make.build(
-            definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch
-        )
-        if asked.sif:
-            _label(rootfs, inputs)
+    rootfs = make.build(
+        definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch
+    )
     if asked.sif:
+        _label(rootfs, inputs)
         (asked.scratch / TOOLS).write_text(json.dumps(tools))
         squash.pack(rootfs, asked.scratch / SIF, epoch=asked.epoch, definition=asked.definition)
     if asked.docker:
@@ -47,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--bind", action="append", default=[], nargs=2, metavar=("PATH", "TARGET"))
     parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--unpack", type=Path, metavar="SIF", help="take the files of this SIF, and build nothing")
     parser.add_argument("--sif", action="store_true")
     parser.add_argument("--docker", metavar="TAG")
     parser.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import platform
 import shlex
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,58 +27,45 @@ def pack(rootfs: Path, out: Path, *, epoch: int, inputs: Path, tag: str, labels:
     with out.open("w+b") as file:
         # The layer's size, and with it its header, is known only when all of it is written.
         file.seek(tarfile.BLOCKSIZE)
-        write(rootfs, file, epoch=epoch)
+        _write(rootfs, file, epoch=epoch)
         end = file.tell()
         file.seek(0)
-        file.write(_sealed(tarfile.TarInfo(_LAYER), epoch, size=end - tarfile.BLOCKSIZE).tobuf(tarfile.GNU_FORMAT))
+        file.write(_entry(_LAYER, end - tarfile.BLOCKSIZE, epoch).tobuf(tarfile.GNU_FORMAT))
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         config = _config(inputs, layer=digest, epoch=epoch, labels=labels)
         name = f"{hashlib.sha256(config).hexdigest()}.json"
         manifest = json.dumps([{"Config": name, "RepoTags": [tag], "Layers": [_LAYER]}]).encode()
         with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
             for path, content in ((name, config), ("manifest.json", manifest)):
-                archive.addfile(_sealed(tarfile.TarInfo(path), epoch, size=len(content)), io.BytesIO(content))
+                archive.addfile(_entry(path, len(content), epoch), io.BytesIO(content))
 
 
-def write(rootfs: Path, out: BinaryIO, *, epoch: int) -> None:
+def _write(rootfs: Path, out: BinaryIO, *, epoch: int) -> None:
     """Write the layer's tar: the files are sorted, belong to root, and have one time."""
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
-        for path in _walk(rootfs):
-            entry = _sealed(tar.gettarinfo(path, path.relative_to(rootfs).as_posix()), epoch)
-            if entry.isreg():
-                with path.open("rb") as file:
-                    tar.addfile(entry, file)
-            else:
-                tar.addfile(entry)
+        for path in sorted(rootfs.iterdir()):
+            if path.name not in _APPTAINERS:
+                tar.add(path, path.name, filter=partial(_sealed, epoch=epoch))
 
 
-def _walk(rootfs: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(rootfs):
-        parent = Path(folder)
-        folders.sort()
-        names = sorted([*files, *(name for name in folders if (parent / name).is_symlink())])
-        if parent == rootfs:
-            folders[:] = [name for name in folders if name not in _APPTAINERS]
-            names = [name for name in names if name not in _APPTAINERS]
-        else:
-            yield parent
-        yield from (parent / name for name in names)
-
-
-def _sealed(entry: tarfile.TarInfo, epoch: int, *, size: int | None = None) -> tarfile.TarInfo:
+def _sealed(entry: tarfile.TarInfo, epoch: int) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     entry.mtime = epoch
-    if size is not None:
-        entry.size = size
     return entry
+
+
+def _entry(name: str, size: int, epoch: int) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.size = size
+    return _sealed(entry, epoch)
 
 
 def _config(inputs: Path, *, layer: str, epoch: int, labels: Mapping[str, str]) -> bytes:
     made = datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return json.dumps(
         {
-            "architecture": MACHINES.get(platform.machine(), platform.machine()),
+            "architecture": MACHINES[platform.machine()],
             "os": "linux",
             "created": made,
             "config": {

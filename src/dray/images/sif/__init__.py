@@ -1,1 +1,1 @@
-"""A SIF: its format, files, record and signature, and how two SIFs differ."""
+"""A SIF: its format, files, record and signature."""

@@ -21,18 +21,7 @@ MAGIC = b"SIF_MAGIC\0"
 VERSION = b"01\0"
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0"}
-KINDS = {
-    0x4001: "definition",
-    0x4002: "environment",
-    0x4003: "labels",
-    0x4004: "partition",
-    0x4005: "signature",
-    0x4006: "metadata",
-    0x4007: "other",
-    0x4008: "message",
-    0x4009: "OCI index",
-    0x400A: "OCI blob",
-}
+KINDS = {0x4001: "definition", 0x4004: "partition", 0x4005: "signature", 0x4006: "metadata", 0x4009: "OCI index"}
 _NUMBERS = {kind: number for number, kind in KINDS.items()}
 # launch, magic, version, architecture, id, created, modified, free, total, and offset and size of descriptors and data
 _HEADER = struct.Struct("<32s10s3s3s16s8q")
@@ -55,12 +44,10 @@ _NAME = re.compile(r"dray-(\w+)\.sif")
 class Part:
     """One part of the file, such as the partition or a signature."""
 
-    id: int
     kind: str
     group: int
     offset: int
     size: int
-    name: str
     extra: bytes = field(repr=False)
 
 
@@ -69,10 +56,7 @@ class Sif:
     """The header and the descriptors of a SIF."""
 
     path: Path
-    id: str
     architecture: str
-    created: int
-    modified: int
     parts: tuple[Part, ...]
     system: Part
     """The squashfs with the root filesystem."""
@@ -81,18 +65,13 @@ class Sif:
         """Fingerprints of the keys that the signatures name. Only Apptainer checks whether the signatures are valid."""
         return [part.extra[4:24].hex().upper() for part in self.parts if part.kind == "signature"]
 
-    def content(self, kind: str) -> bytes:
-        """The bytes of all parts of one kind, which must be small."""
-        with self.path.open("rb") as file:
-            return b"".join(_at(file, part.offset, part.size) for part in self.parts if part.kind == kind)
-
 
 def write(
     squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata: bytes = b"", role: int = _PRIMARY
 ) -> None:
     """Write a squashfs as the SIF `out`, in the layout of `apptainer build`, without this machine's name or time."""
     parts = [("definition", "", definition), *([("metadata", _METADATA, metadata)] if metadata else [])]
-    architecture = ARCHITECTURES[_architecture()]
+    architecture = ARCHITECTURES[MACHINES[platform.machine()]]
     with out.open("wb") as file, squashfs.open("rb") as source:
         table, end = b"", _DATA
         for kind, name, content in parts:
@@ -117,17 +96,9 @@ def write(
 
 
 def metadata(rootfs: Path, definition: bytes) -> bytes:
-    """The metadata that `apptainer inspect` shows. Without it, inspect mounts the image and starts a shell."""
-    folder = rootfs / ".singularity.d"
-    scripts = sorted({*folder.glob("env/10-docker*.sh"), *folder.glob("env/9*-environment.sh")})
-    texts = {name: folder / name for name in ("runscript", "test", "startscript") if (folder / name).exists()}
-    labels = folder / "labels.json"
-    attributes = {
-        "environment": {f"/{path.relative_to(rootfs)}": _text(path) for path in scripts},
-        "labels": json.loads(labels.read_bytes()) if labels.exists() else {},
-        "deffile": definition.decode().rstrip("\n"),
-        **{name: _text(path) for name, path in texts.items()},
-    }
+    """What `apptainer inspect` shows. Without it, inspect mounts the image and starts a shell."""
+    labels = json.loads((rootfs / ".singularity.d" / "labels.json").read_bytes())
+    attributes = {"labels": labels, "deffile": definition.decode().rstrip("\n")}
     return json.dumps({"data": {"attributes": attributes}, "type": "container"}, sort_keys=True).encode()
 
 
@@ -151,9 +122,7 @@ def _read(path: Path, file: IO[bytes]) -> Sif:
     head = _at(file, 0, _HEADER.size)
     if len(head) < _HEADER.size or head[32:42] != MAGIC:
         raise _refused(path, "an empty file" if not size else f"a file that begins with {head[:16]!r}")
-    _, _, version, architecture, identity, created, modified, _, total, table, length, *_ = _HEADER.unpack(head)
-    if version != VERSION:
-        raise _refused(path, f"version {version!r}", wanted="a SIF of version 01")
+    _, _, _, architecture, _, _, _, _, total, table, length, *_ = _HEADER.unpack(head)
     if not 0 <= total <= min(length // _DESCRIPTOR.size, _MOST) or not 0 <= table <= size - length:
         raise _refused(path, f"a table of {total} descriptors in {length} bytes at {table}, in a file of {size} bytes")
     parts = tuple(_parts(_at(file, table, total * _DESCRIPTOR.size)))
@@ -166,15 +135,7 @@ def _read(path: Path, file: IO[bytes]) -> Sif:
             )
     system = _system(path, file, parts, architecture)
     named = {code: name for name, code in ARCHITECTURES.items()}
-    return Sif(
-        path=path.resolve(),
-        id=str(uuid.UUID(bytes=identity)),
-        architecture=named[architecture],
-        created=created,
-        modified=modified,
-        parts=parts,
-        system=system,
-    )
+    return Sif(path=path.resolve(), architecture=named[architecture], parts=parts, system=system)
 
 
 def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: bytes) -> Part:
@@ -186,29 +147,21 @@ def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: 
         raise _refused(path, found, wanted="a SIF with one root filesystem: singularity pull --no-oci makes one")
     if len(systems) != 1:
         raise _refused(path, f"{len(systems)} root filesystems", wanted="a SIF with one root filesystem")
-    filesystem, _, its = _PARTITION.unpack(systems[0].extra[: _PARTITION.size])
+    filesystem, *_ = _PARTITION.unpack(systems[0].extra[: _PARTITION.size])
     if filesystem != _SQUASHFS or _at(file, systems[0].offset, 4) != b"hsqs":
         raise _refused(path, "another filesystem, or an encrypted one", wanted="a SIF with a squashfs in it")
-    if architecture not in ARCHITECTURES.values() or its != architecture:
-        found = f"{architecture[:2]!r} in its header, {its[:2]!r} in its root filesystem"
+    if architecture not in ARCHITECTURES.values():
         wanted = " or ".join(f"{name} ({code[:2]!r})" for name, code in ARCHITECTURES.items())
-        raise _refused(path, found, wanted=f"a SIF of one architecture: {wanted}")
+        raise _refused(path, f"architecture {architecture[:2]!r}", wanted=f"a SIF for {wanted}")
     return systems[0]
 
 
 def _parts(table: bytes) -> Iterator[Part]:
     for described in _DESCRIPTOR.iter_unpack(table):
-        kind, used, number, group, _, offset, size, *_, name, extra = described
+        kind, used, _, group, _, offset, size, *_, extra = described
         if used:
-            yield Part(
-                id=number,
-                kind=KINDS.get(kind, f"part of kind {kind:#x}"),
-                group=group,
-                offset=offset,
-                size=size,
-                name=name.rstrip(b"\0").decode(errors="replace"),
-                extra=extra,
-            )
+            name = KINDS.get(kind, f"part of kind {kind:#x}")
+            yield Part(kind=name, group=group, offset=offset, size=size, extra=extra)
 
 
 def _described(
@@ -220,20 +173,9 @@ def _described(
     return _DESCRIPTOR.pack(_NUMBERS[kind], True, number, _GROUP, 0, *places, name.encode(), extra)
 
 
-def _architecture() -> str:
-    try:
-        return MACHINES[platform.machine()]
-    except KeyError as unknown:
-        raise ConfigError("dray makes images only on x86_64 and aarch64", found=platform.machine()) from unknown
-
-
 def _at(file: IO[bytes], offset: int, size: int) -> bytes:
     file.seek(offset)
     return file.read(size)
-
-
-def _text(path: Path) -> str:
-    return path.read_text().rstrip("\n")
 
 
 def _refused(

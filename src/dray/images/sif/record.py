@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -20,6 +22,12 @@ class File(Spec):
     """Digest of the whole file; a signature changes it."""
     size: int
     """Bytes."""
+
+    @classmethod
+    def of(cls, path: Path) -> File:
+        """The digest and size of a file."""
+        with path.open("rb") as file:
+            return cls(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size=path.stat().st_size)
 
 
 class Record(Spec):
@@ -69,6 +77,15 @@ def read(sif: Path) -> Record | None:
             found=explained(wrong),
             fix="build the image again; or remove the record, and give --digest",
         ) from wrong
+
+
+def deliver(made: Path, sif: Path, record: Record) -> None:
+    """Put a finished image in its place, with its record."""
+    os.chown(made, os.getuid(), os.getgid())
+    # A moment without a record is better than one with another image's.
+    path_for(sif).unlink(missing_ok=True)
+    made.replace(sif)
+    write(sif, record)
 
 
 def write(sif: Path, record: Record) -> None:

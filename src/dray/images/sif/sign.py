@@ -84,14 +84,14 @@ def _fingerprint(key: str) -> str:
     return asked
 
 
-def sign(sif: Sif, key: str = "") -> tuple[str, str]:
-    """Sign with this key, or the only one, and update the record. Returns the new digest and the key's fingerprint."""
+def sign(sif: Sif, keyidx: int | None = None) -> tuple[str, str]:
+    """Sign with a key, by its number in Apptainer's list. Returns the new digest and the key's fingerprint."""
     if sif.signers():
         raise ConfigError("the image is signed already", where=sif.path, found=", ".join(sif.signers()))
     recorded = record.read(sif.path)
     if recorded:
         verify.require(sif.path, *verify.expected(sif.path))
-    argv = ["sign", "--keyidx", str(_index(key))]
+    argv = ["sign"] if keyidx is None else ["sign", "--keyidx", str(keyidx)]
     with _copy(sif.path) as copy:
         if apptainer.program() and sys.stdin.isatty():  # it may ask for a passphrase, which dray must not see
             done = process.run([singularity.name(), *argv, copy], env=_environment(), show=True, check=False)
@@ -103,14 +103,15 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
                 "the image could not be signed",
                 where=sif.path,
                 found=_last(done) or f"exit code {done.code}",
-                fix="if the key has a passphrase, sign at a terminal of a machine with Apptainer, which asks for it",
+                fix=f"without a key, make one: {_command('key newpair')}\nwith several, name one: --keyidx NUMBER "
+                f"({_command('key list --secret')})\n"
+                "if it has a passphrase, sign at a terminal of a machine with Apptainer, which asks for it",
             )
-        digest = verify.digest(copy)
-        made = record.File(sha256=digest.removeprefix("sha256:"), size=copy.stat().st_size)
+        signed = record.File.of(copy)
         copy.replace(sif.path)
         if recorded:
-            record.write(sif.path, recorded.model_copy(update={"sif": made, "signed": signers[0]}))
-    return digest, signers[0]
+            record.write(sif.path, recorded.model_copy(update={"sif": signed, "signed": signers[0]}))
+    return f"sha256:{signed.sha256}", signers[0]
 
 
 def keyring() -> Path:
@@ -134,26 +135,6 @@ def _copy(sif: Path) -> Iterator[Path]:
                 found=error.strerror,
             ) from error
         yield copy
-
-
-def _index(key: str) -> int:
-    """The key's number in Apptainer's list: it takes no fingerprint."""
-    listed = _apptainer(["key", "list", "--secret"])
-    if listed.code != 0:
-        raise ConfigError("Apptainer cannot read its keyring", where=keyring(), found=_last(listed))
-    keys = _FINGERPRINT.findall(listed.out)
-    if not keys:
-        raise ConfigError("no key to sign with", where=keyring(), fix=_command("key newpair"))
-    asked = key.upper().replace(" ", "").removeprefix("0X")
-    fitting = [found for found in keys if found.endswith(asked)]
-    if len(fitting) != 1:
-        raise ConfigError(
-            "several keys can sign" if fitting else "no such key",
-            where=keyring(),
-            wanted="--key with one of:\n" + "\n".join(keys),
-            found=key or "no --key",
-        )
-    return keys.index(fitting[0])
 
 
 def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False) -> Done:

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
-from dray.config.model import load
-from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.images.sif import record
 
 
 def digest(path: Path) -> str:
     """The identity of an image: SHA-256 of the whole file."""
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    return f"sha256:{record.File.of(path).sha256}"
 
 
-def expected(path: Path, *, given: str | None = None, recipe: Path | None = None) -> tuple[str, str]:
-    """The digest that this image must have, and its source: the user, the recipe, or the record beside it."""
+def expected(path: Path, given: str | None = None) -> tuple[str, str]:
+    """The digest that this image must have, and its source: the user, or the record beside it."""
     if given:
         if not re.fullmatch("sha256:[0-9a-f]{64}", given):
             raise ConfigError("not a digest", wanted="sha256: and 64 hexadecimal digits", found=given)
         return given, "--digest"
-    if recipe:
-        pinned = load(Recipe, recipe).image_digest
-        if not pinned:
-            raise ConfigError(
-                "the recipe pins no image_digest",
-                where=recipe,
-                wanted="the digest that the image must have",
-                found=f"{path}: {digest(path)}",
-                fix=f'put image_digest = "{digest(path)}" into it, or leave out --recipe',
-            )
-        return pinned, f"image_digest of {recipe}"
     recorded = record.read(path)
     if recorded:
         return f"sha256:{recorded.sif.sha256}", str(record.path_for(path))
     raise ConfigError(
         "no digest to verify the image against",
         where=path,
-        wanted=f"--digest, image_digest in the recipe (--recipe), or the record {record.path_for(path)}",
+        wanted=f"--digest, or the record {record.path_for(path)}",
         fix="copy the record with the image, or ask the person who built it for the digest",
     )
 
