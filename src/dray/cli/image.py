@@ -16,7 +16,7 @@ from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.contract.findings import ConfigError
 from dray.fitness import build as needs
-from dray.fitness.machine import Build
+from dray.fitness.build import Build
 from dray.images import build as make
 from dray.images import store
 from dray.images.log import build_log
@@ -99,10 +99,10 @@ def build(
         raise ConfigError("--wheels does not go with --bundle: a bundle has its own wheels", fix="leave out --wheels")
     if signers and not bundled:
         raise ConfigError("--signers needs --bundle", found=signers, fix="dray image verify checks who signed an image")
-    if not os.environ.get("DRAY_CHECKED"):  # by make, before it installed anything
-        wanted = Build(checkout=root, variant=variant, formats=formats, out=out, wheels=wheels, bundled=bool(bundled))
-        if code := needs.show(needs.check(wanted), lambda line: print(line, file=sys.stderr)):
-            raise typer.Exit(code)
+    findings = needs.check(Build(checkout=root, variant=variant, formats=formats, out=out, bundled=bool(bundled)))
+    print("\n".join(finding.line() for finding in findings), file=sys.stderr)
+    if code := max(finding.code for finding in findings):
+        raise typer.Exit(code)
     built = make.build(
         root,
         variant,

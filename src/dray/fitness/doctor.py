@@ -88,15 +88,15 @@ def _engines() -> Iterator[Finding]:
 
 def _instances() -> Iterator[Finding]:
     """Notes on running instances: each holds a mount and a process until it is stopped."""
-    from dray.clients import singularity  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
+    from dray.clients import apptainer  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
 
     try:
-        found = singularity.instances()
+        found = apptainer.instances()
     except DrayError as error:
         yield _note("instances", f"{error.problem}\n{error.finding.found}".strip())
         return
     for one in found:
-        fix = f"if you no longer use it: {singularity.name()} instance stop {one['instance']}"
+        fix = f"if you no longer use it: {apptainer.name()} instance stop {one['instance']}"
         yield _note("instance", f"{one['instance']} of {one['img']} runs (process {one['pid']})", fix)
 
 

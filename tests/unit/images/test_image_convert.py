@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dray.clients import singularity
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import convert
 from dray.images.convert import definition, write
@@ -191,8 +190,8 @@ def test_a_name_that_a_comment_would_end_at(folder: Path, name: str) -> None:
 
 def test_what_spython_writes_is_read_again(folder: Path, monkeypatch) -> None:
     """A trap that nobody knew ends the conversion, and no file comes of it."""
-    real = singularity.written
-    monkeypatch.setattr(write.singularity, "written", lambda *a, **k: real(*a, **k).replace("einops", "einop"))
+    real = write._written
+    monkeypatch.setattr(write, "_written", lambda *a, **k: real(*a, **k).replace("einops", "einop"))
     with pytest.raises(DrayError, match="spython's writer wrote something else") as refused:
         converted(folder, DOCKERFILE)
     assert (refused.value.details["where"], refused.value.exit_code) == ("post", 1)

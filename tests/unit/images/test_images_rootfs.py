@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 from docker.errors import ImageNotFound
 
-from dray.clients import builder, endpoint, sandbox
+from dray.clients import builder, builder_container, docker
 from dray.clients.builder import BuildError
 from dray.config import mirrors
 from dray.contract.findings import ConfigError, DrayError, UnfitError
@@ -345,13 +345,13 @@ def _program(path: Path, script: str) -> None:
 
 
 def test_paths_in_the_container():
-    inside = {Path("/my work/in"): "/dray/0", Path("/my work/base.tar"): "/dray/1.tar"}
-    argv = ["--bind", Path("/my work/in"), "/mnt", Path("/my work/in/a/b"), Path("/my work/base.tar"), "/my work/in"]
-    assert [sandbox.mapped(word, inside) for word in argv] == [
-        *("--bind", "/dray/0", "/mnt", "/dray/0/a/b", "/dray/1.tar", "/my work/in"),
+    inside = {"/my work/in": "/dray/100", "/my work/in.tar": "/dray/101.tar"}
+    argv = ["--bind", "/my work/in", "/mnt", "/my work/in/a/b", "src=/my work/in.tar,dst=/x"]
+    assert [builder_container.renamed(word, inside) for word in argv] == [
+        *("--bind", "/dray/100", "/mnt", "/dray/100/a/b", "src=/dray/101.tar,dst=/x"),
     ]
-    assert sandbox.mapped(Path("/my work/inner"), inside) == "/my work/inner"
-    assert sandbox.named("cannot read /dray/1.tar", inside) == "cannot read /my work/base.tar"
+    outside = {name: path for path, name in inside.items()}
+    assert builder_container.renamed("cannot read /dray/101.tar", outside) == "cannot read /my work/in.tar"
 
 
 class TestWays:
@@ -377,7 +377,7 @@ class TestWays:
     def test_docker_is_there_and_refuses(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
         refuse = PermissionError(13, "Permission denied")
-        monkeypatch.setattr(endpoint, "knock", lambda _: (_ for _ in ()).throw(refuse))
+        monkeypatch.setattr(docker, "_knock", lambda _: (_ for _ in ()).throw(refuse))
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value).splitlines()[-3:] == [

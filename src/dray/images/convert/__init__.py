@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.clients import singularity
+from dray.clients import apptainer
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.images.convert import definition, dockerfile, write
@@ -65,7 +65,7 @@ def buildkit(path: Path, context: Path | None = None) -> Converted:
     text, folder = _read(path, context)
     if definition.is_one(text):
         raise ConfigError("buildkit builds Dockerfiles", found=path, fix=f"dray image convert {path}")
-    version_text = singularity.run(["--version"]).out.strip()
+    version_text = apptainer.run(["--version"]).out.strip()
     version = re.search(r"apptainer version (\d+)\.(\d+)", version_text)
     if not version or (int(version[1]), int(version[2])) < _BUILDKIT:
         raise ConfigError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from dray.clients import singularity
 from dray.contract.findings import DrayError
 from dray.images.convert import definition, dockerfile
 from dray.images.convert.definition import Definition
@@ -24,7 +25,7 @@ _EXEC = re.compile(r"exec ([\w./:=@%+,-]+(?: [\w./:=@%+,-]+)*) \"\$@\"", re.ASCI
 
 def to_definition(given: Dockerfile, *, head: str, context: Path) -> str:
     """A definition that builds what the Dockerfile builds."""
-    recipe = singularity.recipe("docker", _hidden(given.normal))
+    recipe = _recipe("docker", _hidden(given.normal))
     pairs = set(_hidden(f"{line}" for line in (one.removeprefix("export ") for one in given.post)))
     # It assigns variables without an export, so that no program would see them.
     recipe.install = [
@@ -34,7 +35,7 @@ def to_definition(given: Dockerfile, *, head: str, context: Path) -> str:
     recipe.install = [_UMASK, *recipe.install] if given.post else []
     script = runscript(given)
     recipe.workdir = recipe.workdir if script else None
-    written = singularity.written("singularity", recipe, runscript=_hidden([script])[0] or "exec true")
+    written = _written("singularity", recipe, runscript=_hidden([script])[0] or "exec true")
     sections = re.split(r"(?m)^(?=%)", written)
     without = ["%startscript"] if script else ["%startscript", "%runscript"]  # else the base's own is kept
     kept = [section.strip("\n") for section in sections if section.split("\n")[0] not in without]
@@ -50,13 +51,13 @@ def to_definition(given: Dockerfile, *, head: str, context: Path) -> str:
 
 def to_dockerfile(given: Definition, *, head: str, context: Path) -> str:
     """A Dockerfile that builds what the definition builds."""
-    recipe = singularity.recipe("singularity", _hidden(given.normal))
+    recipe = _recipe("singularity", _hidden(given.normal))
     recipe.fromHeader = given.base  # it makes small letters of it
     post = ["/bin/sh", "-ec", "\n".join(given.post)]
     recipe.install = _hidden([_listed(post)] if given.post else [])  # a RUN for each line would forget what cd did
     entry = entrypoint(given)
     recipe.entrypoint = _listed(entry) if entry else None
-    lines = singularity.written("docker", recipe).splitlines()
+    lines = _written("docker", recipe).splitlines()
     lines[0] = re.sub(r" AS \S+$", "", lines[0])
     lines = [re.sub(r"^ADD ", "COPY ", line) for line in lines]  # ADD would unpack archives
     lines.sort(key=lambda line: _ORDER.index(line.split()[0]))  # %environment is not there in %post
@@ -116,3 +117,32 @@ def _compare(expected: object, found: object, names: tuple[str, ...], refused: l
                 found=str(refused or got),
                 fix="report the file: it should have been refused by its line",
             )
+
+
+def _recipe(kind: Literal["docker", "singularity"], lines: Sequence[str]) -> Any:  # noqa: ANN401  it has no types
+    """What its parser reads in a Dockerfile or a definition: of one stage, in lines without a trap."""
+    from spython.main.parse.parsers import get_parser  # noqa: PLC0415  only now
+    from spython.main.parse.writers.base import bot  # noqa: PLC0415
+
+    bot.level = -5  # less than its warnings, which print what dray has refused already
+    parser = get_parser(kind)(None, load=False)
+    parser.lines = [f"{line}\n" for line in lines]
+    with _answered("read the lines"):
+        (stage,) = parser.parse().values()
+    return stage
+
+
+def _written(kind: Literal["docker", "singularity"], stage: Any, *, runscript: str = "") -> str:  # noqa: ANN401
+    """What its writer makes of it."""
+    from spython.main.parse.writers import get_writer  # noqa: PLC0415
+
+    with _answered("write the lines"):
+        return str(get_writer(kind)({"stage": stage}).convert(runscript=runscript, force=bool(runscript)))
+
+
+@contextmanager
+def _answered(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (SystemExit, NotImplementedError, LookupError, TypeError, ValueError, AttributeError) as wrong:
+        raise DrayError(f"spython cannot {what}", found=repr(wrong)) from wrong

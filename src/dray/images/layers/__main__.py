@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 
 from dray import process
-from dray.clients import apptainer
-from dray.contract import exit_codes
+from dray.contract import exit_codes, findings
 from dray.contract.findings import DrayError, UnfitError
 from dray.engines.base import LAYER
 from dray.images.layers import SIF, TREE
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compile(image: Path, tree: Path, system: Path, *, python: str) -> None:
-    tool = apptainer.program()
+    tool = process.apptainer()
     if tool is None:
         raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
     offset = str(sif_format.read(image).system.offset)
@@ -86,7 +85,7 @@ if __name__ == "__main__":
     try:
         main()
     except DrayError as error:
-        print(apptainer.to_line(error))
+        print(findings.encode(error.finding))
         raise SystemExit(error.exit_code) from None
     except OSError as error:
         print(f"{error.filename}: {error.strerror}")

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 from dray import process
-from dray.clients import apptainer
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.rootfs import ROOTFS
 from dray.images.sif import format as sif_format
@@ -38,7 +37,7 @@ def require_bindable(*paths: Path) -> None:
 
 def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
     """Build scratch/rootfs. A failed build leaves its files in scratch."""
-    tool = apptainer.program()
+    tool = process.apptainer()
     if tool is None:
         raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
     rootfs = scratch / ROOTFS

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
-from dray.clients import builder, progress, sandbox
+from dray.clients import builder, builder_container, docker, progress
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
 from dray.images.rootfs import PROGRAM
@@ -165,7 +165,7 @@ def _download(
         binds = {inputs: False, out: True, work: True, base: False}
         with progress.watch(out, "Debian packages", say=say):
             builder.run(checkout, argv, binds=binds, on_line=say, network=True)
-        sandbox.take(out)
+        builder_container.take(out)
         _require_packages(out)
         folder.parent.mkdir(parents=True, exist_ok=True)
         out.replace(folder)
@@ -194,10 +194,10 @@ def _host(folder: Path, environment: Mapping[str, str], *, current: bool, archit
     It also says what to fetch: today's packages, or those of an architecture.
     """
     (folder / "env").touch(mode=0o600)  # a proxy's address may hold a password
-    given = {**builder.proxies(environment), "ARCHITECTURE": architecture, "CURRENT": "1" if current else ""}
+    given = {**docker.proxies(environment), "ARCHITECTURE": architecture, "CURRENT": "1" if current else ""}
     (folder / "env").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in given.items()))
     if os.getuid() == 0:
-        os.chown(folder / "env", *sandbox.caller())
+        os.chown(folder / "env", *builder_container.caller())
     bundle = builder.certificates()
     if bundle:
         shutil.copyfile(bundle, folder / "ca.crt")
