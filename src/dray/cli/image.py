@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dray import process
 from dray.cli import image_adopt, image_convert, image_layer, image_lock, image_look
 from dray.clients import builder
 from dray.config import checkout
@@ -157,8 +157,7 @@ def enter(variant: Variant) -> None:
         raise ConfigError("there is no failed build of this image", where=failed, fix=f"dray image build {variant}")
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", where=failed)
-    argv = builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"})
-    os.execv(argv[0], argv)  # noqa: S606  the shell takes this program's place, terminal and all
+    process.replace(builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"}))
 
 
 for verb in (

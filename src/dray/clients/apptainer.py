@@ -107,7 +107,8 @@ def instances() -> list[dict[str, Any]]:
         done, listed = _call("instances", options={"return_json": True}, binds={}, seconds=ANSWER_S)
     except (LookupError, TypeError, ValueError, AttributeError) as wrong:
         raise DrayError(f"{name()} lists its instances in a form that dray cannot read", found=repr(wrong)) from wrong
-    _require(done)
+    if done.code:  # spython takes it for an empty list
+        raise DrayError(f"{name()} cannot list its instances", found=done.err.strip())
     return list(listed)
 
 
@@ -138,18 +139,8 @@ def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str]
         with progress.watch(Path(scratch), what, say=say):
             if binds:
                 done, _ = _call("build", source, str(part), options={"sudo": False}, **how)
-                _require(done)
             else:
                 done, _ = _call("pull", source, options={"name": str(part)}, network=True, **how)
-                if done.code:
-                    raise registry.refused(what, source, done.err or done.out, instead=instead)
+        if done.code:
+            raise registry.refused(what, source, done.err or done.out, instead=instead)
         part.replace(out)
-
-
-def _require(done: Done) -> None:
-    """The program's own words for what went wrong: spython drops them."""
-    if done.code:
-        raise DrayError(
-            f"{Path(done.argv[0]).name} {done.argv[1]} failed with exit code {done.code}",
-            found="\n".join((done.err or done.out).strip().splitlines()[-5:]),
-        )

@@ -97,29 +97,27 @@ def run(
 
 @contextmanager
 def engine() -> Iterator[DockerClient | None]:
-    """The Docker Engine that runs Apptainer; None if this machine's own Apptainer works."""
-    tool = process.apptainer()
-    if tool and os.geteuid() != 0:
+    """The Docker Engine that runs Apptainer; None if this machine's own Apptainer works, which root's does not."""
+    if process.apptainer() and os.geteuid() != 0:
         yield None
         return
-    try:
-        client = docker.client()
-    except UnfitError as error:
-        if tool:
-            raise UnfitError(
-                "Apptainer as root needs more rights than containers and shared machines grant",
-                wanted=f"{tool} as an ordinary user, or a Docker Engine",
-                found=f"{tool} as root; {error.problem}",
-                fix="run the same command as an ordinary user",
-            ) from error
-        raise UnfitError(
-            "this machine has no program that can build an image",
-            wanted="Apptainer, or a Docker Engine to run it in",
-            found=f"no apptainer on PATH; {error.problem}",
-            fix=f"install apptainer (Debian: from sid; others: from its project's releases)\nor {error.finding.fix}",
-        ) from error
-    with closing(client):
+    with closing(_docker("Apptainer")) as client:
         yield client
+
+
+def _docker(program: str) -> DockerClient:
+    """The Docker Engine that runs this program."""
+    try:
+        return docker.client()
+    except UnfitError as error:
+        fix = "install apptainer and squashfs-tools"
+        if process.apptainer():
+            fix = "run it as an ordinary user: Apptainer as root needs more rights than containers grant"
+        raise UnfitError(
+            f"this machine has no {program} that works, and no Docker Engine to run it in",
+            found=error.problem,
+            fix=f"{fix}\nor {error.finding.fix}",
+        ) from error
 
 
 def tool(
@@ -139,16 +137,8 @@ def tool(
     """
     if process.which(argv[0]):
         return process.run(argv, env=env, check=False, seconds=seconds)
-    try:
-        client = docker.client()
-    except UnfitError as error:
-        raise UnfitError(
-            f"this machine has no {argv[0]}, and no Docker Engine to run it in",
-            found=error.problem,
-            fix=f"install apptainer and squashfs-tools\nor {error.finding.fix}",
-        ) from error
     user = builder_container.reader()
-    with closing(client), docker.attempt(f"run {argv[0]} in a container"):
+    with closing(_docker(argv[0])) as client, docker.attempt(f"run {argv[0]} in a container"):
         tools = image(client, checkouts.root(), on_line)
         with _started(
             client, tools, argv, binds=binds, environment=env or {}, network=network, user=user, fuse=True
@@ -218,17 +208,14 @@ def _started(
 def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:
     """The command that opens a shell in a root filesystem, as the root that its steps had."""
     options = ["shell", "--writable", "--fakeroot", "--no-home"]
-    options += [f"--bind={path}:{target}" for path, target in binds.items()]
+    options += [*(f"--bind={path}:{target}" for path, target in binds.items()), str(rootfs)]
     with engine() as client:
         if client is None:
-            return [process.which(process.apptainer() or "") or APPTAINER, *options, str(rootfs)]
-    command = process.which("docker")
-    if not command:
-        raise UnfitError("a shell needs Docker's command line client", where=rootfs, fix="install it")
-    run = [command, "run", "--rm", "--interactive", "--tty", "--user", ":".join(map(str, builder_container.caller()))]
+            return [process.apptainer() or APPTAINER, *options]
+    run = ["docker", "run", "--rm", "--interactive", "--tty", "--user", ":".join(map(str, builder_container.caller()))]
     run += [f"--security-opt={name}" for name in (*builder_container.SECURITY, "systempaths=unconfined")]
     run += [f"--volume={path}:{path}" for path in (rootfs, *binds)]
-    return [*run, TAG, APPTAINER, *options, str(rootfs)]
+    return [*run, TAG, APPTAINER, *options]
 
 
 def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:

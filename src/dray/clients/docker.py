@@ -17,7 +17,7 @@ from docker.context import ContextAPI
 from docker.context.config import get_current_context_name
 from docker.errors import BuildError, DockerException, ImageNotFound
 
-from dray.clients import builder_container, progress, registry
+from dray.clients import builder_container, registry
 from dray.config import mirrors
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 
@@ -157,14 +157,16 @@ def _how_to_make(tar: str) -> str:
 
 
 def _pull(client: docker.DockerClient, base: str, say: Callable[[str], None]) -> None:
-    what = "the base of the builder and of the cluster"
     say(f"dray: pull {base}")
+    problem = ""
     try:
-        problem = progress.pulled(client.api.pull(base, stream=True, decode=True), what, say=say)
+        for answer in client.api.pull(base, stream=True, decode=True):
+            problem = answer.get("error") or problem
     except (DockerException, OSError) as error:
         problem = _reason(error)
     if problem:
-        raise registry.refused(what, base, problem, instead=f"or {_how_to_make('build/base/trixie.tar')}")
+        instead = f"or {_how_to_make('build/base/trixie.tar')}"
+        raise registry.refused("the base of the builder and of the cluster", base, problem, instead=instead)
 
 
 def _imported(client: docker.DockerClient, rootfs: Path) -> str:
@@ -186,8 +188,8 @@ def proxies(environment: Mapping[str, str]) -> dict[str, str]:
 
     Docker keeps these names out of an image and its history.
     """
-    values = {name: environment.get(name) or environment.get(name.upper()) for name in _PROXIES}
-    return {written: value for name, value in values.items() if value for written in (name, name.upper())}
+    lower = {name.lower(): value for name, value in environment.items() if name.lower() in _PROXIES}
+    return lower | {name.upper(): value for name, value in lower.items()}
 
 
 def build(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 Say = Callable[[str], None]
 
@@ -76,26 +75,6 @@ def size(folder: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118  thousands of files a second
     return total
-
-
-def pulled(
-    answers: Iterable[Mapping[str, Any]], what: str, *, say: Say, clock: Callable[[], float] = time.monotonic
-) -> str:
-    """Report the progress of Docker's pull from its API's stream. Returns the error that ended it, or nothing."""
-    progress = Progress(what, say=say, clock=clock)
-    done: dict[str, int] = {}
-    totals: dict[str, int] = {}
-    problem = ""
-    for answer in answers:
-        layer, detail = answer.get("id", ""), answer.get("progressDetail") or {}
-        if answer.get("status") == "Downloading" and detail.get("total"):
-            done[layer], totals[layer] = detail.get("current", 0), detail["total"]
-        elif answer.get("status") == "Download complete" and layer in totals:
-            done[layer] = totals[layer]
-        progress.total = sum(totals.values())
-        progress.at(sum(done.values()))
-        problem = answer.get("error") or problem
-    return problem
 
 
 class Silence:

@@ -104,7 +104,7 @@ def test_a_list_of_what_the_program_refuses(tool, image):
     with pytest.raises(DrayError) as refused:
         apptainer.instances()
     assert (refused.value.problem, refused.value.details) == (
-        "apptainer instance failed with exit code 255", {"found": "FATAL:   no image"}
+        "apptainer cannot list its instances", {"found": "FATAL:   no image"}
     )  # fmt: skip
 
 

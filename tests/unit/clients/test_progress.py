@@ -6,12 +6,11 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dray.clients import progress
-from dray.clients.progress import Progress, Silence, pulled
+from dray.clients.progress import Progress, Silence
 from dray.images import log
 from dray.images.log import build_log
 from helpers import until
@@ -63,46 +62,6 @@ def test_a_folder_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / "pip unpack/x.whl").write_bytes(bytes(5 * MB))
         until(lambda: said[-1:] == ["dray: wheels: 5 of 8 MB"], lambda: said)
     assert progress.size(tmp_path / "none") == 0
-
-
-@pytest.mark.parametrize(
-    ("answers", "lines", "problem"),
-    [
-        (
-            [
-                (0, {"status": "Pulling from library/debian", "id": "bookworm"}),
-                (1, {"status": "Pulling fs layer", "progressDetail": {}, "id": "a"}),
-                (2, {"status": "Downloading", "progressDetail": {"current": 10 * MB, "total": 60 * MB}, "id": "a"}),
-                (6, {"status": "Downloading", "progressDetail": {"current": 20 * MB, "total": 60 * MB}, "id": "a"}),
-                (8, {"status": "Downloading", "progressDetail": {"current": 1 * MB, "total": 40 * MB}, "id": "b"}),
-                (9, {"status": "Download complete", "progressDetail": {}, "id": "a"}),
-                (12, {"status": "Downloading", "progressDetail": {"current": 20 * MB, "total": 40 * MB}, "id": "b"}),
-                (13, {"status": "Extracting", "progressDetail": {"current": 5 * MB, "total": 60 * MB}, "id": "a"}),
-            ],
-            ["dray: base: 20 of 60 MB", "dray: base: 80 of 100 MB, about 1 min left"],
-            "",
-        ),
-        (
-            [
-                (0, {"status": "Pulling from x"}),
-                (1, {"errorDetail": {"message": "denied"}, "error": "denied"}),
-                (2, {}),
-            ],
-            [],
-            "denied",
-        ),
-    ],
-)
-def test_a_pull_by_docker(answers: Sequence[tuple[float, dict[str, Any]]], lines: list[str], problem: str) -> None:
-    clock, said = Clock(), []
-
-    def stream():
-        for second, answer in answers:
-            clock.now = 100 + second
-            yield answer
-
-    assert pulled(stream(), "base", say=said.append, clock=clock) == problem
-    assert said == lines
 
 
 @pytest.mark.parametrize(

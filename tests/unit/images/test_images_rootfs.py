@@ -367,10 +367,9 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "this machine has no program that can build an image\n"
-            "  wanted: Apptainer, or a Docker Engine to run it in\n"
-            "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
-            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)\n"
+            "this machine has no Apptainer that works, and no Docker Engine to run it in\n"
+            "  found:  no Docker Engine runs on this machine\n"
+            "  fix:    install apptainer and squashfs-tools\n"
             "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
 
@@ -381,8 +380,8 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value).splitlines()[-3:] == [
-            "  found:  no apptainer on PATH; the Docker Engine refuses this user",
-            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)",
+            "  found:  the Docker Engine refuses this user",
+            "  fix:    install apptainer and squashfs-tools",
             "          or add yourself to the docker group (sudo usermod -aG docker $USER) and log in again",
         ]
 
@@ -392,10 +391,10 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "Apptainer as root needs more rights than containers and shared machines grant\n"
-            "  wanted: apptainer as an ordinary user, or a Docker Engine\n"
-            "  found:  apptainer as root; no Docker Engine runs on this machine\n"
-            "  fix:    run the same command as an ordinary user"
+            "this machine has no Apptainer that works, and no Docker Engine to run it in\n"
+            "  found:  no Docker Engine runs on this machine\n"
+            "  fix:    run it as an ordinary user: Apptainer as root needs more rights than containers grant\n"
+            "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
 
 
