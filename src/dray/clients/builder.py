@@ -35,6 +35,7 @@ TAG = "dray:builder"
 _KEY = "dray.builder"
 # The first word of argv for Apptainer, whatever its name on this machine.
 APPTAINER = "apptainer"
+_INSTALL = "install apptainer and squashfs-tools"
 _CONTEXT = Path("containers", "cluster")
 _TOOLS = ("tools.sh", "tools.lock")
 
@@ -101,20 +102,21 @@ def engine() -> Iterator[DockerClient | None]:
     if process.apptainer() and os.geteuid() != 0:
         yield None
         return
-    with closing(_docker("Apptainer")) as client:
+    program, fix = "Apptainer", _INSTALL
+    if process.apptainer():
+        program = "Apptainer for root"
+        fix = "run it as an ordinary user: Apptainer as root needs more rights than containers grant"
+    with closing(_docker(program, fix)) as client:
         yield client
 
 
-def _docker(program: str) -> DockerClient:
+def _docker(program: str, fix: str) -> DockerClient:
     """The Docker Engine that runs this program."""
     try:
         return docker.client()
     except UnfitError as error:
-        fix = "install apptainer and squashfs-tools"
-        if process.apptainer():
-            fix = "run it as an ordinary user: Apptainer as root needs more rights than containers grant"
         raise UnfitError(
-            f"this machine has no {program} that works, and no Docker Engine to run it in",
+            f"this machine has no {program}, and no Docker Engine to run it in",
             found=error.problem,
             fix=f"{fix}\nor {error.finding.fix}",
         ) from error
@@ -138,7 +140,7 @@ def tool(
     if process.which(argv[0]):
         return process.run(argv, env=env, check=False, seconds=seconds)
     user = builder_container.reader()
-    with closing(_docker(argv[0])) as client, docker.attempt(f"run {argv[0]} in a container"):
+    with closing(_docker(argv[0], _INSTALL)) as client, docker.attempt(f"run {argv[0]} in a container"):
         tools = image(client, checkouts.root(), on_line)
         with _started(
             client, tools, argv, binds=binds, environment=env or {}, network=network, user=user, fuse=True

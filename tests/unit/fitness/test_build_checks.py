@@ -84,7 +84,7 @@ class TestBuilder:
     def test_neither(self, build: Make) -> None:
         (error,) = errors(builds.check(build()))
         assert str(error) == (
-            "this machine has no Apptainer that works, and no Docker Engine to run it in\n"
+            "this machine has no Apptainer, and no Docker Engine to run it in\n"
             "  found:  no Docker Engine runs on this machine\n"
             "  fix:    install apptainer and squashfs-tools\n"
             "          or install Docker Engine and start it, or set DOCKER_HOST"

@@ -367,7 +367,7 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "this machine has no Apptainer that works, and no Docker Engine to run it in\n"
+            "this machine has no Apptainer, and no Docker Engine to run it in\n"
             "  found:  no Docker Engine runs on this machine\n"
             "  fix:    install apptainer and squashfs-tools\n"
             "          or install Docker Engine and start it, or set DOCKER_HOST"
@@ -391,7 +391,7 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "this machine has no Apptainer that works, and no Docker Engine to run it in\n"
+            "this machine has no Apptainer for root, and no Docker Engine to run it in\n"
             "  found:  no Docker Engine runs on this machine\n"
             "  fix:    run it as an ordinary user: Apptainer as root needs more rights than containers grant\n"
             "          or install Docker Engine and start it, or set DOCKER_HOST"
