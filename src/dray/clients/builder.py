@@ -103,6 +103,8 @@ def engine() -> Iterator[DockerClient | None]:
         yield None
         return
     program, fix = "Apptainer", _INSTALL
+    if os.geteuid() == 0:  # an ordinary user builds in the container
+        os.umask(0o022)
     if process.apptainer():
         program = "Apptainer for root"
         fix = "run it as an ordinary user: Apptainer as root needs more rights than containers grant"

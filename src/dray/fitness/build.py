@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dray import process
-from dray.clients import builder, docker
+from dray.clients import builder, builder_container, docker
 from dray.config.image import Image
 from dray.config.model import load
 from dray.contract import exit_codes
@@ -146,6 +146,7 @@ def _builder(build: Build) -> Iterator[Finding]:
         raise UnfitError("podman is not on this machine", wanted="podman, for --format podman", fix="install it")
     with builder.engine() as client:
         if client:
+            builder_container.require_readable(build.checkout / "src")
             yield Finding("builder", found=f"Docker at {docker.endpoint()}", kind="ok")
             about = client.info()
             rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])

@@ -35,6 +35,7 @@ def build(tmp_path: Path) -> Make:
     """A checkout with nothing fetched."""
     folder = tmp_path / "work"
     shutil.copytree(ROOT / "containers", folder / "containers", symlinks=True)
+    (folder / "src").mkdir()
 
     def make(variant: str = "cpu", **changes: Any) -> Build:
         return Build(checkout=folder, variant=variant, **changes)
