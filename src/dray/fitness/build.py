@@ -16,7 +16,7 @@ from dray.clients import builder, builder_container, docker
 from dray.config.image import Image
 from dray.config.model import load
 from dray.contract import exit_codes
-from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed
+from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed, nearest
 from dray.images.rootfs import squash
 
 _PROC, _APPARMOR = Path("/proc/sys"), Path("/etc/apparmor.d")
@@ -64,7 +64,10 @@ def check(build: Build) -> list[Finding]:
     """All findings of this build; nothing is written."""
     known = variants(build.checkout)
     if build.variant not in known:
-        raise ConfigError(f"there is no image {build.variant}", wanted=listed(known))
+        near = nearest(build.variant, known) or "cpu"
+        raise ConfigError(
+            f"there is no image {build.variant}", fix=f"make image-{near}; the images are {listed(known)}"
+        )
     image = _image(build.checkout, build.variant)
     findings = [*_room(build, image), _processor(build, image)]
     try:

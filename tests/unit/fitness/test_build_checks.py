@@ -384,4 +384,6 @@ class TestCommands:
     def test_an_unknown_variant(self, words: list[str]) -> None:
         ended = subprocess.run([sys.executable, "-m", "dray", *words], capture_output=True, text=True, check=False)
         assert ended.returncode == 78
-        assert f"there is no image gpu\n  wanted: {', '.join(VARIANTS)}\n" in ended.stderr
+        assert (
+            f"there is no image gpu\n  fix:    make image-cpu; the images are {', '.join(VARIANTS)}\n" in ended.stderr
+        )
