@@ -98,21 +98,18 @@ check-rest:
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/project/test_architecture.py tests/unit/project/test_words.py
 
-# What can be known of this machine (docs/images.md), before anything is installed, fetched or written.
-define look
-	@$(python-fits)
-	@PYTHONPATH=src $(PYTHON) -B -m dray.fitness.build $* --format $(1) \
-	  $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle)
-endef
+# dray builds without root. Root may build in its own checkout.
+no-sudo = [[ -z "$${SUDO_UID:-}" || "$$(id -u)" != 0 || "$$(stat -c %u .)" == 0 ]] || \
+  { echo "dray: sudo would leave root's files in your checkout" >&2; \
+  echo "  fix:    make $@; if Docker refuses you, first sudo usermod -aG docker $${SUDO_USER:-} and log in again" >&2; exit 78; }
 python-fits = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 
-# .venv is no prerequisite: make might make it first. And the longer pattern comes first: make 3.81, which macOS has,
-# takes the first that fits.
+# The longer pattern comes first: make 3.81, which macOS has, takes the first that fits.
 image-%-docker: ## Build the Docker image dray:% (the same options)
-	$(call look,docker)
+	@$(no-sudo)
 	@$(MAKE) --silent --no-print-directory .venv/host
-	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
+	@$(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
 # Without the tag: not every Apptainer takes both a tag and a digest.
 pinned = $(shell sed -nE 's|^base = "(.*):[^:/]+(@.*)"|docker://\1\2|p' containers/$(1)/image.toml)
@@ -129,9 +126,9 @@ image-%-cotainr: ## Build build/cotainr-%.sif with cotainr, for dray image adopt
 	@[[ -e build/cotainr-$*.sif ]] && echo "to use it: $(BIN)/dray image adopt build/cotainr-$*.sif"
 
 image-%: ## Build build/dray-%.sif from containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
-	$(call look,sif)
+	@$(no-sudo)
 	@$(MAKE) --silent --no-print-directory .venv/host
-	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
+	@$(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
 smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes
 	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker train.steps=50

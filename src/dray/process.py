@@ -38,6 +38,11 @@ def which(name: str) -> str | None:
     return shutil.which(name)
 
 
+def apptainer() -> str | None:
+    """Apptainer's name on this machine; sites keep the old one for a long time."""
+    return next((name for name in ("apptainer", "singularity") if which(name)), None)
+
+
 def run(
     argv: Sequence[str | Path],
     *,

@@ -12,7 +12,7 @@ import pytest
 from docker.types import Mount
 
 import miniforge
-from dray.clients import builder, docker, sandbox, singularity
+from dray.clients import apptainer, builder, builder_container, docker
 from dray.images import adopt, inputs, store
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
@@ -48,11 +48,11 @@ def built(root: Path, tmp_path: Path) -> Path:
     shutil.copy(root / "containers" / "cpu" / "environment.yml", work)
     indexes = {one.name: one.index.removeprefix("https://") for one in inputs.image(root, "cpu").vendor}
     miniforge.lay_out(work / "hosts", root / "build" / "wheels", "/tmp/wheels", indexes)
-    os.chown(work, *sandbox.caller())
+    os.chown(work, *builder_container.caller())
     sif = sif_format.read(root / "build" / "dray-cpu.sif")
     seen = {work: "/tmp/work", root / "build" / "wheels": "/tmp/wheels", sif.path: "/tmp/cpu.sif"}
     client = docker.client()
-    with sandbox.started(
+    with builder_container.started(
         client,
         builder.image(client, root, on_line=print),
         ["sh", "-c", BUILD, "sh", str(sif.system.offset)],
@@ -60,7 +60,7 @@ def built(root: Path, tmp_path: Path) -> Path:
         environment={"PYTHONPATH": "/tmp/work/site", "PIP_NO_CACHE_DIR": "1",
                      "APPTAINER_MKSQUASHFS_ARGS": "-comp zstd -Xcompression-level 1"},
     ) as running:  # fmt: skip
-        for line in sandbox.lines(running.logs(stream=True)):
+        for line in builder_container.lines(running.logs(stream=True)):
             print(line)
         assert running.wait()["StatusCode"] == 0
     client.close()
@@ -86,7 +86,7 @@ def test_it_is_adopted_and_trains(adopted, root: Path) -> None:
     assert adopted.versions["torch"] == torch
     environment = [f"PYTHONPATH={adopted.file.with_suffix('')}", f"DRAY_HOME={root}"]
     recipe = [str(root / "recipes" / "smoke-cpu.toml"), "train.steps=5", "train.warmup_steps=0", "nodes=1"]
-    done = singularity.execute(
+    done = apptainer.execute(
         adopted.file,
         ["env", *environment, "python3", "-m", "dray", "run", *recipe, "--engine", "bare", "--runs", "/tmp/runs"],
         options=["--contain", f'--mount=type=bind,"src={root}","dst={root}",ro'],

@@ -16,7 +16,7 @@ import pytest
 from docker.types import Mount
 
 from dray import __version__
-from dray.clients import builder, docker, sandbox
+from dray.clients import builder, builder_container, docker
 from dray.contract.findings import UnfitError
 from dray.images.locks import lock
 from dray.images.sif import record, verify
@@ -108,7 +108,7 @@ def apptainer(client) -> Callable[..., tuple[int, str]]:
     def run(image: Path, *command: str) -> tuple[int, str]:
         mounts = [Mount(target="/image.sif", source=str(image), type="bind", read_only=True)]
         argv = ["apptainer", "--quiet", *command]
-        with sandbox.started(client, tools, argv, mounts=mounts, environment={}) as inside:
+        with builder_container.started(client, tools, argv, mounts=mounts, environment={}) as inside:
             code = inside.wait()["StatusCode"]
             return code, inside.logs(stdout=True, stderr=False).decode()
 

@@ -12,7 +12,7 @@ from docker.types import Mount
 
 from dray import process
 from dray.cli import image_look
-from dray.clients import builder, docker, sandbox
+from dray.clients import builder, builder_container, docker
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import contents, inspect, record, verify
 from dray.images.sif import format as sif_format
@@ -141,7 +141,9 @@ def apptainer(client, folder: Path, script: str) -> tuple[int, str]:
     """As an ordinary user, on the files of this folder, which are in /work."""
     folder.chmod(0o755)  # pytest keeps its folders to their owner
     mounts = [Mount(target="/work", source=str(folder), type="bind")]
-    with sandbox.started(client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}) as inside:
+    with builder_container.started(
+        client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}
+    ) as inside:
         code = inside.wait()["StatusCode"]
         return code, inside.logs(stdout=True, stderr=code != 0).decode()
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dray import process
-from dray.clients.docker import client, host
+from dray.clients.docker import client, endpoint
 from dray.cluster.config import CONTROLLER
 from dray.cluster.health import Health
 from dray.cluster.local import LocalCluster
@@ -91,7 +91,7 @@ def shell() -> None:
         )
     with closing(client()) as engine:
         container = LocalCluster(engine).machine(CONTROLLER)
-    argv = [docker, "--host", host(), "exec", "--interactive", "--tty", "--user", USER]
+    argv = [docker, "--host", endpoint().url, "exec", "--interactive", "--tty", "--user", USER]
     argv += ["--workdir", container.labels["dray.checkout"], str(container.name), "bash", "--login"]
     os.execv(docker, argv)  # noqa: S606  the shell takes this program's place, terminal and all
 

@@ -14,7 +14,7 @@ from dray.contract.findings import ConfigError, Finding
 from dray.fitness import build as builds
 from dray.fitness import doctor as checks
 from dray.fitness import host
-from dray.fitness.machine import Build
+from dray.fitness.build import Build
 
 
 def doctor(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import enum
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dray import process
 from dray.cli import image_adopt, image_layer, image_lock, image_look
 from dray.clients import builder
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.contract.findings import ConfigError
 from dray.fitness import build as needs
-from dray.fitness.machine import Build
+from dray.fitness.build import Build
 from dray.images import build as make
 from dray.images import inputs, store
 from dray.images.log import build_log
@@ -95,10 +95,10 @@ def build(
         raise ConfigError("--wheels does not go with --bundle: a bundle has its own wheels", fix="leave out --wheels")
     if signers and not bundled:
         raise ConfigError("--signers needs --bundle", found=signers, fix="dray image verify checks who signed an image")
-    if not os.environ.get("DRAY_CHECKED"):  # by make, before it installed anything
-        wanted = Build(checkout=root, variant=variant, formats=formats, out=out, wheels=wheels, bundled=bool(bundled))
-        if code := needs.show(needs.check(wanted), lambda line: print(line, file=sys.stderr)):
-            raise typer.Exit(code)
+    findings = needs.check(Build(checkout=root, variant=variant, formats=formats, out=out, bundled=bool(bundled)))
+    print("\n".join(finding.line() for finding in findings), file=sys.stderr)
+    if code := max(finding.code for finding in findings):
+        raise typer.Exit(code)
     built = make.build(
         root,
         variant,
@@ -152,8 +152,7 @@ def enter(variant: Variant) -> None:
         raise ConfigError("there is no failed build of this image", where=failed, fix=f"dray image build {variant}")
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", where=failed)
-    argv = builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"})
-    os.execv(argv[0], argv)  # noqa: S606  the shell takes this program's place, terminal and all
+    process.replace(builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"}))
 
 
 for verb in (

@@ -9,7 +9,7 @@ import shutil
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -18,7 +18,8 @@ from docker.errors import ImageNotFound
 from docker.types import Mount
 
 from dray import process
-from dray.clients import apptainer, docker, sandbox
+from dray.clients import builder_container, docker
+from dray.clients.builder_container import renamed
 from dray.config import checkout as checkouts
 from dray.config import mirrors
 from dray.contract import exit_codes, findings
@@ -28,14 +29,15 @@ from dray.process import Done
 
 if TYPE_CHECKING:
     from docker import DockerClient
+    from docker.models.containers import Container
 
 TAG = "dray:builder"
 _KEY = "dray.builder"
 # The first word of argv for Apptainer, whatever its name on this machine.
 APPTAINER = "apptainer"
+_INSTALL = "install apptainer and squashfs-tools"
 _CONTEXT = Path("containers", "cluster")
 _TOOLS = ("tools.sh", "tools.lock")
-_PROXIES = ("http_proxy", "https_proxy", "no_proxy")
 
 
 class BuildError(DrayError):
@@ -59,17 +61,33 @@ def run(
     errors: list[Finding] = []
 
     def read(line: str) -> None:
-        finding = apptainer.from_line(line)
+        finding = findings.decode(line)
         errors.append(finding) if finding else on_line(line)
 
     with engine() as client:
         if client is None:
-            programs = {"python3": sys.executable, APPTAINER: apptainer.program() or APPTAINER}
-            unset = {} if network else {name: "" for lower in _PROXIES for name in (lower, lower.upper())}
+            programs = {"python3": sys.executable, APPTAINER: process.apptainer() or APPTAINER}
+            unset = {} if network else dict.fromkeys(docker.proxies(os.environ), "")
             code = process.follow([programs.get(str(argv[0]), argv[0]), *argv[1:]], on_line=read, env=unset)
         else:
             tools = _loaded(client, saved) if saved and saved.exists() else image(client, checkout, on_line)
-            code = _in_container(client, tools, checkout, argv, binds=binds, on_line=read, network=network)
+            source = checkout / "src"
+            environment = {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+            with (
+                docker.attempt("build in a container"),
+                _started(
+                    client,
+                    tools,
+                    argv,
+                    binds={source: False, **binds},
+                    environment=environment,
+                    network=network,
+                    user=builder_container.caller(),
+                ) as (running, outside),
+            ):
+                for line in builder_container.lines(running.logs(stream=True)):
+                    read(outside(line))
+                code = int(running.wait()["StatusCode"])
     if errors and errors[-1].code != exit_codes.FAILED:
         raise findings.error(errors[-1])
     if errors or code != 0:
@@ -80,29 +98,30 @@ def run(
 
 @contextmanager
 def engine() -> Iterator[DockerClient | None]:
-    """The Docker Engine that runs Apptainer; None if this machine's own Apptainer works."""
-    tool = apptainer.program()
-    if tool and os.geteuid() != 0:
+    """The Docker Engine that runs Apptainer; None if this machine's own Apptainer works, which root's does not."""
+    if process.apptainer() and os.geteuid() != 0:
         yield None
         return
-    try:
-        client = docker.client()
-    except UnfitError as error:
-        if tool:
-            raise UnfitError(
-                "Apptainer as root needs more rights than containers and shared machines grant",
-                wanted=f"{tool} as an ordinary user, or a Docker Engine",
-                found=f"{tool} as root; {error.problem}",
-                fix="run the same command as an ordinary user",
-            ) from error
-        raise UnfitError(
-            "this machine has no program that can build an image",
-            wanted="Apptainer, or a Docker Engine to run it in",
-            found=f"no apptainer on PATH; {error.problem}",
-            fix=f"install apptainer (Debian: from sid; others: from its project's releases)\nor {error.finding.fix}",
-        ) from error
-    with closing(client):
+    program, fix = "Apptainer", _INSTALL
+    if os.geteuid() == 0:  # an ordinary user builds in the container
+        os.umask(0o022)
+    if process.apptainer():
+        program = "Apptainer for root"
+        fix = "run it as an ordinary user: Apptainer as root needs more rights than containers grant"
+    with closing(_docker(program, fix)) as client:
         yield client
+
+
+def _docker(program: str, fix: str) -> DockerClient:
+    """The Docker Engine that runs this program."""
+    try:
+        return docker.client()
+    except UnfitError as error:
+        raise UnfitError(
+            f"this machine has no {program}, and no Docker Engine to run it in",
+            found=error.problem,
+            fix=f"{fix}\nor {error.finding.fix}",
+        ) from error
 
 
 def tool(
@@ -122,126 +141,85 @@ def tool(
     """
     if process.which(argv[0]):
         return process.run(argv, env=env, check=False, seconds=seconds)
-    try:
-        client = docker.client()
-    except UnfitError as error:
-        raise UnfitError(
-            f"this machine has no {argv[0]}, and no Docker Engine to run it in",
-            found=error.problem,
-            fix=f"install apptainer and squashfs-tools\nor {error.finding.fix}",
-        ) from error
-    with closing(client), docker.attempt(f"run {argv[0]} in a container"), ExitStack() as stack:
+    user = builder_container.reader()
+    with closing(_docker(argv[0], _INSTALL)) as client, docker.attempt(f"run {argv[0]} in a container"):
         tools = image(client, checkouts.root(), on_line)
-        # Apptainer cannot use a mount whose path has a space.
-        inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds) if " " in str(path)}
-        build = checkouts.root() / "build"
-        build.mkdir(exist_ok=True)
-        lent = Path(stack.enter_context(TemporaryDirectory(prefix=".readable-", dir=build)))
-        user = sandbox.looker()
-        names = {path: inside.get(path, str(path)) for path in binds}
-        mounts = [*_mounts(names, binds, lent)] if user[0] else [*_plain(names, binds)]
-        environment = {name: sandbox.renamed(value, inside) for name, value in (env or {}).items()}
-        if network:
-            mounts, environment = [*mounts, *_certificate(environment)], {**proxies(os.environ), **environment}
-        with sandbox.started(
-            client,
-            tools,
-            [sandbox.renamed(word, inside) for word in argv],
-            mounts=mounts,
-            environment=environment,
-            network=network,
-            user=user,
-            fuse=True,
-        ) as running:
+        with _started(
+            client, tools, argv, binds=binds, environment=env or {}, network=network, user=user, fuse=True
+        ) as (running, outside):
             try:
                 code = int(running.wait(timeout=seconds)["StatusCode"])
             except OSError as late:  # requests' own, which Docker's SDK lets through
                 if seconds is None:
                     raise
                 raise process.no_answer(argv, seconds) from late
-            for path in (path for path, writes in binds.items() if writes and user[0]):
-                sandbox.take(path)
+            for path, writes in binds.items():
+                if writes:
+                    builder_container.take(path)
             out, err = (
-                sandbox.named(running.logs(stdout=out, stderr=not out).decode(errors="replace"), inside)
-                for out in (True, False)
+                outside(running.logs(stdout=stdout, stderr=not stdout).decode(errors="replace"))
+                for stdout in (True, False)
             )
     return Done(argv=tuple(argv), code=code, out=out, err=err)
 
 
-def _in_container(
+@contextmanager
+def _started(
     client: DockerClient,
     tools: str,
-    checkout: Path,
     argv: Sequence[str | Path],
     *,
     binds: Mapping[Path, bool],
-    on_line: Callable[[str], None],
+    environment: Mapping[str, str],
     network: bool,
-) -> int:
-    """Mount the paths under other names: Apptainer cannot use a mount whose path has a space."""
-    inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds)}
-    environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
-    certificate = _certificate(environment) if network else []
-    environment |= proxies(os.environ) if network else {}
-    build = checkout / "build"
-    build.mkdir(exist_ok=True)
-    with (
-        docker.attempt("build in a container"),
-        TemporaryDirectory(prefix=".readable-", dir=build) as lent,
-        sandbox.started(
-            client,
-            tools,
-            [sandbox.mapped(word, inside) for word in argv],
-            mounts=[*_mounts({checkout / "src": "/dray/src", **inside}, binds, Path(lent)), *certificate],
-            environment=environment,
-            network=network,
-        ) as running,
-    ):
-        for line in sandbox.lines(running.logs(stream=True)):
-            on_line(sandbox.named(line, inside))
-        return int(running.wait()["StatusCode"])
+    user: tuple[int, int],
+    fuse: bool = False,
+) -> Iterator[tuple[Container, Callable[[str], str]]]:
+    """Run a program in the container, with other names for the paths: Apptainer cannot use a mount with a space.
 
-
-def _certificate(environment: dict[str, str]) -> list[Mount]:
-    """The mount of the host's CA bundle; the environment names it."""
-    bundle = certificates()
-    if not bundle:
-        return []
-    environment["SSL_CERT_FILE"] = str(bundle)
-    return [sandbox.bind(bundle)]
-
-
-def _plain(inside: Mapping[Path, str], binds: Mapping[Path, bool]) -> Iterator[Mount]:
-    for path, target in inside.items():
-        yield Mount(target=target, source=str(path), type="bind", read_only=not binds[path])
-
-
-def _mounts(inside: Mapping[Path, str], binds: Mapping[Path, bool], lent: Path) -> Iterator[Mount]:
-    """The mounts; the ordinary user can read all of them."""
-    for path, target in inside.items():
-        writes = binds.get(path, False)
-        if writes:
-            sandbox.give(path)
-        source = path if writes else sandbox.readable(path, lent)
-        yield Mount(target=target, source=str(source), type="bind", read_only=not writes)
+    Also yields the function that puts this machine's paths into a text of the program's.
+    """
+    binds, environment = {**binds}, {**environment}
+    if network:
+        environment |= docker.proxies(os.environ)
+    if network and (bundle := certificates()):
+        environment["SSL_CERT_FILE"] = str(bundle)
+        binds[bundle] = False
+    for path, writes in binds.items():
+        if user[0] and writes:
+            builder_container.give(path)
+        elif user[0]:
+            builder_container.require_readable(path)
+    # Three digits: no name begins with another one.
+    inside = {str(path): f"/dray/{number}{path.suffix}" for number, path in enumerate(binds, 100)}
+    outside = {name: path for path, name in inside.items()}
+    with builder_container.started(
+        client,
+        tools,
+        [renamed(str(word), inside) for word in argv],
+        mounts=[
+            Mount(target=inside[str(path)], source=str(path), type="bind", read_only=not writes)
+            for path, writes in binds.items()
+        ],
+        environment={name: renamed(value, inside) for name, value in environment.items()},
+        network=network,
+        user=user,
+        fuse=fuse,
+    ) as running:
+        yield running, lambda text: renamed(text, outside)
 
 
 def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:
     """The command that opens a shell in a root filesystem, as the root that its steps had."""
     options = ["shell", "--writable", "--fakeroot", "--no-home"]
-    options += [word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")]
+    options += [*(f"--bind={path}:{target}" for path, target in binds.items()), str(rootfs)]
     with engine() as client:
         if client is None:
-            return [process.which(apptainer.program() or "") or "apptainer", *options, str(rootfs)]
-    command = process.which("docker")
-    if not command:
-        raise UnfitError("a shell needs Docker's command line client", where=rootfs, fix="install it")
-    volumes = [word for path in (rootfs, *binds) for word in ("--volume", f"{path}:{path}")]
-    docker_options = [
-        word for name in (*sandbox.SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)
-    ]
-    docker_options += ["--user", ":".join(map(str, sandbox.caller())), *volumes]
-    return [command, "run", "--rm", "--interactive", "--tty", *docker_options, TAG, "apptainer", *options, str(rootfs)]
+            return [process.apptainer() or APPTAINER, *options]
+    run = ["docker", "run", "--rm", "--interactive", "--tty", "--user", ":".join(map(str, builder_container.caller()))]
+    run += [f"--security-opt={name}" for name in (*builder_container.SECURITY, "systempaths=unconfined")]
+    run += [f"--volume={path}:{path}" for path in (rootfs, *binds)]
+    return [*run, TAG, APPTAINER, *options]
 
 
 def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
@@ -304,12 +282,6 @@ def trixie(checkout: Path) -> str:
     """The base of the builder and of `dray cluster`: DRAY_CLUSTER_BASE, the one that was made, or the pinned one."""
     pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CONTEXT / "Containerfile").read_text(), re.MULTILINE)
     return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
-
-
-def proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """The host's proxies under the lower-case names, the only ones that apt reads."""
-    found = {name: environment.get(name) or environment.get(name.upper()) for name in _PROXIES}
-    return {name: value for name, value in found.items() if value}
 
 
 def certificates() -> Path | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from dray.contract import exit_codes
+
+_ENCODED = "dray-error: "
 
 
 def counted(number: float, noun: str) -> str:
@@ -142,3 +145,16 @@ def error(finding: Finding | dict[str, Any]) -> DrayError:
     raised = kinds.get(finding.code, DrayError)(finding.problem)
     raised.finding = finding
     return raised
+
+
+def encode(finding: Finding) -> str:
+    """A finding as a line of a program's output, for the dray that has started it."""
+    return _ENCODED + json.dumps(finding._asdict())
+
+
+def decode(line: str) -> Finding | None:
+    """The finding in a line of output, if it is one."""
+    try:
+        return Finding(**json.loads(line.removeprefix(_ENCODED))) if line.startswith(_ENCODED) else None
+    except (ValueError, TypeError):  # a program of the base may print anything
+        return None

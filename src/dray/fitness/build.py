@@ -1,61 +1,58 @@
-"""Check what a build of an image needs from this machine, before anything is fetched or written.
-
-`python3 -m dray.fitness.build VARIANT` needs only Python's standard library: `make` runs it first.
-"""
+"""Check what a build of an image needs from this machine, before anything is fetched."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import platform
+import re
 import shutil
-import sys
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dray.clients import apptainer, endpoint
-from dray.config import checkout as checkouts
+from dray import process
+from dray.clients import builder, builder_container, docker
+from dray.config.image import Image
+from dray.config.model import load
 from dray.contract import exit_codes
-from dray.contract.findings import DrayError, Finding, listed, nearest
-from dray.fitness import namespaces, room
-from dray.fitness.machine import Build, Machine
+from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed, nearest
 from dray.images.rootfs import squash
 
-_BUILDER_MB = 400  # the builder's image with its own base
-_PYTHON = (3, 11)
-# What `make` prints even if nothing is wrong.
-_SHOWN = ("image", "builder")
+_PROC, _APPARMOR = Path("/proc/sys"), Path("/etc/apparmor.d")
+# The base and Debian's packages, which all variants share.
+_DEBIAN_MB = 115
+# What the tree holds until 70-prune.sh removes it: measured for cpu and cuda.
+_PRUNED_MB = 1000
+# As stat names them. A build writes tens of thousands of small files.
+_NETWORK = ("lustre", "nfs", "gpfs", "ceph", "panfs", "afs", "cifs", "smb2")
+# The kernel's switches that forbid user namespaces, by a value, and the command that allows them.
+_SWITCHES = (
+    ("user/max_user_namespaces", "0", "sudo sysctl -w user.max_user_namespaces=15000"),
+    ("kernel/unprivileged_userns_clone", "0", "sudo sysctl -w kernel.unprivileged_userns_clone=1"),
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "install Apptainer 1.3.4 or newer from its project's .deb, which brings a profile of AppArmor\n"
+        "or sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
+)
 
 
-def check(build: Build, machine: Machine | None = None) -> list[Finding]:
-    """All findings of this build; nothing is written."""
-    machine = machine or Machine()
-    first = [*_sudo(build, machine), *_variant(build)]
-    if first:
-        return first
-    file = build.checkout / "containers" / build.variant / "image.toml"
-    about = tomllib.loads(file.read_text(encoding="utf-8"))
-    here = [*_processor(build, about, machine), *_python(build, machine)]
-    return [
-        *room.check(build, about.get("size"), machine),
-        *here,
-        *_builder(build, about.get("size") or {}, machine),
-        *room.disk(build, machine),
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """The build that is checked."""
 
+    checkout: Path
+    variant: str
+    formats: Sequence[str] = ("sif",)
+    out: Path | None = None
+    bundled: bool = False
 
-def show(findings: Sequence[Finding], say: Callable[[str], None]) -> int:
-    """Print what will be fetched, what is unwise and what is wrong. Returns the exit code."""
-    for finding in findings:
-        if finding.code:
-            say(f"dray: {finding}")
-        elif finding.kind == "note":
-            say(f"dray: {finding._replace(problem=f'{finding.problem}: {finding.found}', found='')}")
-        elif finding.problem.split()[0] in _SHOWN:
-            say(f"dray: {finding.problem}: {finding.found}")
-    codes = {finding.code for finding in findings} - {exit_codes.DONE}
-    return max(codes, default=exit_codes.DONE)
+    @property
+    def sif(self) -> Path:
+        """The image's file, beside which the build has its scratch folder."""
+        return (self.out or self.checkout / "build" / f"dray-{self.variant}.sif").absolute()
 
 
 def variants(checkout: Path) -> list[str]:
@@ -63,180 +60,151 @@ def variants(checkout: Path) -> list[str]:
     return sorted(path.parent.name for path in (checkout / "containers").glob("*/image.toml"))
 
 
-def _unfit(problem: str, *, where: object = "", wanted: str, found: str = "", fix: str) -> Finding:
-    return Finding(problem, str(where), wanted, found, fix, exit_codes.UNFIT)
-
-
-def _sudo(build: Build, machine: Machine) -> Iterator[Finding]:
-    """Refuse sudo in a user's checkout. Root may build in its own checkout, as in CI."""
-    owner = build.checkout.stat().st_uid
-    if machine.uid == 0 and machine.environment.get("SUDO_UID") and owner != 0:
-        user = machine.environment.get("SUDO_USER", "$USER")
-        yield Finding(
-            "dray builds without root, and sudo would leave root's files in your checkout",
-            where=str(build.checkout),
-            wanted=f"the owner of the checkout, user id {owner}",
-            found="sudo",
-            fix=f"make image-{build.variant}\n"
-            f"if Docker refuses you, first sudo usermod -aG docker {user}\n"
-            "and log in again",
-            code=exit_codes.CONFIG,
-        )
-
-
-def _variant(build: Build) -> Iterator[Finding]:
+def check(build: Build) -> list[Finding]:
+    """All findings of this build; nothing is written."""
     known = variants(build.checkout)
     if build.variant not in known:
         near = nearest(build.variant, known) or "cpu"
-        fix = f"make image-{near}; the images are {listed(known)}"
-        yield Finding(f"there is no image {build.variant}", fix=fix, code=exit_codes.CONFIG)
-
-
-def _processor(build: Build, about: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    adopt = "use the site's own image: dray image adopt FILE"
-    machines = about.get("machines", ["x86_64"])
-    if machine.system != "Linux":
-        yield _unfit(
-            "dray builds images only on Linux",
-            wanted=f"Linux on {' or '.join(machines)}",
-            found=f"{machine.system} on {machine.processor}",
-            fix=f"build on a Linux machine with the nodes' processor, such as a login node; or {adopt}",
+        raise ConfigError(
+            f"there is no image {build.variant}", fix=f"make image-{near}; the images are {listed(known)}"
         )
-    elif machine.processor in machines:
-        yield Finding("processor", found=machine.processor, kind="ok")
-    else:
-        folder = build.checkout / "containers"
-        described = {
-            name: tomllib.loads((folder / name / "image.toml").read_text()) for name in variants(build.checkout)
-        }
-        others = [name for name, one in described.items() if machine.processor in one.get("machines", ["x86_64"])]
-        names = " or ".join(f"make image-{name}" for name in others)
-        yield _unfit(
-            f"torch has no wheels of {build.variant} for {machine.processor}",
-            wanted=" or ".join(machines),
-            found=machine.processor,
-            fix=f"{names}, for {machine.processor}; or {adopt}"
-            if others
-            else f"build on a machine with {' or '.join(machines)}; or {adopt}",
-        )
-
-
-def _python(build: Build, machine: Machine) -> Iterator[Finding]:
-    version = ".".join(map(str, machine.python))
-    if machine.python < _PYTHON:
-        yield _unfit(
-            "this Python is too old for dray",
-            where=sys.executable,
-            wanted="Python 3.11 or newer",
-            found=version,
-            fix="make PYTHON=python3.11 ...; load a module of the site, or uv python install 3.11, to get it",
-        )
-    elif not (build.checkout / ".venv" / "host").exists() and not all(map(machine.has_module, ("venv", "ensurepip"))):
-        yield _unfit(
-            "this Python cannot make virtual environments",
-            where=sys.executable,
-            wanted="the modules venv and ensurepip",
-            fix="sudo apt-get install python3-venv",
-        )
-    else:
-        yield Finding("Python", found=f"{version} ({sys.executable})", kind="ok")
-
-
-def _builder(build: Build, size: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    """Apptainer on this machine, or Docker with Apptainer in a container."""
-    tool = apptainer.program()
-    own = tool is not None and machine.uid != 0
-    if "podman" in build.formats and not shutil.which("podman"):
-        yield _unfit("podman is not on this machine", wanted="podman, for --format podman", fix="install it")
-    if tool and own:
-        yield Finding("builder", found=f"{tool} on this machine", kind="ok")
-        if " " in f"{build.checkout}{build.sif}":
-            yield Finding(
-                f"{tool} cannot use a folder whose path has a space",
-                where=str(build.checkout),
-                fix="move the checkout to a path without a space, or build with Docker",
-                code=exit_codes.CONFIG,
-            )
-        if "sif" in build.formats:
-            yield from _squash()
-        if namespaces.setuid(tool):
-            yield Finding("user namespaces", found=f"{tool} is installed with setuid, and needs none", kind="ok")
-        else:
-            yield namespaces.check(machine.root, trial=machine.namespaces(), container=False)
-    if not own or "docker" in build.formats:
-        loaded = size.get("unpacked_mb", 0) if "docker" in build.formats else 0
-        yield from _docker(machine, alone=not own and "docker" not in build.formats, tool=tool, mb=loaded)
-
-
-def _squash() -> Iterator[Finding]:
+    image = _image(build.checkout, build.variant)
+    findings = [*_room(build, image), _processor(build, image)]
     try:
-        squash.require()
+        findings += _builder(build)
     except DrayError as error:
-        fix = error.finding.fix or "install squashfs-tools 4.4 or newer"
-        yield error.finding._replace(where=error.finding.where[:200], fix=fix)
-    else:
-        yield Finding("mksquashfs", found="writes the same bytes every time", kind="ok")
+        findings.append(error.finding)
+    return findings
 
 
-def _docker(machine: Machine, *, alone: bool, tool: str | None, mb: int) -> Iterator[Finding]:
-    """`alone`: Docker only builds the SIF. Else it also loads an image of so many `mb`."""
-    try:
-        found = endpoint.find(machine.environment, machine.home)
-        try:
-            endpoint.knock(found)
-        except OSError as error:
-            raise endpoint.unreachable(found, error, machine.environment) from error
-    except DrayError as error:
-        other = (
-            f"run the command as an ordinary user, with this machine's {tool}"
-            if tool
-            else "load or install Apptainer (module load apptainer), which builds without Docker"
-        )
-        yield error.finding._replace(fix=f"{other}\nor {error.finding.fix}" if alone else error.finding.fix)
-        return
-    about = endpoint.info(found)
-    yield Finding("builder" if not tool or machine.uid == 0 else "Docker", found=f"Docker at {found}", kind="ok")
-    rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])
-    own_kernel = about.get("OSType", "linux") == "linux" and about.get("KernelVersion") == platform.release()
-    lends = not tool or machine.uid == 0
-    if lends and own_kernel and not rootless:
-        yield namespaces.check(machine.root, trial=machine.namespaces(), container=True)
-    folder = Path(about.get("DockerRootDir", "/nonexistent"))
-    needed = _BUILDER_MB * lends + mb
-    if own_kernel and folder.is_dir() and machine.free(folder) < needed * 1e6:
-        yield _unfit(
-            "Docker's disk has no room for the images",
-            where=folder,
-            wanted=f"{needed / 1000:.1f} GB",
-            found=f"{machine.free(folder) / 1e9:.1f} GB free",
-            fix="docker system df shows what uses the space; docker system prune removes what is not in use",
-        )
+def _image(checkout: Path, variant: str) -> Image:
+    return load(Image, checkout / "containers" / variant / "image.toml")
 
 
-def main() -> int:
-    """Print what `make` shows before it installs anything. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="dray.fitness.build")
-    parser.add_argument("variant")
-    parser.add_argument("--format", action="append", choices=("sif", "docker", "podman"))
-    parser.add_argument("--wheels", type=Path)
-    parser.add_argument("--bundle", action="store_true")
-    asked = parser.parse_args()
-    if asked.wheels and not asked.wheels.is_dir():
-        print(f"dray: the folder of wheels does not exist\n  where:  {asked.wheels}", file=sys.stderr)
-        return exit_codes.CONFIG
-    build = Build(
-        checkout=checkouts.root(build=True),
-        variant=asked.variant,
-        formats=asked.format or ("sif",),
-        wheels=asked.wheels,
-        bundled=asked.bundle,
+def _room(build: Build, image: Image) -> Iterator[Finding]:
+    """The free space on the disks of build/ and of the SIF, and whether the latter is a network disk."""
+    ours, theirs = (
+        next(path for path in (folder, *folder.parents) if path.is_dir())
+        for folder in (build.checkout / "build", build.sif.parent)
     )
-    return show(check(build), lambda line: print(line, file=sys.stderr))
+    if image.size:
+        fetch = 0 if build.bundled else image.size.wheels_mb + _DEBIAN_MB - _fetched_mb(build)
+        # The files before they are pruned, or with the packed image beside them; wheels are linked, not copied.
+        packed = 2 * image.size.sif_mb if "sif" in build.formats else 0
+        packed += image.size.unpacked_mb if {"docker", "podman"} & {*build.formats} else 0
+        work = image.size.unpacked_mb + max(_PRUNED_MB, packed)
+        needs = {ours: fetch, theirs: work}
+        if ours.stat().st_dev == theirs.stat().st_dev:
+            needs = {theirs: fetch + work}
+        for folder, mb in needs.items():
+            free = shutil.disk_usage(folder).free / 1e6
+            found = f"{max(0, mb) / 1000:.1f} GB of disk in {folder}, which has {free / 1000:.1f} GB free"
+            fits = Finding(f"image {build.variant}", found=f"a build needs {found}", kind="ok")
+            # An image that exists from the same inputs is not built again.
+            code = exit_codes.DONE if build.sif.exists() else exit_codes.UNFIT
+            fix = f"make room; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
+            yield fits if free >= mb else fits._replace(fix=fix, code=code, kind="note")
+    kind = process.run(["stat", "--file-system", "--format=%T", theirs]).out.strip()
+    if kind in _NETWORK:
+        fix = f"dray image build {build.variant} --out /tmp/{build.sif.name}, then move it and its .json here"
+        found = f"{theirs} is on a network disk ({kind}), on which a build takes many times as long"
+        yield Finding("scratch", found=found, fix=fix, kind="note")
 
 
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except DrayError as error:
-        print(f"dray: {error}", file=sys.stderr)
-        sys.exit(error.finding.code)
+def _fetched_mb(build: Build) -> int:
+    """The MB that were fetched before, by the locks' names and versions."""
+    folder = build.checkout / "build"
+    locks = (build.checkout / "containers" / build.variant).glob("*.lock")
+    pins = re.findall(r"^([\w.-]+==[\w.!]+)", "\n".join(lock.read_text() for lock in locks), re.MULTILINE)
+    names = tuple(re.sub(r"[-_.=]+", "-", pin).lower() for pin in pins)
+    wheels = [
+        file for file in (folder / "wheels").glob("*") if re.sub(r"[-_.]+", "-", file.name).lower().startswith(names)
+    ]
+    has_debian = any((folder / "debs").glob("*/*.deb"))
+    return sum(wheel.stat().st_size for wheel in wheels) // 1_000_000 + _DEBIAN_MB * has_debian
+
+
+def _processor(build: Build, image: Image) -> Finding:
+    machine = platform.machine()
+    here = f"{platform.system()} on {machine}"
+    if here in (f"Linux on {name}" for name in image.machines):
+        return Finding("processor", found=machine, kind="ok")
+    others = [name for name in variants(build.checkout) if machine in _image(build.checkout, name).machines]
+    return Finding(
+        f"the image {build.variant} cannot be built on this machine: torch has no wheels of it",
+        wanted=f"Linux on {' or '.join(image.machines)}",
+        found=here,
+        fix="build on a machine with the nodes' processor, such as a login node\n"
+        "or use the site's own image: dray image adopt FILE"
+        + "".join(f"\nor make image-{name}, for Linux on {machine}" for name in others),
+        code=exit_codes.UNFIT,
+    )
+
+
+def _builder(build: Build) -> Iterator[Finding]:
+    """Apptainer on this machine, or Docker with Apptainer in a container. The first thing that is missing is raised."""
+    if "docker" in build.formats:
+        docker.client().close()
+    if "podman" in build.formats and not process.which("podman"):
+        raise UnfitError("podman is not on this machine", wanted="podman, for --format podman", fix="install it")
+    with builder.engine() as client:
+        if client:
+            builder_container.require_readable(build.checkout / "src")
+            yield Finding("builder", found=f"Docker at {docker.endpoint()}", kind="ok")
+            about = client.info()
+            rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])
+            if about.get("KernelVersion") == platform.release() and not rootless:  # no virtual machine, as Desktop's
+                yield _namespaces(container=True)
+            return
+    program = process.apptainer() or ""
+    yield Finding("builder", found=f"{program} on this machine", kind="ok")
+    if " " in f"{build.checkout}{build.sif}":
+        raise ConfigError(
+            f"{program} cannot use a folder whose path has a space",
+            where=build.checkout,
+            fix="move the checkout to a path without a space, or build with Docker",
+        )
+    if "sif" in build.formats:
+        squash.require()
+    if not _setuid(program):
+        yield _namespaces(container=False)
+
+
+def _setuid(program: str) -> bool:
+    """Whether this Apptainer is installed with setuid, and so needs no user namespace."""
+    folder = re.search(r"^LIBEXECDIR=(.+)$", process.run([program, "buildcfg"], check=False).out, re.MULTILINE)
+    starters = Path(folder[1]).glob("*/bin/starter-suid") if folder else ()
+    return any(path.stat().st_mode & stat.S_ISUID for path in starters)
+
+
+def _namespaces(*, container: bool) -> Finding:
+    """Enter a user namespace, and use its rights, as Apptainer does. The builder's container gets its own from Docker:
+    there only a switch of the kernel's, which it shares, is a reason.
+    """
+    ordinary = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"] if os.geteuid() == 0 else []
+    # What mounts is a child of unshare's: AppArmor may allow unshare itself more.
+    trial = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/tmp"]  # noqa: S108
+    done = process.run([*ordinary, *trial], check=False)
+    allowed = Finding("user namespaces", found="ordinary users may make them", kind="ok")
+    if not done.code:
+        return allowed
+    problem = "ordinary users cannot make user namespaces, and Apptainer builds in one"
+    profiles = [*_APPARMOR.glob("*apptainer*"), *_APPARMOR.glob("*singularity*")]
+    for name, forbids, fix in _SWITCHES:
+        switch = _PROC / name
+        if not switch.exists() or switch.read_text().strip() != forbids:
+            continue
+        if "apparmor" in name and profiles:
+            return allowed._replace(found=f"AppArmor allows them: {profiles[0]}")
+        raise UnfitError(
+            problem,
+            found=f"{name.replace('/', '.')} is {forbids}",
+            fix=f"{fix}\nand the same setting in a file of /etc/sysctl.d, to keep it after a reboot",
+        )
+    if container:
+        return allowed._replace(found="the builder's container makes its own")
+    raise UnfitError(
+        problem,
+        found=done.err.strip(),
+        fix="ask the administrators for user namespaces, or for Apptainer with setuid; or use Docker",
+    )

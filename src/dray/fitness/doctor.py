@@ -6,17 +6,16 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from dray import __version__, process
 from dray.config import checkout, mirrors, sites
-from dray.config.image import ACCELERATORS, Image
-from dray.config.model import load
+from dray.config.image import ACCELERATORS
 from dray.config.preflight import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
-from dray.contract.findings import DrayError, Finding, UnfitError, counted
+from dray.contract.findings import DrayError, Finding, counted
 from dray.fitness import host, scheduler
 from dray.images import store
 
@@ -55,60 +54,54 @@ def _machine() -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    installed, hang = [name for name in _ENGINES if process.which(name)], set()
-    for name in installed:
-        if name in _SILENT:
-            yield _ok("engine", name)
-            continue
-        try:
-            done = process.run([name, "version" if name in _BY_VERB else "--version"], check=False, seconds=_ANSWER_S)
-        except UnfitError as error:
-            yield _unfit("engine", error.problem, error.finding.fix)
-            hang.add(name)
-            continue
-        version = " ".join([name, *(done.out or done.err).strip().splitlines()[:1]])
-        refused = _docker() if name == "docker" and not done.code else None
-        if refused:  # another engine does without it
-            made = _unfit if installed == [name] else _note
-            yield made("engine", f"{version}; {refused.problem}", refused.details.get("fix", ""))
-        else:
-            yield (_unfit if done.code else _ok)("engine", version)
+    installed = [name for name in _ENGINES if process.which(name)]
+    engines = {name: _engine(name, alone=installed == [name]) for name in installed}
+    yield from engines.values()
     help_ = process.run(["srun", "--help"], check=False).out if process.which("srun") else ""
-    plugins = [option for option in _PLUGINS if option in help_]
-    for option in plugins:
-        yield _ok("engine", f"{_PLUGINS[option]} (srun has {option})")
+    plugins = [_ok("engine", f"{plugin} (srun has {option})") for option, plugin in _PLUGINS.items() if option in help_]
+    yield from plugins
     if not installed and not plugins:
         fix = "load the site's module (apptainer, singularity); on your own machine install Docker or Podman"
         yield _unfit("engine", f"none of {', '.join(_ENGINES)} is on PATH", fix)
-    if {"apptainer", "singularity", "ch-run"} & set(installed):
+    if {"apptainer", "singularity", "ch-run"} & engines.keys():
         yield from _unprivileged()
-    if {"apptainer", "singularity"} & {*installed} - hang:
+    if any(name in ("apptainer", "singularity") and not engine.code for name, engine in engines.items()):
         yield from _instances()
+
+
+def _engine(name: str, *, alone: bool) -> Finding:
+    """Its version; `docker --version` alone works for everybody, so that Docker is also reached."""
+    if name in _SILENT:
+        return _ok("engine", name)
+    version = ""
+    try:
+        done = process.run([name, "version" if name in _BY_VERB else "--version"], check=False, seconds=_ANSWER_S)
+        version = " ".join([name, *(done.out or done.err).strip().splitlines()[:1]])
+        if done.code:
+            return _unfit("engine", version)
+        if name == "docker":
+            from dray.clients import docker  # noqa: PLC0415  the SDK, which only a machine with Docker need load
+
+            docker.client().close()
+    except DrayError as error:
+        found = "; ".join(filter(None, [version, error.problem]))
+        # Another engine does without Docker's.
+        return (_note if version and not alone else _unfit)("engine", found, error.finding.fix)
+    return _ok("engine", version)
 
 
 def _instances() -> Iterator[Finding]:
     """Notes on running instances: each holds a mount and a process until it is stopped."""
-    from dray.clients import singularity  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
+    from dray.clients import apptainer  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
 
     try:
-        found = singularity.instances()
+        found = apptainer.instances()
     except DrayError as error:
         yield _note("instances", f"{error.problem}\n{error.finding.found}".strip())
         return
     for one in found:
-        fix = f"if you no longer use it: {singularity.name()} instance stop {one['instance']}"
+        fix = f"if you no longer use it: {apptainer.name()} instance stop {one['instance']}"
         yield _note("instance", f"{one['instance']} of {one['img']} runs (process {one['pid']})", fix)
-
-
-def _docker() -> DrayError | None:
-    """Why this user cannot use Docker; `docker --version` alone works for everybody."""
-    from dray.clients import docker  # noqa: PLC0415  the SDK, which only a machine with Docker need load
-
-    try:
-        docker.client().close()
-    except DrayError as error:
-        return error
-    return None
 
 
 def _unprivileged() -> Iterator[Finding]:
@@ -133,27 +126,10 @@ def _slurm() -> Iterator[Finding]:
         fix = "run scontrol ping; is this machine a login node of the cluster?"
         yield _unfit("Slurm", error.details.get("found", "sinfo does not answer"), fix)
         return
-    config = scheduler.conf()
-    ends = f", KillWait {config['KillWait']}" if "KillWait" in config else ""
-    yield _ok("Slurm", f"{version}, cluster {scheduler.cluster_name(config) or '(no name)'}{ends}")
+    yield _ok("Slurm", f"{version}, cluster {scheduler.cluster_name() or '(no name)'}")
     for partition in partitions[:12]:
         size = f"{counted(partition.nodes, 'node')}, {counted(partition.cpus, 'CPU')}"
         yield _ok("partition", f"{partition.name}, {size}, {partition.gres}")
-    yield from _preemption(config, [partition.name for partition in partitions[:12]])
-
-
-def _preemption(config: Mapping[str, str], names: Sequence[str]) -> Iterator[Finding]:
-    """What Slurm grants a job that it preempts."""
-    for name in names:
-        left = scheduler.preemption(config, [name])
-        if left.get("preempt_mode", "OFF") in ("", "OFF"):
-            continue
-        found = f"{name}: PreemptMode {left['preempt_mode']}, GraceTime {left.get('preempt_grace_s', 0)} s"
-        if left["preempt_signal"]:
-            yield _ok("preemption", f"{found}; Slurm sends the job its own --signal (send_user_signal)")
-        else:
-            fix = "save often (checkpoint.every); administrators can set PreemptParameters=send_user_signal"
-            yield _note("preemption", f"{found}; Slurm sends no --signal, and SIGTERM to all processes", fix)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -211,15 +187,12 @@ def _images() -> Iterator[Finding]:
     except DrayError as error:
         yield _unfit("checkout", error.problem, error.details.get("fix", ""))
         return
-    files = {variant: file for variant in ACCELERATORS if (file := store.sif(root, variant)).exists()}
-    for variant, file in files.items():
-        yield _ok("image", f"{variant}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
-        yield from _driver(variant, load(Image, root / "containers" / variant / "image.toml").driver)
-    adopted = store.adopted_names(root)
-    for name in adopted:
-        file = store.adopted(root, name)
-        yield _ok("image", f"{name}, adopted as {store.variant(file)}: {file.resolve()}")
-    if not files and not adopted:
+    built = {variant: store.sif(root, variant) for variant in ACCELERATORS}
+    images = [f"{variant}: {file}" for variant, file in built.items() if file.exists()]
+    adopted = {name: store.adopted(root, name) for name in store.adopted_names(root)}
+    images += [f"{name}, adopted as {store.variant(file)}: {file.resolve()}" for name, file in adopted.items()]
+    yield from (_ok("image", image) for image in images)
+    if not images:
         yield _note(
             "image",
             f"none in {root / 'build'}",
@@ -238,16 +211,6 @@ def mirror_table() -> Iterator[Finding]:
         yield _ok("mirror", f"{name} -> {mirror} ({mirrors.path()})")
 
 
-def _driver(variant: str, wanted: str | None) -> Iterator[Finding]:
-    """A note if this machine's driver is too old for the image; compute nodes may have a newer one."""
-    found = node.driver(ACCELERATORS[variant])
-    if found and wanted and node.older(found, than=wanted):
-        other = node.image_for(ACCELERATORS[variant], found)
-        runs = f"image={other}, which runs with it, or " if other else ""
-        fix = f"if the compute nodes have no newer one: {runs}the site's own image (dray image adopt FILE)"
-        yield _note("driver", f"{found}, and the {variant} image needs {wanted} or newer", fix)
-
-
 def _site(chosen: sites.Choice) -> Iterator[Finding]:
     site = chosen.site
     if site.name == sites.GENERIC:
@@ -262,25 +225,10 @@ def _site(chosen: sites.Choice) -> Iterator[Finding]:
         fix = "run dray doctor on a compute node; if it says the same there, correct interfaces in the site file"
         yield _unfit("interface", f"this machine has none of {', '.join(site.interfaces)}", fix)
     yield from _libraries(site)
-    yield from _other_variants(site)
     cpus = os.cpu_count() or 0
     if site.cpus_per_node and cpus != site.cpus_per_node:
         found = f"{cpus} on this machine, {site.cpus_per_node} on a node of the site"
         yield _note("CPUs", found, "run dray doctor on a compute node of that partition")
-
-
-def _other_variants(site: Site) -> Iterator[Finding]:
-    """Images for the site's GPUs that need another driver than its nodes have."""
-    try:
-        root = checkout.root()
-    except DrayError:  # _images() has said so
-        return
-    for variant, accelerator in ACCELERATORS.items():
-        other = site.image and variant != site.image and accelerator == ACCELERATORS[site.image]
-        if other and store.sif(root, variant).exists():
-            why = " ".join(site.why.get("image", "its site file says so").split())
-            found = f"{variant}, but {site.name} needs image={site.image}: {why}"
-            yield _note("image", found, f"make image-{site.image}, or dray image adopt FILE for the site's own")
 
 
 def _libraries(site: Site) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dray.clients import singularity
+from dray.clients import apptainer
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.config.site import Site
@@ -45,7 +45,7 @@ def compare(site: Site, image: str) -> Comparison:
             sources.append(folder)
             mounts.append(f'--mount=type=bind,"src={folder}","dst={folder}",ro')
         argv = ["env", f"PYTHONPATH={adopted['adopted_path']}", *argv]
-    done = singularity.execute(file.absolute(), argv, options=mounts, binds=dict.fromkeys(sources, False))
+    done = apptainer.execute(file.absolute(), argv, options=mounts, binds=dict.fromkeys(sources, False))
     try:
         return Comparison(json.loads(done.out), missing)
     except ValueError:

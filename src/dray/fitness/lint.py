@@ -28,7 +28,7 @@ class Rules:
 
     names: frozenset[str]
     near: Mapping[str, str]
-    """Every known name with one letter removed, so that a typo is found without comparing it with all names."""
+    """Every known name, and with one letter removed: a typo is found without comparing it with all names."""
     rules: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -37,7 +37,7 @@ def rules() -> Rules:
     """The rules that come with dray."""
     content = tomllib.loads(resources.files("dray.fitness").joinpath("environment.toml").read_text(encoding="utf-8"))
     names = [name for group in content["names"].values() for name in group]
-    near = {shorter: name for name in names for shorter in _shorter(name)}
+    near = {shorter: name for name in names for shorter in _shorter(name)} | {name: name for name in names}
     by_name: dict[str, list[dict[str, Any]]] = {}
     for rule in content["rules"]:
         by_name.setdefault(rule["name"], []).append(rule)
@@ -122,15 +122,7 @@ def _correct(name: str) -> str | None:
     known = rules()
     if name in known.names:
         return None
-    if name in known.near:
-        return known.near[name]
-    for shorter in _shorter(name):
-        if shorter in known.names:
-            return shorter
-        near = known.near.get(shorter)
-        if near and len(near) == len(name):
-            return near
-    return None
+    return next((known.near[form] for form in (name, *_shorter(name)) if form in known.near), None)
 
 
 def _typo(setting: Setting, level: Level) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dray import process
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import DrayError
 
 _ANSWER_S = 5.0
 
@@ -37,7 +37,7 @@ def cluster_name(config: Mapping[str, str] | None = None) -> str:
 
 def conf() -> dict[str, str]:
     """slurm.conf, from scontrol; empty without Slurm, or if its controller does not answer in time."""
-    return dict(re.findall(r"^(\w+) *= (.*?) *$", _shown("config"), re.MULTILINE))
+    return dict(re.findall(r"^(\w+) *= (.*?) *$", _answer("scontrol", "show", "config"), re.MULTILINE))
 
 
 def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, object]:
@@ -48,7 +48,7 @@ def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str
     if config.get("PreemptType", "(null)") in ("(null)", "preempt/none"):
         return found
     found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "").split(",")
-    lines = _shown("partition", "--oneliner").splitlines()
+    lines = _answer("scontrol", "show", "partition", "--oneliner").splitlines()
     partitions = [dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)) for line in lines]
     key, wanted = ("PartitionName", names) if names else ("Default", ["YES"])
     partitions = [one for one in partitions if one.get(key) in wanted]
@@ -58,14 +58,11 @@ def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str
     return found | ({"preempt_grace_s": min(graces)} if graces else {})
 
 
-def _shown(*what: str) -> str:
-    """The output of scontrol show; empty if the controller is busy, for which a new job must not wait."""
-    if not process.which("scontrol"):
-        return ""
-    try:
-        return process.run(["scontrol", "show", *what], check=False, seconds=_ANSWER_S).out
-    except UnfitError:
-        return ""
+def _answer(*argv: str) -> str:
+    """What Slurm's command prints; empty without Slurm, or if its controller is busy, for which nobody must wait."""
+    with suppress(DrayError, OSError):
+        return process.run(argv, check=False, seconds=_ANSWER_S).out
+    return ""
 
 
 def partitions() -> list[Partition]:
@@ -82,22 +79,13 @@ def partitions() -> list[Partition]:
 
 def limits() -> dict[str, str]:
     """The longest time of a job, by partition."""
-    return dict(line.split("|") for line in _listed("%R|%l") if line.count("|") == 1)
+    lines = _answer("sinfo", "--noheader", "--format=%R|%l").splitlines()
+    return dict(line.split("|") for line in lines if line.count("|") == 1)
 
 
 def features() -> list[str]:
     """The features that --constraint may name."""
-    return sorted({name for line in _listed("%f") for name in line.split(",") if name != "(null)"})
-
-
-def _listed(format_: str) -> list[str]:
-    """Lines of sinfo; none if it does not answer in time."""
-    if not process.which("sinfo"):
-        return []
-    with suppress(DrayError, OSError):
-        argv = ["sinfo", "--noheader", f"--format={format_}"]
-        return process.run(argv, check=False, seconds=_ANSWER_S).out.splitlines()
-    return []
+    return sorted({*re.split("[\n,]", _answer("sinfo", "--noheader", "--format=%f"))} - {"", "(null)"})
 
 
 def accounts() -> list[str]:
@@ -111,14 +99,13 @@ def qualities() -> list[str]:
 
 
 def _associated(column: str) -> list[str]:
-    if not process.which("sacctmgr"):
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id that no passwd knows
         return []
-    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", f"format={column}"]
-    with suppress(DrayError, OSError, KeyError):  # a user id that no passwd knows has no name
-        out = process.run([*argv, f"user={getpass.getuser()}"], check=False, seconds=_ANSWER_S).out
-        names = (name.strip() for name in re.split("[\n,]", out))
-        return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
-    return []
+    options = ("--noheader", "--parsable2", "show", "associations", f"format={column}", f"user={user}")
+    names = re.split(r"[\s,]+", _answer("sacctmgr", *options))
+    return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
 
 
 def _number(text: str) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import dray
 from dray import interrupts, process
-from dray.clients import singularity
+from dray.clients import apptainer
 from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
@@ -125,7 +125,7 @@ def probe(image: Path, source: str) -> dict[str, Any]:
     """What the image's own Python reports. An image without Python, or one that does not start, is refused."""
     # --contain: the image is unknown, so it gets a /tmp of its own.
     code = _PROBE.read_text(encoding="utf-8")
-    done = singularity.execute(image.resolve(), ["python3", "-c", code], options=["--contain"], seconds=_START_S)
+    done = apptainer.execute(image.resolve(), ["python3", "-c", code], options=["--contain"], seconds=_START_S)
     last = beside.last_lines(done)
     if '"python3": executable file not found' in done.err or done.code == 127:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
         kept.parent.mkdir(exist_ok=True)
         instead = "or bring it as a file: dray image adopt FILE.sif"
         began = time.monotonic()
-        singularity.pull(address, kept, what="the image", instead=instead, say=say)
+        apptainer.pull(address, kept, what="the image", instead=instead, say=say)
         say(f"dray: fetched in {time.monotonic() - began:.0f} s, {kept.stat().st_size / 1e6:,.0f} MB")
     bundle.link(kept, image)
     return source
@@ -223,4 +223,4 @@ def inside(image: Path, folders: Sequence[Path], arguments: Sequence[str], path:
         mounts.append(f'--mount=type=bind,"src={quoted}","dst={quoted}",ro')
     argv = ["env", f"PYTHONPATH={path}", "python3", *arguments]
     binds = dict.fromkeys(folders, False)
-    return singularity.execute(image.resolve(), argv, options=["--contain", *mounts], binds=binds, seconds=_START_S)
+    return apptainer.execute(image.resolve(), argv, options=["--contain", *mounts], binds=binds, seconds=_START_S)

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__
-from dray.clients import builder, images
+from dray.clients import builder, engine_store
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import bundle, inputs, store
 from dray.images.fetch import compiled_wheels
@@ -61,9 +61,9 @@ def build(
                 with make(from_nothing=True) as second:
                     _need_same(store.failed(checkout, variant), scratch, second)
             shutil.rmtree(store.failed(checkout, variant), ignore_errors=True)
-            for engine in images.engines(asked):
+            for engine in engine_store.engines(asked):
                 say(f"dray: load the image into {engine}")
-                images.load(engine, scratch / LAYER, store.docker_tag(variant))
+                engine_store.load(engine, scratch / LAYER, store.docker_tag(variant))
             if "sif" in asked:
                 record.deliver(scratch / SIF, sif, _record_of(source, scratch))
         seconds = time.monotonic() - started
@@ -78,8 +78,8 @@ def _found(source: BuildContext, sif: Path, formats: Sequence[str]) -> dict[str,
     if recorded and recorded.inputs == source.digest and f"sha256:{recorded.sif.sha256}" == digest(sif):
         found["sif"] = f"{sif}  {recorded.sif.size / 1e6:.0f} MB  sha256:{recorded.sif.sha256}"
     tag = store.docker_tag(source.image.variant)
-    for engine in images.engines(formats):
-        info = images.find(engine, tag)
+    for engine in engine_store.engines(formats):
+        info = engine_store.find(engine, tag)
         if info and info.labels.get(INPUTS_LABEL) == source.digest:
             found[engine] = f"{tag} in {engine}  {info.size / 1e6:.0f} MB  {info.id}"
     return found
@@ -106,7 +106,7 @@ def _made(
         argv += ["--bind", source.inputs, "/mnt", "--bind", wheel, "/srv"]
         argv += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
         argv += ["--sif"] if "sif" in formats else []
-        if images.engines(formats):
+        if engine_store.engines(formats):
             tag = store.docker_tag(source.image.variant)
             argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
         try:

@@ -35,10 +35,10 @@ def docker_tag(variant: str) -> str:
 
 def in_engine(engine: str, variant: str) -> str:
     """The image's name in Docker or Podman. It must exist: they would ask a registry, which never had it."""
-    from dray.clients import images  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
+    from dray.clients import engine_store  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
 
     tag = engines.get(engine).store_prefix + docker_tag(variant)
-    if not images.find(engine, docker_tag(variant)):
+    if not engine_store.find(engine, docker_tag(variant)):
         raise ConfigError(
             "the image does not exist",
             wanted=f"{tag} in {engine.capitalize()}",

@@ -16,7 +16,7 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 from dray import engines, interrupts, process
-from dray.clients import singularity
+from dray.clients import apptainer
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.contract import files, node
@@ -98,7 +98,7 @@ def in_image(image: str, folder: Path) -> Place:
     file = store.named(checkout.root(), image)
     if not file.is_file():
         raise ConfigError("the image does not exist", wanted=file, fix=f"make image-{image}")
-    program, variant = singularity.here(), store.variant(file)
+    program, variant = apptainer.here(), store.variant(file)
     accelerator = ACCELERATORS.get(variant, "cpu")
     layer = layers.made(variant, PACKAGE) if variant else None
     container = Container(

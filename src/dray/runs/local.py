@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dray import engines, interrupts, process
-from dray.clients import network as containers
+from dray.clients import container_cleanup
 from dray.config import checkout, packages
 from dray.config.recipe import Recipe
 from dray.contract import files, processes
@@ -129,7 +129,7 @@ def run(
         if engines.get(plan.engine).private_network:
             private = network(plan.run) if plan.world.one_machine else None
             label = f"{LABEL}={plan.run}"
-            stack.enter_context(containers.removed_after(plan.engine, label=label, network=private))
+            stack.enter_context(container_cleanup.removed_after(plan.engine, label=label, network=private))
         nodes = [stack.enter_context(_node(plan, paths, number)) for number in numbers]
         try:
             return _wait(nodes, watch)

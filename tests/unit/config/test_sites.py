@@ -16,10 +16,9 @@ from dray.config import sites
 from dray.config.image import PLUGIN
 from dray.config.model import load
 from dray.config.site import Fabric, Site, SiteBind, SiteVariable
-from dray.contract import node
-from dray.contract.findings import ConfigError, Finding
+from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
-from dray.fitness import doctor, site_file
+from dray.fitness import site_file
 from dray.planning import questions
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
@@ -384,46 +383,6 @@ def test_doctor_is_one_page_and_json(root: Path) -> None:
     missing = "/pfs does not exist (the other folders are links into it)"
     assert missing in [item["found"] for item in items if item["level"] == "error"]
     assert f"error   bind: {missing}\n" in dray(root, "doctor", "--site", "lumi").stdout
-
-
-@pytest.mark.parametrize(
-    ("variant", "wanted", "found", "fix"),
-    [
-        ("rocm", "6.12", "6.10.5", "image=rocm6, which runs with it, or the site's own image (dray image adopt FILE)"),
-        ("rocm", "6.12", "6.3.6", "the site's own image (dray image adopt FILE)"),
-        ("rocm6", "6.7", "6.3.6", "the site's own image (dray image adopt FILE)"),
-        ("cuda", "580", "550.54", "image=cuda12, which runs with it, or the site's own image (dray image adopt FILE)"),
-        ("rocm", "6.12", "6.12.12", None),
-        ("rocm", "6.12", None, None),
-        ("cpu", None, None, None),
-    ],
-)
-def test_doctor_names_the_image_for_this_driver(
-    monkeypatch: pytest.MonkeyPatch, variant: str, wanted: str | None, found: str | None, fix: str | None
-) -> None:
-    monkeypatch.setattr(node, "driver", lambda accelerator: found)
-    told = f"{found}, and the {variant} image needs {wanted} or newer"
-    unless = f"if the compute nodes have no newer one: {fix}"
-    assert list(doctor._driver(variant, wanted)) == (
-        [Finding("driver", found=told, fix=unless, kind="note")] if fix else []
-    )
-
-
-def test_doctor_says_which_image_a_site_s_driver_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lumi = sites.find("lumi")
-    monkeypatch.setenv("DRAY_HOME", str(tmp_path))
-    (tmp_path / "containers" / "steps").mkdir(parents=True)
-    (tmp_path / "build").mkdir()
-    for variant in ("cpu", "rocm", "rocm6"):
-        (tmp_path / "build" / f"dray-{variant}.sif").touch()
-    (found,) = doctor._other_variants(lumi)
-    assert found == Finding(
-        "image",
-        found=f"rocm, but lumi needs image=rocm6: {' '.join(lumi.why['image'].split())}",
-        fix="make image-rocm6, or dray image adopt FILE for the site's own",
-        kind="note",
-    )
-    assert list(doctor._other_variants(lumi.model_copy(update={"image": None}))) == []
 
 
 class TestHostLibraries:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 from docker.errors import ImageNotFound
 
-from dray.clients import builder, endpoint, sandbox
+from dray.clients import builder, builder_container, docker
 from dray.clients.builder import BuildError
 from dray.config import mirrors
 from dray.contract.findings import ConfigError, DrayError, UnfitError
@@ -347,13 +347,13 @@ def _program(path: Path, script: str) -> None:
 
 
 def test_paths_in_the_container():
-    inside = {Path("/my work/in"): "/dray/0", Path("/my work/base.tar"): "/dray/1.tar"}
-    argv = ["--bind", Path("/my work/in"), "/mnt", Path("/my work/in/a/b"), Path("/my work/base.tar"), "/my work/in"]
-    assert [sandbox.mapped(word, inside) for word in argv] == [
-        *("--bind", "/dray/0", "/mnt", "/dray/0/a/b", "/dray/1.tar", "/my work/in"),
+    inside = {"/my work/in": "/dray/100", "/my work/in.tar": "/dray/101.tar"}
+    argv = ["--bind", "/my work/in", "/mnt", "/my work/in/a/b", "src=/my work/in.tar,dst=/x"]
+    assert [builder_container.renamed(word, inside) for word in argv] == [
+        *("--bind", "/dray/100", "/mnt", "/dray/100/a/b", "src=/dray/101.tar,dst=/x"),
     ]
-    assert sandbox.mapped(Path("/my work/inner"), inside) == "/my work/inner"
-    assert sandbox.named("cannot read /dray/1.tar", inside) == "cannot read /my work/base.tar"
+    outside = {name: path for path, name in inside.items()}
+    assert builder_container.renamed("cannot read /dray/101.tar", outside) == "cannot read /my work/in.tar"
 
 
 class TestWays:
@@ -369,22 +369,21 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "this machine has no program that can build an image\n"
-            "  wanted: Apptainer, or a Docker Engine to run it in\n"
-            "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
-            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)\n"
+            "this machine has no Apptainer, and no Docker Engine to run it in\n"
+            "  found:  no Docker Engine runs on this machine\n"
+            "  fix:    install apptainer and squashfs-tools\n"
             "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
 
     def test_docker_is_there_and_refuses(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
         refuse = PermissionError(13, "Permission denied")
-        monkeypatch.setattr(endpoint, "knock", lambda _: (_ for _ in ()).throw(refuse))
+        monkeypatch.setattr(docker, "_knock", lambda _: (_ for _ in ()).throw(refuse))
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value).splitlines()[-3:] == [
-            "  found:  no apptainer on PATH; the Docker Engine refuses this user",
-            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)",
+            "  found:  the Docker Engine refuses this user",
+            "  fix:    install apptainer and squashfs-tools",
             "          or add yourself to the docker group (sudo usermod -aG docker $USER) and log in again",
         ]
 
@@ -394,10 +393,10 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "Apptainer as root needs more rights than containers and shared machines grant\n"
-            "  wanted: apptainer as an ordinary user, or a Docker Engine\n"
-            "  found:  apptainer as root; no Docker Engine runs on this machine\n"
-            "  fix:    run the same command as an ordinary user"
+            "this machine has no Apptainer for root, and no Docker Engine to run it in\n"
+            "  found:  no Docker Engine runs on this machine\n"
+            "  fix:    run it as an ordinary user: Apptainer as root needs more rights than containers grant\n"
+            "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
 
 

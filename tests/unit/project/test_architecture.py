@@ -94,9 +94,9 @@ def test_only_process_opens_subprocesses() -> None:
 
 def test_hosts_speak_to_apptainer_by_one_client() -> None:
     """It finds the program, and ends what hangs. Beside it are those that docs/adr/0004 names, with their reasons."""
-    names = re.compile(r"apptainer\.program\(|singularity\.name\(|builder\.APPTAINER")
+    names = re.compile(r"process\.apptainer\(|apptainer\.name\(|builder\.APPTAINER")
     users = {str(path.relative_to(SRC)) for path in modules() if names.search(path.read_text(encoding="utf-8"))}
-    client = {"clients/builder.py", "clients/singularity.py"}
+    client = {"clients/builder.py", "clients/apptainer.py"}
     in_words = {"fitness/build.py", "fitness/doctor.py"}
     at_a_terminal = {"images/sif/sign.py"}
     in_the_builder = {f"images/{name}" for name in ("rootfs/__main__.py", "rootfs/make.py")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dray.clients import endpoint
+from dray.clients import docker
 from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
@@ -401,10 +401,10 @@ class TestTheMachine:
             )
         ]
 
-        def refused(_: endpoint.Endpoint) -> None:
+        def refused(_: docker.Endpoint) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(endpoint, "knock", refused)  # root may open any socket
+        monkeypatch.setattr(docker, "_knock", refused)  # root may open any socket
         (finding,) = doctor._engines()
         assert (finding.level, finding.found) == (
             "error",

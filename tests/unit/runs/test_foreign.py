@@ -16,7 +16,6 @@ import pytest
 
 from dray import render
 from dray.cli import model
-from dray.clients import builder, sandbox
 from dray.config import checkout
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
@@ -387,60 +386,3 @@ def test_a_private_file_is_not_shared(tmp_path: Path) -> None:
             read_recipe(mine, ["runs.share=group"])
         assert "hush" not in str(wrong.value)
         assert wrong.value.details["fix"] == f"runs.share=none, or chmod g+r '{private}'"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="who builds is another user only for root")
-class TestRootsBuild:
-    """By an ordinary user, where root's umask lets none read."""
-
-    @pytest.fixture
-    def inputs(self, tmp_path: Path) -> Path:
-        folder = tmp_path / "inputs"
-        (folder / "steps").mkdir(parents=True)
-        (folder / "steps" / "10-x.sh").write_text("echo x\n")
-        (folder / "steps" / "10-x.sh").chmod(0o700)
-        (folder / "open.whl").write_text("wheel")
-        (folder / "private.whl").write_text("wheel")
-        (folder / "link").symlink_to("private.whl")
-        (folder / "private.whl").chmod(0o600)
-        for path in (folder, folder / "steps"):
-            path.chmod(0o700)
-        return folder
-
-    def read(self, folder: Path) -> dict[str, str]:
-        """As the user who builds sees it, from inside: what is above the folder is not bound."""
-        lines = (
-            "import os, pathlib, sys\nos.chdir(sys.argv[1])\nos.setgroups([])\nos.setgid(1000)\nos.setuid(1000)\n"
-            "for path in sorted(pathlib.Path('.').rglob('*')):\n"
-            "    print(path, os.access(path, os.X_OK), path.read_text().strip() if path.is_file() else '')\n"
-        )
-        ended = subprocess.run(
-            [sys.executable, "-c", lines, folder], capture_output=True, text=True, check=False, cwd="/"
-        )
-        return dict(line.split(" ", 1) for line in ended.stdout.splitlines())
-
-    def test_it_reads_all(self, inputs: Path, tmp_path: Path) -> None:
-        assert self.read(inputs) == {}
-        before = modes(inputs)
-        lent = sandbox.readable(inputs, tmp_path)
-        assert self.read(lent) == {
-            "link": "False wheel", "open.whl": "False wheel", "private.whl": "False wheel", "steps": "True ",
-            "steps/10-x.sh": "True echo x",
-        }  # fmt: skip
-        assert modes(inputs) == before
-        assert (lent / "open.whl").samefile(inputs / "open.whl")
-        assert sandbox.readable(lent, tmp_path) == lent
-
-    def test_a_file_keeps_its_ending(self, inputs: Path, tmp_path: Path) -> None:
-        lent = sandbox.readable(inputs / "private.whl", tmp_path)
-        assert (lent.suffix, lent.read_text(), stat.S_IMODE(lent.stat().st_mode)) == (".whl", "wheel", 0o644)
-
-    def test_what_is_bound(self, inputs: Path, tmp_path: Path) -> None:
-        """What it writes stays where it is."""
-        out = tmp_path / "out"
-        out.mkdir(mode=0o700)
-        inside = {inputs: "/dray/0", out: "/dray/1"}
-        mounts = list(builder._mounts(inside, {inputs: False, out: True}, tmp_path))
-        assert [(mount["Target"], mount["ReadOnly"]) for mount in mounts] == [("/dray/0", True), ("/dray/1", False)]
-        assert self.read(Path(mounts[0]["Source"])).keys() >= {"private.whl", "steps/10-x.sh"}
-        assert mounts[1]["Source"] == str(out)

@@ -129,13 +129,8 @@ class TestSlurm:
         monkeypatch.setenv("PATH", "/nonexistent")
         assert scheduler.conf() == {}
 
-    @pytest.mark.parametrize(("parameters", "level"), [("reorder_count=1,send_user_signal", "ok"), ("(null)", "note")])
-    def test_doctor_shows_it(self, slurm: Slurm, parameters: str, level: str) -> None:
-        slurm.answers(mode="REQUEUE", parameters=parameters, type="preempt/partition_prio")
-        found = list(doctor._slurm())
-        assert found[0].found == "slurm 24.11.0, cluster harbour, KillWait 30 sec"
-        (one,) = (one for one in found if one.problem == "preemption")
-        assert (one.level, one.found.startswith("main: PreemptMode REQUEUE, GraceTime 0 s")) == (level, True)
+    def test_doctor_shows_the_cluster(self, slurm: Slurm) -> None:
+        assert next(doctor._slurm()).found == "slurm 24.11.0, cluster harbour"
 
     def test_facts_keep_it(self, slurm: Slurm) -> None:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from dray.clients import builder, singularity
+from dray.clients import apptainer, builder
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
 from dray.images.fetch import sha256
@@ -47,7 +47,7 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
         source = reference(base)
         say(f"dray: pull {source.removeprefix('docker://')}")
         pulled.parent.mkdir(parents=True, exist_ok=True)
-        singularity.pull(source, pulled, what="the base", instead=f"or make one: {_MAKE}", say=say)
+        apptainer.pull(source, pulled, what="the base", instead=f"or make one: {_MAKE}", say=say)
     return pulled
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
-from dray.clients import builder, progress, sandbox
+from dray.clients import builder, builder_container, docker, progress
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
 from dray.images.fetch import sha256
@@ -144,7 +144,7 @@ def _download(
         binds = {inputs: False, out: True, work: True, base: False}
         with progress.watch(out, "Debian packages", say=say):
             builder.run(checkout, argv, binds=binds, on_line=say, network=True)
-        sandbox.take(out)
+        builder_container.take(out)
         require_files(out)
         out.replace(folder)
 
@@ -161,10 +161,10 @@ def _copy_settings(folder: Path, values: dict[str, str]) -> None:
     """Write what apt needs from this machine beside `values`: proxies, certificates and mirrors. None of it is kept."""
     environment = folder / "env"
     environment.touch(mode=0o600)  # a proxy's address may hold a password
-    values = {**builder.proxies(os.environ), **values}
+    values = {**docker.proxies(os.environ), **values}
     environment.write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()))
     if os.getuid() == 0:
-        os.chown(environment, *sandbox.caller())
+        os.chown(environment, *builder_container.caller())
     bundle = builder.certificates()
     if bundle:
         shutil.copyfile(bundle, folder / "ca.crt")

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__, process
-from dray.clients import builder, singularity
+from dray.clients import apptainer, builder
 from dray.config.image import Image
 from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import LAYER
@@ -130,7 +130,7 @@ def _pack(base: Path, tree: Path, out: Path, *, definition: bytes, epoch: int, s
     quoted = str(tree).replace('"', '""')
     mount = f'--mount=type=bind,"src={quoted}","dst={LAYER}"'
     argv = ["python3", "-c", _COMPILE, f"{LAYER}/lib"]
-    _require(singularity.execute(base.resolve(), argv, options=[mount], binds={tree: True}, seconds=_COMPILE_S))
+    _require(apptainer.execute(base.resolve(), argv, options=[mount], binds={tree: True}, seconds=_COMPILE_S))
     say("dray: pack the layer")
     for path in tree.rglob("*"):  # others than the owner start it, whatever the umask was
         if not path.is_symlink():

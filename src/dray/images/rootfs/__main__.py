@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 
 from dray import process
-from dray.clients import apptainer
-from dray.contract import exit_codes
+from dray.contract import exit_codes, findings
 from dray.contract.findings import DrayError
 from dray.images.rootfs import LAYER, SIF, TOOLS, layer, make, squash
 
@@ -60,7 +59,7 @@ def _label(rootfs: Path, inputs: Path) -> None:
 
 def _versions() -> dict[str, str]:
     """Versions of the tools: with others, the same inputs may give other bytes."""
-    asked = {"apptainer": [apptainer.program() or "apptainer", "--version"], "mksquashfs": ["mksquashfs", "-version"]}
+    asked = {"apptainer": [process.apptainer() or "apptainer", "--version"], "mksquashfs": ["mksquashfs", "-version"]}
     answers = {name: process.run(argv, check=False).out for name, argv in asked.items()}
     return {name: match[0] for name, out in answers.items() if (match := re.search(r"\d+\.\d+\S*", out))}
 
@@ -69,7 +68,7 @@ if __name__ == "__main__":
     try:
         main()
     except DrayError as error:
-        print(apptainer.to_line(error))
+        print(findings.encode(error.finding))
         raise SystemExit(error.exit_code) from None
     except OSError as error:
         print(f"{error.filename}: {error.strerror}")

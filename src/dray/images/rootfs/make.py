@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 
 from dray import process
-from dray.clients import apptainer
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images.rootfs import ROOTFS
 
 
@@ -28,7 +27,9 @@ def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str
 
 def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
     """Build scratch/rootfs. A failed build leaves its files in scratch."""
-    tool = apptainer.program() or "apptainer"
+    tool = process.apptainer()
+    if tool is None:
+        raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
     rootfs = scratch / ROOTFS
     name = start_from(base, scratch)
     argv = build_argv(tool=tool, definition=definition, binds=binds, base=name, rootfs=rootfs)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import interrupts, process
-from dray.clients import apptainer, builder, singularity
+from dray.clients import apptainer, builder
 from dray.config import checkout
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import format as sif_format
@@ -93,8 +93,8 @@ def sign(sif: Sif, keyidx: int | None = None) -> tuple[str, str]:
         verify.require(sif.path, *verify.expected(sif.path))
     argv = ["sign"] if keyidx is None else ["sign", "--keyidx", str(keyidx)]
     with _copy(sif.path) as copy:
-        if apptainer.program() and sys.stdin.isatty():  # it may ask for a passphrase, which dray must not see
-            done = process.run([singularity.name(), *argv, copy], env=_environment(), show=True, check=False)
+        if process.apptainer() and sys.stdin.isatty():  # it may ask for a passphrase, which dray must not see
+            done = process.run([apptainer.name(), *argv, copy], env=_environment(), show=True, check=False)
         else:
             done = _apptainer([*argv, str(copy)], sif=copy, writes=True)
         signers = sif_format.read(copy).signers() if done.code == 0 else []
@@ -117,7 +117,7 @@ def sign(sif: Sif, keyidx: int | None = None) -> tuple[str, str]:
 def keyring() -> Path:
     """The folder of Apptainer's keyring."""
     named = (os.environ.get(variable) for variable, _ in _KEYS.values())
-    return Path(next(filter(None, named), None) or checkout.home() / _KEYS[singularity.name()][1])
+    return Path(next(filter(None, named), None) or checkout.home() / _KEYS[apptainer.name()][1])
 
 
 @contextmanager
@@ -141,16 +141,16 @@ def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False
     binds = {sif: writes} if sif else {}
     if keyring().is_dir():
         binds[keyring()] = True  # Apptainer corrects its mode if others may read it
-    return singularity.run(argv, binds=binds, env=_environment(), seconds=_HASHED_S)
+    return apptainer.run(argv, binds=binds, env=_environment(), seconds=_HASHED_S)
 
 
 def _environment() -> dict[str, str]:
-    return {_KEYS[singularity.name()][0]: str(keyring())}
+    return {_KEYS[apptainer.name()][0]: str(keyring())}
 
 
 def _command(command: str) -> str:
     """How a user runs Apptainer here."""
-    if tool := apptainer.program():
+    if tool := process.apptainer():
         return f"{tool} {command}"
     keys = shlex.quote(str(keyring()))
     inside = f'-e APPTAINER_KEYSDIR=/keys -v "$PWD:/here" -w /here {builder.TAG} apptainer'

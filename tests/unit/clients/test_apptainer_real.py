@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import oci
-from dray.clients import builder, docker, singularity
+from dray.clients import apptainer, builder, docker
 from dray.contract.findings import UnfitError
 from dray.fitness import doctor
 from helpers import ROOT
 
 pytestmark = pytest.mark.docker
-pull = partial(singularity.pull, what="the image", instead="", say=print)
+pull = partial(apptainer.pull, what="the image", instead="", say=print)
 # A root file system with dash, of the container's own files.
 DASH = "cp -L --parents $(ldd /usr/bin/dash | grep -o '/[^ ]*') /usr/bin/dash . && ln -s dash usr/bin/sh"
 DASH += " && ln -s usr/bin bin && mkdir proc sys dev tmp etc && tar -cf ../layer.tar ."
@@ -63,14 +63,14 @@ def fetched(folder) -> Path:
 
 
 def test_an_oci_folder_becomes_a_sif_that_starts(fetched):
-    done = singularity.execute(fetched, ["sh", "-c", "echo $WHOSE; echo error >&2; exit 4"])
+    done = apptainer.execute(fetched, ["sh", "-c", "echo $WHOSE; echo error >&2; exit 4"])
     assert (done.code, done.out, done.err.splitlines()[-1]) == (4, "theirs\n", "error")
 
 
 def test_a_registry(folder):
     with oci.registry(folder / "layout") as where:
         pull(f"docker://{where}/team/image:1", folder / "pulled.sif", what="the image", instead="", say=print)
-    assert singularity.execute(folder / "pulled.sif", ["sh", "-c", "echo $WHOSE"]).out == "theirs\n"
+    assert apptainer.execute(folder / "pulled.sif", ["sh", "-c", "echo $WHOSE"]).out == "theirs\n"
 
 
 def test_a_registry_that_is_not_there(folder):
@@ -81,22 +81,22 @@ def test_a_registry_that_is_not_there(folder):
 
 
 def test_verify_of_what_nobody_signed(fetched):
-    done = singularity.run(["verify", "--local", str(fetched)])
+    done = apptainer.run(["verify", "--local", str(fetched)])
     assert done.code
     assert "signature" in done.err
 
 
 @pytest.mark.slow
 def test_doctor_names_an_instance_and_how_to_stop_it(fetched):
-    assert singularity.instances() == []
-    assert singularity.run(["instance", "start", str(fetched), "mine"]).code == 0
-    (one,) = singularity.instances()
+    assert apptainer.instances() == []
+    assert apptainer.run(["instance", "start", str(fetched), "mine"]).code == 0
+    (one,) = apptainer.instances()
     assert (one["instance"], one["img"]) == ("mine", str(fetched))
     (found,) = [finding for finding in doctor._engines() if finding.problem == "instance"]
     assert found.found == f"mine of {fetched} runs (process {one['pid']})"
     _, _, fix = found.fix.partition(": ")
-    assert singularity.run(fix.split()[1:]).code == 0
-    assert singularity.instances() == []
+    assert apptainer.run(fix.split()[1:]).code == 0
+    assert apptainer.instances() == []
 
 
 def test_a_machine_with_docker_alone(fetched, monkeypatch, tmp_path):
@@ -106,5 +106,5 @@ def test_a_machine_with_docker_alone(fetched, monkeypatch, tmp_path):
     mount = f"--mount=type=bind,src={tmp_path / 'data'},dst=/mnt,ro"
     options = [mount, "--no-mount=tmp"]
     script = "echo $WHOSE; while read line; do echo $line; done </mnt; ls -d /tmp/*; exit 3"
-    done = singularity.execute(fetched, ["sh", "-c", script], options=options, binds={tmp_path / "data": False})
+    done = apptainer.execute(fetched, ["sh", "-c", script], options=options, binds={tmp_path / "data": False})
     assert (done.code, done.out) == (3, "theirs\ndata\n"), done.err
