@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -139,6 +140,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "seconds: starts processes, and takes a second or more; `make quick` leaves it out"
     )
     config.addinivalue_line("markers", "hostile(group): a hostile or unlucky case, which `make hostile` counts")
+    # As in a terminal, where nohup or a shell's & has started this: what a process ignores, all that it starts ignores.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     if measured := os.environ.get("COVERAGE_PROCESS_CONFIG"):  # make coverage
         _measure_subprocesses(measured)
 
