@@ -23,7 +23,7 @@ from dray.cluster.local import LocalCluster
 from dray.config import checkout
 from dray.images import inputs, store
 from dray.images.inputs import BuildContext
-from dray.images.rootfs import PROGRAM, ROOTFS, squash
+from dray.images.rootfs import PROGRAM, ROOTFS, squashfs
 from dray.images.sif import format as sif_format
 
 EPOCH = 0
@@ -97,7 +97,7 @@ def _repacked(sif: Path, scratch: Path, name: str, words: Iterable[str]) -> Path
 
 
 def _packed(rootfs: Path, out: Path, words: Iterable[str]) -> Path:
-    argv = [word for word in squash.argv(rootfs, out, epoch=EPOCH) if word not in squash.COMPRESSION]
+    argv = [word for word in squashfs.argv(rootfs, out, epoch=EPOCH) if word not in squashfs.COMPRESSION]
     done = builder.tool([*argv, *words], binds={out.parent: True})
     if done.code != 0:
         sys.exit(done.err)

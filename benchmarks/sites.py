@@ -19,7 +19,7 @@ from dray.cluster.local import LocalCluster
 from dray.config import checkout
 from dray.config.site import Site
 from dray.facts import Facts
-from dray.fitness import lint
+from dray.fitness import variables
 from dray.planning.plan import plan
 from dray.runs import write
 
@@ -48,16 +48,16 @@ def _environment() -> None:
     recipe = write.read_recipe(checkout.root() / "recipes" / "smoke-cpu.toml")
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
     made = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray="0")
-    names = sorted(lint.rules().names)[::3][:200]
+    names = sorted(variables.rules().names)[::3][:200]
     shell = dict.fromkeys([*names, *(f"{name}X" for name in names[:50]), *(f"OTHER_{n}" for n in range(50))], "1")
-    lint.rules.cache_clear()
+    variables.rules.cache_clear()
     began = time.perf_counter()
-    found = lint.check(made, shell, {})
+    found = variables.check(made, shell, {})
     first = time.perf_counter() - began
     seconds = []
     for _ in range(20):
         began = time.perf_counter()
-        lint.check(made, shell, {})
+        variables.check(made, shell, {})
         seconds.append(time.perf_counter() - began)
     print(
         f"{len(shell)} variables: {first * 1000:.1f} ms with the reading of the rules, then "

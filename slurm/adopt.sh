@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by slurm/lib.sh: an image that somebody else made, used where it is. Its folder has image.sif, a link to the file or a
 # copy; source, a link to the file; image.json, what is known of both; and the packages that the image lacks, which
-# src/dray/images/beside.py puts there, started in the image. `dray image adopt` makes the same folder.
+# src/dray/images/adopted_folder.py puts there, started in the image. `dray image adopt` makes the same folder.
 # It uses what lib::main has set: engine, runs.
 # shellcheck disable=SC2154
 
@@ -196,7 +196,7 @@ adopt::look() { # FOLDER NAME FILE FACTS DIGEST: what the image's own Python say
   mkdir -- "$1/tmp"
   "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd --contain "${mounts[@]}" --pwd "$1" "$1/image.sif" \
     env "${pip[@]}" "TMPDIR=$1/tmp" PYTHONDONTWRITEBYTECODE=1 \
-    python3 -c 'import sys; sys.path.insert(0, sys.argv[1] + "/src"); from dray.images import beside; beside.main()' \
+    python3 -c 'import sys; sys.path.insert(0, sys.argv[1] + "/src"); from dray.images import adopted_folder; adopted_folder.main()' \
     "$DRAY_HOME" "$1" "$2" "$3" "$4" "$5" <<<"$found" >&2 || code=$?
   rm -rf -- "$1/tmp"
   return "$code"

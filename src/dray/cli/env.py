@@ -13,7 +13,7 @@ from dray.cli.options import GpusPerNode, Nodes, Ranks, Site
 from dray.config import checkout
 from dray.contract import exit_codes
 from dray.contract.findings import counted
-from dray.fitness import lint
+from dray.fitness import variables
 from dray.images import inputs
 from dray.runs import login, write
 from dray.runs.paths import RunPaths
@@ -48,7 +48,7 @@ def check(
     settings = chosen(given, launcher, context, ranks, gpus_per_node).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)
     plan = write.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
-    found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))
+    found = variables.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))
     if as_json:
         print(json.dumps([finding.data() for finding in found], indent=1))
     else:

@@ -19,7 +19,7 @@ from dray.fitness import build as needs
 from dray.fitness.build import Build
 from dray.images import build as make
 from dray.images import inputs, store
-from dray.images.log import build_log
+from dray.images.build_output import build_log
 from dray.images.rootfs import ROOTFS
 
 app = typer.Typer(help="Build, adopt, extend, inspect and verify images.", no_args_is_help=True)

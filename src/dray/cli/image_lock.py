@@ -10,11 +10,11 @@ import typer
 from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.images import inputs
-from dray.images.fetch import base as bases
+from dray.images.build_output import build_log
+from dray.images.fetch import base_image as bases
 from dray.images.fetch import debs
 from dray.images.locks import conda, uv
 from dray.images.locks import lock as locks
-from dray.images.log import build_log
 
 
 def lock(

@@ -11,7 +11,7 @@ import typer
 from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
-from dray.images import beside, store
+from dray.images import adopted_folder, store
 from dray.images.sif import contents, record
 from dray.images.sif import format as sif_format
 from dray.images.sif import inspect as summary
@@ -85,7 +85,7 @@ def sign(
     dray image sign cuda
     """
     file = _file(image)
-    if (file.parent / beside.DESCRIBED).is_file():
+    if (file.parent / adopted_folder.DESCRIBED).is_file():
         raise ConfigError(
             "an adopted image cannot be signed here: it stays as its owner made it",
             where=file.resolve(),

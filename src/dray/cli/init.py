@@ -22,7 +22,7 @@ from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
 from dray.contract.findings import ConfigError, listed, nearest
-from dray.fitness import host, scheduler
+from dray.fitness import host, slurm_commands
 from dray.images import store
 from dray.runs.write import recipe_name
 
@@ -77,7 +77,7 @@ def init(
     ask = _Ask(asks=not yes and sys.stdin.isatty() and sys.stdout.isatty())
     found = host.site(site)
     slurm = bool(process.which("sbatch"))
-    partitions = scheduler.partitions() if slurm else []
+    partitions = slurm_commands.partitions() if slurm else []
     queue = _partition(ask, partition, partitions, found.site.sbatch)
     gres = next((one for one in partitions if one.name == queue), None)
     variant = _variant(ask, gpu, found.site.image, gres, slurm=slurm)
@@ -135,7 +135,7 @@ class _Ask:
         return answer
 
 
-def _partition(ask: _Ask, given: str, partitions: list[scheduler.Partition], site: Sequence[str]) -> str:
+def _partition(ask: _Ask, given: str, partitions: list[slurm_commands.Partition], site: Sequence[str]) -> str:
     """The site's partition, else the user's choice, by default the one with most GPUs on a node."""
     names = [one.name for one in partitions]
     if given and names and given not in names:
@@ -146,7 +146,7 @@ def _partition(ask: _Ask, given: str, partitions: list[scheduler.Partition], sit
     return given or known or (ask.one_of("partition", names, best.name) if best else "")
 
 
-def _variant(ask: _Ask, given: str, site: str | None, gres: scheduler.Partition | None, *, slurm: bool) -> str:
+def _variant(ask: _Ask, given: str, site: str | None, gres: slurm_commands.Partition | None, *, slurm: bool) -> str:
     """The image for the GPUs: from the site, else from Slurm's names of the GPUs, else from this machine."""
     if given and given not in _GPUS:
         raise ConfigError("there is no image for such a GPU", wanted=", ".join(_GPUS), found=given, fix="--gpu cuda")
@@ -164,7 +164,7 @@ def _variant(ask: _Ask, given: str, site: str | None, gres: scheduler.Partition 
 
 def _account(ask: _Ask, given: str, example: str, *, slurm: bool) -> str:
     """The account to charge; the site's example if Slurm knows none."""
-    accounts = scheduler.accounts() if slurm and not given else []
+    accounts = slurm_commands.accounts() if slurm and not given else []
     if given or (len(accounts) == 1 and not example):
         return given  # Slurm's default is the only one
     if accounts:

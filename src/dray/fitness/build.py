@@ -17,7 +17,7 @@ from dray.config.image import Image
 from dray.config.model import load
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed, nearest
-from dray.images.rootfs import squash
+from dray.images.rootfs import squashfs
 
 _PROC, _APPARMOR = Path("/proc/sys"), Path("/etc/apparmor.d")
 # The base and Debian's packages, which all variants share.
@@ -165,7 +165,7 @@ def _builder(build: Build) -> Iterator[Finding]:
             fix="move the checkout to a path without a space, or build with Docker",
         )
     if "sif" in build.formats:
-        squash.require()
+        squashfs.require()
     if not _setuid(program):
         yield _namespaces(container=False)
 

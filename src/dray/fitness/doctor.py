@@ -16,7 +16,7 @@ from dray.config.preflight import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
 from dray.contract.findings import DrayError, Finding, counted
-from dray.fitness import host, scheduler
+from dray.fitness import host, slurm_commands
 from dray.images import store
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "shifter", "ch-run")
@@ -121,12 +121,12 @@ def _slurm() -> Iterator[Finding]:
         return
     version = process.run(["sbatch", "--version"], check=False).out.strip()
     try:
-        partitions = scheduler.partitions()
+        partitions = slurm_commands.partitions()
     except DrayError as error:
         fix = "run scontrol ping; is this machine a login node of the cluster?"
         yield _unfit("Slurm", error.details.get("found", "sinfo does not answer"), fix)
         return
-    yield _ok("Slurm", f"{version}, cluster {scheduler.cluster_name() or '(no name)'}")
+    yield _ok("Slurm", f"{version}, cluster {slurm_commands.cluster_name() or '(no name)'}")
     for partition in partitions[:12]:
         size = f"{counted(partition.nodes, 'node')}, {counted(partition.cpus, 'CPU')}"
         yield _ok("partition", f"{partition.name}, {size}, {partition.gres}")

@@ -22,7 +22,7 @@ from dray.clients import apptainer
 from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images import beside, bundle, store
+from dray.images import adopted_folder, bundle, store
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
 from dray.images.sif.format import MACHINES
@@ -79,9 +79,9 @@ def adopt(
     with interrupts.stoppable(), TemporaryDirectory(dir=build, prefix=".adopt-") as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        image = new / beside.IMAGE
+        image = new / adopted_folder.IMAGE
         where = _put(source, address, image, kept, say)
-        link = image.with_name(beside.SOURCE)
+        link = image.with_name(adopted_folder.SOURCE)
         subject = link if link.is_symlink() else image
         file = store.stat(subject)
         sif = sif_format.read(image)
@@ -102,9 +102,9 @@ def adopt(
             kept.unlink(missing_ok=True)
             raise
         say("dray: add the packages that the image lacks")
-        origin = beside.Origin(name=name, source=where, file=file, sha256=digest)
+        origin = adopted_folder.Origin(name=name, source=where, file=file, sha256=digest)
         start = partial(inside, image, [new, checkout / "src"])
-        brought = beside.fill(new, found, origin, checkout=checkout, start=start)
+        brought = adopted_folder.fill(new, found, origin, checkout=checkout, start=start)
         if store.stat(subject) != file:
             raise UnfitError("the image changed while dray read it", where=source, fix="try again")
         if folder.exists():
@@ -112,10 +112,10 @@ def adopt(
         new.rename(folder)
         kept.unlink(missing_ok=True)
     return Adopted(
-        file=folder / beside.IMAGE,
-        variant=beside.variant(found["torch"]),
+        file=folder / adopted_folder.IMAGE,
+        variant=adopted_folder.variant(found["torch"]),
         digest=f"sha256:{digest}",
-        versions=beside.versions(found),
+        versions=adopted_folder.versions(found),
         brought=brought,
         lacks=tuple(_lacking(found["packages"])),
     )
@@ -126,7 +126,7 @@ def probe(image: Path, source: str) -> dict[str, Any]:
     # --contain: the image is unknown, so it gets a /tmp of its own.
     code = _PROBE.read_text(encoding="utf-8")
     done = apptainer.execute(image.resolve(), ["python3", "-c", code], options=["--contain"], seconds=_START_S)
-    last = beside.last_lines(done)
+    last = adopted_folder.last_lines(done)
     if '"python3": executable file not found' in done.err or done.code == 127:
         raise ConfigError(
             "the image has no Python",
@@ -173,11 +173,11 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
 def _use(path: Path, image: Path, say: Callable[[str], None]) -> None:
     """Link or copy the image. No hard link: the file's owner may still change it."""
     sif_format.read(path)
-    image.with_name(beside.SOURCE).symlink_to(path)
+    image.with_name(adopted_folder.SOURCE).symlink_to(path)
     others = _others(path)
     if not others:
         say(f"dray: use {path} where it is")
-        image.symlink_to(beside.SOURCE)
+        image.symlink_to(adopted_folder.SOURCE)
     else:
         say(f"dray: copy {path}, since others may write it: {others}")
         shutil.copyfile(path, image)
@@ -210,7 +210,7 @@ def _require_name(name: str) -> None:
 def _lacking(packages: Mapping[str, str]) -> Iterator[str]:
     for name, oldest in _TRAINER.items():
         version = packages.get(name, "none")
-        if name not in packages or beside.numbers(version) < oldest:
+        if name not in packages or adopted_folder.numbers(version) < oldest:
             wanted = f" {'.'.join(map(str, oldest))} or newer" if oldest else ""
             yield f"{name}{wanted}: the image has {version}"
 

@@ -16,9 +16,9 @@ from dray import __version__
 from dray.clients import builder, engine_store
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import bundle, inputs, store
+from dray.images.build_output import build_log
 from dray.images.fetch import compiled_wheels
 from dray.images.inputs import INPUTS_LABEL, BuildContext
-from dray.images.log import build_log
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.sif import record
 from dray.images.sif.verify import digest

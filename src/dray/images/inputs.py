@@ -22,8 +22,7 @@ from dray.config.model import load
 from dray.contract.findings import ConfigError, listed
 from dray.images import bundle
 from dray.images.bundle import link
-from dray.images.fetch import archives, debs, wheels
-from dray.images.fetch import base as bases
+from dray.images.fetch import base_image, debs, source_archives, wheels
 from dray.images.locks import lock
 
 # How a Docker image tells what it was made from.
@@ -84,9 +83,9 @@ def gather(
 ) -> BuildContext:
     """Fetch what is missing, and write the folder of inputs again from the checkout."""
     described = image(checkout, variant)
-    chosen = base or bases.default(checkout, described.base, say=say)
+    chosen = base or base_image.default(checkout, described.base, say=say)
     # A typing error is reported before gigabytes are fetched.
-    bases.local(chosen)
+    base_image.local(chosen)
     mirrors.table()
     lock.require_fresh(checkout, described)
     build = checkout / "build"
@@ -98,10 +97,10 @@ def gather(
         fetched = wheels.fetch(
             locks=lock.of(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
         )
-        tars = archives.fetch(described, folder=build / "sources", own=own_wheels, say=say)
+        tars = source_archives.fetch(described, folder=build / "sources", own=own_wheels, say=say)
         own = wheels.own(checkout=checkout, folder=folder / "dray")
-        file = bases.fetched(checkout, chosen, say=say)
-        identity = bases.identity(chosen, file)
+        file = base_image.fetched(checkout, chosen, say=say)
+        identity = base_image.identity(chosen, file)
         packages = debs.fetch(checkout, base=file, identity=identity, as_locked=as_locked, say=say)
         laid = lay_out(checkout, described, fetched=fetched, tars=tars, own=own, packages=packages, base=identity)
     return BuildContext(image=described, inputs=laid, base=file)

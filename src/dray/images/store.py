@@ -17,13 +17,13 @@ from dray.config.checkout import root
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.files import read
 from dray.contract.findings import ConfigError, UnfitError, listed, nearest
-from dray.images import beside
+from dray.images import adopted_folder
 from dray.images.sif import record, verify
 from dray.images.sif.format import MAGIC
 
 _SIF = "sif"
 # In an image of ours below sys.prefix; an adopted one is in a folder with it.
-_DESCRIBED = beside.DESCRIBED
+_DESCRIBED = adopted_folder.DESCRIBED
 _LAUNCHERS = ("accelerate", "deepspeed", "ray")
 _NOBODY = "owner 65534, "
 
@@ -74,12 +74,12 @@ def sif(checkout: Path, variant: str) -> Path:
 def adopted(checkout: Path, name: str) -> Path:
     """The adopted image of this name, or the one that was adopted from this absolute path."""
     for home in _homes(checkout):
-        for link in sorted(home.glob(f"dray-*/{beside.SOURCE}")):
+        for link in sorted(home.glob(f"dray-*/{adopted_folder.SOURCE}")):
             if os.readlink(link) == name:  # noqa: PTH115  the link's own text
-                return link.with_name(beside.IMAGE)
+                return link.with_name(adopted_folder.IMAGE)
     folder = f"dray-{name.strip('/').replace('/', '-')}"
-    found = (home / folder / beside.IMAGE for home in _homes(checkout) if (home / folder).is_dir())
-    return next(found, checkout / "build" / folder / beside.IMAGE)
+    found = (home / folder / adopted_folder.IMAGE for home in _homes(checkout) if (home / folder).is_dir())
+    return next(found, checkout / "build" / folder / adopted_folder.IMAGE)
 
 
 def adopted_names(checkout: Path) -> list[str]:
@@ -105,7 +105,7 @@ def require_unchanged(image: Path) -> None:
     described = _described(image)
     if not described:
         return
-    source = image.with_name(beside.SOURCE)
+    source = image.with_name(adopted_folder.SOURCE)
     file = source if source.is_symlink() else image
     named = os.readlink(source) if source.is_symlink() else described["source"]  # noqa: PTH115
     wanted = described["file"]
@@ -195,7 +195,7 @@ def described(image: Path) -> dict[str, str]:
         "adopted": str(folder),
         "adopted_from": found["source"],
         "adopted_source": str(source),
-        "adopted_path": beside.python_path(folder, source, found["pythonpath"]),
+        "adopted_path": adopted_folder.python_path(folder, source, found["pythonpath"]),
         "adopted_lacks": " ".join(name for name in _LAUNCHERS if name not in found.get("packages", _LAUNCHERS)),
         "image_variant": found["variant"],
     }

@@ -17,7 +17,7 @@ from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Layer
 from dray.images import store
-from dray.images.layers import lock as layer_lock
+from dray.images.layers import layer_lock
 from dray.images.locks import lock
 from dray.images.sif import record, verify
 from dray.planning import image

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from dray.contract.findings import ConfigError, DrayError, counted, listed, nearest
-from dray.fitness import scheduler
-from dray.fitness.scheduler import Partition
+from dray.fitness import slurm_commands
+from dray.fitness.slurm_commands import Partition
 
 _SHOWN = 6
 _SIZES = (
@@ -27,15 +27,15 @@ class _Name(NamedTuple):
 
 
 def _partitions() -> list[str]:
-    return [*dict.fromkeys(one.name for one in scheduler.partitions())]
+    return [*dict.fromkeys(one.name for one in slurm_commands.partitions())]
 
 
 _NAMES = {
     "Invalid partition name": _Name("partition", "p", _partitions),
     "No partition specified": _Name("partition", "p", _partitions),
-    "Invalid account": _Name("account", "A", scheduler.accounts),
-    "Invalid qos": _Name("qos", "q", scheduler.qualities),
-    "Invalid feature": _Name("constraint", "C", scheduler.features),
+    "Invalid account": _Name("account", "A", slurm_commands.accounts),
+    "Invalid qos": _Name("qos", "q", slurm_commands.qualities),
+    "Invalid feature": _Name("constraint", "C", slurm_commands.features),
 }
 
 
@@ -48,7 +48,7 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
     if any(text in message for text in _SIZES):
         return _sized(message, argv)
     if "Requested time limit is invalid" in message:
-        limits = scheduler.limits()
+        limits = slurm_commands.limits()
         return ConfigError(
             "Slurm refuses this --time",
             wanted="\n".join(f"{name}: at most {limit}" for name, limit in [*limits.items()][:_SHOWN]),
@@ -72,7 +72,7 @@ def _named(message: str, name: _Name, argv: Sequence[str]) -> ConfigError:
 
 def _sized(message: str, argv: Sequence[str]) -> ConfigError:
     """Explain the refusal of nodes and GPUs that the partition does not have."""
-    partitions = scheduler.partitions()
+    partitions = slurm_commands.partitions()
     nodes, gpus = _number(argv, "nodes"), max(_number(argv, "gpus-per-node"), _number(argv, "gres"))
     named = _value(argv, "partition", "p").split(",")
     asked = [one for one in partitions if one.name in named] or partitions[:1]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dray import process
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
-from dray.fitness import scheduler
+from dray.fitness import slurm_commands
 
 # squeue does not list ended jobs.
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
@@ -102,7 +102,7 @@ class Queue:
     @cached_property
     def cluster(self) -> str:
         """The name of this machine's cluster."""
-        return scheduler.cluster_name() if self.answers else ""
+        return slurm_commands.cluster_name() if self.answers else ""
 
     def of(self, named: Mapping[int | str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """A job with one of these numbers or array tasks that existed at that time, or with such a run folder

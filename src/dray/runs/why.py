@@ -14,7 +14,7 @@ from dray import facts, process
 from dray.contract import files, secrets
 from dray.contract.findings import DrayError, counted
 from dray.contract.values import printable
-from dray.fitness import scheduler
+from dray.fitness import slurm_commands
 from dray.planning.schema import Plan
 from dray.runs import again, causes, logs, records, state, stop
 from dray.runs import look as looking
@@ -210,7 +210,7 @@ def _accounted(job: int | str, cluster: str) -> tuple[str, str | None]:
             lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
             if lines:  # else its accounting does not know the job
                 return f"Slurm: job {job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
-        if process.which("scontrol") and cluster in ("", scheduler.cluster_name()):
+        if process.which("scontrol") and cluster in ("", slurm_commands.cluster_name()):
             shown = process.run(["scontrol", "show", "job", "--oneliner", str(job)], check=False, seconds=_ASK_S).out
             if found := re.search(r"\bJobState=([A-Z_]{1,40})", shown):
                 return f"Slurm: job {job}: {found[1]}", stop.of_job(shown) or None

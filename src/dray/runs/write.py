@@ -23,7 +23,7 @@ from dray.contract import dataset, files, node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
-from dray.fitness import lint
+from dray.fitness import variables
 from dray.planning import caches, image, members, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
@@ -158,7 +158,7 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
         scratch=f"{node.OWN}{os.getuid()}-{secrets.token_hex(16)}",
         attempt=paths.attempt, dray=__version__, site_why=choice.reason,
     )  # fmt: skip
-    return made.model_copy(update={"findings": (*made.findings, *lint.warnings(made, facts.shell))})
+    return made.model_copy(update={"findings": (*made.findings, *variables.warnings(made, facts.shell))})
 
 
 def write(

@@ -11,8 +11,8 @@ import pytest
 
 from dray.clients import progress
 from dray.clients.progress import Progress, Silence
-from dray.images import log
-from dray.images.log import build_log
+from dray.images import build_output
+from dray.images.build_output import build_log
 from helpers import until
 
 MB = 1_000_000
@@ -117,7 +117,7 @@ def test_a_long_step_is_told_and_the_thread_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Silence, "_WAIT_S", 0.0)
-    monkeypatch.setattr(log, "_LOOK_S", 0.01)
+    monkeypatch.setattr(build_output, "_LOOK_S", 0.01)
     seen = ""
     with build_log(tmp_path / "logs/cpu.log") as say:
         say("dray: step 55-deepspeed")

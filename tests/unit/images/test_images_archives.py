@@ -21,7 +21,7 @@ from dray.config import mirrors
 from dray.config.image import ACCELERATORS, Image, SourceArchive
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import bundle, inputs
-from dray.images.fetch import archives, debs
+from dray.images.fetch import debs, source_archives
 
 open_url = urllib.request.urlopen
 URL = "https://example.org/v1.tar.gz"
@@ -72,12 +72,14 @@ def fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
             assert url == URL
             return addinfourl(io.BytesIO(served), Message(), url)
 
-        monkeypatch.setattr(archives.urllib.request, "urlopen", answer)
+        monkeypatch.setattr(source_archives.urllib.request, "urlopen", answer)
         folder = tmp_path / "own"
         folder.mkdir(exist_ok=True)
         for name, content in (own or {}).items():
             (folder / name).write_bytes(content)
-        return archives.fetch(image(wanted), folder=tmp_path / "kept", own=folder if own else None, say=said.append)
+        return source_archives.fetch(
+            image(wanted), folder=tmp_path / "kept", own=folder if own else None, say=said.append
+        )
 
     said: list[str] = []
     fetch.said = said  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.images.log import build_log
+from dray.images.build_output import build_log
 
 # Of another filesystem than any folder of a test.
 OUT = Path("/dev/images/dray-cpu.sif")

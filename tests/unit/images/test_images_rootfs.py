@@ -23,9 +23,9 @@ from dray.clients.builder import BuildError
 from dray.config import mirrors
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import build
-from dray.images.fetch import base as bases
-from dray.images.log import build_log
-from dray.images.rootfs import layer, squash
+from dray.images.build_output import build_log
+from dray.images.fetch import base_image as bases
+from dray.images.rootfs import docker_layer, squashfs
 from dray.images.rootfs import make as rootfs
 from helpers import ROOT
 
@@ -229,11 +229,11 @@ def test_two_builds_that_differ(second, tmp_path):
 
 
 def test_squashfs_command(tmp_path):
-    assert squash.argv(tmp_path / "rootfs", tmp_path / "out", epoch=EPOCH) == [
+    assert squashfs.argv(tmp_path / "rootfs", tmp_path / "out", epoch=EPOCH) == [
         *("mksquashfs", f"{tmp_path}/rootfs", f"{tmp_path}/out"),
         *("-noappend", "-no-progress", "-quiet", "-no-xattrs", "-no-exports"),
         *("-all-root", "-root-mode", "0755", "-all-time", f"{EPOCH}", "-mkfs-time", f"{EPOCH}"),
-        *squash.COMPRESSION,
+        *squashfs.COMPRESSION,
     ]
 
 
@@ -261,7 +261,7 @@ class TestLayer:
 
     def test_what_is_in_it(self, tree):
         out = io.BytesIO()
-        layer._write(tree, out, epoch=EPOCH)
+        docker_layer._write(tree, out, epoch=EPOCH)
         out.seek(0)
         with tarfile.open(fileobj=out) as tar:
             found = [(entry.name, entry.type, oct(entry.mode), entry.linkname) for entry in tar]
@@ -277,7 +277,7 @@ class TestLayer:
 
     def test_the_archive(self, tree, inputs, tmp_path):
         out = tmp_path / "image.tar"
-        layer.pack(tree, out, epoch=EPOCH, inputs=inputs, tag="dray:x", labels={"a.b": "c d", "made": "here"})
+        docker_layer.pack(tree, out, epoch=EPOCH, inputs=inputs, tag="dray:x", labels={"a.b": "c d", "made": "here"})
         with tarfile.open(out) as tar:
             read = {entry.name: tar.extractfile(entry).read() for entry in tar}
         manifest = json.loads(read["manifest.json"])[0]
@@ -290,7 +290,7 @@ class TestLayer:
             "Layers": ["layer.tar"],
         }
         assert json.loads(config) == {
-            "architecture": layer.MACHINES[os.uname().machine],
+            "architecture": docker_layer.MACHINES[os.uname().machine],
             "os": "linux",
             "created": "2023-11-14T22:13:20Z",
             "config": {
@@ -313,7 +313,7 @@ class TestLayer:
         os.link(copy / "opt" / "b" / "three", copy / "opt" / "b" / "two")
         os.utime(copy / "opt" / "a" / "one", (1, 1))
         for folder in (tree, copy):
-            layer.pack(folder, folder.with_suffix(".tar"), epoch=EPOCH, inputs=inputs, tag="dray:x", labels={})
+            docker_layer.pack(folder, folder.with_suffix(".tar"), epoch=EPOCH, inputs=inputs, tag="dray:x", labels={})
         assert tree.with_suffix(".tar").read_bytes() == copy.with_suffix(".tar").read_bytes()
 
 
@@ -321,17 +321,17 @@ class TestMksquashfs:
     """What it must be able to do."""
 
     def test_this_machine_s_or_the_builder_s(self, tmp_path, monkeypatch):
-        said = "\n".join(f"{word:<20} what it does" for word in (*squash.argv(tmp_path, tmp_path, epoch=0), "-b"))
+        said = "\n".join(f"{word:<20} what it does" for word in (*squashfs.argv(tmp_path, tmp_path, epoch=0), "-b"))
         _program(tmp_path / "mksquashfs", f"cat <<'END'\n{said}\nEND")
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        squash.require()
+        squashfs.require()
 
     def test_an_old_one(self, tmp_path, monkeypatch):
         """As 4.3 and older are, and builds without zstd."""
         _program(tmp_path / "mksquashfs", "echo '-all-root  -no-xattrs  -comp <gzip, zstd-not-really>' >&2; exit 1")
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         with pytest.raises(UnfitError) as raised:
-            squash.require()
+            squashfs.require()
         assert str(raised.value) == (
             "this mksquashfs cannot write the same bytes every time\n"
             "  wanted: squashfs-tools 4.4 or newer, with zstd\n"

@@ -17,7 +17,7 @@ from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Files, Layer
 from dray.images import inputs
-from dray.images.layers import lock
+from dray.images.layers import layer_lock
 from dray.images.locks import lock as locks
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
@@ -39,7 +39,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def locked(folder: Path, *requirements: str, needs: tuple[str, ...] = (), **more: Any) -> str:
     wheels.make(folder / "wheels", "1.0", *needs)
     path = folder / "dray-cpu-mine.lock"
-    lock.update(path, requirements, inputs.image(ROOT, "cpu"), PACKAGES, wheels=folder / "wheels", **more)
+    layer_lock.update(path, requirements, inputs.image(ROOT, "cpu"), PACKAGES, wheels=folder / "wheels", **more)
     return path.read_text()
 
 
@@ -53,7 +53,7 @@ class TestLock:
             f"# needs torch==2.8.0+rocm6.4\n# needs transformers==5.23.0\nbarge==1.0 \\\n    --hash=sha256:{digest}\n"
         )
         assert text.split("\n", 3)[3] == body
-        assert lock.needs(tmp_path / "dray-cpu-mine.lock") == {"torch": "2.8.0+rocm6.4", "transformers": "5.23.0"}
+        assert layer_lock.needs(tmp_path / "dray-cpu-mine.lock") == {"torch": "2.8.0+rocm6.4", "transformers": "5.23.0"}
 
     def test_it_stays_until_it_is_asked_for_something_else(self, tmp_path: Path) -> None:
         first = locked(tmp_path, "barge")
@@ -85,11 +85,11 @@ class TestLock:
         ("requirements", "name"), [(["Py_Spy>=0.4"], "py-spy"), (["trl[vllm]==1.0"], "trl"), (["a>1", "b"], "a-b")]
     )
     def test_a_name_from_what_is_asked_for(self, requirements: list[str], name: str) -> None:
-        assert lock.name_of(requirements) == name
+        assert layer_lock.name_of(requirements) == name
 
     def test_what_is_other_in_an_image(self) -> None:
         wanted = {"torch": "2.8.0+rocm6.4", "numpy": "2.4.6", "peft": "1.0"}
-        found = lock.unfit(wanted, {"torch": "2.8.0", "numpy": "2.5.0"})
+        found = layer_lock.unfit(wanted, {"torch": "2.8.0", "numpy": "2.5.0"})
         assert found == ["numpy 2.5.0 instead of 2.4.6", "peft none instead of 1.0"]
 
 

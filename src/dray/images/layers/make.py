@@ -14,11 +14,11 @@ from dray.config.image import Image
 from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import LAYER
 from dray.images import bundle, inputs, store
+from dray.images.build_output import build_log
 from dray.images.fetch import pip, wheels
-from dray.images.layers import lock as layer_lock
+from dray.images.layers import layer_lock
 from dray.images.locks import lock
-from dray.images.log import build_log
-from dray.images.rootfs import squash
+from dray.images.rootfs import squashfs
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
 
@@ -136,10 +136,10 @@ def _pack(base: Path, tree: Path, out: Path, *, definition: bytes, epoch: int, s
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     if process.which("mksquashfs"):
-        squash.require()
-    squashfs = out.with_suffix(".squashfs")
-    _require(builder.tool(squash.argv(tree, squashfs, epoch=epoch), binds={tree: False, out.parent: True}))
-    sif_format.write(squashfs, out, epoch=epoch, definition=definition, role=sif_format.DATA)
+        squashfs.require()
+    packed = out.with_suffix(".squashfs")
+    _require(builder.tool(squashfs.argv(tree, packed, epoch=epoch), binds={tree: False, out.parent: True}))
+    sif_format.write(packed, out, epoch=epoch, definition=definition, role=sif_format.DATA)
 
 
 def _require(done: process.Done) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from dray import process
 from dray.contract import exit_codes, findings
 from dray.contract.findings import DrayError
-from dray.images.rootfs import LAYER, SIF, TOOLS, layer, make, squash
+from dray.images.rootfs import LAYER, SIF, TOOLS, docker_layer, make, squashfs
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     binds = {Path(path): target for path, target in asked.bind}
     os.umask(0o022)
     if asked.sif:
-        squash.require()
+        squashfs.require()
     tools = _versions() if asked.sif else {}
     rootfs = make.build(
         definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch
@@ -29,10 +29,12 @@ def main() -> None:
     if asked.sif:
         _label(rootfs, inputs)
         (asked.scratch / TOOLS).write_text(json.dumps(tools))
-        squash.pack(rootfs, asked.scratch / SIF, epoch=asked.epoch, definition=asked.definition)
+        squashfs.pack(rootfs, asked.scratch / SIF, epoch=asked.epoch, definition=asked.definition)
     if asked.docker:
         labels = _labels(inputs) | dict(asked.label)
-        layer.pack(rootfs, asked.scratch / LAYER, epoch=asked.epoch, inputs=inputs, tag=asked.docker, labels=labels)
+        docker_layer.pack(
+            rootfs, asked.scratch / LAYER, epoch=asked.epoch, inputs=inputs, tag=asked.docker, labels=labels
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

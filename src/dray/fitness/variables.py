@@ -1,4 +1,4 @@
-"""Check the environment of a run's ranks against the rules of environment.toml."""
+"""Check the environment of a run's ranks against the rules of variables.toml."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEVELS = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Rules:
-    """environment.toml, indexed by name."""
+    """variables.toml, indexed by name."""
 
     names: frozenset[str]
     near: Mapping[str, str]
@@ -35,7 +35,7 @@ class Rules:
 @cache
 def rules() -> Rules:
     """The rules that come with dray."""
-    content = tomllib.loads(resources.files("dray.fitness").joinpath("environment.toml").read_text(encoding="utf-8"))
+    content = tomllib.loads(resources.files("dray.fitness").joinpath("variables.toml").read_text(encoding="utf-8"))
     names = [name for group in content["names"].values() for name in group]
     near = {shorter: name for name in names for shorter in _shorter(name)} | {name: name for name in names}
     by_name: dict[str, list[dict[str, Any]]] = {}

@@ -13,7 +13,7 @@ import pytest
 from dray.config.site import Site, SiteVariable
 from dray.contract.findings import Finding
 from dray.facts import Facts
-from dray.fitness import lint
+from dray.fitness import variables
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
@@ -41,7 +41,7 @@ def about(found: list[Finding], name: str) -> list[tuple[str, str, str]]:
 
 
 def test_the_rules_are_dated_cited_and_can_be_read() -> None:
-    rules = lint.rules()
+    rules = variables.rules()
     assert len(rules.names) > 1000
     count = 0
     for name, of_name in rules.rules.items():
@@ -75,16 +75,16 @@ def test_the_rules_are_dated_cited_and_can_be_read() -> None:
     ],
 )
 def test_a_typo_of_one_letter_is_found(typo: str, correct: str | None) -> None:
-    assert lint._correct(typo) == correct
+    assert variables._correct(typo) == correct
 
 
 def test_no_known_name_is_taken_for_a_typo_of_another() -> None:
-    assert [name for name in lint.rules().names if lint._correct(name)] == []
+    assert [name for name in variables.rules().names if variables._correct(name)] == []
 
 
 def test_a_misspelt_one_in_a_site_is_an_error_and_in_the_shell_a_warning(root: Path) -> None:
     site = Site(name="s", about="", env=(SiteVariable(name="CCL_NET_GDR_LEVEL", value="3", why="w"),))
-    found = lint.check(made(root, site=site), {"NCCL_DEBGU": "INFO"}, {})
+    found = variables.check(made(root, site=site), {"NCCL_DEBGU": "INFO"}, {})
     typo = "nothing reads it; did you mean NCCL_NET_GDR_LEVEL?"
     assert about(found, "CCL_NET_GDR_LEVEL") == [("error", "site s", typo)]
     assert about(found, "NCCL_DEBGU") == [("warning", "your shell", "nothing reads it; did you mean NCCL_DEBUG?")]
@@ -94,24 +94,26 @@ def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
     for image, nodes, verdicts in (("rocm", 2, {"error"}), ("rocm", 1, set()), ("cuda", 2, set())):
         size = f"batch.global_size={8 * nodes}"
         plan = made(root, f"image={image}", "env.NCCL_NET_GDR_LEVEL=PHB", size, nodes=nodes, gpus=2)
-        found = about(lint.check(plan, {}, {}), "NCCL_NET_GDR_LEVEL")
+        found = about(variables.check(plan, {}, {}), "NCCL_NET_GDR_LEVEL")
         assert {verdict for verdict, *_ in found} == verdicts, image
 
 
 def test_an_overridden_value_is_a_note(root: Path) -> None:
     site = Site(name="s", about="", env=(SiteVariable(name="OMP_NUM_THREADS", value="7", why="w"),))
-    found = lint.check(made(root, site=site), {"OMP_NUM_THREADS": "28"}, {})
+    found = variables.check(made(root, site=site), {"OMP_NUM_THREADS": "28"}, {})
     assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "overrides 7 (site s), the value in your shell")]
 
 
 def test_a_variable_that_stays_outside_is_a_note_with_its_fix(root: Path) -> None:
-    (one,) = [one for one in lint.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if "DEBUG" in one.problem]
+    (one,) = [
+        one for one in variables.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if "DEBUG" in one.problem
+    ]
     assert (one.level, one.found) == ("note", "not passed: apptainer passes only the plan's variables")
     assert one.fix == 'env.NCCL_DEBUG=... or pass_env=["NCCL_DEBUG"]'
 
 
 def test_the_images_own_environment_is_looked_at(root: Path) -> None:
-    found = lint.check(made(root), {}, {"KMP_AFFINITY": "granularity=fine,compact"})
+    found = variables.check(made(root), {}, {"KMP_AFFINITY": "granularity=fine,compact"})
     assert [(verdict, set_by) for verdict, set_by, _ in about(found, "KMP_AFFINITY")] == [("warning", "image")]
 
 
@@ -121,15 +123,15 @@ def test_a_pair_that_fights_needs_both(root: Path) -> None:
         (["env.ROCR_VISIBLE_DEVICES=0", "env.HIP_VISIBLE_DEVICES=0"], 1),
     ):
         plan = made(root, "image=rocm", *arguments, gpus=2)
-        assert len(about(lint.check(plan, {}, {}), "ROCR_VISIBLE_DEVICES")) == count
+        assert len(about(variables.check(plan, {}, {}), "ROCR_VISIBLE_DEVICES")) == count
 
 
 def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
     plan = made(root, "env.FI_MR_CACHE_MONITOR=memhooks")
-    (finding,) = lint.warnings(plan, {"NCCL_DEBUG": "INFO"})
+    (finding,) = variables.warnings(plan, {"NCCL_DEBUG": "INFO"})
     assert (finding.problem, finding.where) == ("FI_MR_CACHE_MONITOR=memhooks", "recipe")
     assert (finding.found, finding.level) == ("deadlocks with the NCCL plugin", "warning")  # and the run starts
-    assert lint.warnings(made(root), {}) == []
+    assert variables.warnings(made(root), {}) == []
 
 
 class TestCommand:
