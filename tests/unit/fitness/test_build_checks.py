@@ -615,6 +615,7 @@ class TestCommands:
         ended = self.make(copy, "image-cpu", PYTHON=str(tmp_path / "bin/python3.9"))
         assert "dray needs Python 3.11 or newer; this is Python 3.9.2. Set PYTHON=python3.11\n" in ended.stderr
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("words", [["image", "build", "gpu"], ["doctor", "--build", "gpu"]])
     def test_dray_itself(self, words: list[str]) -> None:
         ended = subprocess.run([sys.executable, "-m", "dray", *words], capture_output=True, text=True, check=False)

@@ -258,6 +258,7 @@ class TestTheCommand:
         base = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT), "PATH": "/usr/bin:/bin"}
         return subprocess.run(argv, env={**base, **env}, cwd=folder, capture_output=True, text=True, check=False)
 
+    @pytest.mark.seconds
     def test_to_standard_output_and_to_a_file(self, folder: Path) -> None:
         (folder / "Dockerfile").write_text(DOCKERFILE)
         plain = self.run(folder, "Dockerfile")
@@ -276,6 +277,7 @@ class TestTheCommand:
         back = self.run(folder, "X.def", "--out", "back", "--context", str(folder))
         assert back.stdout == f"back\ndocker build --file back {folder}\n"
 
+    @pytest.mark.seconds
     def test_a_link_that_somebody_has_laid(self, folder: Path) -> None:
         (folder / "Dockerfile").write_text("FROM a\n")
         (folder / "out").symlink_to("elsewhere")
@@ -314,6 +316,7 @@ class TestTheCommand:
         assert (ended.returncode, ended.stdout) == (78, ""), ended.stderr
         assert ended.stderr.startswith(f"dray: {problem}\n"), ended.stderr
 
+    @pytest.mark.seconds
     def test_buildkit_where_apptainer_has_it(self, folder: Path) -> None:
         (folder / "Dockerfile").write_text("FROM a\nUSER me\n")
         (folder / "apptainer").write_text("#!/bin/sh\necho apptainer version 1.5.2\n")
@@ -321,6 +324,7 @@ class TestTheCommand:
         ended = self.run(folder, "Dockerfile", "--buildkit", PATH=f"{folder}:/usr/bin:/bin")
         assert (ended.returncode, ended.stdout) == (0, f"Bootstrap: buildkit\nFrom: {folder}\n"), ended.stderr
 
+    @pytest.mark.seconds
     def test_packages(self, folder: Path) -> None:
         (folder / "Dockerfile").write_text("FROM a\nRUN pip install trl\n")
         out = shlex.quote("r.txt")

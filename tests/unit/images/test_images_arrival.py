@@ -66,6 +66,7 @@ class TestEveryInstall:
             venv.require_fresh(tmp_path)
         assert refused.value.details["found"] == "changed since then: pyproject.toml"
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("good", [True, False])
     def test_what_builds_drays_wheel_has_its_hash(self, tmp_path: Path, monkeypatch, *, good: bool) -> None:
         helper = tmp_path / "files" / "helper-1-py3-none-any.whl"

@@ -159,6 +159,7 @@ def test_a_copy_tells_no_start_up_and_medians_are_those_of_all_verbs(base: RunPa
     assert effect.curve([base]).start_s is None
 
 
+@pytest.mark.seconds
 def test_the_whole_page(base: RunPaths) -> None:
     other = planted(base.run.parent, "slow", "train.seed=7")
     log(base, {1: 2.5, 2: 2.4, 3: 2.301, 4: 2.1})
@@ -217,6 +218,7 @@ def test_a_step_that_was_taken_again_counts_as_the_later_attempt_has_it(tmp_path
     assert effect.curve([first, second]).losses == {1: 3.0, 2: 2.0, 3: 0.9, 4: 0.8}
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("files")
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("name", ["metrics", "plan"])

@@ -46,6 +46,7 @@ def ended(paths: RunPaths, *words: str, code: int = 1, known: bytes = b"") -> su
     return subprocess.run(argv, input=known, capture_output=True, timeout=60, check=False)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_whatever_is_in_the_place_of_a_file_the_rest_is_read(paths: RunPaths, tmp_path: Path, content: object) -> None:
     """One file after another, then all; what is left of the records tells the cause."""
@@ -145,6 +146,7 @@ def test_what_slurm_tells_may_be_anything(paths: RunPaths, known: bytes) -> None
     assert (done.returncode, json.loads(paths.result.read_text())["status"], done.stderr) == (143, "stopped", b"")
 
 
+@pytest.mark.seconds
 def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
     """A place that cannot be written: the text goes to the job's output."""
     replace(paths.result, Path.mkdir)
@@ -156,6 +158,7 @@ def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
     assert done.stdout.decode().startswith("failed: rank 3 on n2: exit code 3\n")
 
 
+@pytest.mark.seconds
 def test_a_folder_that_is_gone(paths: RunPaths) -> None:
     """Somebody has deleted it while the run went on."""
     shutil.rmtree(paths.run)
@@ -218,6 +221,7 @@ def test_streams_that_are_closed_or_full(paths: RunPaths, closed: str) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.seconds
 def test_neither_the_file_nor_the_output_takes_it(paths: RunPaths) -> None:
     replace(paths.result, Path.mkdir)
     line = f'exec "{sys.executable}" -m dray finish "$0" --code 143 --stopped </dev/null >/dev/full 2>/dev/full'

@@ -243,6 +243,7 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)<|(?<!\\)\[a\]", markdown.page(document))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("damage", HOSTILE)
 def test_a_damaged_folder(tmp_path: Path, damage: str) -> None:
     folder = resumed(tmp_path)
@@ -301,6 +302,7 @@ def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=cwd, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.seconds
 def test_the_verb(tmp_path: Path) -> None:
     folder = resumed(tmp_path / "runs")
     made = dray(cwd=tmp_path)

@@ -790,6 +790,7 @@ def test_ctrl_c_leaves_the_run_alone(
     assert sorted(talks.run.rglob("*")) == before
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["plan.json", "result.json", "metrics.jsonl", "logs/rank-0.log", "stop"])
 def test_a_hostile_folder_ends_in_a_clear_line(
     talks: RunPaths, name: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
