@@ -46,7 +46,9 @@ screenshots: docs .venv/installed ## Take screenshots of pages, a report and the
 
 QUICK := not (slow or seconds or torch or triton or deepspeed or docker or docker_image or sif or cluster or chromium)
 # ROOM: a folder of tests/unit. Tests of one file share set-ups, and stay together.
-quick: .venv/check ## Run the tests that take no minute, no torch and no network: of all rooms, or of one (ROOM=runs)
+quick: .venv/check ## Run the short tests, in a minute, without torch: of all rooms, or of one (ROOM=runs)
+	@[[ -z "$(ROOM)" || -d "tests/unit/$(ROOM)" ]] || { printf 'dray: there is no room %s\n  wanted: %s\n' "$(ROOM)" \
+	  "$$(cd tests/unit && ls -d */ | grep -v __pycache__ | tr -d / | xargs)" >&2; exit 78; }
 	@$(BIN)/pytest -q -n auto --dist loadfile -m "$(QUICK)" $(if $(ROOM),tests/unit/$(ROOM),tests/unit --ignore tests/unit/train)
 
 # Those with one cluster or engine for all come after the others, one at a time.

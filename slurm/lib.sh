@@ -16,8 +16,7 @@ readonly -a lib__signals=(HUP INT TERM USR1 USR2)
 # What each task starts with: ATTEMPT SCRIPT. A node that does not see the run's folder cannot read a script in it, nor write into
 # its log: the exit code is all that srun can tell of it. It waits for the others, since srun ends all tasks with the first that
 # fails. And a user who may write the folder of the runs can put another run in this one's place; what is in a folder of this
-# user's, no other user can change. `exec ./node.sh` would not do: bash makes a whole path of it, which may lead to other files by
-# then.
+# user's, no other user can change. For `exec ./node.sh` bash would take the whole path, which may lead to another run by then.
 readonly lib__blind=96
 # shellcheck disable=SC2016 # the tasks expand it
 readonly lib__task='

@@ -137,7 +137,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: one more combination of what others run, or minutes for one thing; .ci/run takes another tenth each day",
     )
     config.addinivalue_line(
-        "markers", "seconds: starts processes, and takes a second or more; `make quick` leaves it out"
+        "markers", "seconds: starts processes, and its cases take half a second or more; `make quick` leaves it out"
     )
     config.addinivalue_line("markers", "hostile(group): a hostile or unlucky case, which `make hostile` counts")
     # As in a terminal, where nohup or a shell's & has started this: what a process ignores, all that it starts ignores.

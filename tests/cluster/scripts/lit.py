@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import lightning
@@ -38,3 +39,6 @@ trainer.fit(model, data)
 environment = type(trainer.strategy.cluster_environment).__name__
 seen = {"world": trainer.world_size, "environment": environment, "losses": model.losses}
 Path(f"lit-{trainer.global_rank}.json").write_text(json.dumps(seen))
+# torch's own end aborts one process in eight or so where gloo was not destroyed; Lightning does that for NCCL alone.
+sys.stdout.flush()
+os._exit(0)

@@ -284,6 +284,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     packages.declared.cache_clear()
 
 
+@pytest.mark.seconds
 def test_the_image_declares_what_it_is(image: Path) -> None:
     declared = {"variant": "cuda", "accelerator": "cuda", "driver": "580.65.06", "architectures": ["8.0", "9.0"]}
     image.write_text(json.dumps({**declared, "packages": {"deep_speed": "1", "dray": "0"}, "of_tomorrow": 1}))

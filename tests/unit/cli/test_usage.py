@@ -66,6 +66,7 @@ def test_what_no_verb_takes(tmp_path: Path, words: str, message: str) -> None:
     assert dray(tmp_path, *words.split()) == (78, "", f"dray: {message.replace('P ', 'python -m dray ')}")
 
 
+@pytest.mark.seconds
 def test_help_has_a_short_form() -> None:
     code, out, err = dray(ROOT, "recipe", "new", "-h")
     assert (code, err, "--text" in out) == (0, "", True)
@@ -139,6 +140,7 @@ def test_keys_of_one_table() -> None:
     assert err.endswith(" and 32 more\n  found:  trian\n  fix:    dray recipe keys train\n")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("target", ["image-foo", "image-foo-docker"])
 def test_make_says_which_images_there_are(target: str) -> None:
     ended = subprocess.run(["make", target], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
@@ -149,6 +151,7 @@ def test_make_says_which_images_there_are(target: str) -> None:
 
 
 class TestRunsOfCommandsAndOthers:
+    @pytest.mark.seconds
     def test_what_reads_a_model_says_why_a_command_has_none(self, tmp_path: Path) -> None:
         recipe = read_recipe(None, (), ["python3", "--lr", "1"])
         facts = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable)

@@ -124,6 +124,7 @@ def test_cores_that_no_machine_has(text: str, tmp_path: Path) -> None:
         load(Site, tmp_path / "x.toml")
 
 
+@pytest.mark.seconds
 def test_a_hostfile_of_a_million_lines(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("".join(f"n{number}\n" for number in range(1_000_000)))
     with pytest.raises(ConfigError, match=r"names too many machines\n.*:65537\n.*at most 65,536"):

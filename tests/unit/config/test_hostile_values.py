@@ -116,6 +116,7 @@ class TestControlCharacters:
         assert ended.returncode == 78
         assert [character for character in ended.stderr if not character.isprintable() and character != "\n"] == []
 
+    @pytest.mark.seconds
     def test_a_plan_that_is_refused_has_no_script(self, tmp_path: Path) -> None:
         facts = FACTS.model_copy(update={"image": "/i\0.sif"})
         (tmp_path / "facts.txt").write_text(to_text(facts))
@@ -123,6 +124,7 @@ class TestControlCharacters:
         assert (ended.returncode, ended.stdout) == (78, "")
         assert "a value has a control character" in ended.stderr
 
+    @pytest.mark.seconds
     def test_dray_s_own_colours_are_left(self, tmp_path: Path) -> None:
         """On a terminal the help has some."""
         env = {**os.environ, **PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT), "TERM": "xterm-256color"}
@@ -173,6 +175,7 @@ class TestControlCharacters:
         assert ended.stderr.startswith("dray: a value has a control character, such as a line break\n  where:  ")
         assert not job.seen.exists()
 
+    @pytest.mark.seconds
     def test_a_job_s_command_may_have_lines(self, job: Job) -> None:
         ended = job.plan("--", "python", "-c", "import os\nprint(os.environ)")
         assert ended.returncode == 0, ended.stderr
@@ -181,6 +184,7 @@ class TestControlCharacters:
 class TestTheJob:
     """What the planner answers, in an image that somebody may have handed on, is one of what this checkout knows."""
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("answer", "wanted"),
         [
@@ -236,6 +240,7 @@ class TestNames:
             write(read_recipe(SMOKE), FACTS, runs=tmp_path / "runs", run=name)
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.seconds
     def test_on_the_command_line(self, tmp_path: Path) -> None:
         (tmp_path / "hosts").write_text("a\nb\n")
         for words in (("--run=x\ntouch PWNED",), ("--hostfile", "hosts", "--print", "--run=../x")):

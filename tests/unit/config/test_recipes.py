@@ -70,6 +70,7 @@ def test_a_recipe_is_good_whole_and_tiny(path: Path) -> None:
         divide(whole.batch, world_size=ranks)
 
 
+@pytest.mark.seconds
 def test_the_list_names_each_with_a_line() -> None:
     ended = dray("recipe", "list")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -345,6 +346,7 @@ def test_the_command_line_wins_over_tiny(tmp_path: Path) -> None:
     assert (whole.steps, whole.lr) == (9, 1e-3)
 
 
+@pytest.mark.seconds
 def test_a_tiny_that_is_wrong_is_said_before_anybody_walks_it(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('name = "r"\n[batch]\nglobal_size = 1\n[train]\nsteps = 9\nlr = 1e-3\n[tiny.train]\nstepz = 2\n')

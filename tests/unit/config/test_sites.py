@@ -306,6 +306,7 @@ class TestCommands:
         assert ended.stdout.splitlines()[-1] == "this machine: lumi (Slurm calls this cluster lumi)"
         assert len(ended.stdout.splitlines()) == len(OURS) + 2
 
+    @pytest.mark.seconds
     def test_show_has_the_reasons(self, root: Path) -> None:
         ended = dray(root, "site", "show", "lumi")
         assert ended.returncode == 0, ended.stderr
@@ -319,6 +320,7 @@ class TestCommands:
         assert (ended.returncode, ended.stderr) == (0, "")
         assert ended.stdout.splitlines() == [f"{path.stem}: ok" for path in OURS]
 
+    @pytest.mark.seconds
     def test_check_of_a_wrong_one(self, root: Path, tmp_path: Path) -> None:
         (tmp_path / "bad.toml").write_text('name = "bad"\n')
         ended = dray(root, "site", "check", DRAY_SITES=str(tmp_path))
@@ -415,6 +417,7 @@ words=("${@//\\/host/$HOSTED}")
         env |= {"HOSTED": str(tmp_path / "hosted"), "PYTHON": sys.executable, "PLUGIN": str(plugin), "OURS": PLUGIN}
         return dray(root, "site", "show", "mine", "--image", str(tmp_path / "i.sif"), **env)
 
+    @pytest.mark.seconds
     def test_each_is_held_against_the_image(self, root: Path, tmp_path: Path, library) -> None:
         wants = {"libc.so.6": ["GLIBC_2.99"]}
         for version in ("1.9", "1.22"):
@@ -450,6 +453,7 @@ words=("${@//\\/host/$HOSTED}")
         assert rows[1][:4] == ["libnccl-net-ofi.so", PLUGIN, "image", "image"]
         assert rows[1][4].startswith(verdict)
 
+    @pytest.mark.seconds
     def test_one_that_is_not_on_this_machine(self, root: Path, tmp_path: Path) -> None:
         ended = self.show(root, tmp_path, "/opt/none/lib*.so.1")
         assert ended.returncode == 69

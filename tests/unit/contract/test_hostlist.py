@@ -77,6 +77,7 @@ def host_lists(draw: st.DrawFn) -> str:
     return ",".join(draw(st.lists(st.one_of(LETTERS, st.tuples(parts, tail).map("".join)), min_size=1, max_size=4)))
 
 
+@pytest.mark.seconds
 @settings(deadline=None)  # a shared machine stalls now and then
 @given(host_lists())
 def test_expand_names_the_hosts_that_clustershell_names(text: str) -> None:

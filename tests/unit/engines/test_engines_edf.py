@@ -170,6 +170,7 @@ def test_a_site_file_that_is_wrong(tmp_path: Path, line: str, found: str) -> Non
     assert found in str(refused.value)
 
 
+@pytest.mark.seconds
 def test_slurm_alone_starts_it() -> None:
     argv = [sys.executable, "-m", "dray", "run", "smoke-cpu", "--engine", "edf"]
     env = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
@@ -221,6 +222,7 @@ class TestTheJob:
         made.env["DRAY_SITE"] = str(tmp_path / "mine.toml")
         return made
 
+    @pytest.mark.seconds
     def test_from_the_plan_to_the_result(self, job: Job, tmp_path: Path) -> None:
         (job.home / "work").mkdir()
         argv = job.argv("launcher=python", "--", "true", plan_only=False)
@@ -270,11 +272,13 @@ class TestTheJob:
         assert ended.stderr.startswith("dray: edf cannot mount a path with one of ,:$ in it\n"), ended.stderr
         assert f"  found:  {tmp_path}/{name}\n" in ended.stderr
 
+    @pytest.mark.seconds
     def test_a_name_with_quotes_arrives(self, job: Job, tmp_path: Path) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", DRAY_RUNS=str(tmp_path / 'a "b" \\c'))
         assert ended.returncode == 0, ended.stderr
         assert "engine edf\n" in ended.stdout
 
+    @pytest.mark.seconds
     def test_the_planner_s_refusal_keeps_its_code(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", "no.such=1")
         assert (ended.returncode, ended.stdout) == (78, "")

@@ -367,6 +367,7 @@ class TestCommands:
         ended = self.run(copy, "make", "--silent", "image-cpu", PYTHON=str(tmp_path / "bin/python3.9"))
         assert "dray needs Python 3.11 or newer; this is Python 3.9.2. Set PYTHON=python3.11\n" in ended.stderr
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("words", [["image", "build", "gpu"], ["doctor", "--build", "gpu"]])
     def test_an_unknown_variant(self, words: list[str]) -> None:
         ended = subprocess.run([sys.executable, "-m", "dray", *words], capture_output=True, text=True, check=False)

@@ -146,6 +146,7 @@ class TestCommand:
         assert (ended.returncode, ended.stderr) == (0, "")
         assert ended.stdout.splitlines()[-1].endswith(" variables inside: 0 errors, 0 warnings, 0 notes")
 
+    @pytest.mark.seconds
     def test_an_error_is_78_with_its_fix_and_source(self, root: Path) -> None:
         ended = self.run(root, "recipes/smoke-cpu.toml", "env.FI_MR_CACHE_MONITOR=memhooks")
         assert ended.returncode == 78
@@ -170,6 +171,7 @@ class TestCommand:
         for shown in (ended, self.run(root, "--json", **env)):
             assert "very_secret" not in shown.stdout + shown.stderr
 
+    @pytest.mark.seconds
     def test_json(self, root: Path) -> None:
         ended = self.run(root, "--json", NCCL_DEBUG="INFO")
         (one,) = json.loads(ended.stdout)

@@ -404,6 +404,7 @@ def test_probe_runs_in_any_python_of_this_machine():
             assert found["torch"].keys() & {"version", "error"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("verb", ["plan", "submit"])
 def test_a_name_that_is_typed_wrong_is_told_before_the_queue(checkout, tmp_path, verb):
     folder = checkout / "build" / "dray-theirs"
@@ -420,6 +421,7 @@ def test_a_name_that_is_typed_wrong_is_told_before_the_queue(checkout, tmp_path,
     )
 
 
+@pytest.mark.seconds
 def test_an_adopted_image_is_not_signed_here(checkout, tmp_path):
     """The signature would go into the file of another, which dray then takes for changed."""
     theirs, folder = tmp_path / "theirs.sif", checkout / "build" / "dray-theirs"

@@ -121,6 +121,7 @@ def test_vendors_own_version_and_package(checkout):
     assert checkout.lock("rocm/requirements.lock").read_bytes() == made
 
 
+@pytest.mark.seconds
 def test_pins_and_date_stay_until_upgraded(checkout):
     checkout.write("containers/cpu/requirements.in", "-r ../common.in\n")
     image = checkout.image()
@@ -138,6 +139,7 @@ def test_pins_and_date_stay_until_upgraded(checkout):
     assert checkout.lock().read_text().startswith(f"# dray image lock cpu, {today()}\n")
 
 
+@pytest.mark.seconds
 def test_build_tools_keep_to_what_stays(checkout):
     checkout.write("containers/cuda/requirements.in", "torch==2.0\n")
     checkout.write("containers/cuda/build.in", "-c requirements.lock\nnvcc\n")
@@ -248,6 +250,7 @@ def test_lines_changed_by_hand(checkout, edit):
     )
 
 
+@pytest.mark.seconds
 def test_what_cannot_be_locked_leaves_the_old_lock(checkout, monkeypatch):
     checkout.write("containers/cpu/requirements.in", "tokens\n")
     uv.update(checkout.root, checkout.image())
@@ -300,6 +303,7 @@ class TestTargets:
             self.asked(checkout)
         return str(refused.value).splitlines()
 
+    @pytest.mark.seconds
     def test_every_wheel_is_there(self, locked):
         locked.write("containers/cuda/build.in", "tokens\n")
         assert self.asked(locked) == [
@@ -309,6 +313,7 @@ class TestTargets:
             "every wheel for aarch64, Python 3.12",
         ]
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("tag", "unserved"),
         [

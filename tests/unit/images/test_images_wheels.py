@@ -140,6 +140,7 @@ def test_damaged_wheel_is_fetched_again(index, fetch, tmp_path):
     assert (tmp_path / name).read_bytes() == (index / "tiny-1.0-py3-none-any.whl").read_bytes()
 
 
+@pytest.mark.seconds
 def test_sources_are_fetched_and_not_run(index, fetch):
     files = {"PKG-INFO": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 1.0\n", "setup.py": "raise SystemExit(9)\n"}
     with tarfile.open(index / "deepspeed-1.0.tar.gz", "w:gz") as made:
@@ -179,6 +180,7 @@ def test_package_that_pip_does_not_find(index, fetch):
     }
 
 
+@pytest.mark.seconds
 def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
     wheel(index, "torch", "2.8.0")
     lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0") + pin("triton-rocm", "1" * 64, "3.4.0")
@@ -226,6 +228,7 @@ def served(tmp_path, monkeypatch) -> Iterator[Served]:
     server.server_close()
 
 
+@pytest.mark.seconds
 def test_a_vendors_wheel_comes_from_its_index_alone(served, fetch):
     """The user's own index is asked first; the vendor's for nothing else, and the configuration stays as it was."""
     before = served.config.read_text()
@@ -242,12 +245,14 @@ def test_a_vendors_wheel_comes_from_its_index_alone(served, fetch):
     assert served.config.read_text() == before
 
 
+@pytest.mark.seconds
 def test_a_users_own_index_wins_over_the_vendors(served, fetch):
     torch = served.add("own", "torch", "2.8.0+rocm6.4")
     assert fetch(pin("torch", torch, "2.8.0"), vendors=(vendor("2.8.0+rocm6.4", torch),))
     assert not [path for path in served.asked if path.startswith("/vendor")]
 
 
+@pytest.mark.seconds
 def test_a_vendors_index_with_another_file_is_refused(served, fetch):
     torch = served.add("vendor", "torch", "2.8.0+rocm6.4")
     with pytest.raises(DrayError, match="a fetched file does not match its locked hash") as raised:
@@ -289,6 +294,7 @@ def test_users_folder_that_is_not_there(fetch, tmp_path):
         fetch("", own=tmp_path / "nowhere")
 
 
+@pytest.mark.seconds
 def test_own_wheel_follows_the_sources(tmp_path, monkeypatch):
     checkout = tmp_path / "my work"
     (checkout / "src" / "dray").mkdir(parents=True)

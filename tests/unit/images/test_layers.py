@@ -93,6 +93,7 @@ class TestLock:
         assert found == ["numpy 2.5.0 instead of 2.4.6", "peft none instead of 1.0"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -119,6 +119,7 @@ class TestWords:
             env={**os.environ, "PYTHONPATH": str(Path(launchers.__file__).parents[1])},
         )  # fmt: skip
 
+    @pytest.mark.seconds
     def test_settings_and_a_command(self, tmp_path: Path) -> None:
         (tmp_path / "t.py").touch()
         shown = self.plan(

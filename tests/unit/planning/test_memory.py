@@ -251,6 +251,7 @@ def test_of_several_experts_each_has_its_own_size() -> None:
     assert found.parameters == pytest.approx(30.5e9, rel=0.01)
 
 
+@pytest.mark.seconds
 def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
     plain = ("plan", "recipes/opt-billions-zero3-offload.toml", "train.deepspeed=", "--site", "iris", "-v")
     ended = dray(*plain, "train.strategy=ddp", "batch.per_device=2", HF_HOME=str(home))
@@ -275,6 +276,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
     assert "GB on each node's host: weights 6.66, gradients 13.32, optimizer 39.95" in good.stdout
 
 
+@pytest.mark.seconds
 def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: Path) -> None:
     words = (
         "plan",
@@ -294,6 +296,7 @@ def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: 
     assert f"fix:    set {words} train.offload=optimizer, which takes 6.1 GB on each GPU" in file.stderr
 
 
+@pytest.mark.seconds
 def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
     gone = dray("plan", "-v", "recipes/opt125m-yelp.toml", "--gpus-per-node", "8", HF_HOME=str(home))
     assert (
@@ -334,6 +337,7 @@ def test_a_size_that_is_no_number_is_refused_with_its_key(key: str, value: str, 
     assert ended.returncode == 78
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("vocab_size", 10**80)])
 def test_so_is_one_of_a_models_own_file(home: Path, key: str, value: object) -> None:
     file = home / "hub" / "models--facebook--opt-6.7b" / "snapshots" / "abc" / "config.json"

@@ -176,6 +176,7 @@ def test_rubbish_ends_in_a_message(root: Path, tmp_path: Path, case: str) -> Non
     assert err.startswith("dray: ") or expected == 0
 
 
+@pytest.mark.seconds
 def test_all_secrets_of_a_recipe_are_named_and_none_is_shown(root: Path, tmp_path: Path) -> None:
     _, _, err = Desk(root, tmp_path).dray(*RUBBISH["secrets"][0])
     assert err == (

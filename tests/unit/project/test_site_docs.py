@@ -41,6 +41,7 @@ def test_every_site_has_a_page_with_each_value(pages: dict[str, str]) -> None:
     assert "- **Uncertain**: the cluster's name in Slurm." in lumi
 
 
+@pytest.mark.seconds
 def test_every_verb_has_a_page(pages: dict[str, str]) -> None:
     names = {*cli._EVERYTHING} - {"finish"}
     assert {name for name in names if f"# dray {name}\n" in pages.get(f"reference/commands/{name}.md", "")} == names

@@ -122,6 +122,7 @@ def test_another_code_is_a_failure(plan: dict[str, Any], start: Start, tmp_path:
     assert [ended(node)[0] for node in nodes] == [3, 3]
 
 
+@pytest.mark.seconds
 def test_75_without_being_asked_is_a_failure_too(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes_of(plan, tmp_path, program="import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(75)\ntime.sleep(60)")
     began = time.monotonic()

@@ -98,6 +98,7 @@ def test_a_stack_crosses_the_wire_once_and_the_odd_rank_is_named(tmp_path: Path)
     assert json.loads((tmp_path / "failures" / "hang.json").read_text())["last_lines"] == [*READ]
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("seen")
 def test_a_stack_that_its_node_does_not_tell_is_not_waited_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

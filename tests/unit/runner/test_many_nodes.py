@@ -79,6 +79,7 @@ def test_another_runner_with_its_number_stops_the_launch(three: dict[str, Any]) 
     assert first.end()
 
 
+@pytest.mark.seconds
 def test_the_missing_are_named_exactly(plan: dict[str, Any]) -> None:
     plan["world"]["nodes"] = [{"name": f"n{number}", "address": "127.0.0.1"} for number in range(10_000)]
     plan["world"]["rendezvous_timeout_s"] = 0.5

@@ -145,6 +145,7 @@ class TestInAnAllocation:
         ended = dray("run", "--", "train.py", "--note", "a b", cwd=show)
         assert ended.stdout.splitlines()[1:5] == [f"{ROOT}/slurm/singlenode.sh", "--", "train.py", "--note"]
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("words", "said"),
         [
@@ -156,6 +157,7 @@ class TestInAnAllocation:
         ended = dray("run", "recipes/smoke-cpu.toml", *words, cwd=show)
         assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, f"dray: {said}")
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("words", [("--local",), ("--engine", "bare")])
     def test_it_stays_here(self, show: Path, words: tuple[str, ...]) -> None:
         ended = dray("run", "recipes/smoke-cpu.toml", *words, "batch.global_size=7", cwd=show)

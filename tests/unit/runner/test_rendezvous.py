@@ -559,6 +559,7 @@ def running(*files: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.seconds
 def test_a_node_that_fails_ends_the_others_with_the_cause(plan, start: Start, tmp_path: Path) -> None:
     launchers(plan, SLEEP, ["sh", "-c", "sleep 0.5; exit 7"])
     begun = time.monotonic()
@@ -577,6 +578,7 @@ def test_a_failure_of_the_first_node_ends_the_others_too(plan, start: Start, tmp
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-0.json"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_runner_that_is_killed_is_a_lost_node_with_a_name(lost: int, plan, start: Start, tmp_path: Path) -> None:
     mark = ["sh", "-c", f"touch {tmp_path}/$$.mark; exec sleep 60"]

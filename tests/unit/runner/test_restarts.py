@@ -170,6 +170,7 @@ def test_a_node_whose_ranks_have_ended_well_starts_them_again_too(plan: dict[str
     assert sorted(starts(plan)) == [f"{rank} {again}/2" for rank in range(4) for again in (0, 1)]
 
 
+@pytest.mark.seconds
 def test_the_last_start_s_records_are_kept_beside_those_before(plan: dict[str, Any], start: Start) -> None:
     ranks(plan, dies="3 0", before='[ "$RANK $again" != "0 1" ] || exit 8', most=1, well=9)
     (first, said), (second, _) = both(start)
@@ -178,6 +179,7 @@ def test_the_last_start_s_records_are_kept_beside_those_before(plan: dict[str, A
     assert (found["restart-1/rank-3.json"], found["rank-0.json"]) == (9, 8)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("code", [69, 78])
 def test_what_would_fail_again_is_not_started_again(plan: dict[str, Any], start: Start, code: int) -> None:
     ranks(plan, how=f"exit {code}")

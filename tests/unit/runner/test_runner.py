@@ -88,6 +88,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_node_that_is_not_who_the_plan_expects_stops(case: str, start: Start, tmp_path: Path) -> None:
     identity, why, (wanted, found) = REFUSALS[case]
@@ -165,6 +166,7 @@ def one_node(plan: dict[str, Any], script: str) -> None:
     plan["launcher"] = [sys.executable, "-c", script]
 
 
+@pytest.mark.seconds
 def test_the_runner_passes_signals_on_once(plan, start: Start, tmp_path: Path) -> None:
     """node.sh signals the engine's group; a launcher in it would hear each signal twice."""
     script = (

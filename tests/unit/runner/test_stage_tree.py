@@ -132,6 +132,7 @@ def test_a_node_between_that_does_harm(tree: Tree, harm: str, code: int) -> None
     assert ("chunk 5 was changed on its way" in told) == (harm == "flips")
 
 
+@pytest.mark.seconds
 def test_the_first_node_dies(tree: Tree) -> None:
     tree.start(0, HARM="dies")
     tree.start(1, 2, 3, 4, 5)

@@ -152,6 +152,7 @@ class TestNamed:
             named.find("12", runs)
         assert refused.value.finding.wanted == "one task: 12_1, 12_2, 12_3, 12_10"
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("word", ["12_4", "12_", "_3", "12_3_1", "12-3", "12_\uff13", f"{10**18}_1"])
     def test_there_is_none(self, word: str, runs: Path) -> None:
         with pytest.raises(ConfigError, match="there is no such run"):

@@ -196,6 +196,7 @@ class TestTheImage:
         monkeypatch.setenv("DRAY_IMAGE", str(file))
         assert store.required(ROOT, "cpu") == file
 
+    @pytest.mark.seconds
     def test_a_dry_run_needs_none(self, tmp_path: Path) -> None:
         gone = str(tmp_path / "gone.sif")
         code, out, err = dray(tmp_path, "submit", "smoke-cpu", "--dry-run", DRAY_IMAGE=gone)
@@ -205,6 +206,7 @@ class TestTheImage:
 
 
 class TestRanks:
+    @pytest.mark.seconds
     def test_one_option_on_cpus_and_on_gpus(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
         words = ("plan", "--ranks", "4", "--format", "json", "--sbatch=--account=p")
@@ -354,6 +356,7 @@ def test_a_plan_is_ten_lines() -> None:
     assert "\nnote    the job gets one hour, the default of the batch script\n" in shown
 
 
+@pytest.mark.seconds
 def test_a_plan_is_whole_with_v(tmp_path: Path) -> None:
     _, short, _ = dray(tmp_path, "plan", "smoke-cpu")
     _, whole, _ = dray(tmp_path, "plan", "smoke-cpu", "-v")

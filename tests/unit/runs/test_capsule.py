@@ -185,6 +185,7 @@ def test_code_as_it_was_submitted(code: Path, tmp_path: Path) -> None:
     assert verify.verify(paths).same
 
 
+@pytest.mark.seconds
 def test_a_large_diff_is_cut(code: Path) -> None:
     (code / "train.py").write_text("x = 1  # a line\n" * 100_000)
     found = source.look(code)

@@ -156,6 +156,7 @@ def test_a_copy_tells_no_start_up_and_medians_are_those_of_all_verbs(base: RunPa
     assert effect.curve([base]).start_s is None
 
 
+@pytest.mark.seconds
 def test_the_whole_page(base: RunPaths) -> None:
     other = planted(base.run.parent, "slow", "train.seed=7")
     log(base, {1: 2.5, 2: 2.4, 3: 2.301, 4: 2.1})

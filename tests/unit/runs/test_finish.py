@@ -119,6 +119,7 @@ def test_what_slurm_tells_may_be_anything(paths: RunPaths, known: bytes) -> None
     assert (done.returncode, json.loads(paths.result.read_text())["status"], done.stderr) == (143, "stopped", b"")
 
 
+@pytest.mark.seconds
 def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
     """A place that cannot be written: the text goes to the job's output."""
     paths.result.mkdir()
@@ -130,6 +131,7 @@ def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
     assert done.stdout.decode().startswith("failed: rank 3 on n2: exit code 3\n")
 
 
+@pytest.mark.seconds
 def test_a_folder_that_is_gone(paths: RunPaths) -> None:
     """Somebody has deleted it while the run went on."""
     shutil.rmtree(paths.run)
@@ -192,6 +194,7 @@ def test_streams_that_are_closed_or_full(paths: RunPaths, closed: str) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.seconds
 def test_neither_the_file_nor_the_output_takes_it(paths: RunPaths) -> None:
     paths.result.mkdir()
     line = f'exec "{sys.executable}" -m dray finish "$0" --code 143 --stopped </dev/null >/dev/full 2>/dev/full'

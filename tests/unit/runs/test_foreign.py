@@ -118,6 +118,7 @@ class TestFolders:
         make_run_folder(tmp_path / "mine", new=False)
         assert modes(tmp_path / "mine")["."] == ("drwx--S---" if mode & stat.S_ISGID else "drwx------")
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(("mode", "kept"), [(0o777, False), (0o2777, False), (0o1777, True), (0o2775, True)])
     def test_where_everybody_may_rename_a_run(self, tmp_path: Path, mode: int, *, kept: bool) -> None:
         """In Python, and in a job before it starts anything of it."""

@@ -120,6 +120,7 @@ class TestSlurm:
         found = slurm_commands.preemption(slurm_commands.conf())
         Facts(scheduler="slurm", nodelist="n1", nodes=1, engine="apptainer", image="/i.sif", **found)
 
+    @pytest.mark.seconds
     def test_a_controller_that_does_not_answer(self, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slurm_commands, "_ANSWER_S", 0.3)
         slurm.tool("scontrol", "exec sleep 60")
@@ -337,6 +338,7 @@ class TestAfter:
         seen = stop.parse(text, now=0, grace=grace_s)
         assert (seen.reason, seen.left_s) == (reason, left if reason == "the time limit" else None)
 
+    @pytest.mark.seconds
     def test_dray_finish_knows_the_plan_s(self, tmp_path: Path) -> None:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["grace_s=600"])
         _, paths = write(recipe, JOB, runs=tmp_path)

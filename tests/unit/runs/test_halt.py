@@ -318,6 +318,7 @@ class TestWithoutAName:
         slurm.has(18, "RUNNING")
         assert halt.newest(paths.run.parent).resolve() == other.run
 
+    @pytest.mark.seconds
     def test_none_of_several(self, slurm: Slurm, paths: RunPaths, other: RunPaths) -> None:
         slurm.lists((17, "17", "RUNNING"), (18, "18", "PENDING"))
         with pytest.raises(ConfigError, match="several runs are active") as refused:

@@ -88,6 +88,7 @@ def test_it_runs_until_ctrl_c(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.seconds
 def test_an_image_without_it(tmp_path: Path) -> None:
     paths = here(tmp_path)
     with dray(paths.run) as lab:

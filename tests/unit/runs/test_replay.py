@@ -138,6 +138,7 @@ def ended(runs: Path, *words: str) -> RunPaths:
     return paths
 
 
+@pytest.mark.seconds
 def test_code_of_somebody_else_is_not_run(tmp_path: Path) -> None:
     paths = ended(tmp_path / "runs", "env.LD_PRELOAD=/tmp/evil.so", "model.trust_remote_code=true", "model.name=x/y")
     pack.make(paths.run, tmp_path / "x.tar.gz")

@@ -283,6 +283,7 @@ def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=cwd, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.seconds
 def test_the_verb(tmp_path: Path) -> None:
     folder = resumed(tmp_path / "runs")
     made = dray(cwd=tmp_path)

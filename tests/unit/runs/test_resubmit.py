@@ -167,6 +167,7 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(slurm: Slurm, tmp_path: Path)
     assert [one.name for one in (tmp_path / "runs").glob("[!.]*")] == ["mine"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("losses", "code", "last"),
     [

@@ -328,6 +328,7 @@ def test_a_cluster_that_wants_an_account_is_told_one(root: Path, tmp_path: Path,
     )
 
 
+@pytest.mark.seconds
 def test_an_image_of_another_variant_is_not_queued(root: Path, tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "mine.sif"
     file.write_text("")
@@ -349,6 +350,7 @@ def test_an_image_of_another_variant_is_not_queued(root: Path, tmp_path: Path, m
     assert store.variant() == "cpu"
 
 
+@pytest.mark.seconds
 def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
     """The whole command and its environment, in a place with a hostile name; sbatch writes down what it got."""
     tool = tmp_path / "bin" / "sbatch"
@@ -392,6 +394,7 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.seconds
 def test_a_job_that_slurm_refuses_leaves_no_folder(root: Path, tmp_path: Path) -> None:
     tool = tmp_path / "bin" / "sbatch"
     tool.parent.mkdir()

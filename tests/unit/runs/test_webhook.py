@@ -52,6 +52,7 @@ def url(server: Server) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}/services/secret-word"
 
 
+@pytest.mark.seconds
 def test_a_chat_gets_one_line_and_a_program_the_fields(server: Server) -> None:
     assert webhook.tell(url(server), RESULT, "stopped by scancel at x\n  safe: y") is None
     line = "r: stopped by scancel at x"

@@ -142,6 +142,7 @@ def test_a_message_with_a_fix_of_its_own_keeps_it(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.seconds
 def test_slurm_s_own_lines_are_evidence(tmp_path: Path) -> None:
     paths = begun(tmp_path)
     record(paths, "rank-3", code=137, why="killed by SIGKILL", last_lines=["step 5"])
@@ -266,6 +267,7 @@ class TestStates:
         shown = state.replace("\x1b", "\\u001b")
         assert told == [*([f"cause: {name}"] if name else []), *([f"  Slurm: job 17: {shown}"] if state else [])]
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(
         ("line", "asked", "reason", "name"),
         [
@@ -404,6 +406,7 @@ def test_what_no_terminal_should_be_sent(paths: RunPaths) -> None:
         assert "\x1b" not in dray(paths.run, "--json").stdout
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("why")
 def test_a_log_of_gigabytes_and_of_one_line(paths: RunPaths) -> None:
     (paths.failures / "rank-3.json").write_text("{")
@@ -415,6 +418,7 @@ def test_a_log_of_gigabytes_and_of_one_line(paths: RunPaths) -> None:
     assert made.size < 1 << 20
 
 
+@pytest.mark.seconds
 @pytest.mark.hostile("why")
 def test_another_user_s_folder_that_may_not_be_read(paths: RunPaths) -> None:
     paths.run.chmod(0)
@@ -536,6 +540,7 @@ class TestBundle:
             "attempt-1/logs/rank-3.log: your file in another user's folder",
         ]
 
+    @pytest.mark.seconds
     def test_a_disk_that_is_full(self, secret: RunPaths, tmp_path: Path) -> None:
         line = f'ulimit -f 0; exec "{sys.executable}" -m dray why "$0" "$1" --bundle'
         out = tmp_path / "x.tar.gz"

@@ -104,11 +104,13 @@ def test_all_spellings_are_tried() -> None:
 class TestCorrections:
     """Bash guesses; the planner in the image knows."""
 
+    @pytest.mark.seconds
     def test_the_right_guess_costs_one_start(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml")
         assert ended.returncode == 0, ended.stderr
         assert job.seen.read_text() == "dray-cpu.sif dray plan\n"
 
+    @pytest.mark.seconds
     def test_a_digest_is_computed_where_one_is_pinned(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", f"image_digest={digest('cpu')}")
         assert ended.returncode == 0, ended.stderr
@@ -120,6 +122,7 @@ class TestCorrections:
         assert f"image {job.home}/build/dray-rocm.sif\n" in ended.stdout, ended.stderr
         assert job.seen.read_text() == "dray-rocm.sif dray plan\n"
 
+    @pytest.mark.seconds
     def test_an_image_that_the_user_names_is_not_exchanged(self, job: Job) -> None:
         named = job.home / "build" / "dray-rocm.sif"
         ended = job.plan("recipes/smoke-cpu.toml", DRAY_IMAGE=str(named))
@@ -128,6 +131,7 @@ class TestCorrections:
             f"dray: the image has another variant than the recipe\n  where:  {named}\n  wanted: cpu\n  found:  rocm\n"
         )
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("only", [False, True])
     def test_an_adopted_image(self, job: Job, only: bool) -> None:
         """Its dray is the checkout's; where the recipe alone names it, a first guess asks for it."""
@@ -149,6 +153,7 @@ class TestCorrections:
         assert env["PYTHONPATH"] == f"{folder}:{job.home}/src:/theirs"
         assert str(folder) in [one["path"] for one in plan["binds"]]
 
+    @pytest.mark.seconds
     def test_an_image_that_is_not_built(self, job: Job) -> None:
         (job.home / "build" / "dray-cpu.sif").unlink()
         ended = job.plan("recipes/smoke-cpu.toml")
@@ -157,12 +162,14 @@ class TestCorrections:
         shutil.rmtree(job.home / "build")
         assert job.plan("recipes/smoke-cpu.toml").returncode == 78
 
+    @pytest.mark.seconds
     def test_a_bind_of_the_users_shell_is_named_and_not_used(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", APPTAINER_BIND="/data")
         assert ended.returncode == 0, ended.stderr
         told = "dray: warning: APPTAINER_BIND is not used: add paths to the container with [[binds]] in a site file\n"
         assert told in ended.stderr
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("line", ['engine = "pyxis"', "  'engine'\t= '''pyxis'''"])
     def test_a_site_s_engine(self, job: Job, tmp_path: Path, line: str) -> None:
         """Whatever is on the nodes beside it."""
@@ -213,6 +220,7 @@ class TestTheSame:
         allowed = job.plan(f"--site={site}", "--gpu-memory=0", "recipes/smoke-cpu.toml", *self.HUGE, **gpus)
         assert allowed.returncode == 0, allowed.stderr
 
+    @pytest.mark.seconds
     def test_what_is_not_downloaded_and_a_variable_that_nothing_reads(self, job: Job, tmp_path: Path) -> None:
         (tmp_path / "hf").mkdir()
         ended = job.plan("recipes/gpt2-wikitext-ddp.toml", "scale=whole", "image=cpu", HF_HOME=str(tmp_path / "hf"),
@@ -224,6 +232,7 @@ class TestTheSame:
         written = "".join(path.read_text() for path in (run / "attempt-1").iterdir() if path.is_file())
         assert "hush" not in written
 
+    @pytest.mark.seconds
     def test_the_site_s_variables_come_from_the_job(self, job: Job, tmp_path: Path) -> None:
         (tmp_path / "scratch").mkdir()
         site = tmp_path / "mine.toml"
@@ -282,6 +291,7 @@ class TestStopped:
     def test_a_controller_that_does_not_answer(self) -> None:
         assert stop.parse("at= end=\n", now=1000, grace=120).reason == "SIGTERM"
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("kept", [True, False])
     def test_a_job_that_is_cancelled(self, job: Job, tmp_path: Path, *, kept: bool) -> None:
         """By the real lib.sh: what Slurm said, when, how far it was, and what there is to resume from."""
@@ -339,6 +349,7 @@ class TestStopped:
                         os.kill(pid, signal.SIGKILL)
                 script.communicate()
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize("name", ["HUP", "INT"])
     def test_a_signal_to_the_batch_script_alone(self, job: Job, name: str) -> None:
         """The nodes end, by the real node.sh, runner and rank, and it is said."""
@@ -360,6 +371,7 @@ class TestStopped:
         again = f"dray submit --run={attempt.parent}  # or sbatch slurm/multinode.sh with the same --run"
         assert f"{stopped}  again:  {again}\n" in out
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(("program", "code"), [("trap 'exit 75' USR1;", 75), ("", 0)])
     def test_the_time_limit_comes_near(self, job: Job, program: str, code: int) -> None:
         """As sbatch --signal=B:USR1@120 tells it: what knows the signal saves and ends, and all else goes on."""
@@ -383,6 +395,7 @@ class TestStopped:
         assert (script.returncode, result["exit_code"]) == (code, code), err
         assert (result["status"], result["reason"], result["cause"]) == (status, reason, None)
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(("length", "left"), [(15, 5), (300, 100)])
     def test_a_short_job_is_told_when_a_third_of_its_time_is_left(self, job: Job, length: int, left: int) -> None:
         """Slurm sends the signal at once where the time limit is nearer than it says."""
@@ -402,6 +415,7 @@ class TestStopped:
         assert (script.returncode, told()) == (0, "USR1\n" if length < 60 else ""), err
         assert "dray: SIGUSR1 came at the start of a short job: the run is asked to save and end in" in err
 
+    @pytest.mark.seconds
     def test_a_run_that_ends_well_although_it_was_told_to_stop(self, job: Job) -> None:
         """TERM to the batch script alone."""
         job.tool("srun", SRUN)
@@ -415,6 +429,7 @@ class TestStopped:
         assert (script.returncode, result["status"], result["exit_code"]) == (0, "done", 0), err
         assert out.splitlines()[-2:] == ["done: exit code 0, 1 rank on n1", f"run folder: {attempt.parent}"]
 
+    @pytest.mark.seconds
     def test_a_last_line_without_an_end(self, job: Job) -> None:
         job.tool("srun", SRUN)
         job.tool("scontrol", "#!/bin/bash\nexit 1\n")
@@ -434,6 +449,7 @@ class TestTheEnd:
             job.argv(*words, plan_only=False), env=job.env, cwd=job.home, capture_output=True, text=True, check=False
         )
 
+    @pytest.mark.seconds
     def test_nodes_that_do_not_see_the_run_s_folder(self, job: Job) -> None:
         """All that srun tells of them is how their tasks ended; it has terminated those that see it."""
         blind = """#!/bin/bash
@@ -453,6 +469,7 @@ class TestTheEnd:
             "  fix:    set DRAY_RUNS to a folder that all nodes share\n"
         ) in ended.stdout
 
+    @pytest.mark.seconds
     @pytest.mark.parametrize(("srun", "code"), [(0, 255), (9, 9)])
     def test_an_image_that_does_not_start_again(self, job: Job, srun: int, code: int) -> None:
         ended = self.ended(job, srun=srun)

@@ -152,6 +152,7 @@ def array(task: int) -> dict[str, str]:
     return {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": str(task)}
 
 
+@pytest.mark.seconds
 def test_a_task_begins_its_own_run_and_goes_on_in_it(tmp_path: Path, tasks: Path) -> None:
     """Requeued, it has the same number, and the next attempt."""
     job = Job(tmp_path)

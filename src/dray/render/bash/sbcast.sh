@@ -23,6 +23,7 @@ node::hold() { # IMAGE FOLDER SHA256
   found="$(sha256sum <"$part")" || node::tell none
   if [[ "${found%% *}" != "$3" ]]; then
     node::differs "${found%% *}" "$3"
+    rm --force -- "$part" # who hears it ends this task at once
     node::tell differs
   fi
   chmod 600 -- "$part"
