@@ -20,6 +20,8 @@ from dray.config.site import Site
 from dray.contract import files, run_folder
 from dray.facts import Facts
 from dray.images import store
+from dray.images.layers import layer_lock
+from dray.images.locks import lock as locks
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
 from dray.remote import names
@@ -32,6 +34,13 @@ from dray.train import manifest
 from helpers import ROOT
 
 OLD = 1795570000.0
+_LOCK = b"""# dray image lock cpu, 2026-11-27
+# from requirements 0123456789abcdef
+# lines 0123456789abcdef
+# needs torch==2.13.0
+trl==1.0.0 \\
+    --hash=sha256:0123
+"""
 RECORD = {"time": 10.0, "node": "n2", "rank": 3, "code": 3, "why": "exit code 3", "log": "l", "last_lines": ["x"]}
 
 Damage = Callable[[Path, bytes], object]
@@ -298,6 +307,8 @@ READERS: dict[str, Reader] = {
     ),
     "image": Reader("a.sif", _sif, sif_format.read),
     "image's record": Reader("a.sif.json", _record(), lambda path: record.read(path.with_suffix("")), values=True),
+    "lock": Reader("requirements.lock", _LOCK, locks.about),
+    "layer's lock": Reader("dray-cpu-mine.lock", _LOCK, layer_lock.needs),
     "adopted image": Reader(
         "image.json", b'{"source": "x.sif", "file": "x", "pythonpath": [], "variant": "", "name": "x"}',
         lambda path: store.described(path.with_name("x.sif")) or None, refuses=False,

@@ -19,8 +19,8 @@ from dray.clients.progress import Silence
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
 
-# dray's own lines, pip's on large files, and Docker's on the steps of the builder's image.
-_SHOWN = re.compile(r"dray: |Downloading |Step \d+/\d+ : ")
+# dray's own lines, and Docker's on the steps of the builder's image.
+_SHOWN = re.compile(r"dray: |Step \d+/\d+ : ")
 _WIDTH = 120
 _LOOK_S = 1.0
 _FULL = "no space left on device"  # programs write No, Docker no

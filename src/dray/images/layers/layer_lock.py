@@ -11,6 +11,7 @@ from zipfile import ZipFile, ZipInfo
 
 from dray import process
 from dray.config.image import Image
+from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.images.locks import lock, uv
 from dray.images.locks.lock import Pin
@@ -49,8 +50,9 @@ def update(
 
 def needs(path: Path) -> dict[str, str]:
     """The image's packages that a layer depends on, in the versions that it was locked for."""
-    found = (line.removeprefix(_NEEDS) for line in path.read_text(encoding="utf-8").splitlines() if _NEEDS in line)
-    return {name: version for name, _, version in (one.partition("==") for one in found)}
+    lines = files.text(path, "the layer's lock").splitlines()
+    pins = (line.removeprefix(_NEEDS).partition("==") for line in lines if line.startswith(_NEEDS))
+    return {name: version for name, _, version in pins}
 
 
 def unfit(wanted: Mapping[str, str], image: Mapping[str, str]) -> list[str]:

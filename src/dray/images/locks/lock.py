@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dray.config.image import Image
-from dray.contract.files import write_atomic
+from dray.contract import files
 from dray.contract.findings import ConfigError
 
 # It has no wheels; the image's build makes one, where its operators can be compiled.
@@ -74,7 +74,7 @@ def write(lock: Path, origins: Mapping[str, str], lines: str) -> list[str]:
     day = head[1] if head and unchanged else datetime.now(UTC).date().isoformat()
     made_from = ", ".join(f"{origin} {value}" for origin, value in origins.items())
     title = f"# dray image lock {name(lock)}, {day}\n# from {made_from}\n# lines {digest(lines)}\n"
-    write_atomic(lock, title + lines)
+    files.write_atomic(lock, title + lines)
     return changes(parse(before), parse(lines))
 
 
@@ -166,10 +166,7 @@ def _project(checkout: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as missing:
-        raise ConfigError("a file that the lock is made from does not exist", where=path) from missing
+    return files.text(path, path.name)
 
 
 def _stale(

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from dray import process
 from dray.config.image import Image
+from dray.contract import files
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.locks import lock as locks
 from dray.images.locks.lock import SOURCE_ONLY, Pin
@@ -48,7 +49,7 @@ def update(checkout: Path, image: Image | None, *, upgrade: bool = False) -> lis
 
 def _resolved(checkout: Path, lock: Path, image: Image | None, *, upgrade: bool) -> str:
     """The lines of uv. It keeps to the versions in a lock that is there, and to their hashes, even to a wrong one."""
-    before = lock.read_text(encoding="utf-8") if lock.exists() else ""
+    before = files.text(lock, lock.name) if lock.exists() else ""
     if locks.is_edited(before):
         versions = (f"{pin.name}=={pin.version}" for pin in locks.parse(before))
         before = "".join(f"{version}\n" for version in versions if _VERSION.fullmatch(version))
@@ -109,7 +110,7 @@ def coverage(checkout: Path, image: Image | None) -> Iterator[str]:
     Vendors' wheels are left out: another index has them. dray asks the index of the rest, and fetches nothing.
     """
     paths = locks.of(checkout, image)
-    text = "".join(path.read_text(encoding="utf-8") for path in paths)
+    text = "".join(files.text(path, path.name) for path in paths)
     pythons: tuple[str, ...] = _HOSTS
     alone = True
     if image:
