@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
 import sys
@@ -25,7 +24,9 @@ from zipfile import ZipFile
 
 from dray import __version__, process
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.fetch.platforms import PLATFORMS
+from dray.images.fetch import platforms
+from dray.images.locks import lock
+from dray.images.locks.lock import Pin
 
 IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
 """Files in the folder: the SIF, or a link to it; a link to the file that the user named; the description of both."""
@@ -164,7 +165,7 @@ def _packages(
     folder: Path, found: Mapping[str, Any], asked: Iterable[str], checkout: Path, source: str
 ) -> dict[str, str]:
     """Add what the image lacks, by the hashes of venv.lock. Each added wheel names the packages that it needs."""
-    pins = _pins(checkout / "containers" / "venv.lock")
+    pins = {pin.name: pin for pin in lock.read(lock.venv(checkout))}
     python = ".".join(found["python"].split(".")[:2])
     ours = checkout / "build" / "wheels"
     name = f"beside-{python}"
@@ -187,24 +188,7 @@ def _packages(
     return dict(sorted(brought.items()))
 
 
-@dataclass(frozen=True)
-class _Pin:
-    name: str
-    version: str
-    text: str
-    hashes: frozenset[str]
-
-
-def _pins(lock: Path) -> dict[str, _Pin]:
-    found = {}
-    for line in lock.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
-        if matched := re.match(r"([a-z0-9-]+)==(\S+) ", line):
-            hashes = frozenset(re.findall(r"sha256:([0-9a-f]{64})", line))
-            found[matched[1]] = _Pin(matched[1], matched[2], " ".join(line.split()), hashes)
-    return found
-
-
-def _missing(asked: Iterable[str], has: Mapping[str, str], pins: Mapping[str, _Pin]) -> Iterator[str]:
+def _missing(asked: Iterable[str], has: Mapping[str, str], pins: Mapping[str, Pin]) -> Iterator[str]:
     """The required packages that the image lacks, or has in a version that does not fit."""
     for requirement in asked:
         wanted, _, marker = requirement.partition(";")
@@ -226,9 +210,9 @@ def _fits(wanted: str, version: str | None) -> bool:
     return not oldest or numbers(version) >= numbers(oldest[1])
 
 
-def _wheels(pins: Sequence[_Pin], python: str, places: Sequence[Path], source: str) -> list[Path]:
+def _wheels(pins: Sequence[Pin], python: str, places: Sequence[Path], source: str) -> list[Path]:
     """The pinned wheels. The first place keeps them for the next image with this Python."""
-    absent = [pin for pin in pins if not _kept(pin, python, places)]
+    wheels, absent = platforms.present(pins, places, python)
     if absent:
         try:
             _fetch(absent, python, places[0])
@@ -242,31 +226,22 @@ def _wheels(pins: Sequence[_Pin], python: str, places: Sequence[Path], source: s
                 f"or, if the image has no pip: make install && .venv/bin/dray image adopt {shlex.quote(source)}\n"
                 "or take an image with pydantic, rich, typer and PyYAML",
             ) from error
-    return [wheel for pin in pins for wheel in _kept(pin, python, places)]
+        wheels, _ = platforms.present(pins, places, python)
+    return wheels
 
 
-def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> list[Path]:
-    """The wheel, from the first place that has it; the last place is the one of dray's own images."""
-    tags = (f"-cp{python.replace('.', '')}-", "py3-none-any.")
-    for path in (path for place in places for path in place.glob(f"*-{pin.version}-*.whl")):
-        if any(tag in path.name for tag in tags) and hashlib.sha256(path.read_bytes()).hexdigest() in pin.hashes:
-            return [path]
-    return []
-
-
-def _fetch(pins: Sequence[_Pin], python: str, files: Path) -> None:
+def _fetch(pins: Sequence[Pin], python: str, files: Path) -> None:
     """Fetch with the image's or the user's own pip and its configuration. It runs no package's code."""
     files.mkdir(parents=True, exist_ok=True)
     # A folder of its own first: another job may fetch the same wheels.
     with TemporaryDirectory(dir=files, prefix=".fetch-") as scratch:
         requirements = Path(scratch, "requirements.txt")
-        requirements.write_text("".join(f"{pin.text}\n" for pin in pins), encoding="utf-8")
+        requirements.write_text("".join(f"{pin}\n" for pin in pins), encoding="utf-8")
         process.run(
             [
                 *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--quiet"),
                 *("--progress-bar", "off", "--require-hashes", "--only-binary", ":all:", "--retries", "1"),
-                *("--timeout", "10", "--implementation", "cp", "--python-version", python),
-                *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
+                *("--timeout", "10", *platforms.pip_options(python)),
                 *("--requirement", str(requirements), "--dest", scratch),
             ]
         )

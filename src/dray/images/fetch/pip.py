@@ -17,7 +17,7 @@ from dray import process
 from dray.config import mirrors
 from dray.config.image import Image
 from dray.contract.findings import DrayError, UnfitError
-from dray.images.fetch.platforms import PLATFORMS
+from dray.images.fetch.platforms import pip_options
 from dray.images.locks.lock import SOURCE_ONLY, Pin
 
 _WITH_HASHES = (26, 1)
@@ -49,7 +49,7 @@ def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]
     return [
         *(*command("download"), "--progress-bar", "off", "--require-hashes"),
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, "--no-build-isolation", "--use-pep517"),
-        *(*_for_image(python), "--requirement", str(requirements), "--dest", str(folder)),
+        *(*pip_options(python), "--requirement", str(requirements), "--dest", str(folder)),
     ]
 
 
@@ -58,13 +58,8 @@ def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path)
     return [
         *(*command("install"), "--quiet", "--no-index", "--find-links", str(wheels), "--require-hashes"),
         *("--only-binary", ":all:", "--no-compile"),
-        *(*_for_image(python), "--requirement", str(requirements), "--target", str(folder)),
+        *(*pip_options(python), "--requirement", str(requirements), "--target", str(folder)),
     ]
-
-
-def _for_image(python: str) -> list[str]:
-    platforms = (word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}"))
-    return ["--implementation", "cp", "--python-version", python, *platforms]
 
 
 def download(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import platform
-import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from dray.clients import progress
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
 from dray.images.fetch import pip, sha256
-from dray.images.fetch.platforms import PLATFORMS
+from dray.images.fetch.platforms import fits, present
 from dray.images.locks import lock
 from dray.images.locks.lock import Pin
 
@@ -39,16 +36,15 @@ def fetch(
     versions = {vendor.name: vendor.version for vendor in image.vendor}
     locked = (pin for path in locks for pin in lock.read(path))
     pins = {pin.name: replace(pin, version=versions.get(pin.name, pin.version)) for pin in locked}
-    files = _present(pins, [wheels, folder] if wheels else [folder], image.python)
-    missing = [pins[name] for name in sorted(pins.keys() - {_name(path) for path in files})]
+    files, missing = present(pins.values(), [wheels, folder] if wheels else [folder], image.python)
     if wheels:
         _refuse_others(missing, wheels, image.python)
     if missing:
         say(f"dray: fetch {len(missing)} of {len(pins)} packages")
     total = image.size.wheels_mb * 1_000_000 if image.size else 0
-    present = sum(path.stat().st_size for path in files)
+    size = sum(path.stat().st_size for path in files)
     indexes = {vendor.name: vendor.index for vendor in image.vendor}
-    with progress.watch(folder, "wheels", total=max(0, total - present), say=say):
+    with progress.watch(folder, "wheels", total=max(0, total - size), say=say):
         # Vendors' wheels first: if one is missing, the minutes for the rest are wasted.
         for index in (*dict.fromkeys(indexes.values()), ""):
             group = [pin for pin in missing if indexes.get(pin.name, "") == index]
@@ -72,23 +68,11 @@ def own(*, checkout: Path, folder: Path) -> Path:
     return next(made.glob("*.whl"))
 
 
-def _present(pins: Mapping[str, Pin], folders: Sequence[Path], python: str) -> list[Path]:
-    """The files in these folders that are locked and fit, each once."""
-    paths = (path for folder in folders for path in sorted(folder.glob("*-*")))
-    files = [path for path in paths if _name(path) in pins and path.is_file() and _fits(path, python)]
-    present: dict[str, Path] = {}
-    with ThreadPoolExecutor() as pool:
-        for path, digest in zip(files, pool.map(sha256, files), strict=True):
-            if digest in pins[_name(path)].hashes:
-                present.setdefault(digest, path)
-    return list(present.values())
-
-
 def _refuse_others(missing: Sequence[Pin], wheels: Path, python: str) -> None:
     """Refuse a wheel in the user's folder with the right name and another hash: he expects it in the image."""
     for pin in missing:
         for path in wheels.glob(f"{pin.name.replace('-', '_')}-{pin.version}-*.whl"):
-            if _fits(path, python):
+            if fits(path, python):
                 raise ConfigError(
                     "a wheel does not match its locked hash",
                     where=path,
@@ -96,21 +80,3 @@ def _refuse_others(missing: Sequence[Pin], wheels: Path, python: str) -> None:
                     found=f"sha256 {sha256(path)}",
                     fix="fetch the file again from its publisher, or remove it from the folder",
                 )
-
-
-def _name(path: Path) -> str:
-    """The package that a file holds, written as in a lock."""
-    return re.sub(r"[-_.]+", "-", path.name.partition("-")[0]).lower()
-
-
-def _fits(path: Path, python: str) -> bool:
-    """Whether a wheel is for this Python and this machine. Sources are for all."""
-    if path.suffix != ".whl":
-        return True
-    digits = python.replace(".", "")
-    interpreters, abi, systems = (part.split(".") for part in path.stem.split("-")[-3:])
-    # One for the stable interface serves its own Python and every newer one.
-    stable = abi == ["abi3"] and any(int(name[3:]) <= int(digits[1:]) for name in interpreters if name[:3] == "cp3")
-    ours = stable or bool({f"cp{digits}", f"py{digits}", "py3"} & set(interpreters))
-    machine = f"_{platform.machine()}"
-    return ours and any(system == "any" or system.removesuffix(machine) in PLATFORMS for system in systems)

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dray.config.image import Image
 from dray.contract import files
 from dray.contract.findings import ConfigError
+
+if TYPE_CHECKING:  # an adopted image may lack pydantic
+    from dray.config.image import Image
 
 # It has no wheels; the image's build makes one, where its operators can be compiled.
 SOURCE_ONLY = "deepspeed"
@@ -60,9 +62,8 @@ def parse(text: str) -> list[Pin]:
     pins = []
     for line in text.replace("\\\n", " ").splitlines():
         if line and not line.startswith("#"):
-            first, *rest = line.split()
-            name, _, version = first.partition("==")
-            pins.append(Pin(name, version, tuple(word.removeprefix("--hash=sha256:") for word in rest)))
+            name, _, version = line.split()[0].partition("==")
+            pins.append(Pin(name, version, tuple(re.findall(r"--hash=sha256:(\S+)", line))))
     return pins
 
 
