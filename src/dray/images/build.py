@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray import __version__
+from dray import __version__, process
 from dray.clients import builder, engine_store
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import bundle, inputs, store
@@ -74,7 +73,9 @@ def build(
 def _found(source: BuildContext, sif: Path, formats: Sequence[str]) -> dict[str, str]:
     """The images that exist from the same inputs, a line for each format: the SIF, Docker's and Podman's."""
     found = {}
-    recorded = _record(sif)
+    recorded = None
+    with suppress(ConfigError):  # a damaged record does not stop a build
+        recorded = record.read(sif) if sif.is_file() else None
     if recorded and recorded.inputs == source.digest and f"sha256:{recorded.sif.sha256}" == digest(sif):
         found["sif"] = f"{sif}  {recorded.sif.size / 1e6:.0f} MB  sha256:{recorded.sif.sha256}"
     tag = store.docker_tag(source.image.variant)
@@ -131,14 +132,6 @@ def _keep_failed(failed: Path, source: BuildContext, scratch: Path, error: DrayE
         return
 
 
-def _record(sif: Path) -> record.Record | None:
-    """The record, if it and its image exist. A damaged record does not stop a build."""
-    try:
-        return record.read(sif) if sif.is_file() else None
-    except ConfigError:
-        return None
-
-
 def _need_same(failed: Path, first: Path, second: Path) -> None:
     """Refuse two builds that differ, and keep both for a comparison."""
     for name in (SIF, LAYER):
@@ -148,27 +141,14 @@ def _need_same(failed: Path, first: Path, second: Path) -> None:
         kept = [failed / f"{number}-{name}" for number in (1, 2)]
         for scratch, path in zip((first, second), kept, strict=True):
             (scratch / name).replace(path)
+        diff = process.run(
+            ["diff", "--recursive", "--brief", "--no-dereference", first / ROOTFS, second / ROOTFS], check=False
+        )
         raise DrayError(
             "two builds from the same inputs differ",
-            where=_first_difference(first / ROOTFS, second / ROOTFS) or "the packing: all files are the same",
+            where=diff.out.partition("\n")[0] or "modes, or the packing: all files are the same",
             found="\n".join(f"{digest(path)}  {path}" for path in kept),
         )
-
-
-def _first_difference(first: Path, second: Path) -> str:
-    """The first file that differs between two root filesystems; empty if there is none."""
-    names = {path.relative_to(rootfs) for rootfs in (first, second) for path in rootfs.rglob("*")}
-    return next((f"/{name}" for name in sorted(names) if _entry(first / name) != _entry(second / name)), "")
-
-
-def _entry(path: Path) -> tuple[int, str] | None:
-    """A file's mode, and its digest or where it leads."""
-    if not os.path.lexists(path):
-        return None
-    mode = path.lstat().st_mode
-    if path.is_symlink():
-        return mode, str(path.readlink())
-    return mode, digest(path) if path.is_file() else ""
 
 
 def _record_of(source: BuildContext, scratch: Path) -> record.Record:

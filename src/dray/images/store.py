@@ -15,7 +15,7 @@ from typing import Any
 from dray import engines
 from dray.config.checkout import root
 from dray.config.image import ACCELERATORS, ADOPTED
-from dray.contract.files import read
+from dray.contract.files import open_regular, read
 from dray.contract.findings import ConfigError, UnfitError, listed, nearest
 from dray.images import adopted_folder
 from dray.images.sif import record, verify
@@ -281,5 +281,5 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
 def _head(file: Path) -> bytes:
     if file.is_dir():
         return b""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return stream.read(64)

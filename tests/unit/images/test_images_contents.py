@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dray.cli import image_look
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import contents
 from dray.images.sif import format as sif_format
 
@@ -19,38 +19,22 @@ def sif(tmp_path) -> Path:
     return tmp_path / "a.sif"
 
 
-OLD = "SYNTAX: unsquashfs [options] filesystem [directories or files to extract]"
-NO_ZSTD = "Filesystem uses zstd compression, this is unsupported by this version"
-
-
-@pytest.mark.parametrize(
-    ("version", "said", "wanted", "found"),
-    [
-        ("4.3", OLD, "4.4", "version 4.3"),
-        ("4.6.1 (2023/03/25)", NO_ZSTD, "4.4", NO_ZSTD),
-        ("4.4", "FATAL ERROR: damaged", None, "FATAL ERROR: damaged"),
-        ("4.10", "FATAL ERROR: damaged", None, "FATAL ERROR: damaged"),
-    ],
-)
-def test_an_unsquashfs_that_cannot(sif, tmp_path, monkeypatch, version, said, wanted, found):
+def test_an_unsquashfs_that_cannot(sif, tmp_path, monkeypatch):
+    """Version 4.3 prints its options, and one without zstd says so: the last lines of the tool tell what is wrong."""
     tool = tmp_path / "bin" / "unsquashfs"
     tool.parent.mkdir()
-    tool.write_text(
-        f'#!/bin/sh\n[ "$1" = -version ] && echo "unsquashfs version {version}" || echo "{said}" >&2\nexit 1\n'
-    )
+    tool.write_text("#!/bin/sh\nfor line in 1 2 3 4 5 6; do echo $line >&2; done\nexit 1\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent))
-    with pytest.raises(DrayError) as raised:
+    with pytest.raises(ConfigError) as raised:
         contents.file(sif_format.read(sif), "a")
-    damaged = (
-        f"the image's files cannot be read\n  where:  {sif}\n  found:  {found}\n  fix:    build or copy the image again"
+    assert str(raised.value) == (
+        f"the image's files cannot be read\n  where:  {sif}\n"
+        "  wanted: squashfs-tools 4.4 or newer, with zstd, and a whole image\n"
+        "  found:  2\n          3\n          4\n          5\n          6\n"
+        "  fix:    unsquashfs -version: install a newer one, or, with a Docker Engine, take it off PATH\n"
+        "          or build or copy the image again"
     )
-    unfit = (
-        f"this machine's unsquashfs cannot read the image\n  where:  {tool}\n"
-        f"  wanted: squashfs-tools {wanted} or newer, with zstd\n  found:  {found}\n"
-        "  fix:    install a newer one; or, with a Docker Engine, take it off PATH: dray then runs one in a container"
-    )
-    assert (str(raised.value), raised.value.exit_code) == ((unfit, 69) if wanted else (damaged, 78))
 
 
 def test_no_unsquashfs_and_no_docker(sif, tmp_path, monkeypatch):

@@ -208,8 +208,14 @@ def test_apptainer_runs_in_the_scratch_folder_with_the_lock_s_date(tmp_path, mon
     assert capfd.readouterr().out == f"{shlex.join(argv)}\n{scratch} {EPOCH} {scratch}\n{'|'.join(argv[1:])}|"
 
 
-@pytest.mark.parametrize("second", ["1", None])
-def test_two_builds_that_differ(second, tmp_path):
+@pytest.mark.parametrize(
+    ("second", "difference"),
+    [
+        ("1", "Files {0}/one/rootfs/opt/now and {0}/two/rootfs/opt/now differ"),
+        (None, "Only in {0}/one/rootfs/opt: now"),
+    ],
+)
+def test_two_builds_that_differ(second, difference, tmp_path):
     """The first file that differs is named, and both images are kept."""
     for name, content in (("one", "0"), ("two", second)):
         tree = tmp_path / name / "rootfs"
@@ -222,7 +228,8 @@ def test_two_builds_that_differ(second, tmp_path):
     with pytest.raises(DrayError) as raised:
         build._need_same(tmp_path / "failed", tmp_path / "one", tmp_path / "two")
     assert str(raised.value) == (
-        "two builds from the same inputs differ\n  where:  /opt/now\n"
+        "two builds from the same inputs differ\n"
+        f"  where:  {difference.format(tmp_path)}\n"
         f"  found:  sha256:{hashlib.sha256(b'one').hexdigest()}  {tmp_path}/failed/1-image.sif\n"
         f"          sha256:{hashlib.sha256(b'two').hexdigest()}  {tmp_path}/failed/2-image.sif"
     )

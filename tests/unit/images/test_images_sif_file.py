@@ -169,8 +169,8 @@ def test_paths_without_an_image(tmp_path, sif):
     assert said == [
         f"the image does not exist\n  wanted: {tmp_path}/none.sif\n"
         "  fix:    make image-cpu builds build/dray-cpu.sif; or name the file of another image",
-        f"not a usable image\n  where:  {tmp_path}\n  wanted: {SIF}\n  found:  a folder",
-        f"not a usable image\n  where:  {tmp_path}/pipe\n  wanted: {SIF}\n  found:  not a regular file",
+        f"the image cannot be read\n  where:  {tmp_path}\n  found:  a folder",
+        f"the image cannot be read\n  where:  {tmp_path}/pipe\n  found:  a FIFO, not a file",
         f"the image cannot be read\n  where:  {sif}/below\n  found:  Not a directory",
         f"the image cannot be read\n  where:  {tmp_path}/round\n  found:  Too many levels of symbolic links",
     ]

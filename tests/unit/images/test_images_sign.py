@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dray.cli import image_look
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import DrayError
 from dray.images.sif import format as sif_format
 from dray.images.sif import record, sign
 from dray.images.sif.record import File, Record
@@ -116,13 +116,8 @@ def test_no_room_for_a_copy(sif, tool, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copy2", full)
-    with pytest.raises(UnfitError) as raised:
+    with pytest.raises(OSError, match="No space left"):
         sign.sign(sif_format.read(sif))
-    assert str(raised.value) == (
-        "the image cannot be copied for signing\n"
-        f"  where:  {sif.parent}\n  wanted: 0 MB of free space, and the right to write there\n"
-        "  found:  No space left on device"
-    )
     assert sorted(path.name for path in sif.parent.iterdir()) == NAMES
 
 

@@ -21,9 +21,9 @@ from dray.images.fetch import sha256
 from dray.images.locks import lock as locks
 from dray.images.locks.lock import Pin
 from dray.images.rootfs import PROGRAM
+from dray.images.sif.format import MACHINES
 
 INSTALLED = "installed"
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 # The last word of a lock's line, for packages of the slim image: another base may lack them or have other versions.
 _OF_BASE = "base"
 _READ = ("debian.in", "debian.sh", "debs.sh", "debs.def")
@@ -32,7 +32,7 @@ _READ = ("debian.in", "debian.sh", "debs.sh", "debs.def")
 def lock_file(checkout: Path, architecture: str = "") -> Path:
     """The lock for an architecture, by Debian's name for it (amd64, arm64); else for this machine's."""
     machine = platform.machine()
-    return checkout / "containers" / f"debian-{architecture or _ARCHITECTURES.get(machine, machine)}.lock"
+    return checkout / "containers" / f"debian-{architecture or MACHINES.get(machine, machine)}.lock"
 
 
 def fetch(
@@ -64,7 +64,7 @@ def fetch(
 def update_locks(checkout: Path, *, base: Path, say: Callable[[str], None], check: bool = False) -> list[str]:
     """Compare today's packages with each architecture's lock; returns the changes. Writes the locks, unless `check`."""
     changes = []
-    for architecture in _ARCHITECTURES.values():
+    for architecture in MACHINES.values():
         lock = lock_file(checkout, architecture)
         (checkout / "build").mkdir(exist_ok=True)
         with TemporaryDirectory(dir=checkout / "build", prefix=".debs-") as scratch:

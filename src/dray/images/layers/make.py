@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -97,16 +98,17 @@ def _installed(checkout: Path, image: Image, path: Path, scratch: Path, *, own_w
     """A folder with the installed wheels, as an installation into the image would leave them."""
     tree = scratch / "installed"
     files, modules = scratch / "wheels", tree / "lib"
-    for folder in (files, modules):
-        folder.mkdir(parents=True)
     with inputs.alone(checkout / "build"):
         say("dray: wheels")
         fetched = wheels.fetch(
             locks=[path], image=image.model_copy(update={"vendor": [], "size": None}),
             folder=checkout / "build" / "wheels", wheels=own_wheels, say=say,
         )  # fmt: skip
-        for wheel in fetched:
-            bundle.link(wheel, files / wheel.name)
+    os.umask(0o022)  # others than the owner start the layer
+    for folder in (files, modules):
+        folder.mkdir(parents=True)
+    for wheel in fetched:
+        bundle.link(wheel, files / wheel.name)
     process.run(pip.install_argv(requirements=path, python=image.python, wheels=files, folder=modules))
     if (modules / "bin").is_dir():
         _start_with_the_images_python(modules)
@@ -132,9 +134,6 @@ def _pack(base: Path, tree: Path, out: Path, *, definition: bytes, epoch: int, s
     argv = ["python3", "-c", _COMPILE, f"{LAYER}/lib"]
     _require(apptainer.execute(base.resolve(), argv, options=[mount], binds={tree: True}, seconds=_COMPILE_S))
     say("dray: pack the layer")
-    for path in tree.rglob("*"):  # others than the owner start it, whatever the umask was
-        if not path.is_symlink():
-            path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     if process.which("mksquashfs"):
         squashfs.require()
     packed = out.with_suffix(".squashfs")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from dray.contract import files
 from dray.contract.findings import ConfigError
 
 LAUNCH = b"#!/usr/bin/env run-singularity\n"
@@ -105,9 +106,7 @@ def metadata(rootfs: Path, definition: bytes) -> bytes:
 def read(path: Path) -> Sif:
     """Read the header and descriptors. Refuses a file that is not a complete SIF with one root filesystem."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would have no end
-            raise _refused(path, "a folder" if path.is_dir() else "not a regular file")
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             return _read(path, file)
     except FileNotFoundError:
         variant = named[1] if (named := _NAME.fullmatch(path.name)) else "cpu"

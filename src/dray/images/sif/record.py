@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -10,9 +9,9 @@ from pydantic import Field, ValidationError
 
 from dray.config.image import Digest
 from dray.config.model import Spec, explained
-from dray.contract.files import read as read_file
-from dray.contract.files import write_atomic
+from dray.contract import files
 from dray.contract.findings import ConfigError
+from dray.images.fetch import sha256
 
 
 class File(Spec):
@@ -26,8 +25,7 @@ class File(Spec):
     @classmethod
     def of(cls, path: Path) -> File:
         """The digest and size of a file."""
-        with path.open("rb") as file:
-            return cls(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size=path.stat().st_size)
+        return cls(sha256=sha256(path), size=path.stat().st_size)
 
 
 class Record(Spec):
@@ -64,12 +62,11 @@ def path_for(sif: Path) -> Path:
 def read(sif: Path) -> Record | None:
     """The record; None if there is none."""
     path = path_for(sif)
-    try:
-        return Record.model_validate_json(read_file(path))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        raise ConfigError("the image's record cannot be read", where=path, found=error.strerror) from error
+    text = files.text(path, "the image's record")
+    try:
+        return Record.model_validate_json(text)
     except ValidationError as wrong:
         raise ConfigError(
             "the image's record is damaged",
@@ -90,4 +87,4 @@ def deliver(made: Path, sif: Path, record: Record) -> None:
 
 def write(sif: Path, record: Record) -> None:
     """Write the record beside the image, atomically."""
-    write_atomic(path_for(sif), record.model_dump_json(indent=1) + "\n")
+    files.write_atomic(path_for(sif), record.model_dump_json(indent=1) + "\n")

@@ -8,15 +8,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import interrupts, process
 from dray.clients import apptainer, builder
 from dray.config import checkout
-from dray.contract.findings import ConfigError, UnfitError
+from dray.contract.findings import ConfigError
 from dray.images.sif import format as sif_format
 from dray.images.sif import record, verify
 from dray.images.sif.format import Sif
@@ -92,7 +91,9 @@ def sign(sif: Sif, keyidx: int | None = None) -> tuple[str, str]:
     if recorded:
         verify.require(sif.path, *verify.expected(sif.path))
     argv = ["sign"] if keyidx is None else ["sign", "--keyidx", str(keyidx)]
-    with _copy(sif.path) as copy:
+    # A copy beside the image: if signing is interrupted, the image that others start is intact.
+    with interrupts.stoppable(), TemporaryDirectory(prefix=f".{sif.path.name}-", dir=sif.path.parent) as scratch:
+        copy = Path(shutil.copy2(sif.path, scratch))
         if process.apptainer() and sys.stdin.isatty():  # it may ask for a passphrase, which dray must not see
             done = process.run([apptainer.name(), *argv, copy], env=_environment(), show=True, check=False)
         else:
@@ -118,23 +119,6 @@ def keyring() -> Path:
     """The folder of Apptainer's keyring."""
     named = (os.environ.get(variable) for variable, _ in _KEYS.values())
     return Path(next(filter(None, named), None) or checkout.home() / _KEYS[apptainer.name()][1])
-
-
-@contextmanager
-def _copy(sif: Path) -> Iterator[Path]:
-    """A copy beside the image: if signing is interrupted, the image that others start is intact."""
-    with interrupts.stoppable(), ExitStack() as until:
-        try:
-            made = until.enter_context(TemporaryDirectory(prefix=f".{sif.name}-", dir=sif.parent))
-            copy = Path(shutil.copy2(sif, made))
-        except OSError as error:
-            raise UnfitError(
-                "the image cannot be copied for signing",
-                where=sif.parent,
-                wanted=f"{sif.stat().st_size / 1e6:.0f} MB of free space, and the right to write there",
-                found=error.strerror,
-            ) from error
-        yield copy
 
 
 def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False) -> Done:
