@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import dray
 from dray import interrupts, process
 from dray.clients import apptainer
+from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
@@ -54,9 +55,7 @@ class Adopted:
     """What dray's own trainer needs and the image lacks; the user's own script may not need it."""
 
 
-def adopt(
-    checkout: Path, source: str, *, name: str = "", force: bool = False, say: Callable[[str], None] = print
-) -> Adopted:
+def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, say: Say = print) -> Adopted:
     """Make the folder build/dray-NAME, as slurm/adopt.sh does on a node. A failure leaves nothing."""
     # A container starts elsewhere.
     source = re.sub("^(oci|oci-archive|docker-archive):(?!/)", lambda kind: f"{kind[0]}{Path.cwd()}/", source)
@@ -146,7 +145,7 @@ def probe(image: Path, source: str) -> dict[str, Any]:
     return found
 
 
-def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str], None]) -> str:
+def _put(source: str, address: str, image: Path, kept: Path, say: Say) -> str:
     """Link the image, copy it if others may write it, or fetch it. Returns its absolute path or its address."""
     path = Path(source).expanduser()
     if path.exists():
@@ -170,7 +169,7 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
     return source
 
 
-def _use(path: Path, image: Path, say: Callable[[str], None]) -> None:
+def _use(path: Path, image: Path, say: Say) -> None:
     """Link or copy the image. No hard link: the file's owner may still change it."""
     sif_format.read(path)
     image.with_name(adopted_folder.SOURCE).symlink_to(path)

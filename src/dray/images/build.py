@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from dray import __version__, process
 from dray.clients import builder, engine_store
+from dray.clients.progress import Say
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import bundle, inputs, store
 from dray.images.build_output import build_log
@@ -21,8 +22,6 @@ from dray.images.inputs import INPUTS_LABEL, BuildContext
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.sif import record
 from dray.images.sif.verify import digest
-
-Say = Callable[[str], None]
 
 
 def build(

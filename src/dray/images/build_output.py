@@ -8,14 +8,14 @@ import re
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Lock, Thread
 
 from dray import interrupts
 from dray.clients.builder import BuildError
-from dray.clients.progress import Silence
+from dray.clients.progress import Say, Silence
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
 
@@ -27,7 +27,7 @@ _FULL = "no space left on device"  # programs write No, Docker no
 
 
 @contextmanager
-def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str], None]]:
+def build_log(path: Path, *, out: Path | None = None) -> Iterator[Say]:
     """Yield the function that logs a line. If a program of the build fails, the error gets its last lines and the log.
 
     `out` is the folder of the image, which the build writes besides its own folder.

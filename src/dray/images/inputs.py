@@ -9,13 +9,14 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from dray.clients import builder, docker
+from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.config.image import Image
 from dray.config.model import load
@@ -79,7 +80,7 @@ def gather(
     base: str | None = None,
     own_wheels: Path | None = None,
     as_locked: bool = True,
-    say: Callable[[str], None],
+    say: Say,
 ) -> BuildContext:
     """Fetch what is missing, and write the folder of inputs again from the checkout."""
     described = image(checkout, variant)
@@ -116,9 +117,7 @@ def from_bundle(checkout: Path, folder: Path, variant: str, *, signers: Path | N
     return BuildContext(image=image(checkout, variant), inputs=folder, base=next(folder.glob("base.*")))
 
 
-def to_bundle(
-    checkout: Path, context: BuildContext, out: Path, *, key: Path | None, say: Callable[[str], None]
-) -> Path:
+def to_bundle(checkout: Path, context: BuildContext, out: Path, *, key: Path | None, say: Say) -> Path:
     """Write the bundle `out`, with the builder's image if Docker runs it here: the other machine needs it too."""
 
     def add_builder(file: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from dray.clients import apptainer, builder
+from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
 from dray.images.fetch import sha256
@@ -15,7 +15,7 @@ from dray.images.fetch import sha256
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
 
-def default(checkout: Path, pinned: str, *, say: Callable[[str], None]) -> str:
+def default(checkout: Path, pinned: str, *, say: Say) -> str:
     """The default base: the one that make-base.sh made in this checkout, else the pinned one."""
     made = builder.made_base(checkout, "bookworm")
     if made:
@@ -38,7 +38,7 @@ def local(base: str) -> Path | None:
     return None
 
 
-def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
+def fetched(checkout: Path, base: str, *, say: Say) -> Path:
     """The base's file: the user's own tar or SIF, or the image of a reference, which is pulled once."""
     if path := local(base):
         return path

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dray.clients.progress import Say
 from dray.contract.files import open_to_others
 
 
-def find(checkout: Path, key: str, *, say: Callable[[str], None]) -> Path | None:
+def find(checkout: Path, key: str, *, say: Say) -> Path | None:
     """The folder with the wheel of this digest. One that others could change is removed: no lock has its hash."""
     folder = _folder(checkout, key)
     wheel = next(folder.glob("*.whl"), None)

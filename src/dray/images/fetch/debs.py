@@ -7,7 +7,6 @@ import os
 import platform
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
 from dray.clients import builder, builder_container, docker, progress
+from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
 from dray.images.fetch import sha256
@@ -35,9 +35,7 @@ def lock_file(checkout: Path, architecture: str = "") -> Path:
     return checkout / "containers" / f"debian-{architecture or MACHINES.get(machine, machine)}.lock"
 
 
-def fetch(
-    checkout: Path, *, base: Path, identity: str, as_locked: bool = True, say: Callable[[str], None] = print
-) -> Path:
+def fetch(checkout: Path, *, base: Path, identity: str, as_locked: bool = True, say: Say = print) -> Path:
     """The folder with the packages for this base, fetched if it is missing. Refuses packages that are not as locked."""
     lock = lock_file(checkout)
     locked = lock.read_text() if lock.exists() else ""
@@ -61,7 +59,7 @@ def fetch(
     return folder
 
 
-def update_locks(checkout: Path, *, base: Path, say: Callable[[str], None], check: bool = False) -> list[str]:
+def update_locks(checkout: Path, *, base: Path, say: Say, check: bool = False) -> list[str]:
     """Compare today's packages with each architecture's lock; returns the changes. Writes the locks, unless `check`."""
     changes = []
     for architecture in MACHINES.values():
@@ -125,7 +123,7 @@ def _download(
     *,
     base: Path,
     locked: str,
-    say: Callable[[str], None],
+    say: Say,
     current: bool = False,
     architecture: str = "",
 ) -> None:

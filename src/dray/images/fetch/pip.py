@@ -9,11 +9,12 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
+from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.config.image import Image
 from dray.contract.findings import DrayError, UnfitError
@@ -62,9 +63,7 @@ def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path)
     ]
 
 
-def download(
-    pins: Sequence[Pin], *, image: Image, folder: Path, index: str = "", say: Callable[[str], None]
-) -> list[Path]:
+def download(pins: Sequence[Pin], *, image: Image, folder: Path, index: str = "", say: Say) -> list[Path]:
     """Fetch all of these files into `folder`, or none. Each has the right hash.
 
     pip asks a vendor's `index` only for files that the user's own configuration of pip does not find.

@@ -7,12 +7,12 @@ import shutil
 import ssl
 import urllib.request
 import zlib
-from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray.clients import builder
+from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.config.image import Image, SourceArchive
 from dray.contract.findings import ConfigError, UnfitError
@@ -22,13 +22,13 @@ from dray.images.fetch.pip import elsewhere
 _TIMEOUT_S = 60
 
 
-def fetch(image: Image, *, folder: Path, own: Path | None = None, say: Callable[[str], None]) -> list[Path]:
+def fetch(image: Image, *, folder: Path, own: Path | None = None, say: Say) -> list[Path]:
     """The uncompressed tar of each source archive: from the user's `own` folder, from `folder`, or from its URL."""
     folder.mkdir(parents=True, exist_ok=True)
     return [_fetched(source, image, folder, own, say) for source in image.source]
 
 
-def _fetched(source: SourceArchive, image: Image, folder: Path, own: Path | None, say: Callable[[str], None]) -> Path:
+def _fetched(source: SourceArchive, image: Image, folder: Path, own: Path | None, say: Say) -> Path:
     kept = folder / source.file
     if kept.is_file() and sha256(kept) == source.sha256:
         return kept

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dray import process
 from dray.clients import progress
+from dray.clients.progress import Say
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
 from dray.images.fetch import pip, sha256
@@ -27,7 +28,7 @@ def fetch(
     image: Image,
     folder: Path,
     wheels: Path | None = None,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Exactly the locked files: from the user's own `wheels`, from `folder`, or else from where pip looks."""
     if wheels and not wheels.is_dir():

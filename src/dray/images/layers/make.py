@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__, process
 from dray.clients import apptainer, builder
+from dray.clients.progress import Say
 from dray.config.image import Image
 from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import LAYER
@@ -23,7 +24,6 @@ from dray.images.rootfs import squashfs
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
 
-Say = Callable[[str], None]
 # A hash in place of a time: the same bytes each time, and no look at the source when it is imported.
 _COMPILE = (
     "import compileall, py_compile, sys; "
