@@ -113,7 +113,6 @@ def tiny(stock: Walk) -> Walk:
     described = re.sub(r"(?ms)^\[\[vendor\]\]\n.*?(?=^\[)", "", (folder / "image.toml").read_text())
     (folder / "image.toml").write_text(described)
     (folder / "requirements.in").write_text("packaging\n")
-    (folder / "dray-cpu.def").unlink()
     shutil.copyfile(walk.HERE / "tiny.def", folder / "dray-cpu.def")
     uv = ".venv/bin/python -m pip install -qq --require-hashes --constraint containers/venv.lock uv"
     locked = stock.typed(f"make .venv/host && {uv} && .venv/bin/dray image lock cpu", log="lock-tiny")

@@ -158,11 +158,11 @@ def _builder(build: Build) -> Iterator[Finding]:
             return
     program = process.apptainer() or ""
     yield Finding("builder", found=f"{program} on this machine", kind="ok")
-    if " " in f"{build.checkout}{build.sif}":
+    if re.search("[ ,:]", f"{build.checkout}{build.sif}"):
         raise ConfigError(
-            f"{program} cannot use a folder whose path has a space",
+            f"{program} cannot use a folder whose path has a space, a comma or a colon",
             where=build.checkout,
-            fix="move the checkout to a path without a space, or build with Docker",
+            fix="move the checkout to another path, or build with Docker",
         )
     if "sif" in build.formats:
         squashfs.require()

@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -162,9 +161,7 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Say) -> str:
         say(f"dray: fetch {source}, which takes minutes")
         kept.parent.mkdir(exist_ok=True)
         instead = "or bring it as a file: dray image adopt FILE.sif"
-        began = time.monotonic()
         apptainer.pull(address, kept, what="the image", instead=instead, say=say)
-        say(f"dray: fetched in {time.monotonic() - began:.0f} s, {kept.stat().st_size / 1e6:,.0f} MB")
     bundle.link(kept, image)
     return source
 

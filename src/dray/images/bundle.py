@@ -9,9 +9,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 from dray import process
@@ -20,27 +19,6 @@ from dray.images.fetch import sha256
 
 SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
 README, BUILDER = "README.md", "builder.tar"
-_TEXT = """# The {variant} image of dray, to be built without a network
-
-Made by `dray image bundle {variant}`. On a machine without a network, in a checkout of the same version of dray:
-
-    make image-{variant} BUNDLE={folder}            # SIGNERS=FILE if it is signed: docs/images.md
-
-With Apptainer alone, in this folder:
-
-    {unpack}apptainer build --bind "$PWD:/mnt" --build-arg BASE={base} ../dray-{variant}.sif dray.def
-{docker}
-`sha256sum --check SHA256SUMS` checks that all files have arrived.
-"""
-_UNPACK = """mkdir base && tar --extract --file base.tar --directory base --exclude='./dev/*'
-    """
-# Docker takes no SIF as its base.
-_DOCKER = """
-With Docker alone, in this folder:
-
-    docker import base.tar dray-base:bundle
-    docker build --file Containerfile --network none --build-arg BASE=dray-base:bundle --tag dray:{variant} .
-"""
 _SHOWN = 10
 _METADATA = re.compile(r"dray-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|licenses/[\w.]+)")
 _ENTRY_POINTS = re.compile(rb"(\[[\w.]+\]\n|\w+ = dray\.[\w.]+:\w+\n|\n)*")
@@ -49,34 +27,6 @@ _VERIFY = f"""
 name=$(ssh-keygen -Y find-principals -f "$1" -s "$2.sig" | head -n 1)
 [ "$name" ] && ssh-keygen -Y verify -f "$1" -s "$2.sig" -I "$name" -n {_NAMESPACE} <"$2"
 """
-
-
-def make(
-    inputs: Path, base: Path, out: Path, *, variant: str, add_builder: Callable[[Path], None], key: Path | None = None
-) -> Path:
-    """Write the bundle `out` from a build's inputs and base, signed if there is a key. A failure leaves nothing."""
-    if out.exists():
-        raise ConfigError("the bundle's folder exists already", where=out, fix="name another with --out, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        folder = Path(scratch) / out.name
-        shutil.copytree(inputs, folder, copy_function=link)
-        packed = base.suffix != ".sif"
-        link(base, folder / ("base.tar" if packed else "base.sif"))
-        add_builder(folder / BUILDER)
-        text = _TEXT.format(
-            variant=variant,
-            folder=out.name,
-            unpack=_UNPACK if packed else "",
-            base="base" if packed else "base.sif",
-            docker=_DOCKER.format(variant=variant) if packed else "",
-        )
-        (folder / README).write_text(text)
-        (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums(folder).items()))
-        if key:
-            sign(folder, key)
-        folder.replace(out)
-    return out
 
 
 def link(source: str | Path, target: str | Path) -> None:

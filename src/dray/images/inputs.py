@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dray.clients import builder, docker
 from dray.clients.progress import Say
@@ -30,6 +31,28 @@ from dray.images.locks import lock
 INPUTS_LABEL = "dray.inputs"
 # What a build reads only after the step that compiles, 55-deepspeed.sh.
 _LATER = re.compile(r"steps/(56-.*|[6-9]\d-.*|sbom\.py)|dray/.*|sources(/.*|\.json)|labels|Containerfile")
+
+_README = """# The {variant} image of dray, to be built without a network
+
+Made by `dray image bundle {variant}`. On a machine without a network, in a checkout of the same version of dray:
+
+    make image-{variant} BUNDLE={folder}            # SIGNERS=FILE if it is signed: docs/images.md
+
+With Apptainer alone, in this folder:
+
+    {unpack}apptainer build --bind "$PWD:/mnt" --build-arg BASE={base} ../dray-{variant}.sif dray.def
+{docker}
+`sha256sum --check SHA256SUMS` checks that all files have arrived.
+"""
+_UNPACK = """mkdir base && tar --extract --file base.tar --directory base --exclude='./dev/*'
+    """
+# Docker takes no SIF as its base.
+_DOCKER = """
+With Docker alone, in this folder:
+
+    docker import base.tar dray-base:bundle
+    docker build --file Containerfile --network none --build-arg BASE=dray-base:bundle --tag dray:{variant} .
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +141,34 @@ def from_bundle(checkout: Path, folder: Path, variant: str, *, signers: Path | N
 
 
 def to_bundle(checkout: Path, context: BuildContext, out: Path, *, key: Path | None, say: Say) -> Path:
-    """Write the bundle `out`, with the builder's image if Docker runs it here: the other machine needs it too."""
-
-    def add_builder(file: Path) -> None:
+    """Write the bundle `out`, signed if there is a key. A failure leaves nothing."""
+    if out.exists():
+        raise ConfigError("the bundle's folder exists already", where=out, fix="name another with --out, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    variant, packed = context.image.variant, context.base.suffix != ".sif"
+    with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        folder = Path(scratch) / out.name
+        shutil.copytree(context.inputs, folder, copy_function=link)
+        link(context.base, folder / ("base.tar" if packed else "base.sif"))
         with builder.engine() as client:
-            if client is not None:
+            if client is not None:  # the other machine needs it too
                 image = builder.image(client, checkout, say)
-                with docker.attempt("write the builder to a file"), file.open("wb") as saved:
+                with docker.attempt("write the builder to a file"), (folder / bundle.BUILDER).open("wb") as saved:
                     saved.writelines(client.images.get(image).save(named=builder.TAG))
-
-    variant = context.image.variant
-    return bundle.make(context.inputs, context.base, out, variant=variant, add_builder=add_builder, key=key)
+        text = _README.format(
+            variant=variant,
+            folder=out.name,
+            unpack=_UNPACK if packed else "",
+            base="base" if packed else "base.sif",
+            docker=_DOCKER.format(variant=variant) if packed else "",
+        )
+        (folder / bundle.README).write_text(text)
+        lines = (f"{digest}  {name}\n" for name, digest in bundle.sums(folder).items())
+        (folder / bundle.SUMS).write_text("".join(lines))
+        if key:
+            bundle.sign(folder, key)
+        folder.replace(out)
+    return out
 
 
 @contextmanager

@@ -120,10 +120,12 @@ class TestBuilder:
         (error,) = errors(builds.check(build()))
         assert error.problem == "mksquashfs is not installed"
 
-    def test_the_host_s_own_apptainer_and_a_space(self, build: Make, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("folder", ["my images", "a,b", "a:b"])
+    def test_the_host_s_own_apptainer_and_a_path(self, build: Make, tmp_path: Path, folder: str) -> None:
         program(tmp_path, "apptainer", "")
-        (error,) = errors(builds.check(build(out=tmp_path / "my images" / "x.sif")))
-        assert (error.problem, error.code) == ("apptainer cannot use a folder whose path has a space", 78)
+        (error,) = errors(builds.check(build(out=tmp_path / folder / "x.sif")))
+        problem = "apptainer cannot use a folder whose path has a space, a comma or a colon"
+        assert (error.problem, error.code) == (problem, 78)
 
     @pytest.mark.parametrize(
         ("name", "value", "profile", "fix"),

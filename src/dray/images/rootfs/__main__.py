@@ -20,8 +20,6 @@ def main() -> None:
     inputs = asked.definition.parent
     binds = {Path(path): target for path, target in asked.bind}
     os.umask(0o022)
-    if asked.sif:
-        squashfs.require()
     tools = _versions() if asked.sif else {}
     rootfs = make.build(
         definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch

@@ -6,33 +6,20 @@ import shlex
 from pathlib import Path
 
 from dray import process
-from dray.contract.findings import ConfigError, UnfitError
+from dray.contract.findings import ConfigError
 from dray.images.rootfs import ROOTFS
-
-
-def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str, rootfs: Path) -> list[str]:
-    """Apptainer's command; the definition takes its base from the build argument BASE."""
-    for path in binds:
-        if set(",:") & set(str(path)):
-            raise ConfigError(
-                "Apptainer cannot bind a path with , or : in it", found=path, fix="move the checkout to another folder"
-            )
-    return [
-        *(tool, "build", "--sandbox", "--no-cleanup"),
-        *(word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")),
-        *("--build-arg", f"BASE={base}"),
-        *(str(rootfs), str(definition)),
-    ]
 
 
 def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
     """Build scratch/rootfs. A failed build leaves its files in scratch."""
-    tool = process.apptainer()
-    if tool is None:
-        raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
     rootfs = scratch / ROOTFS
-    name = start_from(base, scratch)
-    argv = build_argv(tool=tool, definition=definition, binds=binds, base=name, rootfs=rootfs)
+    argv = [
+        *(process.apptainer() or "apptainer", "build", "--sandbox", "--no-cleanup"),
+        *(word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")),
+        # The definition takes its base from the build argument BASE.
+        *("--build-arg", f"BASE={start_from(base, scratch)}"),
+        *(str(rootfs), str(definition)),
+    ]
     print(shlex.join(argv), flush=True)
     environment = {
         "SOURCE_DATE_EPOCH": str(epoch),
