@@ -131,7 +131,7 @@ def bundle_(
     """
     root = checkout.root(build=True)
     folder = (out or root / "build" / f"bundle-{variant}").absolute()
-    with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say:
+    with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say, builder.engine():
         source = inputs.gather(
             root, variant, base=base or None, own_wheels=wheels, as_locked=debian is Debian.LOCKED, say=say
         )

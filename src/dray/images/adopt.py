@@ -23,8 +23,8 @@ from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import adopted_folder, bundle, store
+from dray.images.fetch import sha256
 from dray.images.sif import format as sif_format
-from dray.images.sif import record
 from dray.images.sif.format import MACHINES
 
 # What dray's own trainer needs, in the oldest version that it supports; `dray image adopt` notes what is missing.
@@ -92,7 +92,7 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
                 fix="take the image for this machine's architecture, or adopt this one on a machine that it fits",
             )
         say(f"dray: read {image.stat().st_size / 1e6:,.0f} MB for the digest")
-        digest = record.File.of(image).sha256
+        digest = sha256(image)
         say("dray: start the image to see what it has")
         try:
             found = probe(image, source)
@@ -100,9 +100,10 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
             kept.unlink(missing_ok=True)
             raise
         say("dray: add the packages that the image lacks")
-        origin = adopted_folder.Origin(name=name, source=where, file=file, sha256=digest)
         start = partial(inside, image, [new, checkout / "src"])
-        brought = adopted_folder.fill(new, found, origin, checkout=checkout, start=start)
+        brought = adopted_folder.fill(
+            new, found, name=name, source=where, file=file, sha256=digest, checkout=checkout, start=start
+        )
         if store.stat(subject) != file:
             raise UnfitError("the image changed while dray read it", where=source, fix="try again")
         if folder.exists():

@@ -16,7 +16,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,18 +37,6 @@ _HOSTS = {"docker", "spython"}
 _START = ("-B", "-c", "import dray.cli, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where the image came from, and how dray sees that its file is unchanged."""
-
-    name: str
-    source: str
-    """The path of a SIF, or the address that dray fetched: docker://..."""
-    file: str
-    """That file's owner, inode, size and time, from `stat`."""
-    sha256: str
-
-
 def _require(found: Mapping[str, Any], source: str) -> None:
     """Refuse an image on which dray cannot run."""
     kind, _, version = found["libc"].partition(" ")
@@ -69,49 +56,53 @@ def _require(found: Mapping[str, Any], source: str) -> None:
 def fill(
     folder: Path,
     found: Mapping[str, Any],
-    origin: Origin,
     *,
+    name: str,
+    source: str,
+    file: str,
+    sha256: str,
     checkout: Path,
     start: Callable[[Sequence[str], str], process.Done],
 ) -> tuple[str, ...]:
     """Write all files of the folder but the image. Returns the packages that were added, with their versions.
 
-    `start` starts the image's Python with these arguments and PYTHONPATH: dray must start there.
+    `source` is the path of a SIF, or the address that dray fetched; `file` is that file's owner, inode, size and time,
+    from `stat`. `start` starts the image's Python with these arguments and PYTHONPATH: dray must start there.
     """
-    _require(found, origin.source)
+    _require(found, source)
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    brought = _packages(folder, found, project["dependencies"], checkout, origin.source)
+    brought = _packages(folder, found, project["dependencies"], checkout, source)
     _register(folder, project["entry-points"])
     described = {
-        "name": origin.name,
+        "name": name,
         "variant": variant(found["torch"]),
         "pythonpath": found["pythonpath"],
-        "source": origin.source,
-        "file": origin.file,
+        "source": source,
+        "file": file,
         "python": ".".join(found["python"].split(".")[:2]),
         "packages": {**found["packages"], **brought},
     }
     record = {
         "variant": described["variant"],
         "dray": __version__,
-        "base": origin.source,
+        "base": source,
         "inputs": hashlib.sha256(json.dumps(described).encode()).hexdigest(),
         "epoch": 0,
         "tools": versions(found),
-        "sif": {"sha256": origin.sha256, "size": (folder / IMAGE).stat().st_size},
+        "sif": {"sha256": sha256, "size": (folder / IMAGE).stat().st_size},
     }
-    for name, content in ((DESCRIBED, described), (f"{IMAGE}.json", record)):
+    for path, content in ((DESCRIBED, described), (f"{IMAGE}.json", record)):
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+        (folder / path).write_text(f"{text}\n", encoding="utf-8")
     done = start(_START, python_path(folder, checkout / "src", found["pythonpath"]))
     if done.code:
         raise UnfitError(
             "dray does not start in the image",
-            where=origin.source,
+            where=source,
             found=last_lines(done),
             fix="take another image: the last line says what is missing or does not fit",
         )
-    return tuple(f"{name} {version}" for name, version in brought.items())
+    return tuple(f"{package} {version}" for package, version in brought.items())
 
 
 def python_path(folder: Path, source: Path, theirs: str) -> str:
@@ -265,8 +256,9 @@ def main() -> None:
     name, source, file, sha256 = sys.argv[3:]
     try:
         found = json.load(sys.stdin)
-        origin = Origin(name=name, source=source, file=file, sha256=sha256)
-        brought = fill(folder, found, origin, checkout=checkout, start=_start)
+        brought = fill(
+            folder, found, name=name, source=source, file=file, sha256=sha256, checkout=checkout, start=_start
+        )
     except DrayError as error:
         print(f"dray: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -113,8 +112,6 @@ def gather(
     mirrors.table()
     lock.require_fresh(checkout, described)
     build = checkout / "build"
-    if os.getuid() == 0:  # an ordinary user builds in the container, and copies of gigabytes would take minutes
-        os.umask(0o022)
     with alone(build):
         folder = build / "wheels"
         say("dray: wheels")

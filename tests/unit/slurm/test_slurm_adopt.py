@@ -270,9 +270,9 @@ def test_what_the_image_lacks_comes_from_the_checkout_without_a_network(tmp_path
     found = {"python": "3.12.1", "executable": "python3", "libc": "glibc 2.39", "pythonpath": "",
              "packages": {"has": "1"}, "torch": {"version": "2.9", "cuda": "", "hip": ""}}  # fmt: skip
     (folder / "image.sif").touch()
-    origin = adopted_folder.Origin(name="mine", source="/x.sif", file="owner 1", sha256="0" * 64)
+    origin = {"name": "mine", "source": "/x.sif", "file": "owner 1", "sha256": "0" * 64}
     done = process.Done(argv=(), code=0, out="", err="")
-    assert adopted_folder.fill(folder, found, origin, checkout=tmp_path, start=lambda *_: done) == ("a 2", "b 2")
+    assert adopted_folder.fill(folder, found, **origin, checkout=tmp_path, start=lambda *_: done) == ("a 2", "b 2")
     assert (folder / "a.py").read_text() == "cp312-cp312-linux"
     (registered,) = importlib.metadata.distributions(path=[str(folder)], name="dray")
     assert [(one.group, one.name, one.value) for one in registered.entry_points] == [

@@ -28,7 +28,7 @@ def fetch(
     image: Image,
     folder: Path,
     wheels: Path | None = None,
-    say: Say = print,
+    say: Say,
 ) -> list[Path]:
     """Exactly the locked files: from the user's own `wheels`, from `folder`, or else from where pip looks."""
     if wheels and not wheels.is_dir():

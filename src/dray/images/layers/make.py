@@ -17,7 +17,7 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import LAYER
 from dray.images import bundle, inputs, store
 from dray.images.build_output import build_log
-from dray.images.fetch import pip, wheels
+from dray.images.fetch import pip, sha256, wheels
 from dray.images.layers import layer_lock
 from dray.images.locks import lock
 from dray.images.rootfs import squashfs
@@ -82,7 +82,7 @@ def make(
                 variant=variant,
                 dray=__version__,
                 base=base.name,
-                inputs=record.File.of(path).sha256,
+                inputs=sha256(path),
                 epoch=epoch,
                 tools={},
                 sif=record.File.of(sif),
