@@ -18,8 +18,8 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.images import bundle, inputs, store
 from dray.images.build_output import build_log
 from dray.images.fetch import compiled_wheels
-from dray.images.inputs import INPUTS_LABEL, BuildContext
-from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
+from dray.images.inputs import BuildContext
+from dray.images.rootfs import INPUTS_LABEL, LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.sif import record
 from dray.images.sif.verify import digest
 
@@ -102,13 +102,12 @@ def _made(
         wheel = kept or scratch / "operators"
         wheel.mkdir(exist_ok=True)
         binds = {source.inputs: False, scratch: True, source.base: False, wheel: kept is None}
-        argv: list[str | Path] = [*PROGRAM, source.inputs / "dray.def", source.base, scratch]
-        argv += ["--bind", source.inputs, "/mnt", "--bind", wheel, "/srv"]
+        argv: list[str | Path] = [*PROGRAM, source.inputs / "dray.def", source.base, scratch, wheel]
         argv += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
         argv += ["--sif"] if "sif" in formats else []
         if engine_store.engines(formats):
             tag = store.docker_tag(source.image.variant)
-            argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
+            argv += ["--docker", tag, source.digest]
         try:
             saved = source.inputs / bundle.BUILDER
             builder.run(checkout, argv, binds=binds, on_line=say, saved=saved)

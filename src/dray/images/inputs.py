@@ -26,8 +26,6 @@ from dray.images.bundle import link
 from dray.images.fetch import base_image, debs, source_archives, wheels
 from dray.images.locks import lock
 
-# How a Docker image tells what it was made from.
-INPUTS_LABEL = "dray.inputs"
 # What a build reads only after the step that compiles, 55-deepspeed.sh.
 _LATER = re.compile(r"steps/(56-.*|[6-9]\d-.*|sbom\.py)|dray/.*|sources(/.*|\.json)|labels|Containerfile")
 

@@ -178,9 +178,8 @@ def test_apptainer_runs_in_the_scratch_folder_with_the_lock_s_date(tmp_path, mon
     scratch = tmp_path / "my scratch"
     scratch.mkdir()
     base = _tar(_rootfs(tmp_path / "made"))
-    definition = tmp_path / "dray.def"
-    binds = {Path("/my work/inputs"): "/mnt", Path("/out"): "/srv"}
-    made = rootfs.build(definition=definition, binds=binds, base=base, scratch=scratch, epoch=EPOCH)
+    definition = Path("/my work/inputs/dray.def")
+    made = rootfs.build(definition=definition, out=Path("/out"), base=base, scratch=scratch, epoch=EPOCH)
     assert made == scratch / "rootfs"
     argv = [
         *("singularity", "build", "--sandbox", "--no-cleanup"),

@@ -137,8 +137,7 @@ def _download(
             shutil.copy2(checkout / "containers" / name, inputs)
         (inputs / "debian.lock").write_text(locked)
         _copy_settings(inputs, {"ARCHITECTURE": architecture, "CURRENT": "1" if current else ""})
-        argv: list[str | Path] = [*PROGRAM, inputs / "debs.def", base, work, "--bind", inputs, "/mnt"]
-        argv += ["--bind", out, "/srv"]
+        argv: list[str | Path] = [*PROGRAM, inputs / "debs.def", base, work, out]
         binds = {inputs: False, out: True, work: True, base: False}
         with progress.watch(out, "Debian packages", say=say):
             builder.run(checkout, argv, binds=binds, on_line=say, network=True)

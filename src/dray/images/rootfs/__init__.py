@@ -7,6 +7,8 @@ Standard library only: the builder has nothing else.
 # -P: nothing of the folder where it starts is imported.
 PROGRAM = ("python3", "-P", "-m", "dray.images.rootfs")
 ROOTFS = "rootfs"
+# How a Docker image tells what it was made from.
+INPUTS_LABEL = "dray.inputs"
 SIF = "image.sif"
 LAYER = "image.tar"
 TOOLS = "tools.json"

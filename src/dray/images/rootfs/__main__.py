@@ -11,41 +11,34 @@ from pathlib import Path
 from dray import process
 from dray.contract import exit_codes, findings
 from dray.contract.findings import DrayError
-from dray.images.rootfs import LAYER, SIF, TOOLS, docker_layer, make, squashfs
+from dray.images.rootfs import INPUTS_LABEL, LAYER, SIF, TOOLS, docker_layer, make, squashfs
 
 
 def main() -> None:
     """Read the command line, build, pack."""
-    asked = _parser().parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("definition", type=Path)
+    parser.add_argument("base", type=Path)
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--sif", action="store_true")
+    parser.add_argument("--docker", nargs=2)
+    asked = parser.parse_args()
     inputs = asked.definition.parent
-    binds = {Path(path): target for path, target in asked.bind}
     os.umask(0o022)
     tools = _versions() if asked.sif else {}
     rootfs = make.build(
-        definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch
+        definition=asked.definition, out=asked.out, base=asked.base, scratch=asked.scratch, epoch=asked.epoch
     )
     if asked.sif:
         _label(rootfs, inputs)
         (asked.scratch / TOOLS).write_text(json.dumps(tools))
         squashfs.pack(rootfs, asked.scratch / SIF, epoch=asked.epoch, definition=asked.definition)
     if asked.docker:
-        labels = _labels(inputs) | dict(asked.label)
-        docker_layer.pack(
-            rootfs, asked.scratch / LAYER, epoch=asked.epoch, inputs=inputs, tag=asked.docker, labels=labels
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dray.images.rootfs", description=__doc__)
-    parser.add_argument("definition", type=Path)
-    parser.add_argument("base", type=Path)
-    parser.add_argument("scratch", type=Path)
-    parser.add_argument("--bind", action="append", default=[], nargs=2, metavar=("PATH", "TARGET"))
-    parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--sif", action="store_true")
-    parser.add_argument("--docker", metavar="TAG")
-    parser.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")
-    return parser
+        tag, digest = asked.docker
+        labels = _labels(inputs) | {INPUTS_LABEL: digest}
+        docker_layer.pack(rootfs, asked.scratch / LAYER, epoch=asked.epoch, inputs=inputs, tag=tag, labels=labels)
 
 
 def _labels(inputs: Path) -> dict[str, str]:

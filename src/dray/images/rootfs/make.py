@@ -10,12 +10,15 @@ from dray.contract.findings import ConfigError
 from dray.images.rootfs import ROOTFS
 
 
-def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
-    """Build scratch/rootfs. A failed build leaves its files in scratch."""
+def build(*, definition: Path, out: Path, base: Path, scratch: Path, epoch: int) -> Path:
+    """Build scratch/rootfs. The steps read the definition's folder in /mnt, and may write `out`, which is /srv.
+
+    A failed build leaves its files in scratch.
+    """
     rootfs = scratch / ROOTFS
     argv = [
         *(process.apptainer() or "apptainer", "build", "--sandbox", "--no-cleanup"),
-        *(word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")),
+        *("--bind", f"{definition.parent}:/mnt", "--bind", f"{out}:/srv"),
         # The definition takes its base from the build argument BASE.
         *("--build-arg", f"BASE={start_from(base, scratch)}"),
         *(str(rootfs), str(definition)),
