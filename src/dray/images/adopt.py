@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import re
@@ -24,6 +23,7 @@ from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import adopted_folder, bundle, store
 from dray.images.fetch import sha256
+from dray.images.locks import lock
 from dray.images.sif import format as sif_format
 from dray.images.sif.format import MACHINES
 
@@ -71,7 +71,7 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
     build.mkdir(exist_ok=True)
     # A refusal keeps what took hours to fetch.
     address = mirrors.image(source) if "://" in source else source
-    kept = build / "fetched" / f"{hashlib.sha256(address.encode()).hexdigest()[:16]}.sif"
+    kept = build / "fetched" / f"{lock.digest(address)}.sif"
     if force:
         kept.unlink(missing_ok=True)
     with interrupts.stoppable(), TemporaryDirectory(dir=build, prefix=".adopt-") as scratch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
 from dray.images.fetch import sha256
+from dray.images.locks import lock
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
@@ -42,7 +42,7 @@ def fetched(checkout: Path, base: str, *, say: Say) -> Path:
     """The base's file: the user's own tar or SIF, or the image of a reference, which is pulled once."""
     if path := local(base):
         return path
-    pulled = checkout / "build" / "base" / f"{hashlib.sha256(base.encode()).hexdigest()[:16]}.sif"
+    pulled = checkout / "build" / "base" / f"{lock.digest(base)}.sif"
     if not pulled.exists():
         source = reference(base)
         say(f"dray: pull {source.removeprefix('docker://')}")

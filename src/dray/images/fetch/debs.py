@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
@@ -41,7 +40,7 @@ def fetch(checkout: Path, *, base: Path, identity: str, as_locked: bool = True, 
     locked = lock.read_text() if lock.exists() else ""
     texts = [(checkout / "containers" / name).read_text() for name in _READ]
     key = "\n".join([identity, locked, *texts, mirrors.sed(), "" if as_locked else "current"])
-    folder = checkout / "build" / "debs" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder = checkout / "build" / "debs" / locks.digest(key)
     if not folder.exists():
         _download(checkout, folder, base=base, locked=locked, current=not as_locked, say=say)
     moved = differences(folder, lock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,7 +59,7 @@ def own(*, checkout: Path, folder: Path) -> Path:
     paths = sorted(path for pattern in read for path in checkout.glob(pattern))
     sources = (path for path in paths if path.is_file() and path.suffix != ".pyc")
     lines = "".join(f"{sha256(path)} {path.relative_to(checkout)}\n" for path in sources)
-    made = folder / hashlib.sha256(lines.encode()).hexdigest()[:16]
+    made = folder / lock.digest(lines)
     if not any(made.glob("*.whl")):
         shutil.rmtree(folder, ignore_errors=True)
         argv = [*pip.command("wheel"), "--quiet", *pip.hashed(lock.venv(checkout)), "--wheel-dir", str(made)]

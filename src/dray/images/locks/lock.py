@@ -147,7 +147,7 @@ def is_edited(text: str) -> bool:
 
 
 def digest(text: str) -> str:
-    """A short digest, enough to see that a text has changed."""
+    """A short digest, enough to see that a text has changed, and for the name of a folder."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
