@@ -29,8 +29,12 @@ if [[ "$1 $2" != "python3 -m" ]]; then # what slurm/adopt.sh asks
     [[ "$1" == env ]] || export "$1"
     shift
   done
-  "$@"
-  exit
+  [[ "$image" == */.adopt-* ]] || { "$@"; exit; }
+  mv -- "$image" "$image.hidden" # a container does not see its own image
+  code=0
+  "$@" || code=$?
+  mv -- "$image.hidden" "$image"
+  exit "$code"
 fi
 shift 2
 echo "$(basename "$image") $1 $2" >>"$SEEN"

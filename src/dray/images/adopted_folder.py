@@ -73,6 +73,7 @@ def fill(
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     brought = _packages(folder, found, project["dependencies"], checkout, source)
     _register(folder, project["entry-points"])
+    size = file.partition(" bytes")[0].split()[-1]  # in the image its own file is not seen
     described = {
         "name": name,
         "variant": variant(found["torch"]),
@@ -89,7 +90,7 @@ def fill(
         "inputs": hashlib.sha256(json.dumps(described).encode()).hexdigest(),
         "epoch": 0,
         "tools": versions(found),
-        "sif": {"sha256": sha256, "size": (folder / IMAGE).stat().st_size},
+        "sif": {"sha256": sha256, "size": int(size)},
     }
     for path, content in ((DESCRIBED, described), (f"{IMAGE}.json", record)):
         text = json.dumps(content, indent=1, ensure_ascii=False)
