@@ -60,8 +60,8 @@ def built(root: Path, tmp_path: Path) -> Path:
         environment={"PYTHONPATH": "/tmp/work/site", "PIP_NO_CACHE_DIR": "1",
                      "APPTAINER_MKSQUASHFS_ARGS": "-comp zstd -Xcompression-level 1"},
     ) as running:  # fmt: skip
-        for line in builder_container.lines(running.logs(stream=True)):
-            print(line)
+        for chunk in running.logs(stream=True):
+            print(chunk.decode(errors="replace"), end="")
         assert running.wait()["StatusCode"] == 0
     client.close()
     return work / "x.sif"

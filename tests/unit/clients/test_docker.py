@@ -60,10 +60,9 @@ def test_a_build_gives_the_id_of_what_it_tagged(engine, tmp_path):
     lines = []
     built = docker.build(
         engine,
-        context=tmp_path,
-        dockerfile="Containerfile",
+        tmp_path,
         tag="dray-test-build",
-        args={},
+        base="",
         target="first",
         on_line=lines.append,
     )
@@ -81,11 +80,10 @@ def test_a_build_that_fails_shows_its_last_lines(engine, tmp_path):
     with pytest.raises(DrayError) as failed:
         docker.build(
             engine,
-            context=tmp_path,
-            dockerfile="Containerfile",
+            tmp_path,
             tag="dray-test-build",
-            args={},
-            target=None,
+            base="",
+            target="",
             on_line=lambda _: None,
         )
     assert failed.value.problem.startswith("building dray-test-build failed: COPY failed:")
@@ -260,7 +258,7 @@ class TestEndpoint:
              "systemctl --user start podman.socket"),
             ("/run/user/1000/docker.sock", FileNotFoundError(), "the rootless Docker Engine is not running",
              "systemctl --user start docker"),
-            ("/run/user/1001/docker.sock", PermissionError(), "the rootless Docker Engine refuses this user",
+            ("/run/user/1001/docker.sock", PermissionError(), "the engine refuses this user",
              "use an engine of your own: docker context use default; ls -l /run/user/1001/docker.sock shows its owner"),
             ("/var/run/docker.sock", PermissionError(), "the Docker Engine refuses this user",
              "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"),
