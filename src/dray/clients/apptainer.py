@@ -38,15 +38,14 @@ def here() -> str:
     return program
 
 
-def _call(verb: str, *arguments: object, options: Mapping[str, object], **how: Any) -> Done:  # noqa: ANN401  as spython
-    """Call a verb of spython's client, whose program dray starts."""
+def _client(**how: Any) -> tuple[Any, list[Done]]:  # noqa: ANN401  as builder.tool
+    """spython's client, whose programs dray starts, and a list for what they did."""
     spython.utils.check_install = lambda: True  # before each verb it starts `singularity --version`, and ignores it
     from spython.main import Client  # noqa: PLC0415  only now
 
     done: list[Done] = []
     Client._run_command = lambda argv, **_: done.append(builder.tool([name(), *argv[1:]], **how))
-    getattr(Client, verb)(*arguments, quiet=True, **options)
-    return done[-1]
+    return Client, done
 
 
 def execute(
@@ -58,15 +57,10 @@ def execute(
     seconds: float = ANSWER_S,
 ) -> Done:
     """Run a command in the image, with any exit code. It sees only `binds` of this machine, which `options` mount."""
+    client, done = _client(binds={image: False, **(binds or {})}, seconds=seconds)
     plain = ["--cleanenv", "--no-eval", "--no-mount=home,cwd", *options]
-    return _call(
-        "execute",
-        str(image),
-        [*command],
-        options={"options": plain, "singularity_options": ["--quiet"]},
-        binds={image: False, **(binds or {})},
-        seconds=seconds,
-    )
+    client.execute(str(image), [*command], options=plain, singularity_options=["--quiet"], quiet=True)
+    return done[0]
 
 
 def instances() -> list[dict[str, Any]]:
@@ -98,13 +92,14 @@ def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str]
         binds = {scratch: True}
         env = {"APPTAINER_TMPDIR": made, "SINGULARITY_TMPDIR": made}
         env |= {"APPTAINER_DISABLE_CACHE": "1", "SINGULARITY_DISABLE_CACHE": "1"}
+        if path:
+            binds[Path(path)] = False
+        client, done = _client(binds=binds, env=env, on_line=say, network=not path)
         with progress.watch(scratch, what, say=say):
             if path:
-                binds[Path(path)] = False
-                done = _call("build", source, str(part), options={"sudo": False}, binds=binds, env=env, on_line=say)
+                client.build(source, str(part), sudo=False, quiet=True)
             else:
-                pulled = {"name": str(part)}
-                done = _call("pull", source, options=pulled, binds=binds, env=env, on_line=say, network=True)
-        if done.code:
-            raise registry.refused(what, source, done.err or done.out, instead=instead)
+                client.pull(source, name=str(part), quiet=True)
+        if done[0].code:
+            raise registry.refused(what, source, done[0].err or done[0].out, instead=instead)
         part.replace(out)

@@ -38,7 +38,6 @@ APPTAINER = "apptainer"
 _INSTALL = "install apptainer and squashfs-tools"
 # An image of a registry may have tens of gigabytes.
 _LONGEST_S = 4 * 3600.0
-_CLUSTER = Path("containers", "cluster")
 
 
 class BuildError(DrayError):
@@ -96,14 +95,15 @@ def run(
 @contextmanager
 def engine() -> Iterator[DockerClient | None]:
     """The Docker Engine that runs Apptainer; None if this machine's own Apptainer works, which root's does not."""
-    own, root = process.apptainer(), os.geteuid() == 0
-    if own and not root:
-        yield None
-        return
-    program, fix = "Apptainer", _INSTALL
-    if own:
+    root = os.geteuid() == 0
+    if not process.apptainer():
+        program, fix = "Apptainer", _INSTALL
+    elif root:
         program = "Apptainer for root"
         fix = "run it as an ordinary user: Apptainer as root needs more rights than containers grant"
+    else:
+        yield None
+        return
     if root:  # an ordinary user builds in the container
         os.umask(0o022)
     with closing(_docker(program, fix)) as client:
@@ -242,7 +242,7 @@ def build(
 
 def lay_out(checkout: Path, folder: Path) -> None:
     """Write what the Containerfile of the builder and of the cluster's machines copies."""
-    for source in (*_read(checkout), checkout / _CLUSTER / "machine.sh"):
+    for source in (*_read(checkout), checkout / "containers/cluster/machine.sh"):
         shutil.copyfile(source, folder / source.name)
     (folder / "mirrors.sed").write_text(mirrors.sed())
     bundle = certificates()
@@ -263,7 +263,7 @@ def made_base(checkout: Path, suite: str) -> Path | None:
 
 def trixie(checkout: Path) -> str:
     """The base of the builder and of `dray cluster`: DRAY_CLUSTER_BASE, the one that was made, or the pinned one."""
-    pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CLUSTER / "Containerfile").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / "containers/cluster/Containerfile").read_text(), re.MULTILINE)
     return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
 
 

@@ -25,7 +25,7 @@ SECURITY = ("seccomp=unconfined", "apparmor=unconfined", "no-new-privileges")
 ROOT = (0, 0)
 _HOSTS = Path("/etc/hosts")
 _FUSE = Path("/dev/fuse")
-_LOOPBACK = re.compile(r"(\w+://)?([^@/]*@)?(localhost\b|127\.|\[::1\])", re.IGNORECASE)
+_LOOPBACK = r"(^|[/@ ])(localhost\b|127\.|\[::1])"
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def started(
         mounts=mounts,
         network_mode=fetching() if network else "none",
         security_opt=[*SECURITY],
-        devices=[f"{_FUSE}:{_FUSE}:rwm"] if fuse and _FUSE.exists() else [],
+        devices=[str(_FUSE)] if fuse and _FUSE.exists() else [],
     )
     # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
     host |= {"MaskedPaths": [], "ReadonlyPaths": []}
@@ -74,7 +74,7 @@ def fetching() -> str:
     This machine's own network if Docker's cannot work: for a proxy on loopback, or names that only /etc/hosts has.
     """
     proxies = getproxies_environment()
-    nearby = any(_LOOPBACK.match(proxies.get(scheme, "")) for scheme in ("http", "https"))
+    nearby = re.search(_LOOPBACK, f"{proxies.get('http')} {proxies.get('https')}")
     machine = re.escape(socket.gethostname().partition(".")[0])
     # After the address a name that is not the machine's.
     other = rf"^[ \t]*[^#\s][^#\n]*[ \t](?!localhost|ip6-|{machine}(\.|\s|$))[^#\s]"

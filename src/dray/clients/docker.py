@@ -95,11 +95,6 @@ class Endpoint(NamedTuple):
     url: str
     source: str
 
-    @property
-    def socket(self) -> str:
-        """The path of its socket."""
-        return self.url.removeprefix("unix://")
-
     def __str__(self) -> str:
         return f"{self.url} ({self.source})"
 
@@ -140,21 +135,22 @@ def _knock(chosen: Endpoint) -> None:
     """Connect once, and raise the reason if that fails: the SDK hides it in a text, and leaves its socket open."""
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(_ANSWER_S)
-        door.connect(chosen.socket)
+        door.connect(chosen.url.removeprefix("unix://"))
 
 
 def unreachable(chosen: Endpoint, error: Exception) -> UnfitError:
     """The error of an engine that does not answer, by the service that should listen there."""
+    path = chosen.url.removeprefix("unix://")
     problem, fix = next(
-        (problem, fix.format(chosen.socket))
-        for path, kind, problem, fix in _REFUSALS
-        if isinstance(error, kind) and re.search(path, chosen.socket)
+        (problem, fix.format(path))
+        for pattern, kind, problem, fix in _REFUSALS
+        if isinstance(error, kind) and re.search(pattern, path)
     )
     # A user's own engines, which Docker's client takes only when it is told.
     for name in ("docker.sock", "podman/podman.sock"):
-        path = Path(os.environ.get("XDG_RUNTIME_DIR", "/nonexistent"), name)
-        if chosen.source == "context default" and path.exists():
-            fix += f"\nor export DOCKER_HOST=unix://{path}"
+        other = Path(os.environ.get("XDG_RUNTIME_DIR", "/nonexistent"), name)
+        if chosen.source == "context default" and other.exists():
+            fix += f"\nor export DOCKER_HOST=unix://{other}"
     return UnfitError(problem, where=chosen, found=error, fix=fix)
 
 
@@ -184,12 +180,16 @@ def base_image(client: docker.DockerClient, base: str, *, say: Callable[[str], N
     say(f"dray: pull {name}")
     try:
         with attempt(f"pull {name}"):
-            for answer in client.api.pull(name, stream=True, decode=True):
+            for answer in [*client.api.pull(name, stream=True, decode=True)]:  # read to the end, the SDK closes it
                 if "error" in answer:
                     raise DockerException(answer["error"])
     except DrayError as error:
-        what, instead = "the base of the builder and of the cluster", f"or {_how_to_make('build/base/trixie.tar')}"
-        raise registry.refused(what, name, error.finding.found, instead=instead) from error
+        raise registry.refused(
+            "the base of the builder and of the cluster",
+            name,
+            error.finding.found,
+            instead=f"or {_how_to_make('build/base/trixie.tar')}",
+        ) from error
     return name
 
 
@@ -206,7 +206,7 @@ def _imported(client: docker.DockerClient, rootfs: Path) -> str:
         try:
             client.images.get(reference)
         except ImageNotFound:
-            client.api.import_image(src=str(rootfs), repository="dray-base", tag=digest[:16])
+            client.api.import_image(src=str(rootfs), repository=reference)
             client.images.get(reference)
     return reference
 
@@ -256,9 +256,5 @@ def build(
                 last.append(line.rstrip("\r\n"))
                 on_line(last[-1])
         if problems:
-            raise DrayError(
-                f"building {tag} failed: {problems[0]}",
-                where=folder / "Containerfile",
-                found="\n".join(last) or None,
-            )
+            raise DrayError(f"building {tag} failed: {problems[0]}", found="\n".join(last))
         return str(client.images.get(tag).id)
