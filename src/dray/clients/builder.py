@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import ssl
 import sys
@@ -20,7 +21,7 @@ from docker.utils.json_stream import split_buffer
 
 from dray import process
 from dray.clients import builder_container, docker
-from dray.clients.builder_container import renamed
+from dray.clients.builder_container import FUSE, renamed
 from dray.config import checkout as checkouts
 from dray.config import mirrors
 from dray.contract import exit_codes, findings
@@ -172,7 +173,8 @@ def _started(
 ) -> Iterator[tuple[Container, Callable[[str], str]]]:
     """Run a program in the container, with other names for the paths: Apptainer cannot use a mount with a space.
 
-    Also yields the function that puts this machine's paths into a text of the program's.
+    Also yields the function that puts this machine's paths into a text of the program's. Without /dev/fuse, Apptainer
+    unpacks an image.
     """
     binds, environment = {**binds}, {**environment}
     if network:
@@ -188,20 +190,34 @@ def _started(
     # Three digits: no name begins with another one.
     inside = {str(path): f"/dray/{number}{path.suffix}" for number, path in enumerate(binds, 100)}
     outside = {name: path for path, name in inside.items()}
-    with builder_container.started(
-        client,
-        tools,
-        [renamed(str(word), inside) for word in argv],
+    host = client.api.create_host_config(
         mounts=[
             Mount(target=inside[str(path)], source=str(path), type="bind", read_only=not writes)
             for path, writes in binds.items()
         ],
+        network_mode=builder_container.fetching() if network else "none",
+        security_opt=[*builder_container.SECURITY],
+        devices=[str(FUSE)] if reads_images and FUSE.exists() else [],
+    )
+    # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
+    host |= {"MaskedPaths": [], "ReadonlyPaths": []}
+    # An ordinary user's Podman says Rootless, Docker does not. There the caller is root inside, unless his id is kept.
+    if client.info().get("Rootless"):
+        host |= {"UsernsMode": "keep-id", "SecurityOpt": [*builder_container.SECURITY, "unmask=ALL"]}
+    created = client.api.create_container(
+        tools,
+        [renamed(str(word), inside) for word in argv],
+        name=f"dray-builder-{secrets.token_hex(4)}",
         environment={name: renamed(value, inside) for name, value in environment.items()},
-        network=network,
-        user=user,
-        fuse=reads_images,
-    ) as running:
+        user="{}:{}".format(*user),
+        host_config=host,
+    )
+    running = client.containers.get(created["Id"])
+    try:
+        running.start()
         yield running, lambda text: renamed(text, outside)
+    finally:
+        running.remove(force=True)
 
 
 def shell(rootfs: Path, inputs: Path) -> list[str]:

@@ -1,71 +1,23 @@
-"""The builder's container, in which Apptainer runs as an ordinary user: its user, its rights and its output."""
+"""The builder's container, in which Apptainer runs as an ordinary user: its user, its rights and its network."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.request import getproxies_environment
 
 from dray.contract.findings import UnfitError
-
-if TYPE_CHECKING:
-    import docker
-    from docker.models.containers import Container
-    from docker.types import Mount
 
 # Apptainer makes user and mount namespaces of its own; it needs no capability for that. A base's own programs run here
 # too, and become nobody else by one with setuid.
 SECURITY = ("seccomp=unconfined", "apparmor=unconfined", "no-new-privileges")
 ROOT = (0, 0)
 _HOSTS = Path("/etc/hosts")
-_FUSE = Path("/dev/fuse")
+FUSE = Path("/dev/fuse")
 _LOOPBACK = r"(^|[/@ ])(localhost\b|127\.|\[::1])"
-
-
-@contextmanager
-def started(
-    client: docker.DockerClient,
-    image: str,
-    command: list[str],
-    *,
-    mounts: list[Mount],
-    environment: Mapping[str, str],
-    network: bool = False,
-    user: tuple[int, int] | None = None,
-    fuse: bool = False,
-) -> Iterator[Container]:
-    """Run a command in the container, and remove it at the end. Without /dev/fuse, Apptainer unpacks an image."""
-    host = client.api.create_host_config(
-        mounts=mounts,
-        network_mode=fetching() if network else "none",
-        security_opt=[*SECURITY],
-        devices=[str(_FUSE)] if fuse and _FUSE.exists() else [],
-    )
-    # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
-    host |= {"MaskedPaths": [], "ReadonlyPaths": []}
-    # An ordinary user's Podman says Rootless, Docker does not. There the caller is root inside, unless his id is kept.
-    if client.info().get("Rootless"):
-        host |= {"UsernsMode": "keep-id", "SecurityOpt": [*SECURITY, "unmask=ALL"]}
-    created = client.api.create_container(
-        image,
-        command,
-        name=f"dray-builder-{secrets.token_hex(4)}",
-        environment=dict(environment),
-        user="{}:{}".format(*(user or caller())),
-        host_config=host,
-    )
-    running = client.containers.get(created["Id"])
-    try:
-        running.start()
-        yield running
-    finally:
-        running.remove(force=True)
 
 
 def fetching() -> str:
@@ -89,7 +41,7 @@ def caller() -> tuple[int, int]:
 
 def reader() -> tuple[int, int]:
     """The user and group that read images inside: those that build, or root if only root may open /dev/fuse."""
-    only_root = os.getuid() == 0 and _FUSE.exists() and _FUSE.stat().st_mode & 0o006 != 0o006
+    only_root = os.getuid() == 0 and FUSE.exists() and FUSE.stat().st_mode & 0o006 != 0o006
     return ROOT if only_root else caller()
 
 

@@ -216,8 +216,9 @@ def proxies() -> dict[str, str]:
 
     Docker keeps these names out of an image and its history.
     """
-    given = getproxies_environment().items()
-    return {case(f"{scheme}_proxy"): value for scheme, value in given for case in (str.lower, str.upper)}
+    given = getproxies_environment()
+    schemes = given.keys() & {"http", "https", "no"}
+    return {case(f"{scheme}_proxy"): given[scheme] for scheme in schemes for case in (str.lower, str.upper)}
 
 
 def build(
