@@ -6,16 +6,17 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from docker.types import Mount
 
 import miniforge
 from dray.clients import apptainer, builder, builder_container, docker
 from dray.images import adopt, inputs, store
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
+from helpers import in_builder
 
 pytestmark = [pytest.mark.docker, pytest.mark.sif]
 
@@ -51,19 +52,16 @@ def built(root: Path, tmp_path: Path) -> Path:
     os.chown(work, *builder_container.caller())
     sif = sif_format.read(root / "build" / "dray-cpu.sif")
     seen = {work: "/tmp/work", root / "build" / "wheels": "/tmp/wheels", sif.path: "/tmp/cpu.sif"}
-    client = docker.client()
-    with builder_container.started(
-        client,
-        builder.image(client, root, on_line=print),
-        ["sh", "-c", BUILD, "sh", str(sif.system.offset)],
-        mounts=[Mount(target, str(path), type="bind", read_only=path != work) for path, target in seen.items()],
-        environment={"PYTHONPATH": "/tmp/work/site", "PIP_NO_CACHE_DIR": "1",
-                     "APPTAINER_MKSQUASHFS_ARGS": "-comp zstd -Xcompression-level 1"},
-    ) as running:  # fmt: skip
-        for line in builder_container.lines(running.logs(stream=True)):
-            print(line)
-        assert running.wait()["StatusCode"] == 0
-    client.close()
+    with closing(docker.client()) as client:
+        tools = builder.image(client, root, on_line=print)
+    done = in_builder(
+        tools,
+        *("sh", "-c", BUILD, "sh", str(sif.system.offset)),
+        volumes=[f"{path}:{target}{'' if path == work else ':ro'}" for path, target in seen.items()],
+        env=["PYTHONPATH=/tmp/work/site", "PIP_NO_CACHE_DIR=1",
+             "APPTAINER_MKSQUASHFS_ARGS=-comp zstd -Xcompression-level 1"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     return work / "x.sif"
 
 

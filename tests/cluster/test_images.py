@@ -16,11 +16,11 @@ import pytest
 from docker.types import Mount
 
 from dray import __version__
-from dray.clients import builder, builder_container, docker
+from dray.clients import builder, docker
 from dray.contract.findings import UnfitError
 from dray.images.locks import lock
 from dray.images.sif import record, verify
-from helpers import ROOT
+from helpers import ROOT, in_builder
 
 VARIANT = os.environ.get("DRAY_TEST_VARIANT", "cpu")
 SOURCE, TAG = ROOT / "containers" / VARIANT, f"dray:{VARIANT}"
@@ -106,11 +106,8 @@ def apptainer(client) -> Callable[..., tuple[int, str]]:
         pytest.skip(f"{error.problem} (set DRAY_CLUSTER_BASE)")
 
     def run(image: Path, *command: str) -> tuple[int, str]:
-        mounts = [Mount(target="/image.sif", source=str(image), type="bind", read_only=True)]
-        argv = ["apptainer", "--quiet", *command]
-        with builder_container.started(client, tools, argv, mounts=mounts, environment={}) as inside:
-            code = inside.wait()["StatusCode"]
-            return code, inside.logs(stdout=True, stderr=False).decode()
+        done = in_builder(tools, "apptainer", "--quiet", *command, volumes=[f"{image}:/image.sif:ro"])
+        return done.returncode, done.stdout
 
     return run
 

@@ -8,16 +8,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from docker.types import Mount
 
 from dray import process
 from dray.cli import image_look
-from dray.clients import builder, builder_container, docker
+from dray.clients import builder, docker
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import contents, inspect, record, verify
 from dray.images.sif import format as sif_format
 from dray.images.sif.record import File, Record
-from helpers import ROOT, builders
+from helpers import ROOT, builders, in_builder
 
 pytestmark = pytest.mark.docker
 
@@ -137,15 +136,11 @@ def flipped(sif: Path, offset: int) -> None:
         file.write(bytes([old[0] ^ 1]))
 
 
-def apptainer(client, folder: Path, script: str) -> tuple[int, str]:
+def apptainer(folder: Path, script: str) -> tuple[int, str]:
     """As an ordinary user, on the files of this folder, which are in /work."""
     folder.chmod(0o755)  # pytest keeps its folders to their owner
-    mounts = [Mount(target="/work", source=str(folder), type="bind")]
-    with builder_container.started(
-        client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}
-    ) as inside:
-        code = inside.wait()["StatusCode"]
-        return code, inside.logs(stdout=True, stderr=code != 0).decode()
+    done = in_builder(builder.TAG, "bash", "-c", script, volumes=[f"{folder}:/work"])
+    return done.returncode, done.stdout + (done.stderr if done.returncode else "")
 
 
 def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
@@ -166,7 +161,6 @@ def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
     read = sif_format.read(sif)
     ours = [f"{number} 1 NONE {part.offset}-{part.offset + part.size}" for number, part in enumerate(read.parts, 1)]
     code, said = apptainer(
-        client,
         tmp_path,
         "set -e; cd /work;"
         "apptainer sif list shell.sif | grep '^[0-9]' | tr -d '|' | tr -s ' ' | cut -d ' ' -f 1-4;"
@@ -197,7 +191,6 @@ def test_apptainer_would_write_the_same(client, packed, small, tmp_path):
     folder.mkdir()
     folder.chmod(0o777)
     code, said = apptainer(
-        client,
         tmp_path,
         "set -e; cd /work/theirs; apptainer sif new a.sif; apptainer sif add --datatype 1 --groupid 1 a.sif ../def;"
         "apptainer sif add --datatype 4 --groupid 1 --parttype 2 --partfs 1 "

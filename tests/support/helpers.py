@@ -5,18 +5,22 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from shutil import rmtree
+from shutil import rmtree, which
 from tempfile import mkdtemp
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 # What a Python needs of the environment: one of a module finds its own library by the second.
 PYTHON = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+
+# Also for tests that take all programs off PATH.
+DOCKER = which("docker") or "docker"
 
 
 @cache
@@ -68,6 +72,18 @@ def runs(pid: int | str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def in_builder(
+    image: str, *argv: str, volumes: Iterable[str], env: Iterable[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in the builder's container with the rights of a build, and with paths that the test chooses."""
+    from dray.clients import builder_container
+
+    options = [f"--security-opt={name}" for name in (*builder_container.SECURITY, "systempaths=unconfined")]
+    options += ["--user={}:{}".format(*builder_container.caller()), "--network=none"]
+    options += [*(f"--volume={volume}" for volume in volumes), *(f"--env={variable}" for variable in env)]
+    return subprocess.run([DOCKER, "run", "--rm", *options, image, *argv], capture_output=True, text=True, check=False)
 
 
 def builders(client, folder: Path) -> list[str]:

@@ -152,7 +152,7 @@ def enter(variant: Variant) -> None:
         raise ConfigError("there is no failed build of this image", where=failed, fix=f"dray image build {variant}")
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", where=failed)
-    process.replace(builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"}))
+    process.replace(builder.shell(failed / ROOTFS, (failed / "inputs").resolve()))
 
 
 for verb in (

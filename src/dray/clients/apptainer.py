@@ -1,15 +1,14 @@
 """Apptainer or SingularityCE by spython's client, on this machine or in the builder's container.
 
-spython writes the commands and reads the lists of instances. dray starts the programs: spython's own way has no
-deadline and joins both streams, and its container would be missing (docs/adr/0004).
+spython writes the commands. dray starts the programs: spython's own way has no deadline and joins both streams, and
+the builder's container would be missing (docs/adr/0004).
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,8 +22,6 @@ from dray.process import Done
 
 ANSWER_S = 60.0
 """A command that only reads an image answers in seconds; a cold network disk takes longer."""
-FETCH_S = 4 * 3600.0
-"""An image of a registry may have tens of gigabytes."""
 _SOURCE = re.compile(r"(docker|oras|library|https)://.+|(?P<kind>oci|oci-archive|docker-archive):(?P<path>[^:]+)(:.*)?")
 
 
@@ -41,40 +38,14 @@ def here() -> str:
     return program
 
 
-def run(
-    argv: Sequence[str],
-    *,
-    binds: Mapping[Path, bool] | None = None,
-    env: Mapping[str, str] | None = None,
-    seconds: float = ANSWER_S,
-) -> Done:
-    """Run a command that spython lacks, such as verify. `binds` has the paths in argv, and whether it writes them."""
-    return builder.tool([name(), *argv], binds=binds or {}, env=env, seconds=seconds)
-
-
-@cache
-def _spython() -> tuple[Any, tuple[Any, ...]]:
-    """spython's client, and its modules that start programs."""
+def _client(**how: Any) -> tuple[Any, list[Done]]:  # noqa: ANN401  as builder.tool
+    """spython's client, whose programs dray starts, and a list for what they did."""
     spython.utils.check_install = lambda: True  # before each verb it starts `singularity --version`, and ignores it
-    from spython.main import Client, instances  # noqa: PLC0415  only now
-    from spython.main.base import command  # noqa: PLC0415
+    from spython.main import Client  # noqa: PLC0415  only now
 
-    return Client, (command, instances)
-
-
-def _call(verb: str, *arguments: object, options: Mapping[str, object], **how: Any) -> tuple[Done, Any]:  # noqa: ANN401  as spython
-    """Call a verb of spython's client. Returns what its program did, and what the client made of it."""
-    client, modules = _spython()
     done: list[Done] = []
-
-    def run_command(argv: Sequence[str], **_: object) -> dict[str, Any]:
-        done.append(builder.tool([name(), *argv[1:]], **how))
-        return {"message": [done[-1].out], "return_code": done[-1].code}
-
-    for module in modules:
-        module.run_cmd = module.run_command = run_command
-    answer = getattr(client, verb)(*arguments, quiet=True, **options)
-    return done[-1], answer
+    Client._run_command = lambda argv, **_: done.append(builder.tool([name(), *argv[1:]], **how))
+    return Client, done
 
 
 def execute(
@@ -86,30 +57,19 @@ def execute(
     seconds: float = ANSWER_S,
 ) -> Done:
     """Run a command in the image, with any exit code. It sees only `binds` of this machine, which `options` mount."""
-    for path in binds or {}:
-        if not path.exists():
-            raise ConfigError("a path that the image must see does not exist", found=path)
+    client, done = _client(binds={image: False, **(binds or {})}, seconds=seconds)
     plain = ["--cleanenv", "--no-eval", "--no-mount=home,cwd", *options]
-    done, _ = _call(
-        "execute",
-        str(image),
-        [*command],
-        options={"options": plain, "singularity_options": ["--quiet"]},
-        binds={image: False, **(binds or {})},
-        seconds=seconds,
-    )
-    return done
+    client.execute(str(image), [*command], options=plain, singularity_options=["--quiet"], quiet=True)
+    return done[0]
 
 
 def instances() -> list[dict[str, Any]]:
     """This user's instances on this machine, as Apptainer lists them."""
+    done = builder.tool([name(), "instance", "list", "--json"], binds={}, seconds=ANSWER_S)
     try:
-        done, listed = _call("instances", options={"return_json": True}, binds={}, seconds=ANSWER_S)
-    except (LookupError, TypeError, ValueError, AttributeError) as wrong:
-        raise DrayError(f"{name()} lists its instances in a form that dray cannot read", found=repr(wrong)) from wrong
-    if done.code:  # spython takes it for an empty list
-        raise DrayError(f"{name()} cannot list its instances", found=done.err.strip())
-    return list(listed)
+        return list(json.loads(done.out)["instances"])
+    except (LookupError, TypeError, ValueError):
+        raise DrayError(f"{name()} cannot list its instances", found=(done.err or done.out).strip()) from None
 
 
 def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str], None]) -> None:
@@ -124,23 +84,22 @@ def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str]
             wanted="docker://, oras://, library://, https://, oci:FOLDER, oci-archive:FILE or docker-archive:FILE",
             found=source,
         )
-    binds = {}
-    if address["path"]:
-        path = Path(os.path.abspath(address["path"]))  # noqa: PTH100  without following links
-        if not path.exists():
-            raise ConfigError("the source of the image does not exist", where=source, found=path)
-        source = source.replace(address["path"], str(path), 1)
-        binds[path] = False
-    with TemporaryDirectory(prefix=".pull-", dir=out.parent) as scratch:
-        part = Path(scratch) / out.name
-        env = {"APPTAINER_TMPDIR": scratch, "SINGULARITY_TMPDIR": scratch}
+    path = address["path"]
+    if path and not Path(path).exists():
+        raise ConfigError("the source of the image does not exist", where=source, found=path)
+    with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
+        scratch, part = Path(made), Path(made, out.name)
+        binds = {scratch: True}
+        env = {"APPTAINER_TMPDIR": made, "SINGULARITY_TMPDIR": made}
         env |= {"APPTAINER_DISABLE_CACHE": "1", "SINGULARITY_DISABLE_CACHE": "1"}
-        how = {"binds": {Path(scratch): True, **binds}, "env": env, "seconds": FETCH_S, "on_line": say}
-        with progress.watch(Path(scratch), what, say=say):
-            if binds:
-                done, _ = _call("build", source, str(part), options={"sudo": False}, **how)
+        if path:
+            binds[Path(path)] = False
+        client, done = _client(binds=binds, env=env, on_line=say, network=not path)
+        with progress.watch(scratch, what, say=say):
+            if path:
+                client.build(source, str(part), sudo=False, quiet=True)
             else:
-                done, _ = _call("pull", source, options={"name": str(part)}, network=True, **how)
-        if done.code:
-            raise registry.refused(what, source, done.err or done.out, instead=instead)
+                client.pull(source, name=str(part), quiet=True)
+        if done[0].code:
+            raise registry.refused(what, source, done[0].err or done[0].out, instead=instead)
         part.replace(out)

@@ -1,69 +1,23 @@
-"""The builder's container, in which Apptainer runs as an ordinary user: its user, its rights and its output."""
+"""The builder's container, in which Apptainer runs as an ordinary user: its user, its rights and its network."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 from dray.contract.findings import UnfitError
-
-if TYPE_CHECKING:
-    import docker
-    from docker.models.containers import Container
-    from docker.types import Mount
 
 # Apptainer makes user and mount namespaces of its own; it needs no capability for that. A base's own programs run here
 # too, and become nobody else by one with setuid.
 SECURITY = ("seccomp=unconfined", "apparmor=unconfined", "no-new-privileges")
-_ROOT = (0, 0)
+ROOT = (0, 0)
 _HOSTS = Path("/etc/hosts")
-_FUSE = Path("/dev/fuse")
-_LOOPBACK = re.compile(r"localhost|127\..*|::1")
-
-
-@contextmanager
-def started(
-    client: docker.DockerClient,
-    image: str,
-    command: list[str],
-    *,
-    mounts: list[Mount],
-    environment: Mapping[str, str],
-    network: bool = False,
-    user: tuple[int, int] | None = None,
-    fuse: bool = False,
-) -> Iterator[Container]:
-    """Run a command in the container, and remove it at the end. Without /dev/fuse, Apptainer unpacks an image."""
-    # An ordinary user's Podman says Rootless, Docker does not. There the caller is root inside, unless his id is kept.
-    podman = bool(client.info().get("Rootless"))
-    host = client.api.create_host_config(
-        mounts=mounts,
-        network_mode=fetching() if network else "none",
-        security_opt=[*SECURITY, "unmask=ALL"] if podman else list(SECURITY),
-        devices=[f"{_FUSE}:{_FUSE}:rwm"] if fuse and _FUSE.exists() else [],
-    )
-    created = client.api.create_container(
-        image,
-        command,
-        name=f"dray-builder-{secrets.token_hex(4)}",
-        environment=dict(environment),
-        user=":".join(map(str, user or caller())),
-        # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
-        host_config={**host, "MaskedPaths": [], "ReadonlyPaths": [], **({"UsernsMode": "keep-id"} if podman else {})},
-    )
-    try:
-        running = client.containers.get(created["Id"])
-        running.start()
-        yield running
-    finally:
-        client.api.remove_container(created["Id"], force=True)
+FUSE = Path("/dev/fuse")
+_LOOPBACK = r"(^|[/@ ])(localhost\b|127\.|\[::1])"
 
 
 def fetching() -> str:
@@ -71,15 +25,13 @@ def fetching() -> str:
 
     This machine's own network if Docker's cannot work: for a proxy on loopback, or names that only /etc/hosts has.
     """
-    proxies = [value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy")]
-    addresses = [urlsplit(value if "://" in value else f"http://{value}").hostname or "" for value in proxies]
-    lines = _HOSTS.read_text(errors="replace").splitlines()
-    names = [name for line in lines for name in line.partition("#")[0].split()[1:]]
-    host = re.escape(socket.gethostname().partition(".")[0])
-    usual = re.compile(rf"localhost.*|ip6-.*|{host}(\..*)?")
-    if any(map(_LOOPBACK.fullmatch, addresses)) or not all(map(usual.fullmatch, names)):
-        return "host"
-    return "default"
+    proxies = getproxies_environment()
+    nearby = re.search(_LOOPBACK, f"{proxies.get('http')} {proxies.get('https')}")
+    machine = re.escape(socket.gethostname().partition(".")[0])
+    # After the address a name that is not the machine's.
+    other = rf"^[ \t]*[^#\s][^#\n]*[ \t](?!localhost|ip6-|{machine}(\.|\s|$))[^#\s]"
+    named = re.search(other, _HOSTS.read_text(errors="replace"), re.MULTILINE)
+    return "host" if named or nearby else "default"
 
 
 def caller() -> tuple[int, int]:
@@ -89,8 +41,8 @@ def caller() -> tuple[int, int]:
 
 def reader() -> tuple[int, int]:
     """The user and group that read images inside: those that build, or root if only root may open /dev/fuse."""
-    only_root = os.getuid() == 0 and _FUSE.exists() and _FUSE.stat().st_mode & 0o006 != 0o006
-    return _ROOT if only_root else caller()
+    only_root = os.getuid() == 0 and FUSE.exists() and FUSE.stat().st_mode & 0o006 != 0o006
+    return ROOT if only_root else caller()
 
 
 def give(path: Path) -> None:
@@ -119,13 +71,3 @@ def renamed(word: str, names: Mapping[str, str]) -> str:
     for path in sorted(names, key=len, reverse=True):
         word = word.replace(path, names[path])
     return word
-
-
-def lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    """The whole lines of a stream that Docker cuts anywhere."""
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode(errors="replace").rstrip("\r") for line in whole)
-    if rest:
-        yield rest.decode(errors="replace")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dray import process
 from dray.clients import docker
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageInfo:
+class ImageInfo(NamedTuple):
     """An image that an engine has."""
 
     id: str

@@ -13,8 +13,8 @@ import docker
 from docker.errors import NotFound
 from docker.models.containers import Container
 
-from dray.clients.builder import context, trixie
-from dray.clients.docker import attempt, base_image, build
+from dray.clients.builder import build, trixie
+from dray.clients.docker import attempt, base_image
 from dray.cluster import health, machines
 from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.health import Health
@@ -114,16 +114,7 @@ class LocalCluster:
         uid, gid = _owner(root)
         _make_shared(shared, uid, gid)
         chosen = base_image(self._client, base, say=say)
-        with context(root) as folder:
-            image = build(
-                self._client,
-                context=folder,
-                dockerfile="Containerfile",
-                tag="dray-cluster-node",
-                args={"BASE": chosen},
-                target="node",
-                on_line=_steps(say),
-            )
+        image = build(self._client, root, "node", tag="dray-cluster-node", base=chosen, on_line=_steps(say))
         return Config(size=size, image=image, base=chosen, checkout=root, shared=shared, uid=uid, gid=gid)
 
     def _remove_stale(self, config: Config, say: Callable[[str], None]) -> dict[str, Container]:

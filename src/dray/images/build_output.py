@@ -7,22 +7,24 @@ import fcntl
 import re
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Lock
 
 from dray import interrupts
+from dray.clients import progress
 from dray.clients.builder import BuildError
-from dray.clients.progress import Say, Silence
+from dray.clients.progress import Say
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
 
 # dray's own lines, and Docker's on the steps of the builder's image.
 _SHOWN = re.compile(r"dray: |Step \d+/\d+ : ")
 _WIDTH = 120
-_LOOK_S = 1.0
+_SILENCE_S = 30.0
 _FULL = "no space left on device"  # programs write No, Docker no
 
 
@@ -45,27 +47,27 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Say]:
             ) from None
         file.truncate(0)
 
-        lock, silence, ended = Lock(), Silence(), Event()
+        lock = Lock()
+        shown, shown_at = "the build", time.monotonic()
 
         def line(text: str) -> None:
+            nonlocal shown, shown_at
             text = printable(text)  # a base's own programs may write here
             with lock:
                 print(text, file=file, flush=True)
                 last.append(text)
                 if _SHOWN.match(text):
-                    print(text if text.startswith("dray: ") else text[:_WIDTH], file=sys.stderr, flush=True)
-                    silence.shown(text)
+                    shown, shown_at = text[:_WIDTH], time.monotonic()
+                    print(text if text.startswith("dray: ") else shown, file=sys.stderr, flush=True)
 
         def tell() -> None:
-            while not ended.wait(_LOOK_S):
-                with lock:
-                    if text := silence.line():
-                        print(text, file=sys.stderr, flush=True)
+            with lock:
+                seconds = time.monotonic() - shown_at
+                if seconds >= _SILENCE_S:
+                    print(f"dray: {seconds:.0f} s since: {shown.removeprefix('dray: ')}", file=sys.stderr, flush=True)
 
-        teller = Thread(target=tell, daemon=True)
-        teller.start()
         try:
-            with interrupts.stoppable():
+            with interrupts.stoppable(), progress.every(_SILENCE_S, tell):
                 yield line
         except DrayError as error:
             text = "\n".join(last)
@@ -80,9 +82,6 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Say]:
                 raise
             written = error.filename2 or error.filename  # a copy names two files, and writes the second
             raise _disk_full(build, [Path(written)] if written else [build, out or build]) from error
-        finally:
-            ended.set()
-            teller.join()
 
 
 def _disk_full(build: Path, written: list[Path]) -> UnfitError:

@@ -81,7 +81,7 @@ def test_a_registry_that_is_not_there(folder):
 
 
 def test_verify_of_what_nobody_signed(fetched):
-    done = apptainer.run(["verify", "--local", str(fetched)])
+    done = builder.tool(["apptainer", "verify", "--local", str(fetched)], binds={})
     assert done.code
     assert "signature" in done.err
 
@@ -89,13 +89,13 @@ def test_verify_of_what_nobody_signed(fetched):
 @pytest.mark.slow
 def test_doctor_names_an_instance_and_how_to_stop_it(fetched):
     assert apptainer.instances() == []
-    assert apptainer.run(["instance", "start", str(fetched), "mine"]).code == 0
+    assert builder.tool(["apptainer", "instance", "start", str(fetched), "mine"], binds={}).code == 0
     (one,) = apptainer.instances()
     assert (one["instance"], one["img"]) == ("mine", str(fetched))
     (found,) = [finding for finding in doctor._engines() if finding.problem == "instance"]
     assert found.found == f"mine of {fetched} runs (process {one['pid']})"
     _, _, fix = found.fix.partition(": ")
-    assert apptainer.run(fix.split()[1:]).code == 0
+    assert builder.tool(fix.split(), binds={}).code == 0
     assert apptainer.instances() == []
 
 

@@ -476,8 +476,10 @@ def test_what_the_builder_is_made_from(root, tmp_path, monkeypatch):
     mirror.write_text('[mirrors]\n"http://mirror.example/debian" = "https://site.example/debian"\n')
     mirror.chmod(0o600)
     monkeypatch.setenv("DRAY_MIRRORS", str(mirror))
-    with builder.context(tmp_path / "a checkout") as folder:
-        found = {path.name: path.read_text() for path in folder.iterdir()}
+    folder = tmp_path / "context"
+    folder.mkdir()
+    builder.lay_out(tmp_path / "a checkout", folder)
+    found = {path.name: path.read_text() for path in folder.iterdir()}
     text = found["Containerfile"]
     copied = {name for line in re.findall(r"^COPY ((?!--).*) \S+$", text, re.MULTILINE) for name in line.split()}
     assert found.keys() == copied | {"Containerfile"}
@@ -510,7 +512,7 @@ def test_the_builder_is_what_this_checkout_has_built(root, tmp_path, monkeypatch
                 raise ImageNotFound(name)
             return SimpleNamespace(id=name)
 
-    def build(_client, **_):
+    def build(*_, **__):
         there.add(f"sha256:{len(there)}")
         return f"sha256:{len(there) - 1}"
 

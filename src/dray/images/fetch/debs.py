@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import shutil
@@ -157,10 +156,9 @@ def _copy_settings(folder: Path, values: dict[str, str]) -> None:
     """Write what apt needs from this machine beside `values`: proxies, certificates and mirrors. None of it is kept."""
     environment = folder / "env"
     environment.touch(mode=0o600)  # a proxy's address may hold a password
-    values = {**docker.proxies(os.environ), **values}
+    values = {**docker.proxies(), **values}
     environment.write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()))
-    if os.getuid() == 0:
-        os.chown(environment, *builder_container.caller())
+    builder_container.give(environment)
     bundle = builder.certificates()
     if bundle:
         shutil.copyfile(bundle, folder / "ca.crt")

@@ -125,7 +125,7 @@ def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False
     binds = {sif: writes} if sif else {}
     if keyring().is_dir():
         binds[keyring()] = True  # Apptainer corrects its mode if others may read it
-    return apptainer.run(argv, binds=binds, env=_environment(), seconds=_HASHED_S)
+    return builder.tool([apptainer.name(), *argv], binds=binds, env=_environment(), seconds=_HASHED_S)
 
 
 def _environment() -> dict[str, str]:
