@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,10 @@ STRATEGIES = {
     "300 steps": ("train.steps=300",),
 }
 PLAIN = "plain.py"
-# What CI runs: each way in which dray's trainer goes on, once; `make faults` has all.
-CI = ("kill -9 of a rank", "kill -9 of a node's runner", "kill -9 in the middle of a save", "the time limit is near",
-      "a checkpoint's file is flipped", "a rank is stopped (SIGSTOP)")  # fmt: skip
+# What CI runs: the first two always, the others when their day comes; `make faults` has all.
+ALWAYS = ("kill -9 of a rank", "a checkpoint's file is flipped")
+CI = (*ALWAYS, "kill -9 of a node's runner", "kill -9 in the middle of a save", "the time limit is near",
+      "a rank is stopped (SIGSTOP)")  # fmt: skip
 # These touch the whole cluster: alone, after the others.
 ALONE = ("a node is switched off, with a spare node", "a node is switched off, and fewer go on",
          "the controller is restarted", "a node stands still for 10 s", "a node is switched off",
@@ -73,20 +75,20 @@ AT_ONCE = 3
 
 
 class Outcomes:
-    """All cases, several at a time; what each came to."""
+    """The cases that were chosen, several at a time; what each came to."""
 
-    def __init__(self, cluster) -> None:
+    def __init__(self, cluster, cases: Sequence[Case]) -> None:
         self.cluster = cluster
         self.rows: dict[Case, str] = {}
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            needed = sorted({case.strategy for case in CASES})
+            needed = sorted({case.strategy for case in cases})
             plain = {strategy: pool.submit(self.undisturbed, strategy) for strategy in needed}
             self.plain = {strategy: one.result() for strategy, one in plain.items()}
             self.found: dict[Case, Future[None]] = {
-                case: pool.submit(self.disturbed, case) for case in CASES if case.fault.name not in ALONE
+                case: pool.submit(self.disturbed, case) for case in cases if case.fault.name not in ALONE
             }
         with ThreadPoolExecutor(1) as pool:
-            self.found |= {case: pool.submit(self.disturbed, case) for case in CASES if case.fault.name in ALONE}
+            self.found |= {case: pool.submit(self.disturbed, case) for case in cases if case.fault.name in ALONE}
 
     def undisturbed(self, strategy: str) -> tuple[dict[int, float], str]:
         with going(self.cluster, 0, *STRATEGIES[strategy], kind=kind(strategy)) as run:
@@ -133,12 +135,15 @@ class Outcomes:
 
     def table(self) -> str:
         head = "| fault | run | cause that was named | recovered | steps taken twice | seconds to the next step |"
-        return "\n".join([head, "|---|---|---|---|---:|---:|", *(self.rows[case] for case in CASES)])
+        return "\n".join(
+            [head, "|---|---|---|---|---:|---:|", *(self.rows[case] for case in CASES if case in self.rows)]
+        )
 
 
 @pytest.fixture(scope="module")
-def outcomes(cluster) -> Outcomes:
-    found = Outcomes(cluster)
+def outcomes(cluster, request: pytest.FixtureRequest) -> Outcomes:
+    items = [item for item in request.session.items if item.parent is request.node]
+    found = Outcomes(cluster, [item.callspec.params["case"] for item in items])
     if page := os.environ.get("DRAY_FAULTS"):
         begin, end = "<!-- make faults -->\n", "<!-- end -->\n"
         before, _, rest = Path(page).read_text().partition(begin)
@@ -146,6 +151,10 @@ def outcomes(cluster) -> Outcomes:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if SOAK or case.fault.name in ALWAYS else pytest.mark.slow) for case in CASES],
+    ids=str,
+)
 def test_it_goes_on(outcomes: Outcomes, case: Case) -> None:
     outcomes.found[case].result()
