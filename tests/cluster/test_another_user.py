@@ -68,6 +68,7 @@ def waited(path: Path, job: threading.Thread) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_nobody_else_reaches_a_run(sbatch, cluster, sif: Path, root: Path, folder: Path, other) -> None:
     """Its ports are attacked from the other node, and its folders looked into, while it may restart."""
     pwned = cluster.shared / "home" / "pwned"

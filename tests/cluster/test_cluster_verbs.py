@@ -56,6 +56,7 @@ def test_status_of_a_healthy_cluster(cluster, healed):
     assert f"/shared is {cluster.shared}" in ended.stdout
 
 
+@pytest.mark.slow
 def test_verbs_of_dray_as_at_a_login_node(cluster, healed, sif):
     """A job is submitted, waited for, found and explained, by a dray that is in the image alone."""
     submitted = dray("exec", "--", "dray", "submit", "recipes/smoke-cpu.toml", *SHORT, "--follow")

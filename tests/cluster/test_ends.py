@@ -57,7 +57,7 @@ def is_up(folder: Path, mark: int) -> bool:
         ("torchrun", "crashes"),
         pytest.param("accelerate", "exits", marks=pytest.mark.slow),
         pytest.param("accelerate", "crashes", marks=pytest.mark.slow),
-        ("deepspeed", "exits"),
+        pytest.param("deepspeed", "exits", marks=pytest.mark.slow),
         pytest.param("deepspeed", "crashes", marks=pytest.mark.slow),
         pytest.param("python", "exits", marks=pytest.mark.slow),
         pytest.param("python", "crashes", marks=pytest.mark.slow),
@@ -73,9 +73,9 @@ def test_a_rank_that_dies(sbatch, cluster, folder: Path, words, launcher: str, h
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param("torchrun", marks=pytest.mark.slow),
+        "torchrun",
         pytest.param("accelerate", marks=pytest.mark.slow),
-        "deepspeed",
+        pytest.param("deepspeed", marks=pytest.mark.slow),
         pytest.param("python", marks=pytest.mark.slow),
     ],
 )

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.cluster
 TOOL = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m dray cluster exec -- "${{0##*/}}" "$@"\n'
 
 
+@pytest.mark.slow
 def test_a_command_in_it_then_a_stop_and_no_requeue(cluster, root: Path, short, tmp_path: Path) -> None:
     """max_requeues does not bring it back."""
     for name in ("squeue", "scancel", "scontrol", "srun"):

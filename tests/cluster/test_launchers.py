@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param("accelerate", marks=pytest.mark.slow), "deepspeed", pytest.param("python", marks=pytest.mark.slow)],
+    [pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("deepspeed", marks=pytest.mark.slow), "python"],
 )
 def test_every_launcher_trains_the_same(sbatch, plain, losses_of, short, launcher: str) -> None:
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *short)
@@ -105,7 +105,7 @@ def test_a_script_that_is_not_there(sbatch, root: Path, folder: Path) -> None:
     [
         "torchrun",
         pytest.param("accelerate", marks=pytest.mark.slow),
-        "deepspeed",
+        pytest.param("deepspeed", marks=pytest.mark.slow),
         pytest.param("python", marks=pytest.mark.slow),
     ],
 )

@@ -82,6 +82,7 @@ if rank % 2 == 0:
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_train_apart_are_named(sbatch, root: Path, folder: Path) -> None:
     (folder / "apart.py").write_text(APART)
     ended = sbatch(f"{root}/slurm/multinode.sh", *QUICK, "--", "apart.py", workdir=WORKDIR)
@@ -113,9 +114,10 @@ def test_lightning(sbatch, root: Path, folder: Path, lightning: str, launcher: s
 @pytest.mark.parametrize(
     ("launcher", "words", "wrapped"),
     [
-        pytest.param("torchrun", (), "DistributedDataParallel", marks=pytest.mark.slow),
+        ("torchrun", (), "DistributedDataParallel"),
         pytest.param("deepspeed", (), "DistributedDataParallel", marks=pytest.mark.slow),
-        ("deepspeed", ("zero2.json",), "DistributedDataParallel"),  # on a CPU accelerate leaves DeepSpeed out
+        # On a CPU accelerate leaves DeepSpeed out.
+        pytest.param("deepspeed", ("zero2.json",), "DistributedDataParallel", marks=pytest.mark.slow),
     ],
     ids=["torchrun", "deepspeed", "zero2"],
 )

@@ -55,10 +55,9 @@ def test_a_recipe_is_walked_to_its_end(image, name: str) -> None:
     check(name, run.plan, run.events, run.paths.final_model)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("name", "how"), [("gpt2-wikitext-zero2", "submit"), pytest.param("llama-sft", "sbatch", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "how"), [("gpt2-wikitext-zero2", "submit"), ("llama-sft", "sbatch")])
 def test_a_recipe_is_a_job(sbatch, submit, name: str, how: str) -> None:
     """Both ways lead to the same plan; here with a rank on each node."""
     options = (f"recipes/{name}.toml", "scale=tiny", "ranks_per_node=1", "preflight.when=never")

@@ -14,6 +14,7 @@ from helpers import until
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_a_users_script_comes_through(cluster, sif: Path, root: Path) -> None:
     shown = subprocess.run(
         [sys.executable, root / "benchmarks/showcase", "2", "200"], capture_output=True, text=True, check=False

@@ -92,6 +92,7 @@ def test_a_killed_rank_is_named_with_its_signal(sbatch, cluster) -> None:
     assert (cause["node"], cause["rank"], cause["why"]) == ("n2", 1, "killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_still_says_how_it_ended(sbatch, cluster) -> None:
     before = set((cluster.shared / "runs").glob("[!.]*"))
     with ThreadPoolExecutor() as pool:

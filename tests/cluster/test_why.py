@@ -30,6 +30,7 @@ def test_a_job_is_told_why_it_failed(sbatch) -> None:
     assert f"\ncause: {NAME}\n" in page
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_that_left_no_result(sbatch, login, cluster) -> None:
     """Slurm takes the image away before the batch script can write one, as the program takes no notice of SIGTERM."""
     code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(90)"

@@ -159,6 +159,7 @@ def test_a_whole_job_for_real(tmp_path: Path) -> None:
     assert "LEAK=1" not in rank
 
 
+@pytest.mark.slow
 @pytest.mark.charliecloud
 @pytest.mark.sif
 def test_our_own_image_trains(tmp_path: Path, sif: Path) -> None:
