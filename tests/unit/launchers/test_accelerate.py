@@ -354,6 +354,7 @@ def test_what_accelerate_ignores_on_a_cpu_is_told(tmp_path: Path, words: tuple, 
     assert told == ([found] if found else [])
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
 def test_accelerate_ignores_fsdp_on_a_cpu() -> None:

@@ -149,6 +149,7 @@ class TestWords:
         assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, f"dray: {said}")
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_ranks_outside_slurm_see_nothing_of_a_job(tmp_path: Path, launcher: str) -> None:

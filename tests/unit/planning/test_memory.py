@@ -227,6 +227,7 @@ class TestCounted:
         odd = recipe.model_copy(update={"model": recipe.model.model_copy(update={"type": "no-such"})})
         assert lookup.files(odd, Facts.model_validate(said)).counted is None  # the trainer says what is wrong with it
 
+    @pytest.mark.slow
     def test_what_cannot_be_counted_is_refused_where_it_was_asked_for(self) -> None:
         ended = dray("plan", "--exact", *self.WORDS, "model.type=mamba-9")
         assert ended.returncode == 78

@@ -69,6 +69,7 @@ def wheel(release: str) -> Path:
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_names_and_arguments_of_its_torch(variant, tmp_path):

@@ -147,6 +147,7 @@ def test_tools_are_asked_where_they_are(hanging: Callable[..., None], start: Sta
     assert seconds < LIMIT + 10
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_all_ranks_start_again_and_end_well(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
     """A hang is a failure as any other; what is said of it stays beside the restart."""

@@ -270,6 +270,7 @@ def test_a_preflight_of_many_ranks_leaves_its_report_alone(prove: Callable[..., 
     assert records(tmp_path) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_rank_s_finding_is_every_node_s_and_recorded_once(prove: Callable[..., Any], tmp_path: Path) -> None:
     line = "if rank.number == 3: raise UnfitError('a library is missing', node=rank.node, rank=3)\n    time.sleep(600)"

@@ -141,6 +141,7 @@ def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -
     assert "Timeout (0:00:09)" in (folder / "preflight/rank-0.stack").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
 def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:

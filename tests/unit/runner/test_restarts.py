@@ -161,6 +161,7 @@ def test_one_node_starts_its_ranks_again(plan: dict[str, Any], start: Start) -> 
     assert failures(plan) == {"restart-1/rank-1.json": 9}
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_node_whose_ranks_have_ended_well_starts_them_again_too(plan: dict[str, Any], start: Start) -> None:
     """The other node's die after that."""

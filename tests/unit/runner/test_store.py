@@ -233,6 +233,7 @@ def test_the_installation_registers_the_rendezvous() -> None:
     assert re.search("tcp_store.handler.StoreRendezvous", shown.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_the_store_serves_more_ranks_than_its_soft_limit_of_files_and_outlives_signals() -> None:
     """1,024 files are usual, and each rank holds one."""

@@ -263,6 +263,7 @@ class TestAnotherUsersRun:
         assert self.verb(run, "generate", "x")[0] == []
         assert self.verb(run, "generate", "x", "--trust-run")[0] == ["by environment", "by model"]
 
+    @pytest.mark.slow
     @pytest.mark.seconds
     def test_modules_beside_its_model(self, run: Path) -> None:
         """`python -m` would take them before its own."""
@@ -271,6 +272,7 @@ class TestAnotherUsersRun:
         for verb in (("push", "a/b"), ("generate", "x"), ("eval",)):
             assert self.verb(run, *verb)[0] == [], verb
 
+    @pytest.mark.slow
     @pytest.mark.seconds
     @pytest.mark.parametrize("key", ["data.map", "data.mix.code.map", "evaluate.other.map"])
     def test_its_functions_on_rows(self, run: Path, key: str) -> None:

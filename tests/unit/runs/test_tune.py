@@ -218,6 +218,7 @@ again: dray tune --table {folder}
         with pytest.raises(ProcessLookupError):
             os.kill(int(marker.read_text()), 0)
 
+    @pytest.mark.slow
     @pytest.mark.seconds
     def test_one_that_ends_at_no_signal_is_killed(
         self, desk: Desk, dray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

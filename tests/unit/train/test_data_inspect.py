@@ -214,6 +214,7 @@ def dray(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_verb(tmp_path: Path, lines: Path) -> None:
     recipe = tmp_path / "my recipe.toml"
     recipe.write_text((ROOT / "tests/tiny.toml").read_text().replace("[data]", '[data]\ntrain = "my lines.txt"'))

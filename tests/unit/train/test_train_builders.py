@@ -168,6 +168,7 @@ class TestDamage:
             assert f"fix:    dray image layer VARIANT --pip {package}, and layer = " in said, said
 
 
+@pytest.mark.slow
 def test_nothing_is_left_and_no_hub_is_asked(tmp_path: Path) -> None:
     """datasets keeps a cache and locks, and tells the hub which builder was used."""
     name, home = written(tmp_path, "webdataset"), tmp_path / "home"

@@ -188,6 +188,7 @@ def forks() -> Iterator[Forks]:
     forks.close()
 
 
+@pytest.mark.slow
 def test_the_ranks_run_what_was_planned(forks: Forks, tmp_path: Path) -> None:
     """Its file may have changed by then, or be where a node does not see it."""
     path = rows(tmp_path, "jsonl")
@@ -310,6 +311,7 @@ def test_what_is_refused_before_the_queue(tmp_path: Path) -> None:
     assert "your private file would be copied into a run folder" in refusal(tmp_path, given, "runs.share=group")
 
 
+@pytest.mark.slow
 def test_a_plan_runs_nothing_of_it_and_inspect_does(tmp_path: Path) -> None:
     """By the verbs; the file is found beside the recipe, from whatever folder."""
     rows(tmp_path, "jsonl")

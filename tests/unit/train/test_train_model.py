@@ -428,6 +428,7 @@ class TestHub:
 
             yield fetch
 
+    @pytest.mark.slow
     def test_a_dataset_is_fetched_once_and_read_offline(self, hub) -> None:
         first = hub("data", "hub:me/mine/small")
         assert (first.stdout, first.returncode) == ("['one', 'two']\n", 0), first.stderr

@@ -313,6 +313,7 @@ def test_a_checkpoint_of_dcp_is_read_once_and_one_that_others_may_write_never(ru
     assert "the checkpoint is open to other users\n" in again.end(code=78).said()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_from_the_newest_whole_one(run: BEGUN) -> None:
     """A checkpoint after each step, and SIGKILL to all at random moments: what is found is always whole."""
     other = run(2, "train.steps=100000", "checkpoint.every=[[0, 1]]", "checkpoint.keep=2")

@@ -280,12 +280,14 @@ def ranks(cache: Path, way: str, rounds: int) -> tuple[list[str], str]:
     return Path(f"{cache}.log").read_text().splitlines(), ended.stderr
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_node_makes_them_where_every_lock_is_granted(tmp_path: Path) -> None:
     """Five times with four ranks: three of them died with FileNotFoundError each time where a lock decided."""
     lines, _ = ranks(tmp_path, "one node", 5)
     assert sorted(lines) == sorted(["making", "[0, 0, 0, 0]", *["[97, 98, 99, 256]"] * 4] * 5)
 
 
+@pytest.mark.slow
 def test_two_nodes_may_share_a_cache_without_locks(tmp_path: Path) -> None:
     lines, _ = ranks(tmp_path, "two nodes", 3)
     assert lines.count("[0, 0, 0, 0]") == 3
@@ -294,12 +296,14 @@ def test_two_nodes_may_share_a_cache_without_locks(tmp_path: Path) -> None:
     assert lines.count("making") == 3, "rank 0 makes them for both"
 
 
+@pytest.mark.slow
 def test_what_the_maker_refuses_ends_all_ranks(tmp_path: Path) -> None:
     lines, errors = ranks(tmp_path, "full", 1)
     assert lines == ["making", "[1, 1, 1, 1]"]
     assert errors.count("the disk is full: it has no room for the tokens\n") == 4
 
 
+@pytest.mark.slow
 def test_nodes_that_have_made_other_tokens_do_not_train(tmp_path: Path) -> None:
     lines, errors = ranks(tmp_path, "other tokens", 1)
     assert lines == ["making", "making", "[78, 78, 78, 78]"]

@@ -192,6 +192,7 @@ def test_a_plan_that_no_runner_reads(tmp_path: Path) -> None:
     assert ended.stderr.startswith("the plan")
 
 
+@pytest.mark.slow
 @pytest.mark.hostile("trainer")
 @pytest.mark.torch
 def test_a_model_that_cannot_be_written_is_a_finding(tmp_path: Path) -> None:
