@@ -253,9 +253,10 @@ def test_a_damaged_squashfs(packed, small):
     with sif.open("r+b") as file:
         file.seek(sif_format.read(sif).system.offset + 40)
         file.write(bytes(100))
-    assert refusal(image_look.inspect, str(sif)).startswith(
-        f"the image's files cannot be read\n  where:  {sif}\n  found:  "
-    )
+    head, _, said = refusal(image_look.inspect, str(sif)).partition("\n  found:  ")
+    wanted = "squashfs-tools 4.4 or newer, with zstd, and a whole image"
+    assert head == f"the image's files cannot be read\n  where:  {sif}\n  wanted: {wanted}"
+    assert said.endswith("or build or copy the image again")
 
 
 def test_sign_and_verify(packed, small, keys, capsys):
