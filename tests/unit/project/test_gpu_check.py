@@ -319,6 +319,7 @@ def test_the_scripts_stop_at_once_without_a_gpu(script: str, tmp_path: Path) -> 
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / f"{script[:-3]}-logs.tar.gz"]
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_path: Path) -> None:
     ended = subprocess.run(

@@ -85,6 +85,7 @@ def test_all_ranks_start_again(plan: dict[str, Any], start: Start, dies: str, fi
     assert f"dray: restart 1 of 2: rank {dies[0]} on node{node}: exit code 9\n" in said
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_supervisor_that_is_killed_has_recorded_nothing_and_its_rank_is_named(
     plan: dict[str, Any], start: Start

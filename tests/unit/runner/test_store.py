@@ -72,6 +72,7 @@ def launch(
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow), "python"])
 def test_ranks_join_the_runner_s_store(name: str, plan: dict[str, Any], start: Start, tmp_path: Path) -> None:

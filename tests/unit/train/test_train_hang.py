@@ -149,6 +149,7 @@ LIMIT = 4
 STEPS = ("batch.per_device=4", "train.steps=100000", f"hang_timeout_s={LIMIT}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [pytest.param("spin", marks=pytest.mark.slow), "collective", pytest.param("stop", marks=pytest.mark.slow)]
 )

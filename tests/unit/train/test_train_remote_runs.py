@@ -68,6 +68,7 @@ def test_losses_are_those_of_files_on_a_disk_on_any_ranks(run: BEGUN, store: sto
         assert found.losses() == (wanted.losses() if ranks == 1 else pytest.approx(wanted.losses(), rel=2e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["webdataset", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_a_stream_resumes_to_the_last_bit_and_is_the_same_on_other_ranks(
     run: BEGUN, store: stores.Store, name: str
