@@ -105,8 +105,7 @@ def engine() -> Iterator[DockerClient | None]:
     else:
         yield None
         return
-    if root:  # an ordinary user builds in the container
-        os.umask(0o022)
+    builder_container.write_for_all()
     with closing(_docker(program, fix)) as client:
         yield client
 

@@ -45,25 +45,36 @@ def reader() -> tuple[int, int]:
     return ROOT if only_root else caller()
 
 
-def give(path: Path) -> None:
+def give(folder: Path) -> None:
     """Give root's folder to the ordinary user who works inside."""
-    if os.getuid() == 0:
-        os.chown(path, *caller())
+    _own(folder, caller())
 
 
 def take(folder: Path) -> None:
     """Give the folder back to root, before anything in it is read or kept."""
+    _own(folder, ROOT)
+
+
+def _own(folder: Path, user: tuple[int, int]) -> None:
     if os.getuid() == 0:
         for path in (folder, *folder.rglob("*")):
-            os.chown(path, 0, 0, follow_symlinks=False)
+            os.chown(path, *user, follow_symlinks=False)
+
+
+def write_for_all() -> None:
+    """What root writes from now on, the ordinary user inside can read."""
+    if os.getuid() == 0:
+        os.umask(0o022)
 
 
 def require_readable(path: Path) -> None:
-    """Refuse what the ordinary user inside cannot read: root's umask may be 077."""
-    if os.getuid() == 0 and not path.stat().st_mode & 0o004:
-        raise UnfitError(
-            "the ordinary user who builds cannot read a file of root's", where=path, fix=f"chmod -R a+rX '{path}'"
-        )
+    """Refuse a file or folder that the ordinary user inside cannot read: root's umask was 077 before."""
+    if os.getuid() != 0:
+        return
+    for file in (path, *path.rglob("*")):
+        if not file.is_symlink() and not file.stat().st_mode & 0o004:
+            fix = f"chmod -R a+rX '{path}'"
+            raise UnfitError("the ordinary user who builds cannot read a file of root's", where=file, fix=fix)
 
 
 def renamed(word: str, names: Mapping[str, str]) -> str:

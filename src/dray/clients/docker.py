@@ -104,9 +104,12 @@ def endpoint() -> Endpoint:
     if url := os.environ.get("DOCKER_HOST"):
         chosen, fix = Endpoint(url, "DOCKER_HOST"), "unset DOCKER_HOST"
     else:
-        name = os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
-        context = ContextAPI.get_context(name)
+        name = os.environ.get("DOCKER_CONTEXT") or get_current_context_name() or "default"
         fix = "docker context ls shows those that exist; docker context use default"
+        try:
+            context = ContextAPI.get_context(name)
+        except Exception as damaged:  # the SDK's own, of a file that it cannot read
+            raise ConfigError(f"the Docker context {name} cannot be read", found=damaged, fix=fix) from damaged
         if not context:
             raise ConfigError(f"the Docker context {name} does not exist", fix=fix)
         chosen = Endpoint(context.Host or "", f"context {name}")
@@ -171,7 +174,7 @@ def base_image(client: docker.DockerClient, base: str, *, say: Callable[[str], N
     path = Path(base).expanduser()
     if path.is_file():
         return _imported(client, path)
-    if ".tar" in base:
+    if base.startswith(("/", ".", "~")) or ".tar" in path.suffixes:
         raise ConfigError("the tar of the base does not exist", found=base, fix=_how_to_make(base))
     for name in (base, mirrors.image(base)):
         with attempt(f"look for the image {name}"), suppress(ImageNotFound):

@@ -7,9 +7,11 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dray import process
 from dray.clients import builder, builder_container, docker
@@ -22,6 +24,8 @@ from dray.images.rootfs import squashfs
 _PROC, _APPARMOR = Path("/proc/sys"), Path("/etc/apparmor.d")
 # The base and Debian's packages, which all variants share.
 _DEBIAN_MB = 115
+_BUILDER_MB = 400  # the builder's image with its own base
+_SMALL_MB = 50
 # What the tree holds until 70-prune.sh removes it: measured for cpu and cuda.
 _PRUNED_MB = 1000
 # As stat names them. A build writes tens of thousands of small files.
@@ -47,6 +51,7 @@ class Build:
     variant: str
     formats: Sequence[str] = ("sif",)
     out: Path | None = None
+    wheels: Path | None = None
     bundled: bool = False
 
     @property
@@ -69,9 +74,9 @@ def check(build: Build) -> list[Finding]:
             f"there is no image {build.variant}", fix=f"make image-{near}; the images are {listed(known)}"
         )
     image = _image(build.checkout, build.variant)
-    findings = [*_room(build, image), _processor(build, image)]
+    findings = [_processor(build, image), *_room(build, image)]
     try:
-        findings += _builder(build)
+        findings += _builder(build, image)
     except DrayError as error:
         findings.append(error.finding)
     return findings
@@ -88,23 +93,25 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
         for folder in (build.checkout / "build", build.sif.parent)
     )
     if image.size:
-        fetch = 0 if build.bundled else image.size.wheels_mb + _DEBIAN_MB - _fetched_mb(build)
+        fetch = 0 if build.bundled else max(0, image.size.wheels_mb + _DEBIAN_MB - _fetched_mb(build))
         # The files before they are pruned, or with the packed image beside them; wheels are linked, not copied.
         packed = 2 * image.size.sif_mb if "sif" in build.formats else 0
-        packed += image.size.unpacked_mb if {"docker", "podman"} & {*build.formats} else 0
+        loaded = {"docker", "podman"} & {*build.formats}
+        packed += image.size.unpacked_mb if loaded else 0
         work = image.size.unpacked_mb + max(_PRUNED_MB, packed)
         needs = {ours: fetch, theirs: work}
         if ours.stat().st_dev == theirs.stat().st_dev:
             needs = {theirs: fetch + work}
         for folder, mb in needs.items():
             free = shutil.disk_usage(folder).free / 1e6
-            found = f"{max(0, mb) / 1000:.1f} GB of disk in {folder}, which has {free / 1000:.1f} GB free"
+            found = f"{mb / 1000:.1f} GB of disk in {folder}, which has {free / 1000:.1f} GB free"
             fits = Finding(f"image {build.variant}", found=f"a build needs {found}", kind="ok")
             # An image that exists from the same inputs is not built again.
-            code = exit_codes.DONE if build.sif.exists() else exit_codes.UNFIT
+            known = build.sif.exists() and fetch < _SMALL_MB and not loaded
+            code = exit_codes.DONE if known else exit_codes.UNFIT
             fix = f"make room; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
             yield fits if free >= mb else fits._replace(fix=fix, code=code, kind="note")
-    kind = process.run(["stat", "--file-system", "--format=%T", theirs]).out.strip()
+    kind = process.run(["stat", "--file-system", "--format=%T", theirs], check=False).out.strip()
     if kind in _NETWORK:
         fix = f"dray image build {build.variant} --out /tmp/{build.sif.name}, then move it and its .json here"
         found = f"{theirs} is on a network disk ({kind}), on which a build takes many times as long"
@@ -118,7 +125,10 @@ def _fetched_mb(build: Build) -> int:
     pins = re.findall(r"^([\w.-]+==[\w.!]+)", "\n".join(lock.read_text() for lock in locks), re.MULTILINE)
     names = tuple(re.sub(r"[-_.=]+", "-", pin).lower() for pin in pins)
     wheels = [
-        file for file in (folder / "wheels").glob("*") if re.sub(r"[-_.]+", "-", file.name).lower().startswith(names)
+        file
+        for place in filter(None, (folder / "wheels", build.wheels))
+        for file in place.glob("*")
+        if re.sub(r"[-_.]+", "-", file.name).lower().startswith(names)
     ]
     has_debian = any((folder / "debs").glob("*/*.deb"))
     return sum(wheel.stat().st_size for wheel in wheels) // 1_000_000 + _DEBIAN_MB * has_debian
@@ -141,15 +151,19 @@ def _processor(build: Build, image: Image) -> Finding:
     )
 
 
-def _builder(build: Build) -> Iterator[Finding]:
+def _builder(build: Build, image: Image) -> Iterator[Finding]:
     """Apptainer on this machine, or Docker with Apptainer in a container. The first thing that is missing is raised."""
+    for name in ("docker", "podman"):
+        if name in build.formats and not process.which(name):
+            raise UnfitError(f"{name} is not on this machine", wanted=f"{name}, for --format {name}", fix="install it")
     if "docker" in build.formats:
-        docker.client().close()
-    if "podman" in build.formats and not process.which("podman"):
-        raise UnfitError("podman is not on this machine", wanted="podman, for --format podman", fix="install it")
+        with closing(docker.client()) as engine:
+            _room_of_docker(engine.info(), image.size.unpacked_mb if image.size else 0)
     with builder.engine() as client:
         if client:
-            builder_container.require_readable(build.checkout / "src")
+            for name in ("src", "containers"):
+                builder_container.require_readable(build.checkout / name)
+            _room_of_docker(client.info(), _BUILDER_MB)
             yield Finding("builder", found=f"Docker at {docker.endpoint()}", kind="ok")
             about = client.info()
             rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])
@@ -168,6 +182,21 @@ def _builder(build: Build) -> Iterator[Finding]:
         squashfs.require()
     if not _setuid(program):
         yield _namespaces(container=False)
+
+
+def _room_of_docker(about: Mapping[str, Any], mb: int) -> None:
+    """Refuse a disk of Docker's, of this machine and no virtual one, without room for an image."""
+    folder = Path(about.get("DockerRootDir", "/nonexistent"))
+    if about.get("KernelVersion") == platform.release() and folder.is_dir():
+        free = shutil.disk_usage(folder).free / 1e6
+        if free < mb:
+            raise UnfitError(
+                "Docker's disk has no room for the image",
+                where=folder,
+                wanted=f"{mb / 1000:.1f} GB",
+                found=f"{free / 1000:.1f} GB free",
+                fix="docker system df shows what uses the space; docker system prune removes what is not in use",
+            )
 
 
 def _setuid(program: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import dray
 from dray import interrupts, process
-from dray.clients import apptainer
+from dray.clients import apptainer, builder_container
 from dray.clients.progress import Say
 from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
@@ -68,6 +68,7 @@ def adopt(checkout: Path, source: str, *, name: str = "", force: bool = False, s
             where=folder,
             fix=f"choose another name (--name {name}-2), or replace the image (--force)",
         )
+    builder_container.write_for_all()
     build.mkdir(exist_ok=True)
     # A refusal keeps what took hours to fetch.
     address = mirrors.image(source) if "://" in source else source
@@ -169,7 +170,12 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Say) -> str:
 
 def _use(path: Path, image: Path, say: Say) -> None:
     """Link or copy the image. No hard link: the file's owner may still change it."""
-    sif_format.read(path)
+    try:
+        sif_format.read(path)
+    except ConfigError as error:
+        if not error.finding.fix:
+            error.amend(fix="for an archive or a folder of OCI: docker-archive:FILE, oci-archive:FILE or oci:FOLDER")
+        raise
     image.with_name(adopted_folder.SOURCE).symlink_to(path)
     others = _others(path)
     if not others:

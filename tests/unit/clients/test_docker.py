@@ -164,16 +164,30 @@ def test_a_program_of_a_base_gains_no_rights(monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="who builds is another user only for root")
-@pytest.mark.parametrize("mode", [0o644, 0o600])
-def test_a_file_of_roots_that_only_root_may_read(tmp_path, mode):
-    (tmp_path / "x.whl").touch()
-    (tmp_path / "x.whl").chmod(mode)
-    if mode == 0o644:
-        builder_container.require_readable(tmp_path / "x.whl")
-        return
-    with pytest.raises(UnfitError) as refused:
-        builder_container.require_readable(tmp_path / "x.whl")
-    assert refused.value.details == {"where": f"{tmp_path}/x.whl", "fix": f"chmod -R a+rX '{tmp_path}/x.whl'"}
+def test_a_file_of_roots_that_only_root_may_read(tmp_path):
+    file = tmp_path / "containers/debs.sh"
+    file.parent.mkdir()
+    file.touch(0o644)
+    (tmp_path / "containers/to.nowhere").symlink_to("nowhere")
+    builder_container.require_readable(tmp_path / "containers")
+    file.chmod(0o600)
+    for bound in (file.parent, file):
+        with pytest.raises(UnfitError) as refused:
+            builder_container.require_readable(bound)
+        assert refused.value.details == {"where": str(file), "fix": f"chmod -R a+rX '{bound}'"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="who builds is another user only for root")
+def test_a_folder_of_roots_is_lent_whole_and_taken_back(tmp_path):
+    inner = tmp_path / "lib/deep/module.py"
+    inner.parent.mkdir(parents=True)
+    inner.touch()
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    builder_container.give(tmp_path)
+    assert {path.lstat().st_uid for path in (tmp_path, *tmp_path.rglob("*"))} == {1000}
+    assert Path("/etc/passwd").stat().st_uid == 0
+    builder_container.take(tmp_path)
+    assert {path.lstat().st_uid for path in (tmp_path, *tmp_path.rglob("*"))} == {0}
 
 
 _FAR = "dray needs a Docker Engine on this machine, whose folders it binds"
@@ -193,6 +207,9 @@ class TestEndpoint:
             meta = tmp_path / ".docker/contexts/meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
             meta.parent.mkdir(parents=True)
             meta.write_text(json.dumps({"Name": name, "Metadata": {}, "Endpoints": {"docker": {"Host": url}}}))
+        damaged = meta.parent.with_name(hashlib.sha256(b"damaged").hexdigest())
+        damaged.mkdir()
+        (damaged / "meta.json").write_text("{")
         return tmp_path
 
     @pytest.mark.parametrize(
@@ -201,6 +218,7 @@ class TestEndpoint:
             ({}, "{}", "unix:///var/run/docker.sock (context default)"),
             ({}, '{"currentContext": "colima"}', "unix:///h/.colima/default/docker.sock (context colima)"),
             ({}, '{"currentContext": "default"}', "unix:///var/run/docker.sock (context default)"),
+            ({}, '{"currentContext": ""}', "unix:///var/run/docker.sock (context default)"),
             ({}, '{"auths": {}}', "unix:///var/run/docker.sock (context default)"),
             ({}, "{ damaged", "unix:///var/run/docker.sock (context default)"),
             ({}, "[]", "unix:///var/run/docker.sock (context default)"),
@@ -234,6 +252,7 @@ class TestEndpoint:
             ("DOCKER_HOST", "tcp://10.0.0.1:2376", _FAR, "unset DOCKER_HOST"),
             ("DOCKER_CONTEXT", "far", _FAR, "docker context ls"),
             ("DOCKER_CONTEXT", "gone", "the Docker context gone does not exist", "docker context ls"),
+            ("DOCKER_CONTEXT", "damaged", "the Docker context damaged cannot be read", "docker context ls"),
         ],
     )
     def test_it_is_refused(

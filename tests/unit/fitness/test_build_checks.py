@@ -94,8 +94,11 @@ class TestBuilder:
         program(tmp_path, "apptainer", "")
         program(tmp_path, "mksquashfs", MKSQUASHFS)
         findings = builds.check(build())
-        assert [finding.problem for finding in findings] == ["image cpu", "processor", "builder", "user namespaces"]
+        assert [finding.problem for finding in findings] == ["processor", "image cpu", "builder", "user namespaces"]
         assert not errors(findings)
+        (refused,) = errors(builds.check(build(formats=["docker"])))
+        assert refused.problem == "docker is not on this machine"
+        program(tmp_path, "docker", "")
         (refused,) = errors(builds.check(build(formats=["docker"])))
         assert refused.fix == "install Docker Engine and start it, or set DOCKER_HOST"
         (refused,) = errors(builds.check(build(formats=["podman"])))
@@ -215,8 +218,11 @@ def test_the_processor(
     processor: str,
     others: list[str] | None,
     build: Make,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if system == "Darwin":
+        program(tmp_path, "stat", "exit 1")  # BSD's has no --file-system
     monkeypatch.setattr(builds.platform, "system", lambda: system)
     monkeypatch.setattr(builds.platform, "machine", lambda: processor)
     found = [finding for finding in errors(builds.check(build(variant))) if "torch" in finding.problem]
@@ -250,11 +256,48 @@ class TestRoom:
         assert error.fix == "make room; or dray image build cpu --out FOLDER/dray-cpu.sif, on another disk"
 
     def test_an_image_that_is_there_may_need_no_build(self, build: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(builds, "_fetched_mb", lambda _: 9000)
         space(monkeypatch, lambda _: 0)
         build().sif.parent.mkdir()
         build().sif.touch()
         (note,) = self.check(build())
         assert (note.code, note.kind) == (0, "note")
+
+    @pytest.mark.parametrize(("formats", "wheels_mb"), [(["docker"], 0), (["sif"], 60)])
+    def test_one_that_needs_a_build_has_room_or_is_refused(
+        self, formats: list[str], wheels_mb: int, build: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A Docker image is not the SIF that is there; nor is it from the same inputs if wheels are still to fetch."""
+        monkeypatch.setattr(builds, "_fetched_mb", lambda _: 500 + builds._DEBIAN_MB - wheels_mb)
+        space(monkeypatch, lambda _: 0)
+        build().sif.parent.mkdir()
+        build().sif.touch()
+        (error,) = self.check(build(formats=formats))
+        assert error.code == 69
+
+    def test_wheels_of_another_variant_take_nothing_off(self, build: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(builds, "_fetched_mb", lambda _: 9000)
+        (finding,) = self.check(build())
+        assert finding.found.startswith("a build needs 2.6 GB")
+
+    def test_wheels_that_were_brought_count(self, build: Make, tmp_path: Path) -> None:
+        lock = (build().checkout / "containers/cpu/requirements.lock").read_text()
+        (numpy,) = re.findall(r"^numpy==(\S+)", lock, re.MULTILINE)
+        (tmp_path / "mine").mkdir()
+        with (tmp_path / "mine" / f"numpy-{numpy}-cp311-cp311-manylinux_2_28_x86_64.whl").open("wb") as file:
+            file.truncate(400_000_000)
+        (finding,) = self.check(build(wheels=tmp_path / "mine"))
+        assert finding.found.startswith("a build needs 2.8 GB")
+
+    def test_docker_s_own_disk(self, build: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its images may be on another disk than the checkout; Docker Desktop's is in a virtual machine."""
+        space(monkeypatch, lambda folder: 0.3 * GB if folder == tmp_path else 999 * GB)
+        about = {"DockerRootDir": str(tmp_path), "KernelVersion": os.uname().release}
+        TestBuilder().docker(monkeypatch, about)
+        (error,) = errors(builds.check(build()))
+        assert (error.problem, error.wanted) == ("Docker's disk has no room for the image", "0.4 GB")
+        TestBuilder().docker(monkeypatch, {**about, "KernelVersion": "6.10.14-linuxkit"})
+        assert not errors(builds.check(build()))
 
     def test_what_is_fetched_counts(self, build: Make) -> None:
         wheels, debs = (build().checkout / "build" / name for name in ("wheels", "debs/0"))

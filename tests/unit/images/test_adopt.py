@@ -101,7 +101,9 @@ class TestFiles:
     @pytest.mark.parametrize("content", [b"", b"text", b"\x7fELF" + bytes(100)])
     def test_no_image(self, checkout, tmp_path, content):
         (tmp_path / "x.sif").write_bytes(content)
-        assert refusal(checkout, tmp_path / "x.sif").problem == "not a usable image"
+        refused = refusal(checkout, tmp_path / "x.sif")
+        assert refused.problem == "not a usable image"
+        assert "docker-archive:FILE" in refused.details["fix"]
 
     def test_a_file_that_was_cut_short(self, checkout, tmp_path):
         sif = self.sif(tmp_path)

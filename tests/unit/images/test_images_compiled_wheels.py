@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -29,7 +30,8 @@ def kept(checkout, tmp_path) -> Path:
     made.mkdir()
     before = os.umask(0o007)
     try:
-        (made / WHEEL).write_text("operators")
+        with ZipFile(made / WHEEL, "w") as wheel:
+            wheel.writestr("deepspeed/ops/adam.so", "operators")
         compiled_wheels.keep(checkout, KEY, made)
     finally:
         os.umask(before)
@@ -43,7 +45,7 @@ def found(checkout: Path) -> tuple[Path | None, list[str]]:
 
 def test_what_was_kept_is_found(checkout, kept):
     assert found(checkout) == (kept, [])
-    assert (kept / WHEEL).read_text() == "operators"
+    assert ZipFile(kept / WHEEL).read("deepspeed/ops/adam.so") == b"operators"
     assert [path.name for path in kept.parent.iterdir()] == [KEY]
     assert compiled_wheels.find(checkout, "1" * 64, say=print) is None
 
@@ -69,9 +71,19 @@ def _link(kept: Path) -> None:
     (kept / WHEEL).symlink_to(other)
 
 
+def _cut(kept: Path) -> None:
+    (kept / WHEEL).write_bytes((kept / WHEEL).read_bytes()[:-30])
+
+
+def _flip(kept: Path) -> None:
+    (kept / WHEEL).write_bytes((kept / WHEEL).read_bytes().replace(b"operators", b"Operators"))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (_cut, f"is damaged: {WHEEL}"),  # by a power failure: nothing else would name it
+        (_flip, "is damaged: deepspeed/ops/adam.so"),
         (_writable, "is a file that others may write, mode 0664"),
         (_open_folder, "is a folder that others may write, mode 0777"),
         (_link, "is a link in place of a file"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dray.cli import image_look
-from dray.contract.findings import ConfigError, UnfitError
+from dray.contract.findings import DrayError, UnfitError
 from dray.images.sif import contents
 from dray.images.sif import format as sif_format
 
@@ -19,19 +19,28 @@ def sif(tmp_path) -> Path:
     return tmp_path / "a.sif"
 
 
-def test_an_unsquashfs_that_cannot(sif, tmp_path, monkeypatch):
-    """Version 4.3 prints its options, and one without zstd says so: the last lines of the tool tell what is wrong."""
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ("6", 78),
+        ("SYNTAX: unsquashfs [options] filesystem [directories]", 69),  # of 4.3, which has no -offset
+        ("Filesystem uses zstd compression, this is unsupported by this version", 69),
+    ],
+)
+def test_an_unsquashfs_that_cannot(sif, tmp_path, monkeypatch, last, code):
+    """The last lines of the tool tell what is wrong: with the image, or with an old tool."""
     tool = tmp_path / "bin" / "unsquashfs"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\nfor line in 1 2 3 4 5 6; do echo $line >&2; done\nexit 1\n")
+    tool.write_text(f"#!/bin/sh\nfor line in 1 2 3 4 5 '{last}'; do echo $line >&2; done\nexit 1\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent))
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(DrayError) as raised:
         contents.file(sif_format.read(sif), "a")
+    assert raised.value.exit_code == code
     assert str(raised.value) == (
         f"the image's files cannot be read\n  where:  {sif}\n"
         "  wanted: squashfs-tools 4.4 or newer, with zstd, and a whole image\n"
-        "  found:  2\n          3\n          4\n          5\n          6\n"
+        f"  found:  2\n          3\n          4\n          5\n          {last}\n"
         "  fix:    unsquashfs -version: install a newer one, or, with a Docker Engine, take it off PATH\n"
         "          or build or copy the image again"
     )

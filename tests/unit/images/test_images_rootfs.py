@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ EPOCH = 1_700_000_000
 def _rootfs(folder: Path) -> Path:
     """The least that is taken for a root filesystem."""
     (folder / "usr" / "bin").mkdir(parents=True)
-    (folder / "usr" / "bin" / "env").touch()
+    (folder / "usr" / "bin" / "env").write_bytes(Path(sys.executable).read_bytes()[:20])
     return folder
 
 
@@ -146,6 +147,15 @@ def test_tar_is_unpacked_without_devices(tmp_path):
     assert rootfs.start_from(tmp_path / "a base.tar", tmp_path / "scratch") == "base"
     found = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("*"))
     assert found == ["base", "base/usr", "base/usr/bin", "base/usr/bin/env"]
+
+
+def test_a_base_for_another_processor(tmp_path):
+    """Apptainer would end in `exec format error` after minutes."""
+    made = _rootfs(tmp_path / "made") / "usr/bin/env"
+    made.write_bytes(b"\x7fELF" + bytes(14) + b"\x15\x00")  # ppc64le's
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(ConfigError, match="the base is for another architecture"):
+        rootfs.start_from(_tar(tmp_path / "made"), tmp_path / "scratch")
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from zipfile import BadZipFile, ZipFile
 
 from dray.clients.progress import Say
 from dray.contract.files import open_to_others
 
 
 def find(checkout: Path, key: str, *, say: Say) -> Path | None:
-    """The folder with the wheel of this digest. One that others could change is removed: no lock has its hash."""
+    """The folder with the wheel of this digest. One that others could change, or that is damaged, is removed."""
     folder = _folder(checkout, key)
     wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
         return None
-    problem = open_to_others(folder, folder=True) or open_to_others(wheel)
+    # No lock has its hash.
+    problem = open_to_others(folder, folder=True) or open_to_others(wheel) or _damage(wheel)
     if problem:
         say(f"dray: compile DeepSpeed's operators again: {folder} is {problem}")
         shutil.rmtree(folder, ignore_errors=True)
     return None if problem else folder
+
+
+def _damage(wheel: Path) -> str:
+    try:
+        with ZipFile(wheel) as archive:
+            bad = archive.testzip()
+    except (BadZipFile, EOFError, zlib.error):
+        bad = wheel.name
+    return f"damaged: {bad}" if bad else ""
 
 
 def keep(checkout: Path, key: str, made: Path) -> None:

@@ -60,6 +60,7 @@ def fetch(checkout: Path, *, base: Path, identity: str, as_locked: bool = True, 
 def update_locks(checkout: Path, *, base: Path, say: Say, check: bool = False) -> list[str]:
     """Compare today's packages with each architecture's lock; returns the changes. Writes the locks, unless `check`."""
     changes = []
+    builder_container.write_for_all()
     for architecture in MACHINES.values():
         lock = lock_file(checkout, architecture)
         (checkout / "build").mkdir(exist_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray.clients import builder
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif.format import Sif
 
 
@@ -18,7 +18,8 @@ def file(sif: Sif, path: str) -> bytes | None:
         argv = ["unsquashfs", "-no-progress", "-offset", str(sif.system.offset), "-no-xattrs", "-dest", str(unpacked)]
         done = builder.tool([*argv, str(sif.path), path], binds={sif.path: False, Path(scratch): True})
         if done.code:
-            raise ConfigError(
+            old = "unsupported by this version" in done.err or "SYNTAX" in done.err
+            raise (UnfitError if old else ConfigError)(
                 "the image's files cannot be read",
                 where=sif.path,
                 wanted="squashfs-tools 4.4 or newer, with zstd, and a whole image",

@@ -28,7 +28,6 @@ _KEYS = {
 }
 # It hashes the whole image, which may have tens of gigabytes on a slow disk.
 _HASHED_S = 1800.0
-_FINGERPRINT = re.compile(r"^\s*(?:Fingerprint|F):\s+([0-9A-F]{40})\s*$", re.MULTILINE)
 
 
 def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
