@@ -69,10 +69,9 @@ def write_for_all() -> None:
 
 def require_readable(path: Path) -> None:
     """Refuse a file or folder that the ordinary user inside cannot read: root's umask was 077 before."""
-    if os.getuid() != 0:
-        return
     for file in (path, *path.rglob("*")):
-        if not file.is_symlink() and not file.stat().st_mode & 0o004:
+        about = file.lstat()
+        if about.st_uid == 0 and not about.st_mode & 0o004:
             fix = f"chmod -R a+rX '{path}'"
             raise UnfitError("the ordinary user who builds cannot read a file of root's", where=file, fix=fix)
 

@@ -169,6 +169,9 @@ def test_a_file_of_roots_that_only_root_may_read(tmp_path):
     file.parent.mkdir()
     file.touch(0o644)
     (tmp_path / "containers/to.nowhere").symlink_to("nowhere")
+    secret = file.with_name("env")
+    secret.touch(0o600)
+    builder_container.give(secret)
     builder_container.require_readable(tmp_path / "containers")
     file.chmod(0o600)
     for bound in (file.parent, file):
