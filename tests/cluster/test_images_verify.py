@@ -160,7 +160,7 @@ def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
     sif = packed(root, metadata=sif_format.metadata(root, DEFINITION))
     read = sif_format.read(sif)
     ours = [f"{number} 1 NONE {part.offset}-{part.offset + part.size}" for number, part in enumerate(read.parts, 1)]
-    code, said = apptainer(
+    code, message = apptainer(
         tmp_path,
         "set -e; cd /work;"
         "apptainer sif list shell.sif | grep '^[0-9]' | tr -d '|' | tr -s ' ' | cut -d ' ' -f 1-4;"
@@ -168,7 +168,7 @@ def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
         "apptainer inspect --deffile shell.sif; apptainer inspect shell.sif;"
         "apptainer --quiet exec --unsquash --contain shell.sif sh -c 'echo started'",
     )
-    assert (code, said.splitlines()) == (
+    assert (code, message.splitlines()) == (
         0,
         [
             *ours,
@@ -190,14 +190,14 @@ def test_apptainer_would_write_the_same(client, packed, small, tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir()
     folder.chmod(0o777)
-    code, said = apptainer(
+    code, message = apptainer(
         tmp_path,
         "set -e; cd /work/theirs; apptainer sif new a.sif; apptainer sif add --datatype 1 --groupid 1 a.sif ../def;"
         "apptainer sif add --datatype 4 --groupid 1 --parttype 2 --partfs 1 "
         f"--partarch {sif_format.ARCHITECTURES[sif_format.read(sif).architecture][:2].decode().lstrip('0')} "
         "a.sif ../small.squashfs; chmod 644 a.sif",
     )
-    assert code == 0, said
+    assert code == 0, message
     theirs, ours = bytearray((folder / "a.sif").read_bytes()), bytearray(sif.read_bytes())
     for whole in (theirs, ours):
         whole[:32] = bytes(32)
@@ -253,10 +253,10 @@ def test_a_damaged_squashfs(packed, small):
     with sif.open("r+b") as file:
         file.seek(sif_format.read(sif).system.offset + 40)
         file.write(bytes(100))
-    head, _, said = refusal(image_look.inspect, str(sif)).partition("\n  found:  ")
+    head, _, found = refusal(image_look.inspect, str(sif)).partition("\n  found:  ")
     wanted = "squashfs-tools 4.4 or newer, with zstd, and a whole image"
     assert head == f"the image's files cannot be read\n  where:  {sif}\n  wanted: {wanted}"
-    assert said.endswith("or build or copy the image again")
+    assert found.endswith("or build or copy the image again")
 
 
 def test_sign_and_verify(packed, small, keys, capsys):
@@ -316,8 +316,8 @@ def test_a_signature_sees_changes_that_a_digest_was_made_for(packed, small, keys
     parts = {part.kind: part for part in sif_format.read(sif).parts}
     for part, found in (("definition", 1), ("partition", 2)):
         flipped(sif, parts[part].offset + 10)
-        said = refusal(image_look.verify, str(sif), digest=verify.digest(sif))
-        assert said == (
+        message = refusal(image_look.verify, str(sif), digest=verify.digest(sif))
+        assert message == (
             "the image's signature is not valid: the image was changed after it was signed\n"
             f"  where:  {sif}\n"
             "  found:  INFO:    Verifying image with PGP key material\n"
@@ -339,9 +339,9 @@ def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
         f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {sif_format.read(sif).signers()[0]}\n"
         f"  fix:    ask the key's owner for the public key; if you trust this person: {docker} key import FILE"
     )
-    said = refusal(image_look.signatures.sign, sif_format.read(packed(small)))
-    assert said.startswith(f"the image could not be signed\n  where:  {sif}\n")
-    assert f"  fix:    without a key, make one: {docker} key newpair\n" in said
+    message = refusal(image_look.signatures.sign, sif_format.read(packed(small)))
+    assert message.startswith(f"the image could not be signed\n  where:  {sif}\n")
+    assert f"  fix:    without a key, make one: {docker} key newpair\n" in message
 
 
 def test_a_key_that_is_not_there(packed, small, keys):

@@ -161,8 +161,8 @@ def _builder(build: Build, image: Image) -> Iterator[Finding]:
             _room_of_docker(engine.info(), image.size.unpacked_mb if image.size else 0)
     with builder.engine() as client:
         if client:
-            for name in ("src", "containers"):
-                builder_container.require_readable(build.checkout / name)
+            _require_readable(build.checkout / "src")
+            _require_readable(build.checkout / "containers")
             _room_of_docker(client.info(), _BUILDER_MB)
             yield Finding("builder", found=f"Docker at {docker.endpoint()}", kind="ok")
             about = client.info()
@@ -182,6 +182,18 @@ def _builder(build: Build, image: Image) -> Iterator[Finding]:
         squashfs.require()
     if not _setuid(program):
         yield _namespaces(container=False)
+
+
+def _require_readable(folder: Path) -> None:
+    """Refuse a folder with anything in it that the ordinary user in the container cannot read."""
+    for path in (folder, *folder.rglob("*")):
+        try:
+            builder_container.require_readable(path)
+        except FileNotFoundError:
+            pass  # Python's bytecode, which another process writes and renames
+        except UnfitError as error:
+            error.amend(fix=f"chmod -R a+rX '{folder}'")
+            raise
 
 
 def _room_of_docker(about: Mapping[str, Any], mb: int) -> None:

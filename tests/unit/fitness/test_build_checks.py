@@ -183,6 +183,26 @@ class TestBuilder:
         switch(tmp_path, "user/max_user_namespaces", "0")
         assert not errors(builds.check(build()))
 
+    @pytest.mark.skipif(os.getuid() != 0, reason="who builds is another user only for root")
+    @pytest.mark.parametrize("name", ["src", "containers"])
+    def test_a_checkout_that_root_cloned_under_umask_077(
+        self, name: str, build: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The fix is for the whole folder. What vanishes meanwhile is nobody's fault."""
+        self.docker(monkeypatch, {})
+        folder = build().checkout / name
+        (folder / "deep").mkdir()
+        (folder / "deep/to.nowhere").symlink_to("nowhere")
+        file = folder / "deep/file.sh"
+        file.touch(0o600)
+        (error,) = errors(builds.check(build()))
+        assert (error.where, error.fix) == (str(file), f"chmod -R a+rX '{folder}'")
+        with monkeypatch.context() as gone:
+            gone.setattr(Path, "rglob", lambda *_: [folder / "deep/x.pyc.140"])
+            assert not errors(builds.check(build()))
+        file.chmod(0o644)
+        assert not errors(builds.check(build()))
+
     @pytest.mark.parametrize("mode", [0o4755, 0o755])
     def test_apptainer_with_setuid_needs_none(self, mode: int, build: Make, tmp_path: Path) -> None:
         program(tmp_path, "apptainer", f"echo 'LIBEXECDIR={tmp_path}'")
