@@ -95,8 +95,8 @@ def build(
         raise ConfigError("--wheels does not go with --bundle: a bundle has its own wheels", fix="leave out --wheels")
     if signers and not bundled:
         raise ConfigError("--signers needs --bundle", found=signers, fix="dray image verify checks who signed an image")
-    build = Build(checkout=root, variant=variant, formats=formats, out=out, wheels=wheels, bundled=bool(bundled))
-    findings = needs.check(build)
+    asked = Build(checkout=root, variant=variant, formats=formats, out=out, wheels=wheels, bundled=bool(bundled))
+    findings = needs.check(asked)
     print("\n".join(finding.line() for finding in findings), file=sys.stderr)
     if code := max(finding.code for finding in findings):
         raise typer.Exit(code)
