@@ -134,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{marker}: runs only where this part is there")
     config.addinivalue_line(
         "markers",
-        "slow: one more combination of what others run, or minutes for one thing; .ci/run takes another tenth each day",
+        "slow: one more combination of what others run, or minutes for one thing; .ci/run takes a twentieth each day",
     )
     config.addinivalue_line(
         "markers", "seconds: starts processes, and its cases take half a second or more; `make quick` leaves it out"
@@ -149,13 +149,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The mark `slow` stays on a test, its own or its class's, unless it is of DRAY_TEST_TENTH (0 to 9)."""
-    tenth = os.environ.get("DRAY_TEST_TENTH")
+    """The mark `slow` stays on a test, its own or its class's, unless its day is DRAY_TEST_DAY (0 to 19)."""
+    day = os.environ.get("DRAY_TEST_DAY")
     slow = [item for item in items if item.get_closest_marker("slow")]
     for node in {node for item in slow for node in item.listchain()}:
         node.own_markers = [mark for mark in node.own_markers if mark.name != "slow"]
     for item in slow:
-        if str(crc32(item.nodeid.encode()) % 10) != tenth:
+        if str(crc32(item.nodeid.encode()) % 20) != day:
             item.add_marker("slow")
 
 

@@ -122,6 +122,7 @@ def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
     assert on_slurm == pytest.approx(bare, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.docker_image
 def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -> None:
     started = subprocess.Popen(

@@ -25,6 +25,7 @@ def small(cluster) -> Iterator[None]:
     resize("1g")
 
 
+@pytest.mark.slow
 def test_a_spare_node_takes_its_place(sbatch, small: None, short) -> None:
     ended = sbatch(
         "--nodes=2", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, "nodes=1", "spares=1", *ROOM,

@@ -79,6 +79,7 @@ def test_no_recipe_and_no_such_recipe(sbatch) -> None:
     assert (ended.code, "dray: there is no recipe recipes/nothing.toml" in ended.output) == (78, True)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_signal(sbatch, cluster) -> None:
     before = set((cluster.shared / "runs").glob("[!.]*"))
     with ThreadPoolExecutor() as pool:

@@ -204,6 +204,7 @@ class TestCounted:
         counted, formula = (float(one[1]) for one in shown if one)
         assert formula == pytest.approx(counted, rel=0.15)
 
+    @pytest.mark.slow
     def test_what_a_compiler_keeps_is_the_formula_s(self) -> None:
         """The model is not even built: this type would be refused."""
         ended = dray("plan", "--exact", *self.WORDS, "train.compile=true", "model.type=mamba-9")
@@ -277,6 +278,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
     assert "GB on each node's host: weights 6.66, gradients 13.32, optimizer 39.95" in good.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: Path) -> None:
     words = (
@@ -297,6 +299,7 @@ def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: 
     assert f"fix:    set {words} train.offload=optimizer, which takes 6.1 GB on each GPU" in file.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
     gone = dray("plan", "-v", "recipes/opt125m-yelp.toml", "--gpus-per-node", "8", HF_HOME=str(home))

@@ -74,6 +74,7 @@ def test_additions_that_train(checkout: Path) -> None:
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TRAIN)
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_the_house_still_stands(checkout: Path) -> None:
     """Also with the additions, each file is in its place, and each site's values have their sources."""

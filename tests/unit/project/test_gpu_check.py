@@ -353,6 +353,7 @@ def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
     assert ended.stderr.endswith("\n  fix: python3 benchmarks/gpu --cpu runs without one\n")
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "said"),

@@ -365,6 +365,7 @@ def test_no_line_takes_a_pattern_long(piece: str) -> None:
     assert time.process_time() - before < 5
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
 @pytest.mark.parametrize(

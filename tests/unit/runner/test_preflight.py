@@ -433,6 +433,7 @@ class TestTheSitesFabric:
         assert unfit.value.finding.found == "5.43 GB/s"
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
 def test_no_collective_of_ours_pickles(tmp_path: Path, port: int) -> None:

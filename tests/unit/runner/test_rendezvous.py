@@ -282,6 +282,7 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
     assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.parametrize("proved", [False, True])
 def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Start, proved: bool) -> None:

@@ -129,6 +129,7 @@ def test_a_busy_port_is_try_again(plan, start: Start, tmp_path: Path) -> None:
     assert err.splitlines()[0] == f"port {plan['world']['port']} is busy on node1"
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_busy_port_is_try_again_on_one_node_too(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]

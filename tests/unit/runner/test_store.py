@@ -110,8 +110,8 @@ os._exit(0)
     [
         ("torchrun", "half", 2),
         ("python", "each alone", 1),
-        ("python", "three, and no Gloo", 3),
-        ("python", "nobody", None),
+        pytest.param("python", "three, and no Gloo", 3, marks=pytest.mark.slow),
+        pytest.param("python", "nobody", None, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_group_that_is_smaller_than_the_world(

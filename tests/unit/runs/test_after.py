@@ -192,6 +192,7 @@ def test_a_model_that_somebody_changed_is_not_used(runs, tmp_path: Path, forks: 
         hub.model(str(changed), "main", weights=True, code=False)
 
 
+@pytest.mark.slow
 def test_a_card_says_what_it_is(runs) -> None:
     card = (runs["ended"].folder / "checkpoints" / "final" / "README.md").read_text()
     run = runs["ended"]

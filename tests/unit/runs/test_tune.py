@@ -209,6 +209,7 @@ again: dray tune --table {folder}
         assert "\nrefused: the disk is full; found:  it\n  train.loss=chunked\n" in out
         assert "4 runs, of 4 candidates" in out
 
+    @pytest.mark.slow
     @pytest.mark.seconds
     def test_a_candidate_that_hangs(self, desk: Desk, dray: Any) -> None:
         marker = desk.folder / "hangs"

@@ -135,6 +135,7 @@ def test_a_checkout_that_cannot_be_written(job: Job, theirs: Path) -> None:
     assert image == job.runs / ".adopted" / "dray-torch-2-9-ours" / "image.sif"
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_jobs_that_adopt_the_same_at_once(job: Job, theirs: Path) -> None:
     words = job.argv(f"adopted={theirs}", "--", "python3", "-c", "1")

@@ -395,6 +395,7 @@ class TestStopped:
         assert (script.returncode, result["exit_code"]) == (code, code), err
         assert (result["status"], result["reason"], result["cause"]) == (status, reason, None)
 
+    @pytest.mark.slow
     @pytest.mark.seconds
     @pytest.mark.parametrize(("length", "left"), [(15, 5), (300, 100)])
     def test_a_short_job_is_told_when_a_third_of_its_time_is_left(self, job: Job, length: int, left: int) -> None:

@@ -116,6 +116,7 @@ def test_a_byte_that_the_store_changed_is_seen_and_sent_again(store: stores.Stor
     assert content(tmp_path / "new/step-4") == content(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [1, 40])
 def test_a_connection_that_is_cut_in_the_middle(store: stores.Store, tmp_path: Path, cuts: int) -> None:
     """Once, the library sends it again; for longer, the copy fails and is tried until it is there."""

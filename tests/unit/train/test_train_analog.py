@@ -121,6 +121,7 @@ def test_off_it_is_the_digital_training(run) -> None:
     assert run(1, *SEED, steps=6).end().losses() != plain.losses()
 
 
+@pytest.mark.slow
 def test_what_was_learnt_is_taken_up(run) -> None:
     """Ranges come from the saved model, and go on from there."""
     first = run(1, *SEED, steps=20).end()

@@ -81,6 +81,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank_and_samples(run: BEGUN
     ]
 
 
+@pytest.mark.slow
 def test_a_loss_that_jumps_is_a_warning(run: BEGUN, alone: Run) -> None:
     other = run(2, *FOUR).end(JUMP_AT="15")
     (event,) = other.events("divergence")
@@ -140,6 +141,7 @@ def test_without_a_checkpoint_before_it_stops(run: BEGUN) -> None:
     assert "NaN or Inf at step 3, on rank 0, 1; there is no checkpoint yet\n" in other.said()
 
 
+@pytest.mark.slow
 def test_a_stream_goes_back_too(run: BEGUN, tmp_path: Path) -> None:
     from dray.train.data import corpus
 

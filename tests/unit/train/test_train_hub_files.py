@@ -81,6 +81,7 @@ def test_names_and_files_are_streamed(hub: str, tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.parquet")]
 
 
+@pytest.mark.slow
 def test_a_slice_of_a_name_fetches_no_whole_file(hub: str, tmp_path: Path) -> None:
     ((_, texts),) = read(hub, tmp_path, "hub:me/texts:train[:10%]+test[-5:]")
     assert texts == TEXTS[:30] + TEXTS[-5:]
@@ -120,6 +121,7 @@ def test_a_token_opens_a_private_one_and_an_offline_job_is_told(hub: str, tmp_pa
     assert 'if the nodes reach the hub: env.HF_HUB_OFFLINE = "0"' in said
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_reached_is_said(tmp_path: Path) -> None:
     ((said, _),) = read("http://127.0.0.1:9", tmp_path, "hf://datasets/me/texts/data/1.jsonl")
     assert "check the network" in said

@@ -118,6 +118,7 @@ def test_what_cannot_be_is_said(run, folder, words: tuple[str, ...], said: str) 
     assert said in run(1, *chats(folder), "lora.rank=2", *words).end(78).said()
 
 
+@pytest.mark.slow
 def test_some_layers_and_16_bits(run, folder) -> None:
     some = run(
         2, *chats(folder), *LORA, 'lora.target_modules=["q_proj", "v_proj"]', "model.dtype=bf16", "train.precision=bf16"

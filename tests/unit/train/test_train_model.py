@@ -439,14 +439,26 @@ class TestHub:
         ("words", "env", "said"),
         [
             (("data", "hub:me/mine/large"), {}, "dataset me/mine has no such split"),
-            (("data", "hub:me/mine/huge"), {}, "the hub has converted only a part of dataset me/mine"),
+            pytest.param(
+                ("data", "hub:me/mine/huge"),
+                {},
+                "the hub has converted only a part of dataset me/mine",
+                marks=pytest.mark.slow,
+            ),
             (("data", "hub:me/mine/huge:partial-train"), {}, "(https://huggingface.co/datasets/me/mine/tree/main"),
-            (("data", "hub:mine"), {}, "the dataset's name is incomplete"),
-            (("data", "hub:me/none"), {}, "check its name and revision; a private one needs HF_TOKEN exported"),
+            pytest.param(("data", "hub:mine"), {}, "the dataset's name is incomplete", marks=pytest.mark.slow),
+            pytest.param(
+                ("data", "hub:me/none"),
+                {},
+                "check its name and revision; a private one needs HF_TOKEN exported",
+                marks=pytest.mark.slow,
+            ),
             (("data", "hub:me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
-            (("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
+            pytest.param(
+                ("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN", marks=pytest.mark.slow
+            ),
             (("model", "me/none"), {}, "model me/none is missing"),
-            (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE"),
+            pytest.param(("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE", marks=pytest.mark.slow),
             (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and "),
         ],
     )

@@ -42,6 +42,7 @@ def test_the_loss_is_that_of_each_document_alone(run: Callable[..., Run], tmp_pa
     assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_and_a_resume_change_nothing(run: Callable[..., Run], tmp_path: Path) -> None:
     given = ("data.packing=bfd_split", "checkpoint.every=4", "checkpoint.keep=9")
     whole, alone = run(2, *given).end(), run(1, *given).end()

@@ -85,6 +85,7 @@ def test_a_stream_resumes_to_the_last_bit_and_is_the_same_on_other_ranks(
         assert again.losses() == (tail if ranks == 1 else pytest.approx(tail, rel=5e-5))
 
 
+@pytest.mark.slow
 def test_an_object_that_was_replaced_is_not_resumed_and_makes_new_tokens(run: BEGUN, store: stores.Store) -> None:
     store.objects["b/own.txt"] = store.objects["b/x.txt"]
     words = ("data.streaming=true", "data.train=s3://b/own.txt", "data.validation=s3://b/x.txt", "train.steps=6",

@@ -141,6 +141,7 @@ def resumed(run: BEGUN, strategy: str, *more: str) -> Run:
     return whole
 
 
+@pytest.mark.slow
 def test_a_run_that_has_nothing_left_to_do_says_so(run: BEGUN) -> None:
     """And one that would take fewer steps than its checkpoint has taken is none."""
     words = ("checkpoint.every=2", "train.warmup_steps=0")
@@ -169,6 +170,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) ->
     resumed(run, strategy)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_master_weights_is_the_same_to_the_last_bit(run: BEGUN) -> None:
     """A checkpoint has the masters, and the 16 bits follow from them."""
     resumed(run, "ddp", "train.master_weights=true", "train.precision=bf16", "batch.per_device=2")
@@ -299,6 +301,7 @@ def as_dcp_wrote_it(new: Path, old: Path) -> None:
     (old / "manifest.json").write_text(json.dumps({key: one for key, one in found.items() if key != "tensors"}))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_checkpoint_of_dcp_is_read_once_and_one_that_others_may_write_never(run: BEGUN) -> None:
     words = ("train.steps=6", "checkpoint.every=[[0, 3]]", "checkpoint.keep=9")
@@ -690,6 +693,7 @@ def test_deepspeeds_bf16_is_near(zero: BEGUN, alone: Run, strategy: str) -> None
     assert other.losses() == pytest.approx(alone.losses(), rel=2e-2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(run: BEGUN, folder: Path) -> None:
     kept = f"checkpoint.folder={folder}/kept"
     run(1, kept, "checkpoint.every=[[0, 5]]").end()

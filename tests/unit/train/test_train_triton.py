@@ -198,6 +198,7 @@ def test_the_kernels_compute_what_float64_does(case: str, interpreted: dict[str,
     assert interpreted[case] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("architecture", ["8.0", "9.0", "gfx90a"])
 def test_the_kernels_fit_into_the_gpus_that_images_are_for(
