@@ -139,7 +139,7 @@ def _mesh(count: int, lazy: str = "1") -> float:
 def _collect(count: int) -> float:
     """The first node's CPU seconds: from each node two messages over a proved connection, then the one file."""
     near, far = socket.socketpair()
-    guest, host = Channel(near, b"k" * 32, host=False), Channel(far, b"k" * 32, host=True)
+    guest, host = Channel(near), Channel(far)
     with tempfile.TemporaryDirectory() as folder:
         world = {"nodes": [{}] * count, "ranks_per_node": RANKS}
         first = Startup({"folder": folder, "scratch": folder, "attempt": 1, "world": world}, 0)

@@ -145,8 +145,7 @@ def node(plan: Mapping[str, Any], me: int, measured: dict[str, float] | None = N
 
 def line(found: Finding | None) -> str:
     """The finding as one line for the other nodes; empty if this node is fit."""
-    text = " ".join(found.problem.split()) if found else ""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_LINE]
+    return " ".join(found.problem.split())[:_LINE] if found else ""
 
 
 def run(looked: list[Part], seconds: float) -> None:
@@ -168,7 +167,9 @@ def run(looked: list[Part], seconds: float) -> None:
                 os.killpg(process, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        ended = running.close(_ENDING_S)
+        ended, late = running.close(_ENDING_S)
+        for number in late:  # nobody waits for them any more
+            os.kill(os.getpid(), number)
         for part in looked:
             part.close()
     for process, label in hang.items():

@@ -178,18 +178,16 @@ class Children:
             _pause()
         return not left
 
-    def close(self, limit: float) -> bool:
-        """Sweep, and give signals back to Python; return whether no child is left."""
+    def close(self, limit: float) -> tuple[bool, list[int]]:
+        """Sweep, and give signals back to Python; return whether no child is left, and the signals for `wait`."""
         swept = self.sweep(limit)
         signal.set_wakeup_fd(-1)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         with open(self._pipe, "rb", buffering=0) as unread:
-            for late in unread.read() or b"":  # for `wait`
-                if late in STOPS:
-                    os.kill(os.getpid(), late)
+            late = [number for number in unread.read() or b"" if number in STOPS]
         os.close(self._wakeup)
-        return swept
+        return swept, late
 
 
 def adopt() -> None:

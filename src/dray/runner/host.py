@@ -18,7 +18,7 @@ from dray.runner import channel, check, introduction, record
 from dray.runner.channel import Channel
 from dray.runner.introduction import StoppedError
 
-_UNPROVED = (512, 16_384)  # connections at least and at most that have proved nothing yet
+_UNPROVED = 512  # connections at least that have proved nothing yet
 _FEWEST_UNPROVED = 64
 _OWN_FILES = 64  # of the runner's and its children's own
 _AT_ONCE = 128  # accepted between two looks at those that are there
@@ -179,9 +179,6 @@ class _Door:
 
     def _admit(self, visitor: Visitor, hello: dict[str, Any]) -> DrayError | None:
         assert visitor.channel is not None
-        if not introduction.readable(hello, self._own, len(self._world["nodes"])):
-            self._show_out(visitor)
-            return None
         node, file = hello["node"], visitor.line.fileno()
         del self._unproved[file]
         before = self._guests.get(node)
@@ -257,8 +254,7 @@ def allow_files(world: Mapping[str, Any]) -> int:
     The default limit is too low for a thousand nodes; the hard limit is the administrators'.
     """
     nodes = len(world["nodes"])
-    fixed, (least, most) = nodes + _OWN_FILES, _UNPROVED
-    room = min(max(nodes, least), most)
+    fixed, room = nodes + _OWN_FILES, max(nodes, _UNPROVED)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = fixed + room if hard == resource.RLIM_INFINITY else min(fixed + room, hard)
     if limit < fixed + _FEWEST_UNPROVED:

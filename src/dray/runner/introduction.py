@@ -11,9 +11,6 @@ from dray import __version__
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 _MOST_SKEW_S = 8.0
-_MOST_NODES = 1 << 20
-_LONGEST = 256  # letters of a text
-_LATEST = 1e11  # no clock of this millennium; it also keeps out what is no number
 _HELD = (
     (
         "plan",
@@ -41,18 +38,6 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str =
         "unfit": unfit,
         "time": time.time(),
     }
-
-
-def readable(hello: Mapping[str, Any], own: Mapping[str, Any], nodes: int) -> bool:
-    """Whether all fields are there, each with the right type and in its range."""
-    if {name: type(value) for name, value in hello.items()} != {name: type(value) for name, value in own.items()}:
-        return False
-    texts = [value for value in hello.values() if isinstance(value, str)]
-    # Another plan may have more nodes, and is refused by a name of its own.
-    most = nodes if hello["plan"] == own["plan"] else _MOST_NODES
-    return all(len(text) <= _LONGEST and text.isprintable() for text in texts) and (
-        0 <= hello["node"] < most and 0 <= hello["time"] < _LATEST
-    )
 
 
 def odd(

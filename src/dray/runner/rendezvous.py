@@ -145,7 +145,7 @@ def join(
                     first.send({**own, "time": time.time()})
                     # The first node knows who is missing. It may have come later, and so may its deadline.
                     reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
-                    refused = None if "go" in reply else channel.finding(reply.get("refused"))
+                    refused = None if "go" in reply else Finding(**reply["refused"])
                 except OSError as error:
                     line.close()
                     if not broken or time.monotonic() < deadline:  # our own deadline in mid-answer proves nothing

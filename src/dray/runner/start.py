@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from typing import Any, NamedTuple
-
-from dray.runner.channel import BrokenError
+from typing import NamedTuple
 
 _NONCE = 32
 
@@ -27,15 +25,3 @@ class Start(NamedTuple):
     def following(self, port: int) -> Start:
         """The next start, made by the first node."""
         return Start(self.number + 1, os.urandom(_NONCE).hex(), port)
-
-    def after(self, fields: Any) -> Start:  # noqa: ANN401  any JSON value
-        """The next start, from the first node's message. OSError: it is malformed or out of order."""
-        try:
-            told = Start(**fields)
-            if (told.number, len(bytes.fromhex(told.nonce))) != (self.number + 1, _NONCE):
-                raise BrokenError("a restart out of order")
-        except (TypeError, ValueError):
-            raise BrokenError("a malformed restart") from None
-        if type(told.number) is not int or type(told.port) is not int or not 0 < told.port < 1 << 16:
-            raise BrokenError("a malformed restart")
-        return told
