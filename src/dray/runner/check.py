@@ -113,7 +113,7 @@ class Part:
 def parts(plan: Mapping[str, Any]) -> list[Part]:
     """The check of the node itself, and one for each rank's GPU."""
     path = f"{plan['folder']}/{run_folder.PLAN}"
-    found = [Part("node", [sys.executable, *_PYTHON, f"{_FOLDER}/here.py", path])]
+    found = [Part("node", [sys.executable, *_PYTHON, f"{_FOLDER}/node_checks.py", path])]
     if plan["variant"] != "cpu":
         gpu = [sys.executable, "-m", "dray.checks.gpu", path]
         found += [Part(f"GPU {local}", [*gpu, str(local)]) for local in range(plan["world"]["ranks_per_node"])]
