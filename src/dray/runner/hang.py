@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from dray.contract import exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
-from dray.runner import odd, record, stack_groups
+from dray.runner import record, stack_groups
 from dray.runner.beats import Beats, Late
+from dray.runner.culprit import culprit
 from dray.runner.stack_groups import StackGroups
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Hang:
         """Name the rank to blame: the finding, and a record older than those of the ranks that dray then ended."""
         assert self._late is not None
         seen = self._groups.all({rank: self._node(rank) for rank in range(self._each * len(self._names))})
-        found, what = odd.odd(seen)
+        found, what = culprit(seen)
         who = f"rank {found.rank} on {found.node} " if found else ""
         problem = f"hang: {who}{what}; rank {self._late.rank} made no progress for {_ago(self._late)}"
         folder = f"{self._plan['folder']}/{run_folder.hang(self._restart)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from dray.contract import cores
 from dray.contract.hostnames import compress
-from dray.runner.odd import Entered, Seen
+from dray.runner.culprit import Entered, Seen
 
 _ENTERED = 64  # collectives of one kind of ranks, in seen.jsonl
 

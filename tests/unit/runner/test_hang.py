@@ -22,7 +22,7 @@ from dray.contract.findings import ConfigError, Finding
 from dray.runner import beats as beats_module
 from dray.runner import channel, control, hang, process_group, stacks
 from dray.runner.beats import Beat, Beats
-from dray.runner.odd import Entered, Seen, odd
+from dray.runner.culprit import Entered, Seen, culprit
 from dray.runs import local, write
 from helpers import ROOT, python
 from nodes import Start, ended
@@ -393,7 +393,7 @@ ODD = {
 @pytest.mark.parametrize("case", ODD)
 def test_the_odd_rank(case: str) -> None:
     given, rank, what = ODD[case]
-    found, why = odd(ranks(*given))
+    found, why = culprit(ranks(*given))
     assert (found.rank if found else None, why) == (rank, what)
 
 

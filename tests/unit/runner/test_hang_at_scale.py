@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dray.contract import heartbeat
-from dray.runner import hang, odd, stacks
-from dray.runner.odd import Entered, Seen
+from dray.runner import culprit, hang, stacks
+from dray.runner.culprit import Entered, Seen
 from dray.runner.stack_groups import StackGroups
 
 EACH = 8
@@ -115,7 +115,7 @@ def test_the_time_to_find_the_odd_rank_grows_with_the_ranks_and_not_faster() -> 
 
         seen = [one(rank) for rank in range(ranks)]
         began = time.process_time()
-        odd.odd(seen)
+        culprit.culprit(seen)
         return time.process_time() - began
 
     assert took(16_000) < 40 * min(took(2_000) for _ in range(3)) + 0.05

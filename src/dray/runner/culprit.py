@@ -72,7 +72,7 @@ def _collective(frames: tuple[str, ...], state: str) -> str:
     return "the backward pass" if backward and state == "sleeps" else ""
 
 
-def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
+def culprit(seen: list[Seen]) -> tuple[Seen | None, str]:
     """The rank that holds up the others, and how it differs; None if no rank differs."""
     for state, what in _ENDS.items():
         if found := _few(seen, lambda one, state=state: one.state == state):  # type: ignore[misc]
