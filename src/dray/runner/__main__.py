@@ -24,7 +24,7 @@ from dray.runner import (
     control,
     environment,
     evidence,
-    first,
+    first_failure,
     introduction,
     node,
     output,
@@ -230,7 +230,7 @@ def _sweep(supervised: children.Children) -> None:
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
     """Record what no rank could."""
     if links.cause and not links.stopped:
-        first.failure(plan, me)
+        first_failure.failure(plan, me)
     if links.cause and not plan["world"]["shared_folder"]:  # the record is on another machine
         if links.hang and links.hang.since:
             links.hang.write_record(links.cause)
@@ -314,7 +314,7 @@ def _store_ended(plan: Mapping[str, Any], me: int, links: control.Control, code:
 def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
     """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
     name = plan["world"]["nodes"][me]["name"]
-    if one := first.failure(plan, me):
+    if one := first_failure.failure(plan, me):
         problem = f"rank {one['rank']} on {name}: {one['why']}"
         return Finding(problem, where=one["log"], code=one["code"], node=name, rank=one["rank"])
     found = Finding(f"the launcher ended: {children.ended_with(code)}", code=children.exit_code(code), node=name)

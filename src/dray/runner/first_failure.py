@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import failures, run_folder
-from dray.runner import silent
+from dray.runner import unrecorded_deaths
 
 
 def failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
     """The record of that failure; None if no rank has failed by itself."""
-    silent.record_ranks(plan, me)
+    unrecorded_deaths.record_ranks(plan, me)
     each, found = plan["world"]["ranks_per_node"], []
     for rank in range(me * each, (me + 1) * each):
         path = f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"

@@ -19,9 +19,9 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
     each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
     seen, deadline = time.time(), time.monotonic() + _WAIT_S
     for rank in range(me * each, (me + 1) * each):
-        while (silent := _silent(plan, rank)) is not False and time.monotonic() < deadline:
+        while (died := _died_unrecorded(plan, rank)) is not False and time.monotonic() < deadline:
             time.sleep(0.02)
-        if silent:
+        if died:
             log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
             why = "killed by SIGKILL, or its supervisor was"
             record.write(
@@ -30,7 +30,7 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
             )  # fmt: skip
 
 
-def _silent(plan: Mapping[str, Any], rank: int) -> bool | None:
+def _died_unrecorded(plan: Mapping[str, Any], rank: int) -> bool | None:
     """Whether the rank's program is gone without a written exit code or record; None while it runs."""
     if os.path.exists(f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
         return False
