@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from dray.contract import exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
 from dray.runner import record, stack_groups
-from dray.runner.beats import Beats, Late
 from dray.runner.culprit import culprit
+from dray.runner.heartbeats import Heartbeats, Late
 from dray.runner.stack_groups import StackGroups
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Hang:
         recipe = plan.get("recipe", {})
         # dray's trainer says itself how long it may take, once it is loaded.
         limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
-        self._beats = Beats(plan["folder"], plan["scratch"], self._ranks(me), limit, now, size)
+        self._beats = Heartbeats(plan["folder"], plan["scratch"], self._ranks(me), limit, now, size)
         self._progress = self._told = now
         self._looks_at = self._tells_at = self._late_at = now
         self._late: Late | None = None

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dray.contract import files, run_folder
-from dray.runner.beats import program
+from dray.runner.heartbeats import program
 from dray.runner.save_request import below
 
 MESSAGE = "joined"

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from dray.contract import heartbeat, run_folder
 from dray.runner import save_request
-from dray.runner.beats import Beat
 from dray.runner.culprit import Entered, Seen
+from dray.runner.heartbeats import Beat
 
 _SAMPLES, _SAMPLE_S = 10, 0.03  # of a thread's state; one that runs may wait for a core, and is then runnable
 _STOPPED_S = 2.0  # after so many seconds, and those of the tools, all ranks of all nodes are stopped

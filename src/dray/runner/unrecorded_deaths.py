@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import files, processes, run_folder
-from dray.runner import beats, record
+from dray.runner import heartbeats, record
 
 _KILLED = 137
 _WAIT_S = 5.0  # at most: a program ends with its supervisor, or its supervisor writes down how it ended
@@ -34,7 +34,7 @@ def _died_unrecorded(plan: Mapping[str, Any], rank: int) -> bool | None:
     """Whether the rank's program is gone without a written exit code or record; None while it runs."""
     if os.path.exists(f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
         return False
-    program = beats.program(plan["scratch"], rank)
+    program = heartbeats.program(plan["scratch"], rank)
     if program <= 0:
         return False
     return None if processes.began(program) else True

@@ -19,10 +19,9 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError, Finding
-from dray.runner import beats as beats_module
-from dray.runner import channel, control, hang, process_group, stacks
-from dray.runner.beats import Beat, Beats
+from dray.runner import channel, control, hang, heartbeats, process_group, stacks
 from dray.runner.culprit import Entered, Seen, culprit
+from dray.runner.heartbeats import Beat, Heartbeats
 from dray.runs import local, write
 from helpers import ROOT, python
 from nodes import Start, ended
@@ -209,13 +208,13 @@ def no_log(_: str) -> int:
     return 0
 
 
-def looked(beats: Beats, begin: int, end: int) -> Any:
+def looked(beats: Heartbeats, begin: int, end: int) -> Any:
     """The last of the looks from one second to another."""
     return [beats.look(float(second)) for second in range(begin, end)][-1]
 
 
 def test_each_phase_has_the_limit_that_the_rank_gives_it(tmp_path: Path) -> None:
-    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
+    beats = Heartbeats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
     wrote(tmp_path, 0, 7, heartbeat.CHECKPOINT, 100, 1)
     assert looked(beats, 0, 101) is None
     late = looked(beats, 101, 103)
@@ -227,7 +226,7 @@ def test_each_phase_has_the_limit_that_the_rank_gives_it(tmp_path: Path) -> None
 
 def test_time_in_which_the_node_itself_was_stopped_does_not_count(tmp_path: Path) -> None:
     """As by `scontrol suspend`, or in a container that is paused."""
-    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
+    beats = Heartbeats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
     wrote(tmp_path, 0, 7, heartbeat.STEP, 10, 1)
     assert looked(beats, 0, 5) is None
     assert looked(beats, 1000, 1006) is None
@@ -236,7 +235,7 @@ def test_time_in_which_the_node_itself_was_stopped_does_not_count(tmp_path: Path
 
 def test_a_rank_without_a_heartbeat_makes_progress_while_it_writes(tmp_path: Path) -> None:
     sizes = {f"{tmp_path}/logs/rank-0.log": 10}
-    beats = Beats(str(tmp_path), str(tmp_path), range(1), 5, 0.0, sizes.__getitem__)
+    beats = Heartbeats(str(tmp_path), str(tmp_path), range(1), 5, 0.0, sizes.__getitem__)
     wrote(tmp_path, 0, 0, 0, 0, 0, program=os.getpid())
     assert beats.look(1.0) is None
     sizes[f"{tmp_path}/logs/rank-0.log"] = 20
@@ -247,7 +246,7 @@ def test_a_rank_without_a_heartbeat_makes_progress_while_it_writes(tmp_path: Pat
 
 @pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 64, bytes(range(192, 256)), b"\0" * 64])
 def test_a_heartbeat_that_is_none_is_not_believed(tmp_path: Path, data: bytes) -> None:
-    beats = Beats(str(tmp_path), str(tmp_path), range(1), 2, 0.0, no_log)
+    beats = Heartbeats(str(tmp_path), str(tmp_path), range(1), 2, 0.0, no_log)
     (tmp_path / "beat-0").write_bytes(data)
     assert beats.look(1.0) is None
 
@@ -255,8 +254,8 @@ def test_a_heartbeat_that_is_none_is_not_believed(tmp_path: Path, data: bytes) -
 @pytest.mark.seconds
 def test_a_rank_that_works_at_its_start_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What prepares data or reads weights may beat for no hour, and uses a CPU; later that is no sign of progress."""
-    monkeypatch.setattr(beats_module, "_WORK_S", 0.05)
-    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
+    monkeypatch.setattr(heartbeats, "_WORK_S", 0.05)
+    beats = Heartbeats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
     for phase, late in ((heartbeat.START, False), (heartbeat.CHECKPOINT, True)):
         wrote(tmp_path, 0, 7, phase, 3, 1, program=os.getpid())
         for second in range(6):
@@ -270,7 +269,7 @@ def test_a_rank_that_works_at_its_start_does_not_hang(tmp_path: Path, monkeypatc
 
 def test_what_a_program_writes_stays_within_its_bounds(tmp_path: Path) -> None:
     """Any program may write there."""
-    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
+    beats = Heartbeats(str(tmp_path), str(tmp_path), range(1), None, 0.0, no_log)
     wrote(tmp_path, 0, -7, 99, 1, 1)
     late = looked(beats, 0, 4)
     assert (late.step, late.phase) == (0, heartbeat.STEP)

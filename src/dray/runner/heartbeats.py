@@ -41,7 +41,7 @@ class Late(NamedTuple):
         return self.phase == heartbeat.STEP
 
 
-class Beats:
+class Heartbeats:
     """The heartbeats of these ranks. If the recipe sets a limit, a rank without one makes progress while its log
     grows."""
 
