@@ -28,7 +28,7 @@ from table import Row, fit
 
 from dray.contract import startup
 from dray.runner.channel import Channel
-from dray.runner.startup import Startup
+from dray.runner.start_timings import StartTimings
 
 SIZES, RANKS = (64, 1024, 10_000), 8
 _MEASURED = (64, 256, 1024)  # nodes by which the growth is known; the largest of SIZES is predicted
@@ -142,7 +142,7 @@ def _collect(count: int) -> float:
     guest, host = Channel(near), Channel(far)
     with tempfile.TemporaryDirectory() as folder:
         world = {"nodes": [{}] * count, "ranks_per_node": RANKS}
-        first = Startup({"folder": folder, "scratch": folder, "attempt": 1, "world": world}, 0)
+        first = StartTimings({"folder": folder, "scratch": folder, "attempt": 1, "world": world}, 0)
         took = 0.0
         for node in range(count):
             for _ in range(2):

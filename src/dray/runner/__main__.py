@@ -35,8 +35,8 @@ from dray.runner.channel import Channel
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
 from dray.runner.process_group import Joined
-from dray.runner.start import Start
-from dray.runner.startup import Startup
+from dray.runner.restart_ticket import RestartTicket
+from dray.runner.start_timings import StartTimings
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -60,14 +60,14 @@ def main(path: str) -> int:
     links = lock = unfit = None
     try:
         me = node.index(world, os.environ)
-        parts = Startup(plan, me)
+        parts = StartTimings(plan, me)
         node.require(plan, os.environ)
         lock = scratch.take(plan["scratch"])
         children.adopt()
         if unfit := parts.checked(check.node, plan, me):
             # Before the rendezvous: srun ends all nodes with the first one that ends.
             _record(plan, number, unfit, why=str(unfit))
-        start, at, listener, late = Start(), None, None, list[int]()
+        start, at, listener, late = RestartTicket(), None, None, list[int]()
         watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
         while True:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener, unfit)
@@ -108,9 +108,9 @@ def _control(
     supervised: children.Children,
     channels: Mapping[int, Channel],
     port: int,
-    start: Start,
+    start: RestartTicket,
     watch: FileWatch,
-    parts: Startup,
+    parts: StartTimings,
 ) -> control.Control:
     """The connections of this start to the other nodes."""
     watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
@@ -134,10 +134,10 @@ def launch(
     links: control.Control,
     store: tuple[str, int],
     listener: socket.socket | None,
-    start: Start,
+    start: RestartTicket,
     gloo: Mapping[str, str],
     clock: Mapping[str, float],
-    parts: Startup,
+    parts: StartTimings,
 ) -> int:
     """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
     world, since = plan["world"], time.time()
@@ -244,8 +244,8 @@ def restart(
     supervised: children.Children,
     links: control.Control,
     listener: socket.socket | None,
-    start: Start,
-) -> tuple[Start, socket.socket | None, list[int]]:
+    start: RestartTicket,
+) -> tuple[RestartTicket, socket.socket | None, list[int]]:
     """Prepare the next start, once all processes of this one have ended; the first node tells the others.
 
     Signals which came too late to end this start are returned.

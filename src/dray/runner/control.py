@@ -21,8 +21,8 @@ from dray.runner.file_watch import FileWatch
 from dray.runner.hang import MESSAGES, Hang
 from dray.runner.process_group import MESSAGE as JOINED
 from dray.runner.process_group import Joined
-from dray.runner.start import Start
-from dray.runner.startup import MESSAGE, Startup
+from dray.runner.restart_ticket import RestartTicket
+from dray.runner.start_timings import MESSAGE, StartTimings
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
@@ -50,17 +50,17 @@ class Control:
         children: Children,
         channels: Mapping[int, Channel],
         joined: Joined,
-        start: Start = Start(),  # noqa: B008  it cannot be changed
+        start: RestartTicket = RestartTicket(),  # noqa: B008  it cannot be changed
         watch: FileWatch | None = None,
         hang: Hang | None = None,
-        startup: Startup | None = None,
+        startup: StartTimings | None = None,
     ) -> None:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
         self.stopped = False
         self._stops_now = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
-        self.next: Start | None = None
+        self.next: RestartTicket | None = None
         self._left = world["max_restarts"] - start.number
         self._idle: set[int] = set()
         self.preflight: dict[int, list[dict[str, Any]]] = {}
@@ -174,7 +174,7 @@ class Control:
             return False
         return self._left > 0 and len(self._open) == len(self._names) - 1
 
-    def restart(self, start: Start) -> None:
+    def restart(self, start: RestartTicket) -> None:
         """As the first node: call all others to the next rendezvous; `drop` the connections once they are there."""
         self.next = start
         self._tell_all({"restart": start._asdict()})
@@ -251,7 +251,7 @@ class Control:
                 elif "idle" in message:
                     self._idle.add(node)
                 elif "restart" in message and self._me:
-                    self.next = Start(**message["restart"])
+                    self.next = RestartTicket(**message["restart"])
                     self._forget(node)
                     return
                 elif "ended" in message:

@@ -20,7 +20,7 @@ from dray.runner import address as address_of
 from dray.runner import channel, check, host, introduction, record
 from dray.runner.channel import Channel
 from dray.runner.introduction import StoppedError
-from dray.runner.start import Start
+from dray.runner.restart_ticket import RestartTicket
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
@@ -51,7 +51,7 @@ def meet(
     plan: Mapping[str, Any],
     me: int,
     digest: str,
-    start: Start = Start(),  # noqa: B008  it cannot be changed
+    start: RestartTicket = RestartTicket(),  # noqa: B008  it cannot be changed
     at: tuple[str, int] | None = None,
     listener: socket.socket | None = None,
     unfit: Finding | None = None,
@@ -88,7 +88,9 @@ def publish(plan: Mapping[str, Any], listener: socket.socket, name: str = run_fo
     _write(plan, name, address=address, port=port)
 
 
-def clocked(plan: Mapping[str, Any], me: int, start: Start, at: tuple[str, int], clock: Mapping[str, float]) -> None:
+def clocked(
+    plan: Mapping[str, Any], me: int, start: RestartTicket, at: tuple[str, int], clock: Mapping[str, float]
+) -> None:
     """As the first node: add to rendezvous.json when the runner began, all nodes had met and ranks were launched."""
     if me or start.number:
         return

@@ -22,7 +22,7 @@ from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
 from dray.runner import address, channel, control, host, introduction, process_group
 from dray.runner import rendezvous as meeting
-from dray.runner import start as starts
+from dray.runner.restart_ticket import RestartTicket
 from nodes import SECRET, Start, ended, free_port, rendezvous
 
 pytestmark = pytest.mark.hostile("rendezvous")
@@ -393,7 +393,7 @@ class TestChannel:
         host, guest, told = crossing
         joined = process_group.Joined(plan, 0, 0)
         links = control.Control(plan["world"], 0, SimpleNamespace(watch=lambda *_: None), {1: host}, joined)
-        say = links.close if last == "ended" else lambda: links.restart(starts.Start(1, "ab" * 32, 5))
+        say = links.close if last == "ended" else lambda: links.restart(RestartTicket(1, "ab" * 32, 5))
         parting = threading.Thread(target=say, daemon=True)
         parting.start()
         heard: list[dict[str, Any]] = []

@@ -16,7 +16,7 @@ import pytest
 
 from dray.contract.findings import RetryError
 from dray.runner import channel, control, evidence, locks, process_group, record
-from dray.runner.start import Start as NextStart
+from dray.runner.restart_ticket import RestartTicket
 from helpers import ROOT
 from nodes import SECRET, Start, ended, free_port
 
@@ -268,7 +268,7 @@ def test_a_node_that_stands_still_holds_up_no_call_to_a_restart(plan: dict[str, 
     )
     channel.Channel(theirs).send({"idle": 1})  # unread, for which the kernel would drop the call
     began = time.monotonic()
-    links.restart(NextStart(1, "ab", 5))
+    links.restart(RestartTicket(1, "ab", 5))
     assert time.monotonic() - began < 3
     assert list(channel.Channel(theirs).receive()[0]) == ["restart"]
     links.drop()
@@ -278,7 +278,7 @@ def test_a_node_that_stands_still_holds_up_no_call_to_a_restart(plan: dict[str, 
 
 def test_each_start_has_a_key_of_its_own() -> None:
     secret = SECRET.encode()
-    first = NextStart()
+    first = RestartTicket()
     second, other = first.following(5), first.following(5)
     assert first.key(secret) == secret
     third = second._replace(number=2)

@@ -27,7 +27,7 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Startup:
+class StartTimings:
     """The times of one node, from the start of its runner to the first step of its ranks; without restarts."""
 
     def __init__(self, plan: Mapping[str, Any], me: int, began: float = _LOADED) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _NONCE = 32
 
 
-class Start(NamedTuple):
+class RestartTicket(NamedTuple):
     """A start's number, nonce and port, which all nodes must know. They are not secret."""
 
     number: int = 0
@@ -22,6 +22,6 @@ class Start(NamedTuple):
             return secret
         return hmac.digest(secret, f"dray restart {self.number} {self.nonce}".encode(), "sha256")
 
-    def following(self, port: int) -> Start:
+    def following(self, port: int) -> RestartTicket:
         """The next start, made by the first node."""
-        return Start(self.number + 1, os.urandom(_NONCE).hex(), port)
+        return RestartTicket(self.number + 1, os.urandom(_NONCE).hex(), port)
