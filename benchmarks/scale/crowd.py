@@ -80,7 +80,7 @@ class Caller:
 
 
 class Node(Caller):
-    """As `rendezvous.join`, `channel.greet` and the introduction; whom the first node has no room for comes again."""
+    """As `rendezvous.join`, `channel.greet` and the hello; whom the first node has no room for comes again."""
 
     def __init__(self, crowd: Crowd, number: int, nodes: int, hello: dict[str, Any], *, twice: bool = False) -> None:
         super().__init__(crowd, f"127.0.0.{2 + number % 8}")  # one address has too few ports for all

@@ -25,7 +25,6 @@ from dray.runner import (
     environment,
     evidence,
     first_failure,
-    introduction,
     node,
     output,
     record,
@@ -34,6 +33,7 @@ from dray.runner import (
 from dray.runner.channel import Channel
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
+from dray.runner.hello import StoppedError
 from dray.runner.process_group import Joined
 from dray.runner.restart_ticket import RestartTicket
 from dray.runner.start_timings import StartTimings
@@ -202,7 +202,7 @@ def _fail(plan: Mapping[str, Any], number: str, error: DrayError, links: control
     """Print why the ranks were not started, record it unless it is `told`; return the exit code once all have ended."""
     print(error, file=sys.stderr)
     found = error.finding
-    follows = isinstance(error, introduction.StoppedError)
+    follows = isinstance(error, StoppedError)
     if not told and not follows:
         found = found._replace(node=found.node or os.environ.get(plan["world"]["identity"]["name"], ""))
         _record(plan, number, found, why=str(error))

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.hostnames import compress
-from dray.runner import channel, check, introduction, record
+from dray.runner import channel, check, record
 from dray.runner.channel import Channel
-from dray.runner.introduction import StoppedError
+from dray.runner.hello import StoppedError, why_refused
 
 _UNPROVED = 512  # connections at least that have proved nothing yet
 _FEWEST_UNPROVED = 64
@@ -161,7 +161,7 @@ class _Door:
                 self._show_out(visitor)
 
     def _hear(self, visitor: Visitor) -> DrayError | None:
-        """Read a piece of the greeting, or, after the proof, the introduction."""
+        """Read a piece of the greeting, or, after the proof, the hello."""
         try:
             if visitor.channel is None:
                 visitor.greeting += visitor.read()
@@ -185,7 +185,7 @@ class _Door:
         if before and before.runner == hello["runner"] and hello["plan"] == self._own["plan"]:
             self._forget(node)  # it lost its first connection, of whose end the network has told nobody
         twin = None if self._world["one_machine"] else self._hosts.get(hello["host"])
-        refusal = introduction.odd(hello, {**self._own, "time": time.time()}, self._guests, twin)
+        refusal = why_refused(hello, {**self._own, "time": time.time()}, self._guests, twin)
         if refusal is None:
             self._note(hello)
         self._hosts[hello["host"]] = hello["name"]

@@ -18,7 +18,7 @@ from typing import Any
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError, error
 from dray.runner import children, control
-from dray.runner.introduction import StoppedError
+from dray.runner.hello import StoppedError
 
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves
 _LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import address, channel, host, introduction, rendezvous
+from dray.runner import address, channel, host, rendezvous
+from dray.runner.hello import make_hello
 from nodes import SECRET
 
 pytestmark = pytest.mark.hostile("rendezvous")
@@ -29,7 +30,7 @@ class First:
 
     def _gather(self) -> None:
         try:
-            own = introduction.introduction(self.plan, 0, "digest")
+            own = make_hello(self.plan, 0, "digest")
             self.guests = host.gather(self.plan, own, KEY, self.listener)
         except DrayError as error:
             self.error = error
@@ -57,12 +58,12 @@ def three(plan: dict[str, Any]) -> dict[str, Any]:
 def test_a_node_that_lost_its_connection_comes_again(three: dict[str, Any]) -> None:
     """The network told nobody: to the first node the old connection is still there."""
     first = First(three)
-    hello = introduction.introduction(three, 1, "digest")
+    hello = make_hello(three, 1, "digest")
     before, after = come(first, hello), come(first, hello)
     with pytest.raises(OSError, match="closed"):
         before.receive_one(time.monotonic() + 10)
     before.close()
-    last = come(first, introduction.introduction(three, 2, "digest"))
+    last = come(first, hello.introduction(three, 2, "digest"))
     assert [one.receive_one(time.monotonic() + 10) for one in (after, last)] == [{"go": True}] * 2
     after.close()
     last.close()
@@ -71,7 +72,7 @@ def test_a_node_that_lost_its_connection_comes_again(three: dict[str, Any]) -> N
 
 def test_another_runner_with_its_number_stops_the_launch(three: dict[str, Any]) -> None:
     first = First(three)
-    both = [come(first, introduction.introduction(three, 1, "digest")) for _ in range(2)]
+    both = [come(first, hello.introduction(three, 1, "digest")) for _ in range(2)]
     told = [one.receive_one(time.monotonic() + 10)["refused"]["problem"] for one in both]
     assert told == ["two nodes have the number 1"] * 2
     for one in both:

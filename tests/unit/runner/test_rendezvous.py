@@ -20,8 +20,9 @@ import pytest
 
 from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, channel, control, host, introduction, process_group
+from dray.runner import address, channel, control, host, process_group
 from dray.runner import rendezvous as meeting
+from dray.runner.hello import make_hello
 from dray.runner.restart_ticket import RestartTicket
 from nodes import SECRET, Start, ended, free_port, rendezvous
 
@@ -169,7 +170,7 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
         early = start(1, 3, "node2")
         select.select([listener], [], [])
         time.sleep(0.5)
-        own = introduction.introduction(plan, 0, runner.digest(plan))
+        own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="1 of 3 nodes did not reach the first one in 4 s") as missing:
             host.gather(plan, own, SECRET.encode(), listener)
     code, said = ended(early)
@@ -185,7 +186,7 @@ def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, sta
         meeting.publish({**plan, "folder": str(stranger.parent)}, listener)
         second = start(1, 2, "node2", stranger)
         select.select([listener], [], [])
-        own = introduction.introduction(plan, 0, runner.digest(plan))
+        own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="without this run's secret were closed"):
             host.gather(plan, own, SECRET.encode(), listener)
         code, said = ended(second)
@@ -221,7 +222,7 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
     """With it, it is an error of the user's: test_another_plan_stops_all_nodes."""
     first = start(0, 2, "node1")
     where = rendezvous(plan)
-    other = introduction.introduction(plan, 1, "another digest")
+    other = make_hello(plan, 1, "another digest")
     with socket.create_connection(where) as line:
         line.sendall(json.dumps(other).encode().ljust(channel.GREETING) + b"\n")
         assert shown_out(line)

@@ -1,4 +1,4 @@
-"""A node's introduction: which node it is and what it holds; and the first node's check of that."""
+"""A node's hello: which node it is and what it holds; and the first node's check of that."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StoppedError(DrayError):
     """The first node has refused the launch; the reason is recorded there, or by the unfit nodes."""
 
 
-def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> dict[str, Any]:
+def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> dict[str, Any]:
     """This node's number and name, what all nodes must hold alike, and why its own check found it unfit."""
     return {
         "node": number,
@@ -40,13 +40,13 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str =
     }
 
 
-def odd(
+def why_refused(
     hello: Mapping[str, Any],
     own: Mapping[str, Any],
     guests: Mapping[int, object],
     twin: str | None,
 ) -> DrayError | None:
-    """Why a node that has come is refused, if it is. `own` is the first node's introduction at that time."""
+    """Why a node that has come is refused, if it is. `own` is the first node's hello at that time."""
     who = f"node {hello['node']} ({hello['name']})"
     for held, fix in _HELD:
         if hello[held] != own[held]:
