@@ -63,7 +63,7 @@ def test_a_node_that_lost_its_connection_comes_again(three: dict[str, Any]) -> N
     with pytest.raises(OSError, match="closed"):
         before.receive_one(time.monotonic() + 10)
     before.close()
-    last = come(first, hello.introduction(three, 2, "digest"))
+    last = come(first, make_hello(three, 2, "digest"))
     assert [one.receive_one(time.monotonic() + 10) for one in (after, last)] == [{"go": True}] * 2
     after.close()
     last.close()
@@ -72,7 +72,7 @@ def test_a_node_that_lost_its_connection_comes_again(three: dict[str, Any]) -> N
 
 def test_another_runner_with_its_number_stops_the_launch(three: dict[str, Any]) -> None:
     first = First(three)
-    both = [come(first, hello.introduction(three, 1, "digest")) for _ in range(2)]
+    both = [come(first, make_hello(three, 1, "digest")) for _ in range(2)]
     told = [one.receive_one(time.monotonic() + 10)["refused"]["problem"] for one in both]
     assert told == ["two nodes have the number 1"] * 2
     for one in both:
