@@ -13,7 +13,7 @@ from crowd import Crowd, Node, Stranger
 from table import Row, fit
 
 from dray.contract.findings import DrayError
-from dray.runner import address, host
+from dray.runner import address, rendezvous_server
 from dray.runner.hello import make_hello
 
 KEY = b"5ec2e7" * 8
@@ -107,7 +107,7 @@ def _first(count: int, limit: float) -> None:
     print(listener.getsockname()[1], flush=True)
     own = make_hello(plan, 0, "digest")
     try:
-        host.gather(plan, own, KEY, listener)
+        rendezvous_server.gather(plan, own, KEY, listener)
     except DrayError as error:
         told["said"] = str(error)
     used = resource.getrusage(resource.RUSAGE_SELF)

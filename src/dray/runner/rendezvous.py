@@ -17,7 +17,7 @@ from typing import Any
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, Finding, UnfitError, error
 from dray.runner import address as address_of
-from dray.runner import channel, check, host, record
+from dray.runner import channel, check, record, rendezvous_server
 from dray.runner.channel import Channel
 from dray.runner.hello import StoppedError, make_hello
 from dray.runner.restart_ticket import RestartTicket
@@ -78,7 +78,7 @@ def meet(
     if unfit and not several:
         record.failing_nodes(plan["folder"], [own["name"]])
         raise error(unfit)
-    guests = host.gather(plan, own, key, listener) if several else {}
+    guests = rendezvous_server.gather(plan, own, key, listener) if several else {}
     return guests, listener.getsockname(), listener
 
 

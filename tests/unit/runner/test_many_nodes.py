@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import address, channel, host, rendezvous
+from dray.runner import address, channel, rendezvous, rendezvous_server
 from dray.runner.hello import make_hello
 from nodes import SECRET
 
@@ -31,7 +31,7 @@ class First:
     def _gather(self) -> None:
         try:
             own = make_hello(self.plan, 0, "digest")
-            self.guests = host.gather(self.plan, own, KEY, self.listener)
+            self.guests = rendezvous_server.gather(self.plan, own, KEY, self.listener)
         except DrayError as error:
             self.error = error
 
@@ -110,7 +110,7 @@ def test_too_few_files_are_said_before_anybody_waits(plan: dict[str, Any], monke
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("nothing is raised"))
     with pytest.raises(UnfitError) as refused:
-        host.allow_files({**plan["world"], "nodes": plan["world"]["nodes"] * 2})
+        rendezvous_server.allow_files({**plan["world"], "nodes": plan["world"]["nodes"] * 2})
     assert str(refused.value).splitlines() == [
         "the first node may open 4096 files, too few for 8000 nodes",
         "  where:  node1",
@@ -135,7 +135,7 @@ def test_the_limit_is_raised_as_far_as_it_goes(monkeypatch, nodes: int, limits, 
     asked: list[int] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: asked.append(both[0]))
-    assert host.allow_files({"nodes": [{"name": "n"}] * nodes}) == unproved
+    assert rendezvous_server.allow_files({"nodes": [{"name": "n"}] * nodes}) == unproved
     assert asked == ([raised] if raised else [])
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, channel, control, host, process_group
+from dray.runner import address, channel, control, process_group, rendezvous_server
 from dray.runner import rendezvous as meeting
 from dray.runner.hello import make_hello
 from dray.runner.restart_ticket import RestartTicket
@@ -172,7 +172,7 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
         time.sleep(0.5)
         own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="1 of 3 nodes did not reach the first one in 4 s") as missing:
-            host.gather(plan, own, SECRET.encode(), listener)
+            rendezvous_server.gather(plan, own, SECRET.encode(), listener)
     code, said = ended(early)
     assert (code, f"  found:  {missing.value.finding.problem}" in said) == (69, True), said
     assert not (tmp_path / "failures").exists()
@@ -188,7 +188,7 @@ def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, sta
         select.select([listener], [], [])
         own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="without this run's secret were closed"):
-            host.gather(plan, own, SECRET.encode(), listener)
+            rendezvous_server.gather(plan, own, SECRET.encode(), listener)
         code, said = ended(second)
     assert (code, "does not have this run's secret" in said) == (69, True)
 
