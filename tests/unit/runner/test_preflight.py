@@ -434,7 +434,7 @@ class TestLibraries:
         with pytest.raises(UnfitError) as unfit:
             self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so")
         assert unfit.value.finding._replace(fix="") == Finding(
-            "/opt/none/libnccl-net-ofi.so of n2 does not fit this image",
+            "/opt/none/libnccl-net-ofi.so of node2 does not fit this image",
             wanted="a library that the image can load (site s)",
             found="does not exist",
             code=69,
