@@ -255,11 +255,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
   # Of what srun itself tells some says why a node was lost, and is evidence.
   echo "logs of all ranks: $attempt/logs; below are rank 0's lines"
-  if grep -q '^  "logs_by_node": true' plan.json; then
-    lib::follow logs/node-0.log logs/srun.log | sed -Eun 's/^rank 0 \| //p; t; /^(srun|slurmstepd)\b/p' &
-  else
-    lib::follow logs/rank-0.log logs/srun.log &
-  fi
+  lib::follow logs/rank-0.log logs/srun.log &
   tail_pid=$!
   if [[ " ${options[*]} " == *" --no-kill "* ]]; then
     lib::lost &

@@ -13,7 +13,8 @@ from crowd import Crowd, Node, Stranger
 from table import Row, fit
 
 from dray.contract.findings import DrayError
-from dray.runner import address, host, introduction
+from dray.runner import address, rendezvous_server
+from dray.runner.hello import make_hello
 
 KEY = b"5ec2e7" * 8
 SIZES = (2, 64, 1024, 10_000)
@@ -70,7 +71,7 @@ def _meet(
 
 
 def _come(port: int, count: int, limit: float, *, strangers: int, absent: int, twice: bool) -> float:
-    hello = introduction.introduction(_plan(count, 1), 0, "digest")
+    hello = make_hello(_plan(count, 1), 0, "digest")
     crowd = Crowd(port, KEY)
     for number in range(strangers):
         Stranger(crowd, number)
@@ -104,9 +105,9 @@ def _first(count: int, limit: float) -> None:
     plan = _plan(count, limit)
     listener, told = address.listen(plan["world"]), {}
     print(listener.getsockname()[1], flush=True)
-    own = introduction.introduction(plan, 0, "digest")
+    own = make_hello(plan, 0, "digest")
     try:
-        host.gather(plan, own, KEY, listener)
+        rendezvous_server.gather(plan, own, KEY, listener)
     except DrayError as error:
         told["said"] = str(error)
     used = resource.getrusage(resource.RUSAGE_SELF)

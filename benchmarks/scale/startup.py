@@ -28,7 +28,7 @@ from table import Row, fit
 
 from dray.contract import startup
 from dray.runner.channel import Channel
-from dray.runner.startup import Startup
+from dray.runner.start_timings import StartTimings
 
 SIZES, RANKS = (64, 1024, 10_000), 8
 _MEASURED = (64, 256, 1024)  # nodes by which the growth is known; the largest of SIZES is predicted
@@ -139,10 +139,10 @@ def _mesh(count: int, lazy: str = "1") -> float:
 def _collect(count: int) -> float:
     """The first node's CPU seconds: from each node two messages over a proved connection, then the one file."""
     near, far = socket.socketpair()
-    guest, host = Channel(near, b"k" * 32, host=False), Channel(far, b"k" * 32, host=True)
+    guest, host = Channel(near), Channel(far)
     with tempfile.TemporaryDirectory() as folder:
         world = {"nodes": [{}] * count, "ranks_per_node": RANKS}
-        first = Startup({"folder": folder, "scratch": folder, "attempt": 1, "world": world}, 0)
+        first = StartTimings({"folder": folder, "scratch": folder, "attempt": 1, "world": world}, 0)
         took = 0.0
         for node in range(count):
             for _ in range(2):

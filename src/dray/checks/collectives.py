@@ -160,7 +160,7 @@ def _require_fabric(
                 f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
                 wanted=f"{expected} ({rank.plan['site']})",
                 found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
-                fix=(used and used.fix) or f"see {rank.logs} in the run folder, and docs/sites.md",
+                fix=(used and used.fix) or "see preflight/nccl-*.log in the run folder, and docs/sites.md",
                 node=rank.node,
                 rank=rank.number,
             )
@@ -169,5 +169,5 @@ def _require_fabric(
             "bus bandwidth between the nodes is below the site's minimum",
             wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s (fabric.min_bus_bandwidth_gb_s, {rank.plan['site']})",
             found="\n".join([f"{best} GB/s", *slow_links]),
-            fix=f"see {rank.logs}: does NCCL use a slower network? preflight.when=never skips this check",
+            fix="see preflight/nccl-*.log: does NCCL use a slower network? preflight.when=never skips this check",
         )

@@ -1,7 +1,7 @@
 """`python -m dray.checks.preflight PLAN.json` as every rank: prove that the all-reduce is right, and measure it.
 
-Each rank writes its progress to preflight/rank-N.json, so that the others can name a rank that hangs. At a deadline it
-writes its stack to preflight/rank-N.stack and ends.
+Each rank writes its progress to a file of its own node, so that a rank that hangs can be named. At a deadline it writes
+its stack to preflight/rank-N.stack and ends.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from dray.contract import exit_codes, run_folder
 from dray.contract.files import write_atomic
 from dray.contract.findings import UnfitError
 
+_LONGEST = 1000  # letters of an exception, which all nodes hear
+
 
 class Rank:
     """This rank of the preflight, and its report of its progress."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.number, self.size = plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        many = plan["world"].get("logs_by_node")
-        self.folder = Path(plan["scratch" if many else "folder"], run_folder.PREFLIGHT)
-        self.logs = run_folder.node_log("*") if many else f"{run_folder.PREFLIGHT}/nccl-*.log"
+        self.folder = Path(plan["folder"], run_folder.PREFLIGHT)
+        self._file = Path(plan["scratch"], run_folder.PREFLIGHT, f"rank-{self.number}.json")
         self.node = self.node_of(self.number)
         self.began = time.monotonic()
         self.limit = 0
@@ -54,14 +55,13 @@ class Rank:
         self.report()
 
     def report(self, **more: object) -> None:
-        """Write preflight/rank-N.json."""
-        state: dict[str, object] = {"rank": self.number, "node": self.node, "phase": self._phase}
-        state |= {"pid": os.getpid(), "time": time.time(), "limit": self.limit, "order": len(self.seconds), **more}
-        write_atomic(self.folder / f"rank-{self.number}.json", json.dumps(state))
+        """Write how far this rank has come, for its node's runner."""
+        state: dict[str, object] = {"rank": self.number, "phase": self._phase, "pid": os.getpid(), "time": time.time()}
+        write_atomic(self._file, json.dumps({**state, "limit": self.limit, "order": len(self.seconds), **more}))
 
 
 def main(path: str) -> int:
-    """Run this rank; return 0, or 69 with the finding in the rank's file."""
+    """Run this rank; return 0, or 69 with the finding in its report."""
     rank = Rank(json.loads(Path(path).read_text(encoding="utf-8")))
     # Reading the image from a busy disk takes most of the time that the rendezvous has.
     rank.deadline(rank.plan["world"]["rendezvous_timeout_s"])
@@ -78,7 +78,8 @@ def main(path: str) -> int:
         rank.report(finding=unfit.finding._asdict())
         return unfit.finding.code
     except Exception as error:
-        rank.report(crashed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        text = str(error).splitlines()[0] if str(error) else ""
+        rank.report(crashed=f"{type(error).__name__}: {text}"[:_LONGEST])
         raise
     if rank.number == 0:
         write_atomic(Path(rank.plan["folder"], run_folder.PREFLIGHT_REPORT), json.dumps(report, indent=1) + "\n")

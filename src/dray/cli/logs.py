@@ -92,8 +92,7 @@ class Printer:
 
     def widen(self, logs: Sequence[Log]) -> None:
         """Make room for the names of these logs; the lines of a single log need none."""
-        several = len(logs) > 1 or any(log.ranks and log.only is None for log in logs)
-        self._width = max((max(log.width, len(log.label)) for log in logs), default=0) if several else 0
+        self._width = max(len(log.label) for log in logs) if len(logs) > 1 else 0
 
     def line(self, log: Log, line: bytes) -> None:
         """Print one line of a log; into a pipe go the log's own bytes."""
@@ -163,7 +162,7 @@ class _Shown:
         else:
             paths = RunPaths(Path(seen.folder), seen.attempt)
             plan = table(paths.plan, [])
-            each, by_node = (dig(plan, "world", name) for name in ("ranks_per_node", "logs_by_node"))
+            each = dig(plan, "world", "ranks_per_node")
             each = each if isinstance(each, int) and each > 0 else 1
             node = self._number(seen)
             on = None if self._rank is None else self._rank // each
@@ -174,7 +173,7 @@ class _Shown:
                     found=f"--node {self._node} --rank {self._rank}",
                     fix=f"--rank {self._rank} alone",
                 )
-            found = files.of(paths, node=node, rank=self._rank, by_node=by_node is True, each=each)
+            found = files.of(paths, node=node, rank=self._rank, each=each)
         for log in found:
             self._logs.setdefault(log.path, log)
         self._printer.widen([*self._logs.values()])

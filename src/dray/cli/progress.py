@@ -16,7 +16,6 @@ from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
 from dray.runs.metrics import Event, number, parsed, whole
 from dray.runs.paths import RunPaths
-from dray.runs.rank_log import planned
 from dray.runs.reading import RECORD
 
 
@@ -33,8 +32,7 @@ class Progress:
         if train and rank == 0:
             self._view = Steps(paths.metrics, train.steps)
         else:
-            log = planned(paths, rank, by_node=world.logs_by_node, each=world.ranks_per_node)
-            self.rank, self._view = rank, Output(log)
+            self.rank, self._view = rank, Output(paths.rank_log(rank))
             if world.size > 1:
                 where += f"; rank {rank} is shown here, the logs of all are in {paths.folder.name}/{paths.logs.name}"
         print(f"run folder: {paths.run}\n{plan.recipe.name}: {where}", flush=True)

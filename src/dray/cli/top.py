@@ -18,12 +18,12 @@ from dray.cli import status
 from dray.cli.options import Run, Runs
 from dray.cli.progress import Steps
 from dray.cli.streams import is_gone, shown
+from dray.contract import files
 from dray.contract.values import printable
-from dray.runs import metrics, rank_log
+from dray.runs import metrics
 from dray.runs.look import Watched
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
-from dray.runs.rank_log import RankLog
 from dray.runs.stages import Node, duration
 from dray.runs.state import RUNNING, State
 
@@ -171,7 +171,7 @@ def screen(seen: State, paths: RunPaths, console: Console) -> RenderableType:
         parts += [_text(f"  {line}") for line in _nodes(seen.live.nodes)]
         about = {note for one in seen.live.nodes for note in one.notes}
         parts += [_text(f"  {note}", "yellow") for note in seen.live.notes if note not in about]
-    last = last_lines(rank_log.find(paths.folder, 0)) if seen.attempt else []
+    last = last_lines(paths.rank_log(0)) if seen.attempt else []
     parts += [_text(f"  | {line}", "dim") for line in last]
     return Group(*parts)
 
@@ -206,6 +206,6 @@ def _nodes(nodes: list[Node]) -> list[str]:
     return lines + [f"and {len(order) - _NODES} more nodes"] * (len(order) > _NODES)
 
 
-def last_lines(log: RankLog) -> list[str]:
+def last_lines(log: Path) -> list[str]:
     """The last lines of a rank's log, without control characters."""
-    return [shown(line.encode()) for line in log.tail(_LINES)]
+    return [shown(line.encode()) for line in files.tail(log, _LINES)]

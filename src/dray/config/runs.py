@@ -17,6 +17,3 @@ class Runs(Spec):
 
     share: Literal["none", "group"] = "none"
     """Who may read it besides you: no one, or your group. Only you may read the run's secret."""
-    logs_by_node_above: Annotated[int, Field(ge=0)] = 512
-    """A run with more ranks than this keeps one log per node, with the rank before each line, instead of one per
-    rank. `dray logs --rank` shows a rank's lines. 0: always one log per node."""

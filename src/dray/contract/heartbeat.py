@@ -17,8 +17,6 @@ SIZE = 128
 PROGRAM = struct.Struct("<q")
 BEAT, BEAT_AT = struct.Struct("<4q"), PROGRAM.size
 """Step, phase, limit (the most seconds to the next beat; 0: the recipe's hang_timeout_s), CLOCK_MONOTONIC in ns."""
-WRITTEN, WRITTEN_AT = struct.Struct("<q"), BEAT_AT + BEAT.size
-"""How many bytes the rank has printed. Its supervisor writes this where the ranks of a node share a log."""
 MARK, MARKS_AT = struct.Struct("<q"), 64
 IMPORTED, GROUPS, MODEL, LOAD, COMPILED, FIRST_STEP = MARKS = range(6)
 """In nanoseconds; 0 until they are known. IMPORTED is CLOCK_BOOTTIME after all imports. The others are durations: to

@@ -51,7 +51,6 @@ PROFILE_TRACE = "profile.trace.json.gz"  # the same steps, for Perfetto or chrom
 RESULT = "result.json"
 CAPSULE = "capsule.json"
 NODES = "nodes"
-ALL_NODES = "nodes/nodes.jsonl"  # in place of a file for each, in a run of many ranks
 SOURCE = "source.json"
 SOURCE_DIFF = "source.diff"  # what the user's own code has beside its commit
 NEXT = "next"  # what the batch script asks of Slurm once all is written

@@ -91,8 +91,6 @@ class World(_Model):
     """Whether all nodes are this machine."""
     shared_folder: bool
     """Whether all nodes see the run folder at the same place."""
-    logs_by_node: bool = False
-    """Whether ranks write to one log of their node, and have no files of their own on the shared disk."""
     identity: dict[_Identity, str]
     """The variables in which a node finds its number, the number of nodes, its name, its cores and its image."""
     task: tuple[str, ...]
@@ -124,7 +122,6 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         "master": f"{hosts[0]}: the first of {facts.nodelist}{interfaces}",
         "port": f"{chosen_port.value or 'any'}: {chosen_port.why}",
         "cores": masks if site.cores else "each node divides its own among its ranks",
-        "logs": _logs(len(hosts) * ranks.value, recipe.runs.logs_by_node_above),
     }
     world = World(
         nodes=tuple(Node(name=host, address=facts.address or host) for host in hosts),
@@ -139,7 +136,6 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         cores=site.cores,
         one_machine=facts.scheduler == "local",
         shared_folder=facts.scheduler != "hosts",
-        logs_by_node=len(hosts) * ranks.value > recipe.runs.logs_by_node_above,
         identity=_IDENTITY[facts.scheduler],
         task=_TASK if facts.scheduler == "slurm" else (),
     )
@@ -164,13 +160,6 @@ def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
     if recipe.ranks_per_node:
         return Choice(recipe.ranks_per_node, "set in the recipe, since no GPUs are used")
     return Choice(1, "the default, since no GPUs are used")
-
-
-def _logs(ranks: int, most: int) -> str:
-    limit = f"runs.logs_by_node_above = {most}"
-    if ranks <= most:
-        return f"one for each rank; {limit}"
-    return f"one for each node: {ranks} ranks, {limit}; a shared disk creates only some thousand files a second"
 
 
 def _port(recipe: Recipe, facts: Facts) -> Choice[int]:

@@ -76,13 +76,11 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
     while node and not address:
         address, _, name = (told.heard(_HEAD) or "").partition(" ")
         if time.monotonic() > limit:
-            log = run_folder.node_log(0) if plan["world"].get("logs_by_node") else "logs/ray-0.log"
-            return _fail("Ray's head did not start", f"fix:    see {log}")
+            return _fail("Ray's head did not start", f"fix:    see {run_folder.LOGS}/ray-0.log")
         time.sleep(_TRY)
     with _temporary(_made(name) if node else tempfile.mkdtemp(prefix=_TEMPORARY), secret) as place:
         resources = [f"--num-cpus={len(os.sched_getaffinity(0))}", f"--num-gpus={gpus}"]
-        shared = bool(plan["world"].get("logs_by_node"))  # its lines go where the rank's do
-        own = Ray(told, place, f"{folder}/{run_folder.LOGS}/ray-{node}", resources, shared=shared)
+        own = Ray(told, place, f"{folder}/{run_folder.LOGS}/ray-{node}", resources)
         code = own.worker(address) if node else own.head(nodes, command, limit)
         own.keep_logs(code)
         return code
@@ -91,8 +89,7 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
 class Ray:
     """Ray on this node."""
 
-    def __init__(self, told: Told, place: Path, logs: str, resources: list[str], *, shared: bool = False) -> None:
-        self._shared = shared
+    def __init__(self, told: Told, place: Path, logs: str, resources: list[str]) -> None:
         self._told, self._place, self._logs, self._resources = told, place, logs, resources
         self._children = Children()
 
@@ -156,9 +153,7 @@ class Ray:
             shutil.copytree(logs, self._logs, dirs_exist_ok=True)
 
     def _start(self, *options: str) -> None:
-        log = None
-        if not self._shared:
-            log = os.open(f"{self._logs}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(f"{self._logs}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         common = ("start", "--block", "--disable-usage-stats", f"--temp-dir={self._place / _OWN}", *self._resources)
         argv = [sys.executable, "-m", "ray.scripts.scripts", *common, *options]
         self._children.start(argv, label=_RAY, output=log)

@@ -49,7 +49,6 @@ def text(plan: Plan) -> str:
                 ("preflight", plan.reasons["preflight"]),
                 *([("grace", plan.reasons["grace"])] if "grace" in plan.reasons else []),
                 ("hang", plan.reasons["hang"]),
-                ("logs", plan.reasons["logs"]),
             ],
         ),
         *([("fabric", _fabric(plan))] if plan.fabric.kind != "unknown" else []),

@@ -24,18 +24,19 @@ from dray.runner import (
     control,
     environment,
     evidence,
-    first,
-    introduction,
+    first_failure,
     node,
     output,
     record,
     rendezvous,
 )
-from dray.runner.gathered import gathered
+from dray.runner.channel import Channel
+from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
+from dray.runner.hello import StoppedError
 from dray.runner.process_group import Joined
-from dray.runner.start import Start
-from dray.runner.startup import Startup
+from dray.runner.restart_ticket import RestartTicket
+from dray.runner.start_timings import StartTimings
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -59,32 +60,31 @@ def main(path: str) -> int:
     links = lock = unfit = None
     try:
         me = node.index(world, os.environ)
-        parts = Startup(plan, me)
+        parts = StartTimings(plan, me)
         node.require(plan, os.environ)
         lock = scratch.take(plan["scratch"])
         children.adopt()
         if unfit := parts.checked(check.node, plan, me):
             # Before the rendezvous: srun ends all nodes with the first one that ends.
             _record(plan, number, unfit, why=str(unfit))
-        start, at, listener = Start(), None, None
+        start, at, listener, late = RestartTicket(), None, None, list[int]()
+        watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
         while True:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener, unfit)
+            if links:
+                links.drop()
             clock.setdefault("met", time.time())
             parts.lap(RENDEZVOUS)
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
-            stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
-            watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
-            hang = Hang(plan, me, start.number) if watched else None
-            joined = Joined(plan, me, at[1])
-            links = control.Control(
-                world, me, supervised, channels, joined, start, stop, hang, parts, gathered(plan, me)
-            )
+            for signalled in late:  # it ends this start, and all nodes hear of it
+                os.kill(os.getpid(), signalled)
+            links = _control(plan, me, supervised, channels, at[1], start, watch, parts)
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
                 _leave(plan, me, links, at)
                 return code
-            start, listener = restart(plan, me, supervised, links, listener, start)
+            start, listener, late = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
     except Exception as raised:
         error = findings.error(unfit) if unfit else unexpected.error(raised)
@@ -102,6 +102,23 @@ def main(path: str) -> int:
             os.close(lock)
 
 
+def _control(
+    plan: Mapping[str, Any],
+    me: int,
+    supervised: children.Children,
+    channels: Mapping[int, Channel],
+    port: int,
+    start: RestartTicket,
+    watch: FileWatch,
+    parts: StartTimings,
+) -> control.Control:
+    """The connections of this start to the other nodes."""
+    watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
+    hang = Hang(plan, me, start.number, watch.size) if watched else None
+    joined = Joined(plan, me, port)
+    return control.Control(plan["world"], me, supervised, channels, joined, start, None if me else watch, hang, parts)
+
+
 def allow_files() -> None:
     """Raise the limit of open files for this process, and so for the preflight, the launcher and all ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -117,17 +134,16 @@ def launch(
     links: control.Control,
     store: tuple[str, int],
     listener: socket.socket | None,
-    start: Start,
+    start: RestartTicket,
     gloo: Mapping[str, str],
     clock: Mapping[str, float],
-    parts: Startup,
+    parts: StartTimings,
 ) -> int:
     """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
     world, since = plan["world"], time.time()
     os.environ[evidence.BEFORE] = evidence.oom_kills()
     environ = environment.of(plan, me, store, start, gloo)
-    if not start.number or not node.own(plan):
-        record.introduce(plan, me, environ, links.report)
+    record.this_node(plan, me, environ)
     ended = functools.partial(_store_ended, plan, me, links)
     if listener and (world["size"] > 1 or "{ranks}" not in plan["launcher"]):
         serve(supervised, listener, store, ended)
@@ -170,25 +186,32 @@ def launch(
 def _leave(plan: Mapping[str, Any], me: int, links: control.Control, store: tuple[str, int]) -> None:
     """Record what is known once all nodes have ended: lost nodes; on the first node, whether all ranks have saved, and
     whether they were in one process group."""
-    for other, (since, found) in links.lost.items():
-        teller = "any" if me and node.own(plan) else me
-        _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
+    _record_lost(plan, me, links)
     if not me and links.saved and not links.stopped and not links.lost:
         record.saved(plan["folder"])
     if not me and not links.stopped and (links.saved or not links.cause):
         links.joined.record(plan["folder"], store)
 
 
+def _record_lost(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
+    for other, (since, found) in links.lost.items():
+        _record(plan, str(other), found, why=str(found), name=f"node-{me}-lost-{other}", time=since)
+
+
 def _fail(plan: Mapping[str, Any], number: str, error: DrayError, links: control.Control | None, *, told: bool) -> int:
     """Print why the ranks were not started, record it unless it is `told`; return the exit code once all have ended."""
     print(error, file=sys.stderr)
     found = error.finding
-    if not told and not isinstance(error, introduction.StoppedError):
+    follows = isinstance(error, StoppedError)
+    if not told and not follows:
         found = found._replace(node=found.node or os.environ.get(plan["world"]["identity"]["name"], ""))
         _record(plan, number, found, why=str(error))
     if links:
-        links.fail(found)
+        if not follows:
+            links.fail(found)
         links.lead(lambda _: found)
+        _last_words(plan, int(number), links)
+        _record_lost(plan, int(number), links)
     return found.code
 
 
@@ -207,14 +230,12 @@ def _sweep(supervised: children.Children) -> None:
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
     """Record what no rank could."""
     if links.cause and not links.stopped:
-        first.failure(plan, me)
+        first_failure.failure(plan, me)
     if links.cause and not plan["world"]["shared_folder"]:  # the record is on another machine
         if links.hang and links.hang.since:
             links.hang.write_record(links.cause)
         else:
             _record(plan, str(me), links.cause, why=str(links.cause))
-    if links.hang and links.cause:
-        links.hang.keep(links.cause.rank)
 
 
 def restart(
@@ -223,14 +244,20 @@ def restart(
     supervised: children.Children,
     links: control.Control,
     listener: socket.socket | None,
-    start: Start,
-) -> tuple[Start, socket.socket | None]:
-    """Prepare the next start, once all processes of this one have ended; the first node tells the others."""
+    start: RestartTicket,
+) -> tuple[RestartTicket, socket.socket | None, list[int]]:
+    """Prepare the next start, once all processes of this one have ended; the first node tells the others.
+
+    Signals which came too late to end this start are returned.
+    """
     world = plan["world"]
     evidence.require_image(world["nodes"][me]["name"])
     if listener:
         listener.close()
-    if not supervised.close(_ENDING_S):
+    swept, late = supervised.close(_ENDING_S)
+    if links.stopped:  # and the first node had called to the next start already
+        late.append(signal.SIGTERM)
+    if not swept:
         raise UnfitError(
             "the ranks cannot be started again",
             wanted="a node whose earlier ranks have ended",
@@ -245,11 +272,9 @@ def restart(
     assert links.next is not None
     ranks = [f"rank-{rank}" for rank in range(me * world["ranks_per_node"], (me + 1) * world["ranks_per_node"])]
     record.set_aside(plan["folder"], links.next.number, ["hang", f"node-{me}", *ranks])
-    if own := node.own(plan):
-        record.forget(own, world["nodes"][me]["name"], ranks)
     why = links.cause.problem if links.cause else ""
     print(f"dray: restart {links.next.number} of {world['max_restarts']}: {why}", flush=True)
-    return links.next, listener
+    return links.next, listener, late
 
 
 def serve(
@@ -289,7 +314,7 @@ def _store_ended(plan: Mapping[str, Any], me: int, links: control.Control, code:
 def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
     """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
     name = plan["world"]["nodes"][me]["name"]
-    if one := first.failure(plan, me):
+    if one := first_failure.failure(plan, me):
         problem = f"rank {one['rank']} on {name}: {one['why']}"
         return Finding(problem, where=one["log"], code=one["code"], node=name, rank=one["rank"])
     found = Finding(f"the launcher ended: {children.ended_with(code)}", code=children.exit_code(code), node=name)
@@ -326,8 +351,6 @@ def _record(
 ) -> None:
     """Record why node `number` failed; under another `name`, that it was lost and when."""
     log = f"{plan['folder']}/{run_folder.node_log(number)}"
-    if node.own(plan) and (record.crowded(plan["folder"]) or (name and record.exists(plan["folder"], name))):
-        return
     named: dict[str, Any] = {"node": found.node, "rank": found.rank, "code": found.code, "why": why}
     named |= {"log": log, "last_lines": files.tail(log)} | ({"lost": True, "time": time} if name else {})
     record.write(plan["folder"], name or f"node-{number}", **named)

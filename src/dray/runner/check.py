@@ -113,7 +113,7 @@ class Part:
 def parts(plan: Mapping[str, Any]) -> list[Part]:
     """The check of the node itself, and one for each rank's GPU."""
     path = f"{plan['folder']}/{run_folder.PLAN}"
-    found = [Part("node", [sys.executable, *_PYTHON, f"{_FOLDER}/here.py", path])]
+    found = [Part("node", [sys.executable, *_PYTHON, f"{_FOLDER}/node_checks.py", path])]
     if plan["variant"] != "cpu":
         gpu = [sys.executable, "-m", "dray.checks.gpu", path]
         found += [Part(f"GPU {local}", [*gpu, str(local)]) for local in range(plan["world"]["ranks_per_node"])]
@@ -145,8 +145,7 @@ def node(plan: Mapping[str, Any], me: int, measured: dict[str, float] | None = N
 
 def line(found: Finding | None) -> str:
     """The finding as one line for the other nodes; empty if this node is fit."""
-    text = " ".join(found.problem.split()) if found else ""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_LINE]
+    return " ".join(found.problem.split())[:_LINE] if found else ""
 
 
 def run(looked: list[Part], seconds: float) -> None:
@@ -168,7 +167,9 @@ def run(looked: list[Part], seconds: float) -> None:
                 os.killpg(process, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        ended = running.close(_ENDING_S)
+        ended, late = running.close(_ENDING_S)
+        for number in late:  # nobody waits for them any more
+            os.kill(os.getpid(), number)
         for part in looked:
             part.close()
     for process, label in hang.items():

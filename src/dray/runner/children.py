@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 TYPE_CHECKING = False  # typing's own would cost more than all else here
 if TYPE_CHECKING:
-    from dray.runner.asked import Asked
+    from dray.runner.save_request import SaveRequest
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _ASKING_S = 1.0  # a program that is still loading handles the signal later
@@ -46,7 +46,7 @@ class Children:
         self._serving: dict[int, Callable[[int], None]] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._kill_at = 0.0
-        self._asked: Asked | None = None
+        self._save_request: SaveRequest | None = None
 
     def start(
         self,
@@ -120,11 +120,11 @@ class Children:
 
     def ask(self) -> None:
         """Ask children and their children to save and end; `wait` asks those that do not handle the signal yet."""
-        if self._asked is None:
-            from dray.runner.asked import Asked  # noqa: PLC0415  few runs are asked
+        if self._save_request is None:
+            from dray.runner.save_request import SaveRequest  # noqa: PLC0415  few runs are asked
 
-            self._asked = Asked()
-            self._asked.tell(self.running)
+            self._save_request = SaveRequest()
+            self._save_request.tell(self.running)
 
     def end(self, grace: float) -> None:
         """Ask all children to end; `wait` kills those that have not ended after this many seconds."""
@@ -140,8 +140,8 @@ class Children:
                 self.tell(signal.SIGKILL)
                 left = 1.0
             seconds = left if seconds is None else min(seconds, left)
-        if self._asked:
-            self._asked.tell(self.running)
+        if self._save_request:
+            self._save_request.tell(self.running)
             seconds = _ASKING_S if seconds is None else min(seconds, _ASKING_S)
         events = Events()
         for file, _ in self._poll.poll(None if seconds is None else max(0.0, seconds) + 0.001):
@@ -178,18 +178,16 @@ class Children:
             _pause()
         return not left
 
-    def close(self, limit: float) -> bool:
-        """Sweep, and give signals back to Python; return whether no child is left."""
+    def close(self, limit: float) -> tuple[bool, list[int]]:
+        """Sweep, and give signals back to Python; return whether no child is left, and the signals for `wait`."""
         swept = self.sweep(limit)
         signal.set_wakeup_fd(-1)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         with open(self._pipe, "rb", buffering=0) as unread:
-            for late in unread.read() or b"":  # for `wait`
-                if late in STOPS:
-                    os.kill(os.getpid(), late)
+            late = [number for number in unread.read() or b"" if number in STOPS]
         os.close(self._wakeup)
-        return swept
+        return swept, late
 
 
 def adopt() -> None:

@@ -1,30 +1,28 @@
 """The control connections: while launchers run, runners report stops, failures, restarts and ended nodes.
 
-Each runner keeps its connection to the first one from the rendezvous; every message carries a proof. If a connection
-ends without a last message, its runner was killed or its node is gone.
+Each runner keeps its connection to the first one from the rendezvous, which has proved both ends. If a connection ends
+without a last message, its runner was killed or its node is gone.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from dray.contract import exit_codes, files, run_folder
+from dray.contract import exit_codes, run_folder
 from dray.contract.findings import Finding
 from dray.runner import channel
 from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
-from dray.runner.gathered import MESSAGES as GATHERED
-from dray.runner.gathered import Gathered
+from dray.runner.file_watch import FileWatch
 from dray.runner.hang import MESSAGES, Hang
 from dray.runner.process_group import MESSAGE as JOINED
 from dray.runner.process_group import Joined
-from dray.runner.start import Start
-from dray.runner.startup import MESSAGE, Startup
+from dray.runner.restart_ticket import RestartTicket
+from dray.runner.start_timings import MESSAGE, StartTimings
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
@@ -33,7 +31,7 @@ _COLLECTING_S = 0.1
 _KILLING_S = 10.0  # from SIGKILL to the end of what can end
 _REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
 _FIRST_S = 5.0  # more for the first node's word
-_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
+_CALLING_S = 0.5  # for all nodes to leave for the next rendezvous; one that stands still holds up no other
 _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
 
 
@@ -52,22 +50,23 @@ class Control:
         children: Children,
         channels: Mapping[int, Channel],
         joined: Joined,
-        start: Start = Start(),  # noqa: B008  it cannot be changed
-        stop: str = "",
+        start: RestartTicket = RestartTicket(),  # noqa: B008  it cannot be changed
+        watch: FileWatch | None = None,
         hang: Hang | None = None,
-        startup: Startup | None = None,
-        gathered: Gathered | None = None,
+        startup: StartTimings | None = None,
     ) -> None:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
         self.stopped = False
         self._stops_now = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
-        self.next: Start | None = None
-        self._start, self._left = start, world["max_restarts"] - start.number
+        self.next: RestartTicket | None = None
+        self._left = world["max_restarts"] - start.number
         self._idle: set[int] = set()
-        self._stop_file = stop
-        self.joined, self.hang, self.gathered, self._startup = joined, hang, gathered, startup
+        self.preflight: dict[int, list[dict[str, Any]]] = {}
+        """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
+        self._file_watch = watch
+        self.joined, self.hang, self._startup = joined, hang, startup
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -87,10 +86,10 @@ class Control:
                 deadline = deadline or time.monotonic() + _REST + (_FIRST_S if self._me else 0.0)
                 if time.monotonic() > deadline:
                     break
-            looks = deadline or self._stop_file or self.hang or (self._startup and self._startup.open)
+            looks = deadline or self._file_watch or self.hang or (self._startup and self._startup.open)
             events = self._children.wait(_COLLECTING_S if self._hangs() else 1.0 if looks else None)
-            if self._stop_file:
-                self._read_stop_file()
+            if self._file_watch:
+                self._obey(self._file_watch.stop_lines)
             for number in events.signals:
                 self.heard(number)
             self._watch()
@@ -163,12 +162,11 @@ class Control:
         self.cause = finding
         self._tell_all({"failed": finding._asdict()})
 
-    def report(self, what: str, told: Any) -> None:  # noqa: ANN401  any JSON value
-        """Report something to the first node, which gathers the reports of all."""
-        if self.gathered:
-            self.gathered.hear(0, {what: told})
-        else:
-            self._tell_all({what: told})
+    def report_preflight(self, reports: list[dict[str, Any]]) -> None:
+        """Report to the first node how this node's ranks ended; nothing if all have passed."""
+        self.preflight[self._me] = reports
+        if self._me:
+            self._tell_all({"preflight": reports})
 
     def may_restart(self) -> bool:
         """Whether all ranks may be started again; only the first node decides that."""
@@ -176,21 +174,25 @@ class Control:
             return False
         return self._left > 0 and len(self._open) == len(self._names) - 1
 
-    def restart(self, start: Start) -> None:
-        """As the first node: call all others to the next rendezvous."""
+    def restart(self, start: RestartTicket) -> None:
+        """As the first node: call all others to the next rendezvous; `drop` the connections once they are there."""
         self.next = start
-        self._part({"restart": start._asdict()})
+        self._tell_all({"restart": start._asdict()})
+        channel.part(self._open, _CALLING_S)
 
     def close(self) -> None:
         """Tell the others that this node has ended by itself, and was not lost."""
         if self._startup:
             self._tell_of_the_start(last=True)
             self._startup.write()
-        self._part({"ended": self._me})
+        self._tell_all({"ended": self._me})
+        channel.part(self._open)  # the children's `wait`, which watches the lines, is over
+        self.drop()
 
-    def _part(self, last: dict[str, Any]) -> None:  # the children's `wait`, which watches the lines, is over
-        self._tell_all(last)
-        channel.part(self._open.values())
+    def drop(self) -> None:
+        """Close the connections that are still open."""
+        for one in self._open.values():
+            one.close()
         self._open.clear()
 
     def _waits(self) -> bool:
@@ -208,10 +210,11 @@ class Control:
             self._stop(number)
             self._tell_all({"stop": number})
 
-    def _read_stop_file(self) -> None:
-        if self._stops_now or not (asked := _lines(self._stop_file)):
+    def _obey(self, lines: list[bytes]) -> None:
+        """Do what the stop file asks for, if there is something in it."""
+        if self._stops_now or not lines:
             return
-        self._stops_now = run_folder.NOW.encode() in asked
+        self._stops_now = run_folder.NOW.encode() in lines
         if self._stops_now:
             self._stop(signal.SIGTERM, now=True)
             self._tell_all({"stop": int(signal.SIGTERM), "now": True})
@@ -234,12 +237,12 @@ class Control:
                 elif "ask" in message:
                     self.ask()
                 elif "saved" in message and not self.cause:
-                    self._save(channel.finding(message["saved"]))
+                    self._save(Finding(**message["saved"]))
                 elif "failed" in message and (self.saved or not self.cause or self._hangs()) and not self.stopped:
                     self.saved = False
                     if self.hang:
                         self.hang.open = False
-                    self._end(channel.finding(message["failed"]))
+                    self._end(Finding(**message["failed"]))
                     self._pass_on(message)
                 elif any(name in message for name in MESSAGES):
                     self._hear_of_a_hang(node, message)
@@ -248,7 +251,7 @@ class Control:
                 elif "idle" in message:
                     self._idle.add(node)
                 elif "restart" in message and self._me:
-                    self.next = self._start.after(message["restart"])
+                    self.next = RestartTicket(**message["restart"])
                     self._forget(node)
                     return
                 elif "ended" in message:
@@ -268,8 +271,8 @@ class Control:
             self.joined.hear(message[JOINED])
         elif MESSAGE in message and self._startup:
             self._startup.hear(node, message[MESSAGE])
-        elif self.gathered and any(name in message for name in GATHERED):
-            self.gathered.hear(node, message)
+        elif "preflight" in message:
+            self.preflight[node] = message["preflight"]
         else:
             return False
         return True
@@ -279,7 +282,7 @@ class Control:
         if self.hang is None or (failed and not self._me):  # what waits for ranks that have failed does not hang
             return
         for reply in self.hang.hear(node, message):
-            self._tell([self._open[node]] if "tell" in reply else self._open.values(), reply)
+            self._tell_all(reply)
         self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
@@ -317,10 +320,7 @@ class Control:
             self._tell_all(message)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
-        self._tell(self._open.values(), message)
-
-    def _tell(self, some: Iterable[Channel], message: dict[str, Any]) -> None:
-        for one in some:
+        for one in self._open.values():
             try:
                 one.send(message)
             except OSError:  # it is gone, which is read next
@@ -332,13 +332,3 @@ class Control:
         one = self._open.pop(node)
         self._children.forget(one.line.fileno())
         one.close()
-
-
-def _lines(file: str) -> list[bytes]:
-    """The lines of the stop file."""
-    try:
-        if os.stat(file).st_size == 0:
-            return []
-        return files.read(file, limit=_ASKED).splitlines()
-    except OSError:  # a disk that does not answer asks for nothing
-        return []

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import heartbeat, rank_lines, run_folder
-from dray.runner import cores, node
-from dray.runner.start import Start
+from dray.contract import heartbeat
+from dray.runner import cores
+from dray.runner.restart_ticket import RestartTicket
 
 
 def of(
-    plan: Mapping[str, Any], me: int, store: tuple[str, int], start: Start, gloo: Mapping[str, str]
+    plan: Mapping[str, Any], me: int, store: tuple[str, int], start: RestartTicket, gloo: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables on this node, with the store at this address and port."""
     world = plan["world"]
@@ -29,7 +29,6 @@ def of(
         # back into the queue itself.
         "TORCHELASTIC_RUN_ID": plan["run"],
         heartbeat.FOLDER: plan["scratch"],
-        **({rank_lines.VARIABLE: f"{plan['folder']}/{run_folder.node_log(me)}"} if node.own(plan) else {}),
     }
     if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
         found["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"

@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from dray.contract import node, rank_lines
+from dray.contract import node
 from dray.contract.findings import RetryError
 
 BEFORE = "DRAY_OOM_KILLS"  # what `oom_kills` was before the launcher was started
 _MOST, _LONGEST = 12, 600
 _LOG, _KERNEL_LOG = 1 << 16, 1 << 18  # bytes from their ends
-_LINES = 400  # of a rank, where several share a log
 _SOON_S, _DRIFT = 60.0, 5e-5  # before the start; and of the clock of the kernel's log, which NTP does not set
 _READ_ALL = 3  # SYSLOG_ACTION_READ_ALL of syslog(2), which dmesg uses too
 _STAMP = re.compile(r"(?:<\d{1,4}>)?\[ {0,6}(\d{1,10}\.\d{6})\]")
@@ -34,11 +33,10 @@ _HELD = re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate")
 _WORKER = re.compile(r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: ")
 
 
-def collect(folder: str, log: object, rank: object = None) -> list[str]:
-    """At most twelve lines of evidence; what cannot be read is left out. In a log of several ranks only the lines of
-    `rank` count."""
+def collect(folder: str, log: object) -> list[str]:
+    """At most twelve lines of evidence; what cannot be read is left out."""
     looks: tuple[Callable[[], list[str]], ...] = (
-        lambda: _logged(log, rank),
+        lambda: _logged(log),
         _memory,
         _image,
         lambda: _disks(folder),
@@ -165,14 +163,11 @@ def _outside(uid: int) -> int:
     return uid
 
 
-def _logged(log: object, rank: object) -> list[str]:
+def _logged(log: object) -> list[str]:
     """How full the GPU was, and what killed a data worker: torch says more after it than a record's last lines hold."""
-    if isinstance(rank, int):
-        lines = rank_lines.tail(str(log), rank, _LINES)
-    else:
-        with open(str(log), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+    with open(str(log), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG))
+        lines = file.read().decode("utf-8", "replace").splitlines()
     told = []
     for name, pattern in (("GPU memory", _HELD), ("log", _WORKER)):
         told += [f"{name}: {line[found.start() :]}" for line in lines if (found := pattern.search(line[:2000]))][-1:]

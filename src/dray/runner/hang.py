@@ -7,31 +7,31 @@ others may wait for one that tokenizes, or loads.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dray.contract import exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
-from dray.runner import alike, channel, node, odd, record
-from dray.runner.alike import Alike
-from dray.runner.beats import Beats, Late
+from dray.runner import record, stack_groups
+from dray.runner.culprit import culprit
+from dray.runner.heartbeats import Heartbeats, Late
+from dray.runner.stack_groups import StackGroups
 
 if TYPE_CHECKING:
     from threading import Thread
 
-MESSAGES = ("beat", "late", "hang", "seen", "tell", "stack", "looked")
+MESSAGES = ("beat", "late", "hang", "seen", "looked")
 _LOOK_S, _TELL_S, _LATE_S = 1.0, 5.0, 2.0  # seconds between looks, and between messages to the first node
 _EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
 
 
 class Hang:
     """The watch over one start of the ranks. A node sends what `look` and `hear` return to the first node; the first
-    node sends it to all others, except `tell`, which is a reply."""
+    node sends it to all others."""
 
-    def __init__(self, plan: Mapping[str, Any], me: int, restart: int) -> None:
+    def __init__(self, plan: Mapping[str, Any], me: int, restart: int, size: Callable[[str], int]) -> None:
         world, now = plan["world"], time.monotonic()
         self.open = False  # from the moment at which the run hangs until it is known why
         self.begun: Finding | None = None
@@ -42,13 +42,13 @@ class Hang:
         recipe = plan.get("recipe", {})
         # dray's trainer says itself how long it may take, once it is loaded.
         limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
-        self._beats = Beats("" if node.own(plan) else plan["folder"], plan["scratch"], self._ranks(me), limit, now)
+        self._beats = Heartbeats(plan["folder"], plan["scratch"], self._ranks(me), limit, now, size)
         self._progress = self._told = now
         self._looks_at = self._tells_at = self._late_at = now
         self._late: Late | None = None
         self._deadline = 0.0
         self._threads: list[Thread] = []
-        self._alike = Alike()
+        self._groups = StackGroups()
         self._answered: set[int] = set()
 
     def look(self) -> list[dict[str, Any]]:
@@ -73,24 +73,17 @@ class Hang:
         return messages
 
     def hear(self, node: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Take a message of MESSAGES. BrokenError: it is malformed."""
+        """Take a message of MESSAGES."""
         now = time.monotonic()
         if self._me:
-            if "tell" in message:
-                return self._alike.tell(message["tell"])
             if "hang" in message and not self.open:
-                self._begin(channel.finding(message["hang"]), now)
+                self._begin(Finding(**message["hang"]), now)
         elif "beat" in message:
-            self._progress = max(self._progress, now - _number(message["beat"]))
+            self._progress = max(self._progress, now - message["beat"])
         elif "late" in message and not self.open:
-            rank, step, phase, seconds, limit = map(_number, _five(message["late"]))
-            if rank not in self._ranks(node):
-                raise channel.BrokenError("a late rank that is another node's")
-            return self._judge(Late(int(rank), int(step), int(phase), seconds, limit), now)
+            return self._judge(Late(*message["late"]), now)
         elif "seen" in message:
-            return self._alike.hear(self._ranks(node), self._names[node], message["seen"])
-        elif "stack" in message:
-            self._alike.keep(message["stack"])
+            self._groups.hear(message)
         elif "looked" in message:
             self._answered.add(node)
         return []
@@ -122,7 +115,7 @@ class Hang:
         print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
 
         def save(at: stacks.Place) -> None:
-            self._alike.add(stacks.save(at, self._beats.of(at.rank), now))
+            self._groups.add(stacks.save(at, self._beats.of(at.rank), now))
 
         places = stacks.places(self._plan, self._restart, self._names[self._me], self._ranks(self._me))
         self._threads = [Thread(target=save, args=(at,), daemon=True) for at in places]
@@ -134,39 +127,28 @@ class Hang:
         if self._me not in self._answered and not any(thread.is_alive() for thread in self._threads):
             self._answered.add(self._me)
             if self._me:
-                return [*self._alike.told(), {"looked": self._me}]
-        whole = len(self._answered) == len(self._names) and not self._alike.waits
-        if not self._me and (whole or now > self._deadline):
+                return [*self._groups.messages(), {"looked": self._me}]
+        if not self._me and (len(self._answered) == len(self._names) or now > self._deadline):
             self._name()
         return []
 
     def _name(self) -> None:
         """Name the rank to blame: the finding, and a record older than those of the ranks that dray then ended."""
         assert self._late is not None
-        seen = self._alike.all({rank: self._node(rank) for rank in range(self._each * len(self._names))})
-        found, what = odd.odd(seen)
+        seen = self._groups.all({rank: self._node(rank) for rank in range(self._each * len(self._names))})
+        found, what = culprit(seen)
         who = f"rank {found.rank} on {found.node} " if found else ""
         problem = f"hang: {who}{what}; rank {self._late.rank} made no progress for {_ago(self._late)}"
         folder = f"{self._plan['folder']}/{run_folder.hang(self._restart)}"
         where = f"{folder}/rank-{found.rank if found else self._late.rank}.txt"
-        holds = "the stacks of all ranks"
-        if node.own(self._plan):
-            holds = "what all ranks did (seen.jsonl), and the stacks of this one"
-        fix = f"see {holds} in {folder}; docs/survive.md"
+        fix = f"see the stacks of all ranks in {folder}; docs/survive.md"
         self.named = Finding(
             problem, where=where, fix=fix, code=exit_codes.RETRY,
             node=found.node if found else "", rank=found.rank if found else None,
         )  # fmt: skip
-        if node.own(self._plan):
-            record.lines(f"{folder}/seen.jsonl", alike.lines(seen))
+        record.lines(f"{folder}/seen.jsonl", stack_groups.lines(seen))
         self.write_record(self.named, found.frames if found else ())
         self.open = False
-
-    def keep(self, rank: int | None) -> None:
-        """Copy this rank's stacks from the node's own folder to the run folder, in a run of many ranks."""
-        own, name = node.own(self._plan), f"{run_folder.hang(self._restart)}/rank-{rank}.txt"
-        if own and os.path.exists(f"{own}/{name}"):
-            record.copy(f"{own}/{name}", f"{self._plan['folder']}/{name}")
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
         """Write failures/hang.json."""
@@ -178,15 +160,3 @@ class Hang:
 
 def _ago(late: Late) -> str:
     return f"{late.seconds:.0f} s (limit {late.limit:.0f} s)"
-
-
-def _five(fields: Any) -> list[Any]:  # noqa: ANN401  any JSON value
-    if not isinstance(fields, list) or len(fields) != len(Late._fields):
-        raise channel.BrokenError("a malformed report of a late rank")
-    return fields
-
-
-def _number(value: Any) -> float:  # noqa: ANN401  any JSON value
-    if type(value) not in (int, float) or not 0 <= value < 1 << 62:
-        raise channel.BrokenError("a malformed number")
-    return float(value)

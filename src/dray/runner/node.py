@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import run_folder
 from dray.contract.findings import ConfigError, counted
 
 
@@ -100,18 +99,6 @@ def _interpreter(file: str) -> list[str]:
     except OSError:  # it may be executed, and not read
         return []
     return line[2:].rstrip("\n").split(" ") if line.startswith("#!") else []
-
-
-def own(plan: Mapping[str, Any]) -> str:
-    """The node's own folder, which replaces the shared disk in a run of many ranks; empty in a small run."""
-    return str(plan["scratch"]) if plan["world"].get("logs_by_node") else ""
-
-
-def log_of(plan: Mapping[str, Any], rank: int) -> tuple[str, str]:
-    """The log with this rank's lines; and the node's own folder, in a run of many ranks."""
-    found = own(plan)
-    name = run_folder.node_log(rank // plan["world"]["ranks_per_node"]) if found else run_folder.rank_log(rank)
-    return f"{plan['folder']}/{name}", found
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

@@ -11,7 +11,6 @@ from dray.runner import children
 
 PASSED = "DRAY_PASSED"  # the names in pass_env, for those of a node's processes that have no plan
 _CHUNK = 65536  # what a pipe holds
-_LONGEST = 8192  # bytes of a line with the rank before it; what has more is written as several
 
 
 def passed() -> dict[str, str]:
@@ -31,26 +30,21 @@ def redacted(fields: Mapping[str, object]) -> dict[str, object]:
     return {name: clean(field) for name, field in fields.items()}
 
 
-def between(before: bytes = b"") -> Filter | None:
-    """The filter of a log, if pass_env names variables or other ranks write to the log too; else None."""
+def between() -> Filter | None:
+    """The filter of a log, if pass_env names variables; else None."""
     values = passed()
-    return Filter(values, before) if values or before else None
+    return Filter(values) if values else None
 
 
 class Filter:
-    """A pipe between a child's two streams and this process's own, which is the log.
+    """A pipe between a child's two streams and this process's own, which is the log."""
 
-    With a prefix `before` each line, only whole lines are written, each in one piece.
-    """
-
-    def __init__(self, values: Mapping[str, str], before: bytes = b"") -> None:
+    def __init__(self, values: Mapping[str, str]) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         self._names = {value.encode(errors="surrogateescape"): f"[{name}]".encode() for value, name in values.items()}
         self._any = re.compile(b"|".join(map(re.escape, self._names)))  # the longer ones come first
         self._held, self._open = b"", True
-        self.read = 0  # bytes so far
-        self._before, self._line = before, b""
 
     def watch(self, supervised: children.Children) -> None:
         """Pass on the child's output whenever it writes; call this once the child has the writer."""
@@ -70,7 +64,6 @@ class Filter:
         except BlockingIOError:
             return False
         self._open = bool(new)
-        self.read += len(new)
         text = self._held + new
         # The end may be the beginning of a value, whose rest is still to come.
         end = len(text) - max((_begun(text, value) for value in self._names), default=0)
@@ -83,32 +76,22 @@ class Filter:
             pass
         self._write(self._held, len(self._held))
         self._held = b""
-        if self._line:
-            self._put(b"\n")
 
     def _write(self, text: bytes, end: int) -> int:
         """Write up to `end`, and whole each value that begins before it; return where that ended."""
         parts, done = [], 0
-        for found in self._any.finditer(text) if self._names else ():
+        for found in self._any.finditer(text):
             if found.start() < end:
                 parts += [text[done : found.start()], self._names[found[0]]]
                 done = found.end()
         parts.append(text[done:end])
-        self._put(b"".join(parts))
-        return max(done, end)
-
-    def _put(self, clean: bytes) -> None:
-        if self._before:
-            *lines, self._line = (self._line + clean).split(b"\n")
-            if len(self._line) >= _LONGEST:
-                lines.append(self._line)
-                self._line = b""
-            clean = b"".join(b"%b%b\n" % (self._before, line) for line in lines)
+        clean = b"".join(parts)
         try:
             while clean:
                 clean = clean[os.write(1, clean) :]
         except OSError:  # a disk that is full must not end the run
             pass
+        return max(done, end)
 
 
 def _begun(text: bytes, value: bytes) -> int:

@@ -1,154 +1,91 @@
-"""The preflight: after the node check and before the launch, all ranks prove in time that they can communicate."""
+"""The preflight: after the node check and before the launch, all ranks prove in time that they can communicate.
+
+Each rank leaves its progress in a file of its own node. Once they have ended, each node sends their last reports to the
+first node, which judges by those of all nodes, and tells all.
+"""
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from dray.contract import exit_codes, files, rank_lines, run_folder
+from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError, error
-from dray.runner import children, control, node, output
-from dray.runner.introduction import StoppedError
+from dray.runner import children, control
+from dray.runner.hello import StoppedError
 
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves
 _LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"
-_OTHERS = 5.0  # seconds in which the word of other nodes' ranks reaches this one
-_FIRST_S = 5.0  # more for the first node's judgement of all
-_TOLD = ("rank", "node", "phase", "order", "limit", "time", "expired", "finding", "killed", "crashed")
+_OTHERS = 5.0  # seconds after the first failure in which the reports of all other ranks reach the first node
+_STOOD = "see preflight/rank-*.stack and nccl-*.log in the run folder"
 
 
 def check(
-    plan: Mapping[str, Any],
-    me: int,
-    ranks: children.Children,
-    environ: Mapping[str, str],
-    links: control.Control | None = None,
+    plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str], links: control.Control
 ) -> None:
-    """Return if all ranks can communicate, else raise why. In a run of many ranks nodes report over `links`."""
-    began = time.monotonic()
-    place = node.own(plan) or plan["folder"]
+    """Return if all ranks can communicate, else raise why."""
+    began, world = time.monotonic(), plan["world"]
+    deadline = began + world["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"] + _GRACE
     try:
-        for folder in {place, *([] if me else [plan["folder"]])}:  # the first rank leaves a report in the run's
+        for folder in (plan["scratch"], plan["folder"]):
             os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
-        codes = _ranks(plan, me, ranks, environ, links)
-        if links and links.stopped:  # by a signal to another node
-            sys.exit(128 + signal.SIGTERM)
-        for rank, code in codes.items():
-            if code < 0 and not (links and node.own(plan) and links.cause):
-                _note(place, plan, rank, signal.Signals(-code).name)
+        _start(plan, me, ranks, environ)
+        codes = _wait(ranks, deadline, links)
+        reports = _reports(plan, me, codes) if any(codes.values()) else []
     except OSError as wrong:
         raise UnfitError(
             "the preflight cannot start",
-            wanted=f"{place} and /tmp are writable on this node",
+            wanted=f"{plan['folder']}, {plan['scratch']} and /tmp are writable on this node",
             found=wrong,
             fix="free space on that disk, and check your quota",
         ) from wrong
-    if links and node.own(plan):
-        _settle(plan, me, ranks, codes, links)
-    elif any(codes.values()):
-        raise _blame(plan, me)
+    links.report_preflight(reports)
+    if not me:
+        _judge(plan, ranks, links, deadline + _GRACE)
+    elif reports:
+        _hear_judgement(ranks, links, deadline + 3 * _GRACE)
+    if links.stopped:  # by a signal to another node
+        sys.exit(128 + signal.SIGTERM)
+    if links.cause:
+        raise StoppedError("the preflight has failed", wanted="all ranks fit", found=links.cause, code=links.cause.code)
     print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
 
 
-def _ranks(
-    plan: Mapping[str, Any],
-    me: int,
-    ranks: children.Children,
-    environ: Mapping[str, str],
-    links: control.Control | None,
-) -> dict[int, int]:
-    """Run this node's ranks and return their exit codes; they end by themselves at a deadline, unless they hang.
-
-    Not by ranks.py, which ends all ranks after the first: then a rank could not report where it stood.
-    """
-    world, folder, own = plan["world"], plan["folder"], node.own(plan)
-    each = world["ranks_per_node"]
+def _start(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> None:
+    """Start this node's ranks: not by ranks.py, which ends all after the first, so that none could report any more."""
+    folder, each, size = plan["folder"], plan["world"]["ranks_per_node"], plan["world"]["size"]
     argv = [sys.executable, "-m", "dray.checks.preflight", f"{folder}/{run_folder.PLAN}"]
-    filters = []
-    for local in range(each):
-        rank = me * each + local
-        number = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
-        env = {**environ, **number, "WORLD_SIZE": str(world["size"])}
-        if own:
-            filters.append(output.Filter(output.passed(), rank_lines.prefix(rank)))
-            ranks.start(argv, label=rank, env=env, on_parent_death=signal.SIGKILL, output=filters[-1].writer)
-            filters[-1].watch(ranks)
-        else:
-            log = os.open(f"{folder}/{run_folder.preflight_log(me)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            ranks.start(argv, label=rank, env=env, on_parent_death=signal.SIGKILL, output=log)
-            os.close(log)
-    limit = world["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"] + _GRACE
-    codes = _wait(ranks, time.monotonic() + limit, _over(links) if links and own else lambda: False)
-    for one in filters:
-        one.finish()
-    return codes
+    log = os.open(f"{folder}/{run_folder.preflight_log(me)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for local, rank in enumerate(_of_node(plan, me)):
+        number = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each), "WORLD_SIZE": str(size)}
+        ranks.start(argv, label=rank, env={**environ, **number}, on_parent_death=signal.SIGKILL, output=log)
+    os.close(log)
 
 
-def _over(links: control.Control) -> Callable[[], bool]:
-    """Whether it is known why the run cannot start, so that this node's ranks wait in vain."""
-    return lambda: bool(links.cause or (links.gathered and links.gathered.decided))
+def _wait(ranks: children.Children, deadline: float, links: control.Control) -> dict[int, int]:
+    """Each rank's exit code, negative if a signal of others ended it; a rank that survives SIGKILL is left alone.
 
-
-def _settle(
-    plan: Mapping[str, Any], me: int, ranks: children.Children, codes: Mapping[int, int], links: control.Control
-) -> None:
-    """Tell the first node how far this node's ranks came; if one has failed, raise what the first node concludes."""
-    each, own, failed = plan["world"]["ranks_per_node"], node.own(plan), any(codes.values())
-    local = range(me * each, (me + 1) * each)
-    reports = {rank: one for rank, one in told(own).items() if rank in local}
-    never = {rank: {"rank": rank, "phase": "its start"} for rank in local if rank not in reports}
-    links.report("preflight", [*(_short(one) for one in reports.values()), *never.values()] if failed else [])
-    if not failed and not links.cause:
-        return
-    if not links.cause:
-        _show(own, local)
-    deadline = time.monotonic() + _OTHERS + (_FIRST_S if me else 0.0)
-    while not links.cause:
-        late = time.monotonic() > deadline
-        if not me and links.gathered:
-            last = late or len(links.gathered.nodes) == len(plan["world"]["nodes"])
-            if found := finding(plan, links.gathered.ranks(), run_folder.node_log(me), last=last):
-                raise found
-        elif late:  # the first node is past it, or gone
-            raise finding(plan, reports, run_folder.node_log(me), last=True) or _silent(run_folder.node_log(me))
-        if signals := ranks.wait(0.05).signals:
-            sys.exit(128 + signals[0])
-    raise StoppedError("the preflight has failed", wanted="all ranks fit", found=links.cause, code=links.cause.code)
-
-
-def _short(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a rank's report that the first node gets."""
-    return {name: report[name] for name in _TOLD if name in report}
-
-
-def _show(own: str, local: range) -> None:
-    """Copy each rank's stack, and the end of its NCCL log, into the node's log."""
-    for rank in local:
-        for name, most in ((f"rank-{rank}.stack", 200), (f"nccl-{rank}.log", 40)):
-            for line in files.tail(f"{own}/{run_folder.PREFLIGHT}/{name}", most):
-                print(f"{rank_lines.prefix(rank).decode()}{line}", flush=True)
-
-
-def _wait(ranks: children.Children, deadline: float, over: Callable[[], bool]) -> dict[int, int]:
-    """Each rank's exit code, negative for another's signal; a rank that survives SIGKILL is left alone."""
+    They end by themselves at a deadline, unless they hang. After a failure the others have some seconds for that, and
+    none once it is known why the run cannot start.
+    """
     codes: dict[int, int] = {}
-    killed = False
+    failed = killed = False
     while ranks.running:
         events = ranks.wait(deadline - time.monotonic())
-        if events.signals:  # the run is stopped from outside: that is no finding of this node's
-            ranks.tell(signal.SIGKILL)
-            sys.exit(128 + events.signals[0])
+        _leave_at(events.signals, ranks)
+        known = bool(links.cause or links.stopped) or any(map(_explains, _all_reports(links)))
         for rank, code in events.ended.items():
-            codes[rank] = exit_codes.UNFIT if killed and code < 0 else code
-            if code and not over():  # the others come to their own deadline about now, or wait for this one in vain
-                deadline = min(deadline, time.monotonic() + _OTHERS)
-        if time.monotonic() > deadline or (over() and not killed):
+            codes[rank] = exit_codes.UNFIT if code < 0 and (killed or known) else code
+        if not failed and (any(codes.values()) or _all_reports(links)):
+            failed = True
+            deadline = min(deadline, time.monotonic() + _OTHERS)
+        if time.monotonic() > deadline or (known and not killed):
             if killed:
                 return {**codes, **dict.fromkeys(ranks.running.values(), exit_codes.UNFIT)}
             ranks.tell(signal.SIGKILL)
@@ -156,49 +93,87 @@ def _wait(ranks: children.Children, deadline: float, over: Callable[[], bool]) -
     return codes
 
 
-def _note(folder: str, plan: Mapping[str, Any], rank: int, by: str) -> None:
-    """Write for all nodes what a killed rank could not report itself."""
-    report = told(folder).get(rank) or {"rank": rank, "node": _node(plan, rank), "phase": "its start", "order": -1}
-    path = f"{folder}/{run_folder.PREFLIGHT}/rank-{rank}.json"
-    files.write_atomic(path, json.dumps({**report, "killed": by}))
+def _leave_at(signals: list[int], ranks: children.Children) -> None:
+    """End at a signal: the run is stopped from outside, and that is no finding of this node's."""
+    if signals:
+        ranks.tell(signal.SIGKILL)
+        sys.exit(128 + signals[0])
+
+
+def _reports(plan: Mapping[str, Any], me: int, codes: Mapping[int, int]) -> list[dict[str, Any]]:
+    """How far each rank of this node came, and which signal ended it."""
+    found = []
+    for rank in _of_node(plan, me):
+        report: dict[str, Any] = {"rank": rank, "phase": "its start", "order": -1, "limit": 0, "time": 0.0}
+        with (
+            suppress(FileNotFoundError),
+            open(f"{plan['scratch']}/{run_folder.PREFLIGHT}/rank-{rank}.json", encoding="utf-8") as file,
+        ):
+            report = json.load(file)
+        stack = f"{plan['folder']}/{run_folder.PREFLIGHT}/rank-{rank}.stack"
+        report["expired"] = os.path.exists(stack) and os.path.getsize(stack) > 0
+        if codes[rank] < 0:
+            report["killed"] = signal.Signals(-codes[rank]).name
+        found.append(report)
+    return found
+
+
+def _judge(plan: Mapping[str, Any], ranks: children.Children, links: control.Control, deadline: float) -> None:
+    """As the first node: wait for the reports of all nodes; raise what is wrong, if anything is."""
+    failed = False
+    while not links.cause and not links.stopped:
+        if not failed and _all_reports(links):
+            failed, deadline = True, min(deadline, time.monotonic() + _OTHERS)
+        whole = len(links.preflight) == len(plan["world"]["nodes"])
+        if whole and not failed:
+            return
+        last = whole or time.monotonic() > deadline
+        if found := finding(plan, _each_rank(plan, links), last=last):
+            raise found
+        _leave_at(ranks.wait(deadline - time.monotonic()).signals, ranks)
+
+
+def _hear_judgement(ranks: children.Children, links: control.Control, deadline: float) -> None:
+    """As another node on which a rank has failed: wait until the first node says what is wrong."""
+    while not links.cause and not links.stopped:
+        if time.monotonic() > deadline:
+            raise _unknown()
+        _leave_at(ranks.wait(deadline - time.monotonic()).signals, ranks)
+
+
+def _all_reports(links: control.Control) -> list[dict[str, Any]]:
+    """The reports of all nodes on which a rank has failed."""
+    return [report for reports in links.preflight.values() for report in reports]
+
+
+def _explains(report: Mapping[str, Any]) -> bool:
+    """Whether the rank knows why the run cannot start: what other ranks report cannot change that."""
+    return "finding" in report or "killed" in report
+
+
+def _each_rank(plan: Mapping[str, Any], links: control.Control) -> dict[int, dict[str, Any]]:
+    """How far each rank came, of all nodes that have reported it."""
+    passed = [node for node, reports in links.preflight.items() if not reports]
+    done = {rank: {"rank": rank, "phase": "done", "expired": False} for node in passed for rank in _of_node(plan, node)}
+    return {**done, **{report["rank"]: report for report in _all_reports(links)}}
+
+
+def _of_node(plan: Mapping[str, Any], node: int) -> range:
+    each = plan["world"]["ranks_per_node"]
+    return range(node * each, (node + 1) * each)
 
 
 def _node(plan: Mapping[str, Any], rank: int) -> str:
     return str(plan["world"]["nodes"][rank // plan["world"]["ranks_per_node"]]["name"])
 
 
-def told(folder: str) -> dict[int, dict[str, Any]]:
-    """How far each rank came, by its report; ranks of machines without a shared disk are missing."""
-    found = {}
-    for path in glob.glob(f"{glob.escape(folder)}/{run_folder.PREFLIGHT}/rank-*.json"):
-        with open(path, encoding="utf-8") as file:
-            report = json.load(file)
-        stack = f"{folder}/{run_folder.PREFLIGHT}/rank-{report['rank']}.stack"
-        report["expired"] = os.path.exists(stack) and os.path.getsize(stack) > 0
-        found[int(report["rank"])] = report
-    return found
-
-
-def _blame(plan: Mapping[str, Any], me: int) -> DrayError:
-    """What went wrong, after a wait of up to 5 s for late reports: the rank to blame may be the last to report."""
-    deadline = time.monotonic() + _OTHERS
-    while True:
-        last = time.monotonic() > deadline
-        found = finding(plan, told(plan["folder"]), run_folder.preflight_log(me), last=last)
-        if found:
-            return found
-        time.sleep(0.05)
-
-
-def finding(
-    plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], log: str, *, last: bool
-) -> DrayError | None:
+def finding(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], *, last: bool) -> DrayError | None:
     """What went wrong, by how far each rank came; None while a later report may still change it."""
     for rank in ranks.values():
         if "finding" in rank:
             return error(rank["finding"])
         if "killed" in rank:
-            return _of(rank, f"was killed by {rank['killed']}", f"in: {rank['phase']}", f"see {log} of that node")
+            return _of(plan, rank, f"was killed by {rank['killed']}", f"in: {rank['phase']}")
     ended = {
         number for number, rank in ranks.items() if rank["expired"] or "crashed" in rank or rank["phase"] == "done"
     }
@@ -211,11 +186,12 @@ def finding(
         return _hung(plan, ranks, expired, silent)
     if crashed:
         first = min(crashed, key=lambda rank: (rank["order"], rank["time"]))
-        return _of(first, "failed", f"{first['crashed']}, in: {first['phase']}", f"see {log} of that node")
-    return _silent(log)
+        return _of(plan, first, "failed", f"{first['crashed']}, in: {first['phase']}")
+    return _unknown()
 
 
-def _silent(log: str) -> DrayError:
+def _unknown() -> DrayError:
+    log = run_folder.preflight_log("*")
     return UnfitError(
         "the preflight failed without a report", wanted="a report of each rank", found="none", fix=f"see {log}"
     )
@@ -228,41 +204,37 @@ def _hung(
     silent: list[int],
 ) -> DrayError:
     """The ranks for which the others waited: those that never began, came least far, or could not report."""
-    limit, furthest = (
-        max(expired, key=lambda rank: int(rank["order"])),
-        max(ranks.values(), key=lambda r: int(r["order"])),
-    )
-    never = [number for number in silent if number not in ranks and plan["world"]["shared_folder"]]
-    slowest = [number for number, rank in ranks.items() if rank["order"] < furthest["order"]]
+    limit = max(expired, key=lambda rank: int(rank["order"]))
+    waiting = {number: rank for number, rank in ranks.items() if rank["phase"] != "done"}
+    furthest = max(waiting.values(), key=lambda rank: int(rank["order"]))
+    never = [number for number in silent if number not in ranks]
+    slowest = [number for number, rank in waiting.items() if rank["order"] < furthest["order"]]
     guilty = never or slowest or [number for number in silent if number in ranks]
     if not guilty:
-        nodes = " ".join(sorted({rank["node"] for rank in ranks.values()}))
+        nodes = " ".join(sorted({_node(plan, number) for number in ranks}))
         return UnfitError(
             f"{furthest['phase']} did not end within {limit['limit']} s on any rank",
             wanted=_LIMITS,
             found=f"all ranks hang in it, on {nodes}",
-            fix=f"{_stood(plan)}, for where each rank stood and what NCCL reported",
+            fix=f"{_STOOD}, for where each rank stood and what NCCL reported",
         )
-    known = ranks.get(guilty[0], {"rank": guilty[0], "node": _node(plan, guilty[0]), "phase": "its start"})
+    known = ranks.get(guilty[0], {"phase": "its start"})
     return UnfitError(
         ", ".join(f"rank {number} on {_node(plan, number)}" for number in guilty[:4])
         + (f" and {len(guilty) - 4} more" if guilty[4:] else "")
         + f" did not answer in {limit['limit']} s",
         wanted=_LIMITS,
         found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
-        fix=f"leave that node out (sbatch --exclude); {_stood(plan)}, for where each rank stood",
+        fix=f"leave that node out (sbatch --exclude); {_STOOD}, for where each rank stood",
         node=_node(plan, guilty[0]),
         rank=guilty[0],
     )
 
 
-def _stood(plan: Mapping[str, Any]) -> str:
-    if node.own(plan):
-        return f"see {run_folder.node_log('*')} in the run folder"
-    return "see preflight/rank-*.stack and nccl-*.log in the run folder"
-
-
-def _of(rank: Mapping[str, Any], what: str, found: str, fix: str) -> DrayError:
-    who = f"rank {rank['rank']} on {rank['node']}"
+def _of(plan: Mapping[str, Any], report: Mapping[str, Any], what: str, found: str) -> DrayError:
+    rank = report["rank"]
+    name, log = _node(plan, rank), run_folder.preflight_log(rank // plan["world"]["ranks_per_node"])
     wanted = "a rank that passes the preflight"
-    return UnfitError(f"{who} {what}", wanted=wanted, found=found, fix=fix, node=rank["node"], rank=rank["rank"])
+    return UnfitError(
+        f"rank {rank} on {name} {what}", wanted=wanted, found=found, fix=f"see {log}", node=name, rank=rank
+    )

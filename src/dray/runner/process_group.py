@@ -16,9 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dray.contract import files, run_folder
-from dray.runner.asked import below
-from dray.runner.beats import program
-from dray.runner.channel import BrokenError
+from dray.runner.heartbeats import program
+from dray.runner.save_request import below
 
 MESSAGE = "joined"
 _FIRST_S, _LONGEST_S = 1.0, 60.0  # between two looks; the time doubles with each
@@ -52,10 +51,8 @@ class Joined:
             self.ranks |= seen
             self._unseen -= seen
 
-    def hear(self, ranks: object) -> None:
-        """Add the ranks of another node. BrokenError: the message is malformed."""
-        if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < self._size for rank in ranks):
-            raise BrokenError("a malformed list of ranks")
+    def hear(self, ranks: list[int]) -> None:
+        """Add the ranks of another node."""
         self.ranks |= {*ranks}
 
     def record(self, folder: str, store: tuple[str, int]) -> None:

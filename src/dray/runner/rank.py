@@ -25,14 +25,10 @@ _GRACE = 10.0  # seconds from the launcher's death to the rank's
 
 
 def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
-    """Run the command with both streams in logs/rank-N.log; record it if it fails by itself.
-
-    In a run of many ranks both streams go to the node's log, and the record goes first to the node's own folder.
-    """
+    """Run the command with both streams in logs/rank-N.log; record it if it fails by itself."""
     rank = os.environ.get("RANK", "")
-    shared, own = os.environ.pop("DRAY_NODE_LOG", ""), os.environ.get(heartbeat.FOLDER, "")
-    log = shared or f"{folder}/{run_folder.rank_log(rank or 'unknown')}"
-    place = Place(folder, rank, node, log, own if shared else "")
+    log = f"{folder}/{run_folder.rank_log(rank or 'unknown')}"
+    place = Place(folder, rank, node, log)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -47,11 +43,11 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     launcher = children.die_with_parent()
     ranks = children.Children()
-    between, beat = _filter(place.before), _heartbeat(rank)
+    between, beat = _filter(), _heartbeat(rank)
     try:
         ranks.start(command, on_parent_death=signal.SIGKILL, output=between.writer if between else None)
     except OSError as error:
-        print(f"{place.before.decode()}{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         code = 127 if isinstance(error, FileNotFoundError) else 126
         return _failed(place, code, children.ended_with(code))
     stopped, asked, code = False, False, 0
@@ -60,8 +56,6 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         between.watch(ranks)
     while ranks.running:
         events = ranks.wait()
-        if between and place.own and beat >= 0:
-            os.pwrite(beat, heartbeat.WRITTEN.pack(between.read), heartbeat.WRITTEN_AT)
         for number in events.signals:
             if number == signal.SIGUSR1:
                 asked = True
@@ -85,18 +79,17 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
 class Place:
     """A rank, and where its log and record are."""
 
-    def __init__(self, folder: str, rank: str, node: str, log: str, own: str) -> None:
-        self.folder, self.rank, self.node, self.log, self.own = folder, rank, node, log, own
-        self.before = f"rank {rank} | ".encode() if own else b""  # as contract/rank_lines.py has it
+    def __init__(self, folder: str, rank: str, node: str, log: str) -> None:
+        self.folder, self.rank, self.node, self.log = folder, rank, node, log
 
 
-def _filter(before: bytes) -> output.Filter | None:
-    """The filter between the rank and its log, if pass_env names variables or other ranks write to the log too."""
-    if not before and not os.environ.get("DRAY_PASSED"):
+def _filter() -> output.Filter | None:
+    """The filter between the rank and its log, if pass_env names variables."""
+    if not os.environ.get("DRAY_PASSED"):
         return None
     from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
 
-    return output.between(before)
+    return output.between()
 
 
 def _heartbeat(rank: str) -> int:
@@ -135,15 +128,14 @@ def _failed(place: Place, code: int, why: str, seen: float | None = None) -> int
     number = int(place.rank) if place.rank.isdigit() else None
     name, seen = f"rank-{place.rank or 'unknown'}", seen or time.time()
     try:
-        from dray.contract import rank_lines  # only a rank that died pays for these  # noqa: PLC0415
+        from dray.contract import files  # only a rank that died pays for these  # noqa: PLC0415
         from dray.runner import record  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
         why = f"{why}; the image is gone: {error}"
         _failed_alone(f"{place.folder}/{run_folder.failure(name)}", place.node, number, code, why, seen)
         return code
-    lines = rank_lines.tail(place.log, number if place.own else None)
-    told = {"rank": number, "code": code, "why": why, "log": place.log, "last_lines": lines}
-    record.write(place.folder, name, own=place.own, node=place.node, time=seen, **told)
+    told = {"rank": number, "code": code, "why": why, "log": place.log, "last_lines": files.tail(place.log)}
+    record.write(place.folder, name, node=place.node, time=seen, **told)
     return code
 
 

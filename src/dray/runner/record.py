@@ -6,32 +6,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from dray.contract import files, hardware, run_folder
 from dray.runner import output
 
-_ENOUGH = 64  # records on the shared disk of a run of many ranks; twice as many, of ranks that tell of no other's end
 
-
-def write(folder: str, name: str, *, own: str = "", **fields: object) -> None:
-    """Write failures/NAME.json; a full disk must not hide the exit code as well.
-
-    `own`, the node's own folder, gets it first. Then the shared disk gets only a node's first record, and few in all.
-    """
+def write(folder: str, name: str, **fields: object) -> None:
+    """Write failures/NAME.json; a full disk must not hide the exit code as well."""
     fields = {"time": time.time(), **fields}  # what follows takes a while
     if not fields.get("lost"):  # this node tells nothing of another that is gone
         from dray.runner import evidence  # noqa: PLC0415  only what has failed pays for it
 
-        fields["evidence"] = evidence.collect(folder, fields.get("log"), fields.get("rank") if own else None)
-    text = json.dumps(output.redacted(fields), indent=1)
-    if own:
-        _write(f"{own}/{run_folder.failure(name)}", text)
-        if not _first(own, str(fields["node"])) or crowded(folder):
-            return
-    _write(f"{folder}/{run_folder.failure(name)}", text)
+        fields["evidence"] = evidence.collect(folder, fields.get("log"))
+    _write(f"{folder}/{run_folder.failure(name)}", json.dumps(output.redacted(fields), indent=1))
 
 
 def _write(target: str, text: str) -> None:
@@ -42,47 +32,6 @@ def _write(target: str, text: str) -> None:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
-def _first(own: str, node: str) -> bool:
-    """Whether no other rank of this node has failed before; one machine may be several nodes."""
-    try:
-        os.close(os.open(_mark(own, node), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
-    except FileExistsError:
-        return False
-    except OSError:  # a full disk
-        return True
-    return True
-
-
-def _mark(own: str, node: str) -> str:
-    return f"{own}/{run_folder.FAILURES}/{node}.first"
-
-
-def crowded(folder: str, most: int = _ENOUGH) -> bool:
-    """Whether there are so many records that one more tells nothing."""
-    try:
-        return len(os.listdir(f"{folder}/{run_folder.FAILURES}")) >= most
-    except OSError:
-        return False
-
-
-def bring(own: str, folder: str, name: str) -> None:
-    """Copy a record from the node's own folder to the shared disk, unless it has one of this name."""
-    if not exists(folder, name) and not crowded(folder, 2 * _ENOUGH):
-        copy(f"{own}/{run_folder.failure(name)}", f"{folder}/{run_folder.failure(name)}")
-
-
-def exists(folder: str, name: str) -> bool:
-    """Whether the run folder has a record of this name."""
-    return os.path.exists(f"{folder}/{run_folder.failure(name)}")
-
-
-def forget(own: str, node: str, names: Iterable[str]) -> None:
-    """Delete the records of the last start from the node's own folder, before all ranks start again."""
-    for path in (*(f"{own}/{run_folder.failure(name)}" for name in names), _mark(own, node)):
-        with suppress(OSError):
-            os.unlink(path)
-
-
 def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """The hardware and software of this node, as data."""
     accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm", "rocm6": "rocm"}.get(
@@ -90,14 +39,6 @@ def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[
     )
     seen = hardware.look(accelerator, environ, packages=me == 0)
     return {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
-
-
-def introduce(plan: Mapping[str, Any], me: int, environ: Mapping[str, str], report: Callable[[str, Any], None]) -> None:
-    """Save the hardware and software of this node, for the capsule; in a run of many ranks, tell the first node."""
-    if plan["world"].get("logs_by_node"):
-        report("about", about(plan, me, environ))
-    else:
-        this_node(plan, me, environ)
 
 
 def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
@@ -114,12 +55,6 @@ def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> N
 def lines(target: str, told: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of JSON lines."""
     _write(target, "".join(f"{json.dumps(one)}\n" for one in told))
-
-
-def copy(source: str, target: str) -> None:
-    """Copy a text file from the node's own folder."""
-    with open(source, encoding="utf-8", errors="replace") as file:
-        _write(target, file.read())
 
 
 def saved(folder: str) -> None:
@@ -142,8 +77,7 @@ def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
     try:
         os.makedirs(target, exist_ok=True)
         for name in names:
-            path = f"{folder}/{run_folder.failure(name)}"
-            if os.path.exists(path):
-                os.replace(path, f"{target}/{name}.json")
+            with suppress(FileNotFoundError):  # there is none, or another node was first
+                os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
     except OSError as error:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)

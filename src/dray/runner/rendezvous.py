@@ -17,10 +17,10 @@ from typing import Any
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, Finding, UnfitError, error
 from dray.runner import address as address_of
-from dray.runner import channel, check, host, introduction, record
+from dray.runner import channel, check, record, rendezvous_server
 from dray.runner.channel import Channel
-from dray.runner.introduction import StoppedError
-from dray.runner.start import Start
+from dray.runner.hello import StoppedError, make_hello
+from dray.runner.restart_ticket import RestartTicket
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
@@ -51,7 +51,7 @@ def meet(
     plan: Mapping[str, Any],
     me: int,
     digest: str,
-    start: Start = Start(),  # noqa: B008  it cannot be changed
+    start: RestartTicket = RestartTicket(),  # noqa: B008  it cannot be changed
     at: tuple[str, int] | None = None,
     listener: socket.socket | None = None,
     unfit: Finding | None = None,
@@ -64,7 +64,7 @@ def meet(
     world = plan["world"]
     several = len(world["nodes"]) > 1
     key = start.key(secret_of(plan["folder"])) if several else b""
-    own = introduction.introduction(plan, me, digest, check.line(unfit))
+    own = make_hello(plan, me, digest, check.line(unfit))
     if start.number:  # the ranks before have to end first
         world = {**world, "rendezvous_timeout_s": world["rendezvous_timeout_s"] + _ENDING_S}
         plan = {**plan, "world": world}
@@ -78,7 +78,7 @@ def meet(
     if unfit and not several:
         record.failing_nodes(plan["folder"], [own["name"]])
         raise error(unfit)
-    guests = host.gather(plan, own, key, listener) if several else {}
+    guests = rendezvous_server.gather(plan, own, key, listener) if several else {}
     return guests, listener.getsockname(), listener
 
 
@@ -88,7 +88,9 @@ def publish(plan: Mapping[str, Any], listener: socket.socket, name: str = run_fo
     _write(plan, name, address=address, port=port)
 
 
-def clocked(plan: Mapping[str, Any], me: int, start: Start, at: tuple[str, int], clock: Mapping[str, float]) -> None:
+def clocked(
+    plan: Mapping[str, Any], me: int, start: RestartTicket, at: tuple[str, int], clock: Mapping[str, float]
+) -> None:
     """As the first node: add to rendezvous.json when the runner began, all nodes had met and ranks were launched."""
     if me or start.number:
         return
@@ -145,7 +147,7 @@ def join(
                     first.send({**own, "time": time.time()})
                     # The first node knows who is missing. It may have come later, and so may its deadline.
                     reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
-                    refused = None if "go" in reply else channel.finding(reply.get("refused"))
+                    refused = None if "go" in reply else Finding(**reply["refused"])
                 except OSError as error:
                     line.close()
                     if not broken or time.monotonic() < deadline:  # our own deadline in mid-answer proves nothing

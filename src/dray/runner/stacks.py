@@ -22,16 +22,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from dray.contract import heartbeat, rank_lines, run_folder
-from dray.runner import asked, node
-from dray.runner.beats import Beat
-from dray.runner.odd import Entered, Seen
+from dray.contract import heartbeat, run_folder
+from dray.runner import save_request
+from dray.runner.culprit import Entered, Seen
+from dray.runner.heartbeats import Beat
 
 _SAMPLES, _SAMPLE_S = 10, 0.03  # of a thread's state; one that runs may wait for a core, and is then runnable
 _STOPPED_S = 2.0  # after so many seconds, and those of the tools, all ranks of all nodes are stopped
 _TORCH_S, _TOOLS_S, _ABORT_S = 1.5, 2.5, 2.0  # for all questions, for all tools, and until the rank has ended
 _LONGEST = 256 << 10  # bytes of one source
-_SHARED = 8 << 20  # bytes of a log that other ranks of the node write to
 _ANSWER = 8 << 20  # bytes of the Flight Recorder's
 _FRAMES, _FRAME, _ENTRIES = 12, 200, 50  # kept of a stack, characters of one, and kept of the Flight Recorder
 _FILE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -50,8 +49,6 @@ class Place(NamedTuple):
     """Its heartbeat file."""
     file: str
     """The file to write."""
-    before: bytes = b""
-    """The prefix of its lines in the log."""
 
 
 def save(at: Place, beat: Beat, began: float) -> Seen:
@@ -130,10 +127,10 @@ def _pythons(program: int) -> list[int]:
             name = os.path.basename(os.readlink(f"/proc/{process}/exe"))
         except OSError:  # it has ended
             continue
-        if name.startswith("python") and asked.handles(process, signal.SIGABRT):
+        if name.startswith("python") and save_request.handles(process, signal.SIGABRT):
             found.append(process)
         else:
-            look += asked.below(process)
+            look += save_request.below(process)
     return found
 
 
@@ -232,10 +229,7 @@ def _abort(program: int, pythons: list[int], at: Place) -> str:
             os.kill(program, signal.SIGKILL)
     with suppress(OSError), open(at.log, "rb") as log:
         log.seek(begin)
-        text = log.read(_SHARED if at.before else _LONGEST)
-        if at.before:
-            text = b"\n".join(line[len(at.before) :] for line in text.split(b"\n") if line.startswith(at.before))
-        return text[:_LONGEST].decode("utf-8", "replace")
+        return log.read(_LONGEST).decode("utf-8", "replace")
     return ""
 
 
@@ -263,10 +257,8 @@ def _size(path: str) -> int:
 
 def places(plan: Mapping[str, Any], restart: int, name: str, ranks: range) -> list[Place]:
     """The files of each rank of this node."""
-    scratch, found = plan["scratch"], []
+    folder, scratch, found = plan["folder"], plan["scratch"], []
     for rank in ranks:
-        log, own = node.log_of(plan, rank)
-        file = f"{own or plan['folder']}/{run_folder.hang(restart)}/rank-{rank}.txt"
-        before = rank_lines.prefix(rank) if own else b""
-        found.append(Place(rank, name, log, heartbeat.path(scratch, rank), file, before))
+        log, file = f"{folder}/{run_folder.rank_log(rank)}", f"{folder}/{run_folder.hang(restart)}/rank-{rank}.txt"
+        found.append(Place(rank, name, log, heartbeat.path(scratch, rank), file))
     return found

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dray.runner import channel, host
+from dray.runner import channel, rendezvous_server
 from dray.runner.channel import Channel
 
 START_S = 60.0  # until the first of the others has come
@@ -48,8 +48,8 @@ class Tree:
         self._nodes, self._key, self._listener, self._at = len(self._names), key, listener, at
         self._come: dict[int, _Node] = {}
         self._order: list[_Node] = []
-        self._room = host.allow_files(world)
-        self._unproved: dict[socket.socket, host.Visitor] = {}
+        self._room = rendezvous_server.allow_files(world)
+        self._unproved: dict[socket.socket, rendezvous_server.Pending] = {}
         self._links: dict[socket.socket, _Node] = {}
         self._selector = selectors.DefaultSelector()
         self._last = self._looked = time.monotonic()
@@ -107,7 +107,7 @@ class Tree:
             line, _ = self._listener.accept()
         except OSError:
             return
-        visitor = host.Visitor(line, channel.proof_s(self._nodes))
+        visitor = rendezvous_server.Pending(line, channel.proof_s(self._nodes))
         self._unproved[line] = visitor
         self._selector.register(line, selectors.EVENT_READ)
         try:

@@ -23,7 +23,7 @@ from dray import __version__
 from dray.contract import files, secrets
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.contract.values import printable
-from dray.runs import rank_log, why
+from dray.runs import why
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.write import read
 
@@ -98,7 +98,7 @@ def _chosen(paths: RunPaths) -> Iterator[Path]:
     yield from failures
     yield from _listed(paths.failures, "restart-*/*.json", _RECORDS)
     failed = [_log_of(paths, path.stem) for path in failures]
-    first, nodes = rank_log.find(paths.folder, 0).path, _listed(paths.logs, "node-*.log", _LOGS)
+    first, nodes = paths.rank_log(0), _listed(paths.logs, "node-*.log", _LOGS)
     logs = [*failed, first, *nodes, *_listed(paths.logs, "*.log", _LOGS)]
     yield from list(dict.fromkeys(logs))[:_LOGS]
     yield paths.metrics
@@ -110,9 +110,7 @@ def _chosen(paths: RunPaths) -> Iterator[Path]:
 
 
 def _log_of(paths: RunPaths, failure: str) -> Path:
-    rank = failure.removeprefix("rank-")
-    known = failure != rank and rank.isascii() and rank.isdecimal() and len(rank) < 8
-    return rank_log.find(paths.folder, int(rank)).path if known else paths.logs / f"{failure}.log"
+    return paths.logs / f"{failure}.log"
 
 
 def _listed(folder: Path, pattern: str, most: int) -> list[Path]:

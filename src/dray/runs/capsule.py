@@ -12,7 +12,6 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,8 @@ def _belonging(paths: RunPaths) -> Iterator[Path]:
             if regular and path != paths.plan and path.name not in _NOT and ".part-" not in path.name:
                 yield path
     yield from sorted(paths.nodes.glob("node-*.json"))[:_MOST]
-    yield from (path for path in (paths.folder / run_folder.ALL_NODES, paths.preflight_report) if path.is_file())
+    if paths.preflight_report.is_file():
+        yield paths.preflight_report
 
 
 def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
@@ -188,12 +188,10 @@ def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
 
 
 def _told(paths: RunPaths) -> Iterator[bytes]:
-    """What each node recorded: one file per node, or, in a run of many ranks, one line in the first node's file."""
+    """What each node recorded."""
     for path in sorted(paths.nodes.glob("node-*.json"))[:_MOST]:
         with suppress(OSError):
             yield files.read(path, limit=_NODE)
-    with suppress(OSError), files.open_regular(paths.folder / run_folder.ALL_NODES) as file:
-        yield from islice(iter(lambda: file.readline(_NODE), b""), _MOST)
 
 
 def _cut(value: Any) -> Any:  # noqa: ANN401  any JSON value

@@ -20,7 +20,6 @@ from dray.runs import local, write
 from dray.runs.finish import finish
 from dray.runs.follow import Output
 from dray.runs.paths import RunPaths, new_id, newest_attempt
-from dray.runs.rank_log import RankLog
 from dray.runs.trust import foreign
 
 
@@ -115,7 +114,7 @@ def once(
         ).model_copy(update=visible)
         plan, paths = write.write(program, facts, runs=Path(runs), run=run)
         file.write_text(json.dumps(jobs.to_json(job)), encoding="utf-8")
-        output = Output(RankLog(paths.rank_log(0)))
+        output = Output(paths.rank_log(0))
         code = local.run(plan, paths, watch=output.look)
         output.look()
         result = finish(paths, code=code)

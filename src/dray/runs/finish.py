@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import accounting, again, capsule, causes, cost, grace, noted, process_group, rank_log, records, startup
+from dray.runs import accounting, again, capsule, causes, cost, grace, noted, process_group, records, startup
 from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, newest_checkpoint
@@ -218,8 +218,7 @@ class _Left:
 
     def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
         """Rank 0 as the cause, if training ended with exit code 0 but without its last metrics line or its model."""
-        own, final = rank_log.find(self.paths.folder, 0), self.paths.final_model
-        log = own.path
+        log, final = self.paths.rank_log(0), self.paths.final_model
         here = plan.world.shared_folder or self.tried(log, log.is_file)  # else another machine has the files
         if plan.recipe.train is None or not here:
             return None
@@ -228,7 +227,7 @@ class _Left:
         kept = plan.recipe.checkpoint.final
         left += [f"no model in {final}"] if kept and not self.tried(config, config.is_file) else []
         why = f"it ended with exit code 0 but left {' and '.join(left)}"
-        node, lines = plan.world.nodes[0].name, own.tail()
+        node, lines = plan.world.nodes[0].name, files.tail(log)
         cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)
         return cause if left else None
 

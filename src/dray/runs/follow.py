@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from dray.contract import files, rank_lines
-from dray.runs.rank_log import RankLog
+from dray.contract import files
 
 _MARK = 64  # bytes before the position, which show whether the file was rewritten
 
@@ -70,21 +69,15 @@ class Growing:
 
 
 class Output:
-    """Shows a rank's output unchanged, with its progress bars; from a node's log only the rank's lines."""
+    """Shows a rank's output unchanged, with its progress bars."""
 
-    def __init__(self, log: RankLog) -> None:
-        self._file, self._last = Growing(log.path), b"\n"
-        self._before, self._part = b"" if log.rank is None else rank_lines.prefix(log.rank), b""
+    def __init__(self, log: Path) -> None:
+        self._file, self._last = Growing(log), b"\n"
         self.empty = True
 
     def look(self) -> None:
         """Print the output that is new since the last call."""
-        new = self._file.read()
-        if self._before:
-            *lines, self._part = (self._part + new).split(b"\n")
-            own = (line for line in lines if line.startswith(self._before))
-            new = b"".join(line[len(self._before) :] + b"\n" for line in own)
-        if new:
+        if new := self._file.read():
             self._last, self.empty = new[-1:], False
             sys.stdout.flush()
             sys.stdout.buffer.write(new)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dray.contract import files, rank_lines
+from dray.contract import files
 from dray.contract.findings import ConfigError, counted
 from dray.runs.follow import Growing
 from dray.runs.paths import RunPaths
@@ -34,34 +34,9 @@ Joined = tuple[float, "Log", bytes]
 class Log(Growing):
     """One log file, read from the last position."""
 
-    def __init__(
-        self,
-        label: str,
-        path: Path,
-        kind: str,
-        number: int,
-        *,
-        ranks: bool = False,
-        only: int | None = None,
-        width: int = 0,
-    ) -> None:
+    def __init__(self, label: str, path: Path, kind: str, number: int) -> None:
         super().__init__(path)
         self.label, self.kind, self.number = label, kind, number
-        self.ranks = ranks  # whether it also has the lines of the node's ranks
-        self.only = only  # show the lines of this rank only
-        self.width = width  # letters of the longest rank label
-        self._of: dict[int, Log] = {}
-
-    def split(self, line: bytes) -> tuple[Log, bytes] | None:
-        """The log that the line belongs to, and its text; None if it is filtered out."""
-        rank, text = rank_lines.split(line) if self.ranks else (None, line)
-        if self.only not in (None, rank):
-            return None
-        if rank is None:
-            return self, line
-        if rank not in self._of:
-            self._of[rank] = Log(f"rank {rank}", self.path, "rank", rank)
-        return self._of[rank], text
 
     def new(self, *, whole: bool) -> Iterator[bytes]:
         """New lines; an unfinished last line only if this is the `whole` file."""
@@ -70,17 +45,9 @@ class Log(Growing):
                 yield line.rstrip(b"\n")
 
 
-def of(
-    paths: RunPaths, *, node: int | None = None, rank: int | None = None, each: int = 1, by_node: bool = False
-) -> list[Log]:
-    """The logs of an attempt, nodes first; or of one rank, or of one node with its ranks. `each`: ranks per node.
-
-    In a run of many ranks, their lines are in the node logs.
-    """
+def of(paths: RunPaths, *, node: int | None = None, rank: int | None = None, each: int = 1) -> list[Log]:
+    """The logs of an attempt, nodes first; or of one rank, or of one node with its ranks. `each`: ranks per node."""
     found = []
-    if by_node and rank is not None and node in (None, rank // each):
-        path = paths.node_log(rank // each)
-        return [Log(f"rank {rank}", path, "rank", rank, ranks=True, only=rank)] if path.exists() else []
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in paths.logs.iterdir():
             if not (match := _NAME.fullmatch(path.name)):
@@ -88,8 +55,7 @@ def of(
             kind, number = match[1], int(match[2])
             on = number // each if kind == "rank" else number
             if (rank is None or (kind, number) == ("rank", rank)) and node in (None, on):
-                ranks, last = by_node and kind == "node", len(f"rank {(number + 1) * each - 1}")
-                found.append(Log(f"{kind} {number}", path, kind, number, ranks=ranks, width=last * ranks))
+                found.append(Log(f"{kind} {number}", path, kind, number))
     return sorted(found, key=lambda log: (log.kind == "rank", log.number, log.kind))
 
 
@@ -119,8 +85,7 @@ def _timed(log: Log, began: float, steps: _Steps, *, whole: bool) -> Iterator[Jo
     clock = _Clock(began, written(log.path) or time.time(), steps)
     try:
         for line in log.new(whole=whole):
-            if own := log.split(line):
-                yield clock.of(own[1]), *own
+            yield clock.of(line), log, line
     except OSError as error:  # the other logs are still shown
         yield began, log, f"dray: this log cannot be read: {error.strerror}".encode()
 
@@ -131,7 +96,7 @@ def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
         with suppress(OSError):
             # First stat: opening a thousand logs five times a second would load a shared disk.
             if log.path.stat().st_size != log.position:
-                yield from filter(None, map(log.split, log.new(whole=False)))
+                yield from ((log, line) for line in log.new(whole=False))
 
 
 class _Clock:

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import exit_codes, failures, files, secrets
+from dray.contract import exit_codes, failures, files, run_folder, secrets
 from dray.planning.schema import Plan
-from dray.runs import causes, rank_log
-from dray.runs.rank_log import RankLog
+from dray.runs import causes
 from dray.runs.reading import RECORD, reason, written
 from dray.runs.result import Cause
 
@@ -60,18 +59,17 @@ def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> R
             raise ValueError(f"its time is {time}")
         cause = Cause.model_validate(record)
         if cause.log is None and cause.rank is not None:  # its supervisor could write only one line
-            own = rank_log.find(logs.parent, cause.rank)
-            cause = cause.model_copy(update={"log": str(own.path), "last_lines": own.tail()})
+            log = logs.parent / run_folder.rank_log(cause.rank)
+            cause = cause.model_copy(update={"log": str(log), "last_lines": files.tail(log)})
         return Record(time, cause, bool(record.get("lost")))
     except Exception as error:
         warn(f"{path} cannot be read: {reason(error)}")
     kind, _, number = path.stem.partition("-")
     rank = int(number) if kind == "rank" and re.fullmatch("[0-9]{1,9}", number) else None
-    own = RankLog(logs / f"{path.stem}.log") if rank is None else rank_log.find(logs.parent, rank)
+    log = logs / f"{path.stem}.log"
     why = f"it failed, but its record is damaged ({path.name})"
-    log, lines = own.path, own.tail()
     code = code or exit_codes.FAILED
-    cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines)
+    cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=files.tail(log))
     return Record(written(path) or 0.0, cause, lost=False)
 
 

@@ -19,7 +19,6 @@ from dray.runs.reading import dig, table, written
 
 _HEAD = 1 << 18  # bytes at the beginning of a node's log
 _MOST = 16  # warnings, and slow ranks
-_LAUNCHED = b'"launched": '
 _JOINED, _PROVED = b"dray: cores of each rank: ", b"dray: preflight took "
 _QUIET_S = 120.0
 
@@ -108,11 +107,10 @@ def _stage(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> str:
 def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
     """The stage before the first line of metrics, or of a command, which writes none."""
     log, rendezvous = _head(paths.node_log(0)), paths.folder / run_folder.RENDEZVOUS
-    by_node = dig(plan, "world", "logs_by_node") is True
     proved = not plan.get("preflight") or _PROVED in log
     stages = {
         "the command runs" if dig(plan, "recipe", "command") else "ranks load the data and build the model":
-            paths.rank_log(0).exists() or (by_node and _LAUNCHED in _head(rendezvous)),
+            paths.rank_log(0).exists(),
         "the launcher starts the ranks" if proved else "preflight": _JOINED in log,
         "rendezvous: the first node waits for the others": rendezvous.exists(),
         "nodes copy the image and start it" if plan.get("stage") else "nodes start the image":

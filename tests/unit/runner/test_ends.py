@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dray.runner import channel
 from helpers import ROOT, until
 from nodes import Start, ended, plan, start  # noqa: F401  fixtures
 
@@ -128,8 +125,8 @@ def test_no_node_goes_on_without_the_first(plan: dict[str, Any], start: Start, t
     (tmp_path / "site").mkdir()
     broken = (
         "import sys\nif 'dray.runner' in sys.orig_argv:\n    from dray.runner import control\n"
-        "    def breaks(self):\n        raise SystemExit(9)\n"
-        "    control.Control._read_stop_file = breaks\n"
+        "    def breaks(self, lines):\n        raise SystemExit(9)\n"
+        "    control.Control._obey = breaks\n"
     )
     (tmp_path / "site" / "sitecustomize.py").write_text(broken)
     ranks(plan, "trap '' TERM; while :; do sleep 0.05; done")
@@ -140,17 +137,33 @@ def test_no_node_goes_on_without_the_first(plan: dict[str, Any], start: Start, t
     assert alive(tmp_path) == []
 
 
-def test_a_runner_that_can_open_no_more_files_still_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it raised this in the place of what it had to tell."""
-    ours, theirs = socket.socketpair()
+STALLS = """
+import os, sys, time
+if 'dray.runner' in sys.orig_argv:
+    stat = os.stat
+    def stalled(path, *more, **named):
+        if str(path).endswith(("/stop", "rank-0.log")):
+            time.sleep(600)
+        return stat(path, *more, **named)
+    os.stat = stalled
+"""
 
-    def none_left() -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(channel.select, "epoll", none_left)
-    channel.part([channel.Channel(ours, b"key", host=True)])
-    assert (ours.fileno(), theirs.recv(1)) == (-1, b"")
-    theirs.close()
+@pytest.mark.seconds
+def test_a_shared_disk_that_stalls_holds_up_no_signal(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
+    """The first node looks there each second, whether the run is asked to end, and whether a log grows."""
+    plan["recipe"] = {"hang_timeout_s": 60}
+    ranks(plan, "while :; do sleep 0.05; done")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(STALLS)
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
+    nodes = [start(0, 2, "node1", PYTHONPATH=path), start(1, 2, "node2")]
+    until(lambda: is_up(tmp_path))
+    time.sleep(3)  # in which it looks
+    asked = time.monotonic()
+    nodes[0].send_signal(signal.SIGTERM)
+    codes = [ended(node)[0] for node in nodes]
+    assert (0 not in codes, time.monotonic() - asked < 30) == (True, True)
 
 
 START = """

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import address, channel, host, introduction, rendezvous
+from dray.runner import address, channel, rendezvous, rendezvous_server
+from dray.runner.hello import make_hello
 from nodes import SECRET
 
 pytestmark = pytest.mark.hostile("rendezvous")
@@ -29,8 +30,8 @@ class First:
 
     def _gather(self) -> None:
         try:
-            own = introduction.introduction(self.plan, 0, "digest")
-            self.guests = host.gather(self.plan, own, KEY, self.listener)
+            own = make_hello(self.plan, 0, "digest")
+            self.guests = rendezvous_server.gather(self.plan, own, KEY, self.listener)
         except DrayError as error:
             self.error = error
 
@@ -57,12 +58,12 @@ def three(plan: dict[str, Any]) -> dict[str, Any]:
 def test_a_node_that_lost_its_connection_comes_again(three: dict[str, Any]) -> None:
     """The network told nobody: to the first node the old connection is still there."""
     first = First(three)
-    hello = introduction.introduction(three, 1, "digest")
+    hello = make_hello(three, 1, "digest")
     before, after = come(first, hello), come(first, hello)
     with pytest.raises(OSError, match="closed"):
         before.receive_one(time.monotonic() + 10)
     before.close()
-    last = come(first, introduction.introduction(three, 2, "digest"))
+    last = come(first, make_hello(three, 2, "digest"))
     assert [one.receive_one(time.monotonic() + 10) for one in (after, last)] == [{"go": True}] * 2
     after.close()
     last.close()
@@ -71,7 +72,7 @@ def test_a_node_that_lost_its_connection_comes_again(three: dict[str, Any]) -> N
 
 def test_another_runner_with_its_number_stops_the_launch(three: dict[str, Any]) -> None:
     first = First(three)
-    both = [come(first, introduction.introduction(three, 1, "digest")) for _ in range(2)]
+    both = [come(first, make_hello(three, 1, "digest")) for _ in range(2)]
     told = [one.receive_one(time.monotonic() + 10)["refused"]["problem"] for one in both]
     assert told == ["two nodes have the number 1"] * 2
     for one in both:
@@ -109,7 +110,7 @@ def test_too_few_files_are_said_before_anybody_waits(plan: dict[str, Any], monke
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("nothing is raised"))
     with pytest.raises(UnfitError) as refused:
-        host.allow_files({**plan["world"], "nodes": plan["world"]["nodes"] * 2})
+        rendezvous_server.allow_files({**plan["world"], "nodes": plan["world"]["nodes"] * 2})
     assert str(refused.value).splitlines() == [
         "the first node may open 4096 files, too few for 8000 nodes",
         "  where:  node1",
@@ -134,7 +135,7 @@ def test_the_limit_is_raised_as_far_as_it_goes(monkeypatch, nodes: int, limits, 
     asked: list[int] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: asked.append(both[0]))
-    assert host.allow_files({"nodes": [{"name": "n"}] * nodes}) == unproved
+    assert rendezvous_server.allow_files({"nodes": [{"name": "n"}] * nodes}) == unproved
     assert asked == ([raised] if raised else [])
 
 

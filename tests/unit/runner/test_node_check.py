@@ -17,7 +17,7 @@ import pytest
 from dray.checks import health
 from dray.contract import node
 from dray.contract.findings import Finding
-from dray.runner import check, here
+from dray.runner import check, node_checks
 from helpers import runs, until
 from nodes import Start, ended
 
@@ -205,7 +205,7 @@ def test_a_node_is_unfit_by_the_first_finding_and_tells_the_others_in_a_line() -
 
 
 def names(plan: dict[str, Any]) -> list[str]:
-    return [name for name, _ in here.checks(plan)]
+    return [name for name, _ in node_checks.checks(plan)]
 
 
 def test_what_is_looked_at(several: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,12 @@ def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     several["world"]["nodes"] = several["world"]["nodes"][:nodes]
     plan = several | {"variant": variant, "fabric": {"kind": kind, "transport": []}}
-    found = [one for name, look in here.checks(plan) if name == "locked memory" for one in here.found(name, look)]
+    found = [
+        one
+        for name, look in node_checks.checks(plan)
+        if name == "locked memory"
+        for one in node_checks.found(name, look)
+    ]
     assert [one.level for one in found] == ([level] if level else [])
     for one in found:
         assert (one.problem, one.wanted) == (
@@ -303,7 +308,7 @@ def test_a_wrong_network_variable_is_named_before_any_rank_starts(
 
 
 def test_a_folder_that_is_gone() -> None:
-    (found,) = here.found("room in the run folder", lambda: node.free_space("/no/such", 1.0))
+    (found,) = node_checks.found("room in the run folder", lambda: node.free_space("/no/such", 1.0))
     assert (found.problem, found.code) == ("room in the run folder: the check failed", 69)
     assert found.found == f"{os.strerror(errno.ENOENT)}: /no/such"
     written = node.writable("/proc/self")

@@ -1,15 +1,14 @@
-"""What nodes prove before a launch: real ranks on this machine, some of them planted wrong."""
+"""What nodes prove before a launch: real runners and ranks on this machine, some of them planted wrong."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,76 +17,52 @@ import pytest
 from dray.checks import transport
 from dray.contract.findings import Finding, UnfitError
 from dray.runner import preflight
+from helpers import ROOT, until
+from nodes import SECRET, Start, ended, free_port
 
-WANTED = {"timeout_s": 60, "megabytes": 1}
-NODES = [{"name": "n1", "address": "127.0.0.1"}, {"name": "n2", "address": "127.0.0.1"}]
-
-
-def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
-    for name in ("logs", "preflight"):
-        (folder / name).mkdir(parents=True)
-    world = {"nodes": NODES, "ranks_per_node": 1, "size": 2, "port": port, "shared_folder": True}
-    fabric = {"kind": "unknown", "strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"]}
-    fabric |= {"min_bus_bandwidth_gb_s": 0.0}
-    plan = {"folder": str(folder), "variant": "cpu", "site": "site s", "world": world, "fabric": fabric}
-    world["rendezvous_timeout_s"] = wanted.pop("rendezvous_timeout_s", 240)
-    plan["preflight"] = {**WANTED, **wanted}
-    (folder / "plan.json").write_text(json.dumps(plan))
-    return plan
-
-
-# A node of the plan, as the runner is one once all have met. What is planted is Python that its ranks run first.
-NODE = """
-import json, os, sys
-from dray.contract.findings import DrayError
-from dray.runner import children, preflight
-preflight._GRACE = preflight._OTHERS = 3.0
-plan = json.load(open(sys.argv[1]))
-try:
-    preflight.check(plan, int(sys.argv[2]), children.Children(), dict(os.environ))
-except DrayError as refusal:
-    print(refusal)
-    sys.exit(refusal.finding.code)
-"""
-
-
-def start(folder: Path, number: int, plant: str = "") -> subprocess.Popen[str]:
-    site = folder / f"site-{number}"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(plant)
-    port = str(json.loads((folder / "plan.json").read_text())["world"]["port"])
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env = {**os.environ, **store, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
-    argv = [sys.executable, "-c", NODE, folder / "plan.json", str(number)]
-    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
-
-
-def both(folder: Path, plant: str = "") -> list[tuple[int, str]]:
-    nodes = [start(folder, 0), start(folder, 1, plant)]
-    said = [node.communicate(timeout=400)[0] for node in nodes]
-    return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+NODES = [{"name": "node1", "address": "127.0.0.1"}, {"name": "node2", "address": "127.0.0.1"}]
+Begin = Callable[..., "list[subprocess.Popen[str]]"]
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
-    """Of a store, as the first node's runner has it served."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-        argv = [sys.executable, "-m", "dray.tcp_store", "127.0.0.1", str(port), str(listener.fileno())]
-        store = subprocess.Popen(argv, pass_fds=[listener.fileno()])
-    yield port
-    store.kill()
-    store.wait()
+def begin(plan: dict[str, Any], start: Start, tmp_path: Path) -> Begin:
+    """Start the nodes of a plan with a preflight; the Python of each first runs what is planted in it."""
+
+    def nodes(*planted: str, each: int = 1, count: int = 2, rendezvous_timeout_s: int = 240, **wanted: object) -> Any:
+        names = [f"node{number + 1}" for number in range(count)]
+        fabric = {"kind": "unknown", "strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"]}
+        plan["fabric"] = {**fabric, "min_bus_bandwidth_gb_s": 0.0}
+        plan["world"] |= {"nodes": [{"name": name, "address": "127.0.0.1"} for name in names]}
+        plan["world"] |= {"ranks_per_node": each, "size": each * count, "rendezvous_timeout_s": rendezvous_timeout_s}
+        limits = {"timeout_s": 60, "megabytes": 1, "free_gb": 0, "shared_memory_gb": 0, "memory_gb": 0}
+        plan.update({"variant": "cpu", "site": "site s", "launcher": ["true"], "preflight": {**limits, **wanted}})
+        started = []
+        for number, name in enumerate(names):
+            site = tmp_path / f"site-{number}"
+            site.mkdir()
+            (site / "sitecustomize.py").write_text(planted[number] if planted else "")
+            path = os.pathsep.join([str(site), str(ROOT / "src")])
+            started.append(start(number, count, name, PYTHONPATH=path, OMP_NUM_THREADS="1"))
+        return started
+
+    return nodes
+
+
+def all_ended(nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    return [ended(node) for node in nodes]
+
+
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.name: json.loads(path.read_text()) for path in (folder / "failures").glob("*.json")}
 
 
 @pytest.mark.seconds
 @pytest.mark.torch
-def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
-    made(tmp_path / "run", port)
-    for code, said in both(tmp_path / "run"):
+def test_fit_nodes_leave_a_report(begin: Begin, tmp_path: Path) -> None:
+    for code, said in all_ended(begin()):
         assert code == 0, said
-        assert said.startswith("dray: preflight took ")
-    report = json.loads((tmp_path / "run/preflight/report.json").read_text())
+        assert "dray: preflight took " in said
+    report = json.loads((tmp_path / "preflight/report.json").read_text())
     assert list(report["seconds"]) == [
         "import torch", "libraries", "device", "rendezvous", "all-reduce", "all-gather", "new groups",
             "control group", "bandwidth",
@@ -95,14 +70,15 @@ def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
     assert [row["bytes"] for row in report["sweep"]] == [16384, 262144]
     assert all(row["bus_gb_s"] > 0 for row in report["sweep"])
     assert report["ranks"] == [
-        {"node": "n1", "transport": "gloo over TCP"},
-        {"node": "n2", "transport": "gloo over TCP"},
+        {"node": "node1", "transport": "gloo over TCP"},
+        {"node": "node2", "transport": "gloo over TCP"},
     ]
+    assert records(tmp_path) == {}
 
 
 @pytest.mark.seconds
 @pytest.mark.torch
-def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> None:
+def test_a_node_that_answers_wrong_data_is_named(begin: Begin, tmp_path: Path) -> None:
     plant = (
         "import sys\n"
         "class Late:\n"
@@ -114,78 +90,164 @@ def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> N
         "            sys.meta_path.remove(self)\n"
         "sys.meta_path.insert(0, Late())\n"
     )
-    made(tmp_path / "run", port)
-    for code, said in both(tmp_path / "run", plant):
+    for code, said in all_ended(begin("", plant)):
         assert code == 69, said
-        assert said.splitlines()[0] == "wrong data from rank 1 on n2"
+        assert "wrong data from rank 1 on node2\n" in said
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
+def test_a_rank_that_stops_is_named_at_the_deadline(begin: Begin, tmp_path: Path) -> None:
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
-    folder = tmp_path / "run"
-    made(folder, port, rendezvous_timeout_s=9, timeout_s=4)
     began = time.monotonic()
-    nodes = [start(folder, 0), start(folder, 1)]
-    file = folder / "preflight/rank-1.json"
+    nodes = begin(rendezvous_timeout_s=9, timeout_s=4)
+    file = tmp_path / "own/preflight/rank-1.json"
     while not file.exists():
         assert time.monotonic() - began < 60
         time.sleep(0.01)
     os.kill(json.loads(file.read_text())["pid"], signal.SIGSTOP)
-    said = [node.communicate(timeout=60)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [69, 69], said
-    for text in said:
-        assert text.splitlines()[0] == "rank 1 on n2 did not answer in 9 s"
-    assert time.monotonic() - began < 50
-    assert "Timeout (0:00:09)" in (folder / "preflight/rank-0.stack").read_text()
+    for code, said in all_ended(nodes):
+        assert code == 69, said
+        assert "rank 1 on node2 did not answer in 9 s\n" in said
+    assert time.monotonic() - began < 60
+    assert "Timeout (0:00:09)" in (tmp_path / "preflight/rank-0.stack").read_text()
+
+
+DIES_AT_TORCH = """
+import os, signal, sys
+class Dies:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'torch':
+            {how}
+sys.meta_path.insert(0, Dies())
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.torch
+def test_a_rank_that_dies_is_named(begin: Begin) -> None:
+    """Within seconds: the other one, which waits in the rendezvous, is not waited for."""
+    plant = DIES_AT_TORCH.format(how="raise ImportError('libgone.so: no such file')")
+    for code, said in all_ended(begin("", plant)):
+        assert code == 69, said
+        assert "rank 1 on node2 failed\n" in said
+        assert "found:  ImportError: libgone.so: no such file, in: import torch\n" in said
+
+
+@pytest.mark.torch
+def test_a_rank_that_is_killed_is_named_with_the_signal(begin: Begin) -> None:
+    """A library that does not fit ends in SIGSEGV, and a rank that died so leaves no word."""
+    plant = DIES_AT_TORCH.format(how="os.kill(os.getpid(), signal.SIGSEGV)")
+    (first, said), (second, _) = all_ended(begin("", plant))
+    assert (first, second) == (69, 69), said
+    assert "rank 1 on node2 was killed by SIGSEGV\n" in said
+    assert "  found:  in: import torch\n  fix:    see logs/preflight-1.log\n" in said
+
+
+# The preflight's ranks as they are, but for what needs torch: `suite` is planted.
+SUITE = """
+import os, sys, time, types
+from dray.contract.findings import UnfitError
+def suite(rank, log):
+    rank.phase("all-reduce")
+    rank.deadline(rank.plan["preflight"]["timeout_s"])
+    PLANTED
+    rank.phase("done")
+    return {}
+planted = types.ModuleType("dray.checks.collectives")
+planted.suite = suite
+sys.modules["dray.checks.collectives"] = planted
+"""
+
+
+def suite(line: str) -> tuple[str, str]:
+    """What both nodes have planted, so that each rank runs this line of Python."""
+    return (SUITE.replace("PLANTED", line),) * 2
 
 
 @pytest.mark.slow
 @pytest.mark.seconds
-@pytest.mark.torch
-def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
-    made(tmp_path / "run", port, rendezvous_timeout_s=12)
-    plant = (
-        "import sys\n"
-        "class Gone:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'torch':\n"
-        "            raise ImportError('libgone.so: no such file')\n"
-        "sys.meta_path.insert(0, Gone())\n"
-    )
-    (_, _), (code, said) = both(tmp_path / "run", plant)
-    assert code == 69
-    assert said.splitlines()[:3] == [
-        "rank 1 on n2 failed",
-        "  wanted: a rank that passes the preflight",
-        "  found:  ImportError: libgone.so: no such file, in: import torch",
-    ]
+def test_a_rank_s_finding_is_every_node_s_and_recorded_once(begin: Begin, tmp_path: Path) -> None:
+    line = "if rank.number == 3: raise UnfitError('a library is missing', node=rank.node, rank=3)\n    time.sleep(600)"
+    first, second = all_ended(begin(*suite(line), each=2, timeout_s=300))
+    assert (first[0], second[0]) == (69, 69), (first, second)
+    assert "\na library is missing\n" in first[1]
+    assert "found:  a library is missing" in second[1]
+    found = records(tmp_path)
+    assert list(found) == ["node-0.json"]
+    assert (found["node-0.json"]["node"], found["node-0.json"]["rank"]) == ("node2", 3)
 
 
-@pytest.mark.torch
-def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path, port: int) -> None:
-    """A library that does not fit ends in SIGSEGV, and a rank that died so leaves no word."""
-    made(tmp_path / "run", port)
-    plant = (
-        "import os, signal, sys\n"
-        "class Dies:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'torch':\n"
-        "            os.kill(os.getpid(), signal.SIGSEGV)\n"
-        "sys.meta_path.insert(0, Dies())\n"
-    )
-    nodes = [start(tmp_path / "run", 0), start(tmp_path / "run", 1, plant)]
-    out, _ = nodes[1].communicate(timeout=60)
-    nodes[0].terminate()  # as Slurm does it, once a node has ended badly
-    nodes[0].communicate(timeout=30)
-    assert nodes[0].returncode == 128 + signal.SIGTERM
-    assert nodes[1].returncode == 69
-    assert out.splitlines()[:3] == [
-        "rank 1 on n2 was killed by SIGSEGV",
-        "  wanted: a rank that passes the preflight",
-        "  found:  in: import torch",
-    ]
+@pytest.mark.seconds
+def test_a_rank_that_hangs_is_named_by_what_all_have_reported(begin: Begin, tmp_path: Path) -> None:
+    line = "if rank.number != 2: rank.phase('bandwidth')\n    time.sleep(600)"
+    for code, shown in all_ended(begin(*suite(line), each=2, timeout_s=2)):
+        assert code == 69, shown
+        assert "rank 2 on node2 did not answer in 2 s" in shown
+        assert "stopped in: all-reduce; the others waited in: bandwidth" in shown
+    assert "Timeout (0:00:02)!" in (tmp_path / "preflight/rank-2.stack").read_text()
+
+
+@pytest.mark.seconds
+def test_a_node_that_is_lost_is_to_blame_and_no_other(begin: Begin, tmp_path: Path) -> None:
+    """The ranks of the others are then ended by SIGTERM, for which a healthy node was taken for unfit."""
+    nodes = begin(*suite("time.sleep(600)"), each=2, timeout_s=300)
+    until(lambda: len(list(tmp_path.rglob("preflight/rank-*.json"))) == 4)
+    nodes[1].kill()
+    code, shown = ended(nodes[0])
+    assert (code, "was killed by" in shown) == (75, False), shown
+    assert "node 1 (node2) is gone" in shown
+    found = records(tmp_path)
+    assert list(found) == ["node-0-lost-1.json"]
+    assert (found["node-0-lost-1.json"]["node"], found["node-0-lost-1.json"]["lost"]) == ("node2", True)
+
+
+COUNTS = """
+import builtins
+opens = builtins.open
+def counted(path, *more, **named):
+    if "preflight/rank-" in str(path) and "dray.runner" in sys.orig_argv:
+        with opens(f"FOLDER/reads-{os.environ['DRAY_NODE']}", "a") as file:
+            file.write(f"{path}\\n")
+    return opens(path, *more, **named)
+builtins.open = counted
+"""
+
+
+@pytest.mark.seconds
+def test_a_node_reads_no_reports_of_other_nodes(begin: Begin, tmp_path: Path) -> None:
+    """512 ranks on 64 nodes that failed made 32,000 opens each 50 ms."""
+    counts = COUNTS.replace("FOLDER", str(tmp_path))
+    planted = [f"{text}{counts}" for text in suite("if rank.number != 1: raise RuntimeError('boom')")]
+    for code, shown in all_ended(begin(*planted, each=2)):
+        assert code == 69, shown
+    for node, ranks in ((0, (0, 1)), (1, (2, 3))):
+        reads = (tmp_path / f"reads-{node}").read_text().splitlines()
+        assert reads == [f"{tmp_path}/own/preflight/rank-{rank}.json" for rank in ranks]
+
+
+@pytest.mark.seconds
+def test_machines_that_share_no_disk_hear_of_it_too(plan: dict[str, Any], begin: Begin, start: Start) -> None:
+    """As those of a hostfile: each has only its own files."""
+    plan["world"] |= {"shared_folder": False, "port": free_port()}
+    line = "if rank.number == 3: raise RuntimeError('boom')\n    time.sleep(600)"
+    for node in begin(*suite(line), each=2, timeout_s=300):  # for its plan and what it has planted
+        node.kill()
+        node.wait()
+    nodes = []
+    for number in range(2):
+        machine = Path(plan["folder"], f"machine-{number}")
+        (machine / "logs").mkdir(parents=True)
+        (machine / "secret").write_text(SECRET)
+        own = deepcopy(plan) | {"folder": str(machine), "scratch": str(machine / "own")}
+        (machine / "plan.json").write_text(json.dumps(own))
+        path = os.pathsep.join([f"{plan['folder']}/site-{number}", str(ROOT / "src")])
+        nodes.append(start(number, 2, f"node{number + 1}", machine / "plan.json", PYTHONPATH=path))
+    for number, (code, shown) in enumerate(all_ended(nodes)):
+        assert code == 69, shown
+        assert "rank 3 on node2 failed" in shown
+        (record,) = records(Path(plan["folder"], f"machine-{number}")).values()
+        assert (record["node"], record["rank"], record["code"]) == ("node2", 3, 69)
 
 
 class TestWhoIsToBlame:
@@ -197,44 +259,48 @@ class TestWhoIsToBlame:
     def ranks(self, *phases: str, **changes: dict[str, Any]) -> dict[int, dict[str, Any]]:
         said = {}
         for number, phase in enumerate(phases):
-            node = NODES[number // 2]["name"]
             said[number] = {
-                "rank": number, "node": node, "phase": phase, "order": self.ORDER.index(phase), "limit": 60,
+                "rank": number, "phase": phase, "order": self.ORDER.index(phase), "limit": 60,
                 "time": 100.0 + number, "expired": phase != "done", **changes.get(f"r{number}", {}),
             }  # fmt: skip
         return said
 
     def blame(self, ranks: dict[int, dict[str, Any]], *, last: bool = True) -> tuple[str, str, int | None] | None:
-        refusal = preflight.finding(self.PLAN, ranks, "the log", last=last)
+        refusal = preflight.finding(self.PLAN, ranks, last=last)
         return refusal and (str(refusal).splitlines()[0], refusal.finding.node, refusal.finding.rank)
 
     def test_who_stopped_in_the_same_collective_as_all_others(self) -> None:
         ranks = self.ranks(*["all-reduce"] * 4, r2={"expired": False})
         assert self.blame(ranks, last=False) is None
-        assert self.blame(ranks) == ("rank 2 on n2 did not answer in 60 s", "n2", 2)
+        assert self.blame(ranks) == ("rank 2 on node2 did not answer in 60 s", "node2", 2)
 
     def test_who_came_less_far(self) -> None:
         ranks = self.ranks("all-gather", "all-reduce", "all-gather", "all-gather")
-        assert self.blame(ranks, last=False) == ("rank 1 on n1 did not answer in 60 s", "n1", 1)
-        said = str(preflight.finding(self.PLAN, ranks, "", last=True))
+        assert self.blame(ranks, last=False) == ("rank 1 on node1 did not answer in 60 s", "node1", 1)
+        said = str(preflight.finding(self.PLAN, ranks, last=True))
         assert "found:  stopped in: all-reduce; the others waited in: all-gather" in said
+
+    def test_nobody_of_a_node_whose_ranks_have_passed(self) -> None:
+        passed = {rank: {"rank": rank, "phase": "done", "expired": False} for rank in (0, 1)}
+        ranks = self.ranks("done", "done", "all-gather", "all-reduce") | passed
+        assert self.blame(ranks, last=False) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
 
     def test_who_never_began(self) -> None:
         ranks = self.ranks(*["rendezvous"] * 3)
-        assert self.blame(ranks) == ("rank 3 on n2 did not answer in 60 s", "n2", 3)
+        assert self.blame(ranks) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
 
     def test_nobody_where_all_hang_alike(self) -> None:
-        hang = preflight.finding(self.PLAN, self.ranks(*["import torch"] * 4), "", last=False)
+        hang = preflight.finding(self.PLAN, self.ranks(*["import torch"] * 4), last=False)
         assert str(hang).splitlines()[:3] == [
             "import torch did not end within 60 s on any rank",
             "  wanted: all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s",
-            "  found:  all ranks hang in it, on n1 n2",
+            "  found:  all ranks hang in it, on node1 node2",
         ]
 
     def test_who_was_killed_and_not_who_noticed(self) -> None:
         lost = {"crashed": "RuntimeError: Connection closed by peer", "expired": False}
         ranks = self.ranks(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3={"killed": "SIGKILL", "expired": False})
-        assert self.blame(ranks, last=False) == ("rank 3 on n2 was killed by SIGKILL", "n2", 3)
+        assert self.blame(ranks, last=False) == ("rank 3 on node2 was killed by SIGKILL", "node2", 3)
 
     def test_who_noticed_waits_for_who_knows(self) -> None:
         lost = {"crashed": "RuntimeError: Connection closed by peer", "expired": False}
@@ -244,7 +310,7 @@ class TestWhoIsToBlame:
     def test_who_failed_first_where_nobody_knows_more(self) -> None:
         lost = {"crashed": "RuntimeError: no", "expired": False}
         ranks = self.ranks("all-reduce", "rendezvous", "all-reduce", "all-reduce", r0=lost, r1=lost, r2=lost, r3=lost)
-        assert self.blame(ranks) == ("rank 1 on n1 failed", "n1", 1)
+        assert self.blame(ranks) == ("rank 1 on node1 failed", "node1", 1)
 
     def test_without_any_word(self) -> None:
         assert self.blame({}) == ("the preflight failed without a report", "", None)
@@ -359,7 +425,7 @@ class TestLibraries:
     def check(self, monkeypatch: pytest.MonkeyPatch, *, named: str, plugin: str = "image", local: str = "0") -> None:
         module = pytest.importorskip("dray.checks.preflight")
         fabric = {"strategy": "host", "libraries": ["/usr/lib64/libnone.so.1"], "plugin": plugin}
-        rank = type("Rank", (), {"plan": {"fabric": fabric, "site": "site s"}, "node": "n2", "phase": print})()
+        rank = type("Rank", (), {"plan": {"fabric": fabric, "site": "site s"}, "node": "node2", "phase": print})()
         monkeypatch.setenv("NCCL_NET_PLUGIN", named)
         monkeypatch.setenv("LOCAL_RANK", local)
         module._libraries(rank)
@@ -368,7 +434,7 @@ class TestLibraries:
         with pytest.raises(UnfitError) as unfit:
             self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so")
         assert unfit.value.finding._replace(fix="") == Finding(
-            "/opt/none/libnccl-net-ofi.so of n2 does not fit this image",
+            "/opt/none/libnccl-net-ofi.so of node2 does not fit this image",
             wanted="a library that the image can load (site s)",
             found="does not exist",
             code=69,
@@ -398,19 +464,19 @@ class TestTheSitesFabric:
         collectives = pytest.importorskip("dray.checks.collectives")
         fabric = {"transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0, **fabric}
         plan = {"site": "site s", "fabric": fabric, "world": {"nodes": nodes}}
-        rank = type("Rank", (), {"number": 1, "plan": plan, "node": "n2", "logs": "preflight/nccl-*.log"})()
+        rank = type("Rank", (), {"number": 1, "plan": plan, "node": "node2"})()
         collectives._require_fabric(rank, used, best, [], gpus=gpus)
 
     def test_a_silent_fallback_is_refused_with_its_reason_and_fix(self) -> None:
         with pytest.raises(UnfitError) as unfit:
             self.require(transport.used(LOGS["silent fallback, new"]))
         assert unfit.value.finding == Finding(
-            "transport: cxi required between nodes, rank 1 on n2 uses another",
+            "transport: cxi required between nodes, rank 1 on node2 uses another",
             wanted="cxi (site s)",
             found="Socket: NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
             fix="the container has no NCCL plugin: if this network needs one, name its file in fabric.plugin",
             code=69,
-            node="n2",
+            node="node2",
             rank=1,
         )
 
@@ -436,7 +502,7 @@ class TestTheSitesFabric:
 @pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
-def test_no_collective_of_ours_pickles(tmp_path: Path, port: int) -> None:
+def test_no_collective_of_ours_pickles(begin: Begin) -> None:
     """A rank that can send a pickle can run code in all others."""
     plant = (
         "import pickle\n"
@@ -450,8 +516,7 @@ def test_no_collective_of_ours_pickles(tmp_path: Path, port: int) -> None:
         "            sys.meta_path.remove(self)\n"
         "sys.meta_path.insert(0, Late())\n"
     )
-    made(tmp_path / "run", port)
-    for code, text in both(tmp_path / "run", plant):
+    for code, text in all_ended(begin("", plant)):
         assert code == 0, text
 
 
@@ -475,33 +540,22 @@ NO_SLOW_LINK = SLOW_LINK.replace("4 if ways[0].peer == 2 else ", "")
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_link_that_is_slow_is_named_by_real_ranks(tmp_path: Path, port: int) -> None:
+def test_a_link_that_is_slow_is_named_by_real_ranks(begin: Begin, tmp_path: Path) -> None:
     """Only on the way from the second node to the third."""
-    folder = tmp_path / "run"
-    plan = made(folder, port)
-    nodes = [{"name": f"n{number}", "address": "127.0.0.1"} for number in (1, 2, 3)]
-    plan["world"] |= {"nodes": nodes, "size": 3}
-    (folder / "plan.json").write_text(json.dumps(plan))
-    started = [start(folder, number, SLOW_LINK if number == 1 else NO_SLOW_LINK) for number in range(3)]
-    shown = [node.communicate(timeout=400)[0] for node in started]
-    assert [node.returncode for node in started] == [0, 0, 0], shown
-    (named,) = json.loads((folder / "preflight/report.json").read_text())["slow_links"]
-    assert named.startswith("n2 to n3: 0.00")
+    for code, said in all_ended(begin(NO_SLOW_LINK, SLOW_LINK, NO_SLOW_LINK, count=3)):
+        assert code == 0, said
+    (named,) = json.loads((tmp_path / "preflight/report.json").read_text())["slow_links"]
+    assert named.startswith("node2 to node3: 0.00")
     assert " GB/s, the others " in named
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_rank_that_is_slow_in_its_node_is_named(tmp_path: Path, port: int) -> None:
+def test_a_rank_that_is_slow_in_its_node_is_named(begin: Begin, tmp_path: Path) -> None:
     """As a GPU behind a bad PCIe link: slow to both of its neighbours."""
-    folder = tmp_path / "run"
-    plan = made(folder, port)
-    plan["world"] |= {"nodes": NODES[:1], "ranks_per_node": 3, "size": 3}
-    (folder / "plan.json").write_text(json.dumps(plan))
-    node = start(folder, 0, SLOW_LINK)
-    shown = node.communicate(timeout=400)[0]
-    assert node.returncode == 0, shown
-    report = json.loads((folder / "preflight/report.json").read_text())
+    ((code, said),) = all_ended(begin(SLOW_LINK, count=1, each=3))
+    assert code == 0, said
+    report = json.loads((tmp_path / "preflight/report.json").read_text())
     assert "neighbours in the node, round 3" in report["seconds"]
     (named,) = report["slow_links"]
-    assert named.startswith("n1: rank 2 to both of its neighbours: 0.00")
+    assert named.startswith("node1: rank 2 to both of its neighbours: 0.00")

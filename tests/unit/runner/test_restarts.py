@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dray.contract.findings import RetryError
-from dray.runner import channel, children, evidence, locks
-from dray.runner.start import Start as NextStart
+from dray.runner import channel, control, evidence, locks, process_group, record
+from dray.runner.restart_ticket import RestartTicket
+from helpers import ROOT
 from nodes import SECRET, Start, ended, free_port
 
 pytestmark = pytest.mark.hostile("restarts")
@@ -227,51 +230,60 @@ def test_nothing_of_the_start_before_is_left(plan: dict[str, Any], start: Start)
     assert not Path(plan["folder"], "alive").exists()
 
 
-def test_a_signal_that_comes_too_late_for_the_launcher_ends_the_runner(tmp_path: Path) -> None:
-    """It is not lost between one start and the next."""
-    pid = os.fork()
-    if pid == 0:
-        supervised = children.Children()
-        os.kill(os.getpid(), signal.SIGTERM)
-        supervised.close(5)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+@pytest.mark.seconds
+def test_a_signal_to_one_node_between_two_starts_ends_the_run(
+    plan: dict[str, Any], start: Start, tmp_path: Path
+) -> None:
+    """Its launcher has ended, and the first node has called to the next start already."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, signal, sys\nif 'dray.runner' in sys.orig_argv:\n    from dray.runner import evidence\n"
+        "    evidence.require_image = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    ranks(plan, well=9, before="trap 'exit 3' TERM; touch again-$again")
+    began = time.monotonic()
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2", PYTHONPATH=path)]
+    codes = [ended(node)[0] for node in nodes]
+    assert (time.monotonic() - began < 50, 0 in codes) == (True, False)
+    assert -signal.SIGTERM not in codes
+    assert {name.split()[1] for name in starts(plan)} <= {"0/2", "1/2"}
+
+
+def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes move hang.json, and on a slow disk it was there when they looked."""
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "failures" / "rank-2.json").touch()
+    monkeypatch.setattr(os.path, "exists", lambda _: True)
+    record.set_aside(str(tmp_path), 1, ["hang", "rank-2"])
+    assert [path.name for path in (tmp_path / "failures" / "restart-1").iterdir()] == ["rank-2.json"]
+
+
+def test_a_node_that_stands_still_holds_up_no_call_to_a_restart(plan: dict[str, Any]) -> None:
+    """It hears of it later: its connection stays open."""
+    ours, theirs = socket.socketpair()
+    joined = process_group.Joined(plan, 0, 0)
+    links = control.Control(
+        plan["world"], 0, SimpleNamespace(watch=lambda *_: None), {1: channel.Channel(ours)}, joined
+    )
+    channel.Channel(theirs).send({"idle": 1})  # unread, for which the kernel would drop the call
+    began = time.monotonic()
+    links.restart(RestartTicket(1, "ab", 5))
+    assert time.monotonic() - began < 3
+    assert list(channel.Channel(theirs).receive()[0]) == ["restart"]
+    links.drop()
+    assert ours.fileno() == -1
+    theirs.close()
 
 
 def test_each_start_has_a_key_of_its_own() -> None:
     secret = SECRET.encode()
-    first = NextStart()
+    first = RestartTicket()
     second, other = first.following(5), first.following(5)
     assert first.key(secret) == secret
     third = second._replace(number=2)
     keys = [secret, second.key(secret), other.key(secret), third.key(secret), second.key(b"another")]
     assert len(set(keys)) == 5
-
-
-NONCE = "ab" * 32
-RESTARTS = (
-    None,
-    [],
-    {},
-    {"number": 1, "nonce": NONCE, "port": 5, "more": 1},
-    {"number": 0, "nonce": NONCE, "port": 5},
-    {"number": 2, "nonce": NONCE, "port": 5},
-    {"number": True, "nonce": NONCE, "port": 5},
-    {"number": "1", "nonce": NONCE, "port": 5},
-    {"number": 1, "nonce": "", "port": 5},
-    {"number": 1, "nonce": "x" * 64, "port": 5},
-    {"number": 1, "nonce": [1], "port": 5},
-    {"number": 1, "nonce": NONCE, "port": 0},
-    {"number": 1, "nonce": NONCE, "port": 1 << 16},
-    {"number": 1, "nonce": NONCE, "port": "5"},
-)
-
-
-@pytest.mark.parametrize("fields", RESTARTS)
-def test_a_restart_of_another_kind_is_not_believed(fields: Any) -> None:
-    assert NextStart().after({"number": 1, "nonce": NONCE, "port": 5}).number == 1
-    with pytest.raises(channel.BrokenError, match=r"a (malformed )?restart"):
-        NextStart().after(fields)
 
 
 def test_a_lock_of_the_ranks_before_is_removed(tmp_path: Path, capsys) -> None:

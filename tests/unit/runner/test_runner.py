@@ -20,8 +20,9 @@ import pytest
 from dray.contract.cores import parse, render
 from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, cores, evidence, introduction, locks
+from dray.runner import address, cores, evidence, locks
 from dray.runner import rank as rank_module
+from dray.runner.hello import why_refused
 from helpers import PYTHON
 from nodes import UNBOUND, Start, ended, free_port, rendezvous
 
@@ -378,13 +379,13 @@ def hello(**changes: object) -> dict[str, Any]:
 
 def test_a_clock_that_is_far_away_is_unfit() -> None:
     mine = hello(node=0, name="n1", host="n1")
-    assert introduction.odd(hello(time=1007.0), mine, {}, None) is None
-    refusal = introduction.odd(hello(time=990.0), mine, {}, None)
+    assert why_refused(hello(time=1007.0), mine, {}, None) is None
+    refusal = why_refused(hello(time=990.0), mine, {}, None)
     assert (refusal.finding.code, str(refusal).splitlines()[0]) == (
         69,
         "the clock of node 1 (n2) is 10 s away from the first node's",
     )
-    other = introduction.odd(hello(dray="2"), mine, {}, None)
+    other = why_refused(hello(dray="2"), mine, {}, None)
     assert (other.finding.code, str(other).splitlines()[0]) == (78, "node 1 (n2) has a different dray")
 
 

@@ -373,14 +373,13 @@ def test_slurm_has_signalled_the_nodes_alone(
     assert (result["status"], result["reason"]) == ended
 
 
-@pytest.mark.parametrize("by_node", [False, True])
 @pytest.mark.parametrize(("saved", "code"), [(True, 75), (False, 138)])
 def test_all_ranks_have_saved_though_srun_killed_a_node_that_was_ending(
-    root: Path, tmp_path: Path, saved: bool, code: int, by_node: bool
+    root: Path, tmp_path: Path, saved: bool, code: int
 ) -> None:
     """As seen: the first node ended with 75 some milliseconds before the second one's container."""
-    paths = begun(root, tmp_path, *(["runs.logs_by_node_above=0"] if by_node else []))
-    for rank in (0, 2) if by_node else range(4):  # in a run of many ranks the first of a node has a record
+    paths = begun(root, tmp_path)
+    for rank in range(4):
         record = {"time": 10.0, "node": "n1", "rank": rank, "code": 75, "why": "it was asked to save and end"}
         (paths.failures / f"rank-{rank}.json").write_text(json.dumps({**record, "log": "l", "last_lines": []}))
     paths.stop.write_text("USR1\n")

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.hostnames import compress
-from dray.runner import channel, check, introduction, record
+from dray.runner import channel, check, record
 from dray.runner.channel import Channel
-from dray.runner.introduction import StoppedError
+from dray.runner.hello import StoppedError, why_refused
 
-_UNPROVED = (512, 16_384)  # connections at least and at most that have proved nothing yet
+_UNPROVED = 512  # connections at least that have proved nothing yet
 _FEWEST_UNPROVED = 64
 _OWN_FILES = 64  # of the runner's and its children's own
 _AT_ONCE = 128  # accepted between two looks at those that are there
@@ -29,20 +29,20 @@ _LONGEST_LIST = 8192  # letters: all nodes hear it in one message
 def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> dict[int, Channel]:
     """As the first node: return the connections to all others; or tell all why the run cannot start, and raise that."""
     world = plan["world"]
-    door = _Door(world, own, key, listener)
-    refusal = door.open(time.monotonic() + world["rendezvous_timeout_s"])
+    server = _Server(world, own, key, listener)
+    refusal = server.open(time.monotonic() + world["rendezvous_timeout_s"])
     if isinstance(refusal, StoppedError):
-        record.failing_nodes(plan["folder"], door.unfit_names())
-    for guest in door.told:
+        record.failing_nodes(plan["folder"], server.unfit_names())
+    for guest in server.told:
         try:
             guest.send({"refused": refusal.finding._asdict()} if refusal else {"go": True})
         except OSError:  # it is gone, which is seen next
             continue
     if refusal:
-        for guest in door.told:
+        for guest in server.told:
             guest.close()
         raise refusal
-    return door.guests
+    return server.guests
 
 
 class _Guest(NamedTuple):
@@ -53,7 +53,7 @@ class _Guest(NamedTuple):
     runner: str
 
 
-class _Door:
+class _Server:
     """Decides which connections belong to nodes of the run."""
 
     def __init__(self, world: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> None:
@@ -64,7 +64,7 @@ class _Door:
         self._hosts = {own["host"]: own["name"]}
         self.unfit: dict[int, str] = {}  # why, by number
         self._deadline = 0.0
-        self._unproved: dict[int, Visitor] = {}
+        self._unproved: dict[int, Pending] = {}
         self._turned_away = 0
         self._most_unproved = allow_files(world)
         self._poll = select.epoll()
@@ -96,7 +96,7 @@ class _Door:
                 refusal = late = self._missing()
                 break
             while (oldest := self._oldest()) and now > oldest.deadline:
-                self._show_out(oldest)
+                self._drop(oldest)
             until = min(self._deadline, oldest.deadline) if oldest else self._deadline
             knocks = False
             for file, _ in self._poll.poll(max(0, until - now) + 0.001):
@@ -108,12 +108,12 @@ class _Door:
                     self._forget(self._numbers[file])
             if knocks:  # last, so that a file which was closed above is not taken for the new one of its number
                 self._accept()
-        for visitor in list(self._unproved.values()):
-            self._show_out(visitor)
+        for pending in list(self._unproved.values()):
+            self._drop(pending)
         self._poll.close()
         return self._stopped(late) if self.unfit and refusal is late else refusal
 
-    def _oldest(self) -> Visitor | None:
+    def _oldest(self) -> Pending | None:
         """The oldest unproved connection: they are in the order of arrival, and all have the same time."""
         return next(iter(self._unproved.values()), None)
 
@@ -145,57 +145,54 @@ class _Door:
         for _ in range(_AT_ONCE):
             oldest = self._oldest()
             if oldest and len(self._unproved) >= self._most_unproved:
-                self._show_out(oldest)
+                self._drop(oldest)
             try:
                 line, _ = self._listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # the machine's own table is full
-                    self._show_out(oldest) if oldest else time.sleep(0.05)
+                    self._drop(oldest) if oldest else time.sleep(0.05)
                 return
-            visitor = Visitor(line, channel.proof_s(len(self._world["nodes"])))
-            self._unproved[line.fileno()] = visitor
+            pending = Pending(line, channel.proof_s(len(self._world["nodes"])))
+            self._unproved[line.fileno()] = pending
             self._poll.register(line, select.EPOLLIN)
             try:
-                line.send(visitor.nonce)
+                line.send(pending.nonce)
             except OSError:
-                self._show_out(visitor)
+                self._drop(pending)
 
-    def _hear(self, visitor: Visitor) -> DrayError | None:
-        """Read a piece of the greeting, or, after the proof, the introduction."""
+    def _hear(self, pending: Pending) -> DrayError | None:
+        """Read a piece of the greeting, or, after the proof, the hello."""
         try:
-            if visitor.channel is None:
-                visitor.greeting += visitor.read()
-                if len(visitor.greeting) == channel.GREETING:
-                    visitor.channel = channel.answer(visitor.line, self._key, visitor.nonce, visitor.greeting)
-                    if visitor.channel is None:
+            if pending.channel is None:
+                pending.greeting += pending.read()
+                if len(pending.greeting) == channel.GREETING:
+                    pending.channel = channel.answer(pending.line, self._key, pending.nonce, pending.greeting)
+                    if pending.channel is None:
                         self._turned_away += 1
                         raise channel.BrokenError("another run's, or nobody's")
                 return None
-            messages = visitor.channel.receive()
+            messages = pending.channel.receive()
         except (OSError, ValueError):
-            self._show_out(visitor)
+            self._drop(pending)
             return None
-        return self._admit(visitor, messages[0]) if messages else None
+        return self._admit(pending, messages[0]) if messages else None
 
-    def _admit(self, visitor: Visitor, hello: dict[str, Any]) -> DrayError | None:
-        assert visitor.channel is not None
-        if not introduction.readable(hello, self._own, len(self._world["nodes"])):
-            self._show_out(visitor)
-            return None
-        node, file = hello["node"], visitor.line.fileno()
+    def _admit(self, pending: Pending, hello: dict[str, Any]) -> DrayError | None:
+        assert pending.channel is not None
+        node, file = hello["node"], pending.line.fileno()
         del self._unproved[file]
         before = self._guests.get(node)
         if before and before.runner == hello["runner"] and hello["plan"] == self._own["plan"]:
             self._forget(node)  # it lost its first connection, of whose end the network has told nobody
         twin = None if self._world["one_machine"] else self._hosts.get(hello["host"])
-        refusal = introduction.odd(hello, {**self._own, "time": time.time()}, self._guests, twin)
+        refusal = why_refused(hello, {**self._own, "time": time.time()}, self._guests, twin)
         if refusal is None:
             self._note(hello)
         self._hosts[hello["host"]] = hello["name"]
         if node in self._guests:
-            self._twins.append(visitor.channel)
+            self._twins.append(pending.channel)
         else:
-            self._guests[node] = _Guest(visitor.channel, hello["host"], hello["runner"])
+            self._guests[node] = _Guest(pending.channel, hello["host"], hello["runner"])
             self._numbers[file] = node
         return refusal
 
@@ -208,10 +205,10 @@ class _Door:
         self._poll.unregister(file)
         guest.channel.close()
 
-    def _show_out(self, visitor: Visitor) -> None:
-        del self._unproved[visitor.line.fileno()]
-        self._poll.unregister(visitor.line)
-        visitor.line.close()
+    def _drop(self, pending: Pending) -> None:
+        del self._unproved[pending.line.fileno()]
+        self._poll.unregister(pending.line)
+        pending.line.close()
 
     def _name(self, node: int) -> str:
         return str(self._world["nodes"][node]["name"])
@@ -234,7 +231,7 @@ class _Door:
         )
 
 
-class Visitor:
+class Pending:
     """A connection that has not yet proved the secret, or not yet said which node it is."""
 
     def __init__(self, line: socket.socket, seconds: float) -> None:
@@ -257,8 +254,7 @@ def allow_files(world: Mapping[str, Any]) -> int:
     The default limit is too low for a thousand nodes; the hard limit is the administrators'.
     """
     nodes = len(world["nodes"])
-    fixed, (least, most) = nodes + _OWN_FILES, _UNPROVED
-    room = min(max(nodes, least), most)
+    fixed, room = nodes + _OWN_FILES, max(nodes, _UNPROVED)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = fixed + room if hard == resource.RLIM_INFINITY else min(fixed + room, hard)
     if limit < fixed + _FEWEST_UNPROVED:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable
 
 
-class Asked:
+class SaveRequest:
     """The processes that have been asked, each once."""
 
     def __init__(self) -> None:

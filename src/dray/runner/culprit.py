@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dray.contract.findings import counted
-from dray.runner.channel import BrokenError
 
 _SHOWN = 3  # innermost frames
 _C10D, _WRAPPERS = "/torch/distributed/distributed_c10d.py", ("wrapper", "wrapped")
@@ -42,21 +41,6 @@ class Seen(NamedTuple):
     flight: tuple[Entered, ...] = ()
     """Its last collective in each process group."""
 
-    @classmethod
-    def told(cls, fields: Any) -> Seen:  # noqa: ANN401  any JSON value
-        """From another node's message. BrokenError: it is malformed."""
-        try:
-            seen = cls(**fields)
-            seen = seen._replace(frames=tuple(seen.frames), flight=tuple(Entered(*one) for one in seen.flight))
-        except (TypeError, ValueError):
-            raise BrokenError("a malformed report of a hung rank") from None
-        whole = (seen.rank, seen.step, *(one.number for one in seen.flight))
-        named = (part for one in seen.flight for part in (one.group, one.name))
-        texts = (seen.node, seen.phase, seen.state, *seen.frames, *named)
-        if any(type(one) is not int for one in whole) or any(type(one) is not str for one in texts):
-            raise BrokenError("a malformed report of a hung rank")
-        return seen
-
     @property
     def waits(self) -> str:
         """The collective in which the rank waits, by its stack; empty if that shows none."""
@@ -88,7 +72,7 @@ def _collective(frames: tuple[str, ...], state: str) -> str:
     return "the backward pass" if backward and state == "sleeps" else ""
 
 
-def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
+def culprit(seen: list[Seen]) -> tuple[Seen | None, str]:
     """The rank that holds up the others, and how it differs; None if no rank differs."""
     for state, what in _ENDS.items():
         if found := _few(seen, lambda one, state=state: one.state == state):  # type: ignore[misc]

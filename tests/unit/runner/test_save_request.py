@@ -72,23 +72,6 @@ def test_all_ranks_save_and_the_first_node_says_75(plan: dict[str, Any], start: 
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("last", [75, 3])
-def test_a_run_of_many_ranks_tells_too_that_all_have_saved(
-    plan: dict[str, Any], start: Start, tmp_path: Path, last: int
-) -> None:
-    """There not all ranks have a record."""
-    plan["world"]["logs_by_node"] = True
-    ends = f"sys.exit({last} if me in '23' else code)"
-    nodes_of(plan, tmp_path, program=SAVES.replace("sys.exit(code)", ends))
-    (tmp_path / "load").touch()
-    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
-    until(*(tmp_path / f"ready-{rank}" for rank in range(4)))
-    (tmp_path / run_folder.STOP).write_text("USR1\n")
-    assert ended(nodes[0])[0] == last
-    assert (tmp_path / run_folder.SAVED).is_file() == (last == 75)
-
-
-@pytest.mark.seconds
 def test_one_that_is_loading_hears_it_later(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes_of(plan, tmp_path)
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]

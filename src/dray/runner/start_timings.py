@@ -27,7 +27,7 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Startup:
+class StartTimings:
     """The times of one node, from the start of its runner to the first step of its ranks; without restarts."""
 
     def __init__(self, plan: Mapping[str, Any], me: int, began: float = _LOADED) -> None:
@@ -91,11 +91,9 @@ class Startup:
             self.write()
         return []
 
-    def hear(self, node: int, told: object) -> None:
-        """Store the times of a node, without what is malformed in them: no run ends because of that."""
-        if not self._me and 0 <= node < len(self._nodes):
-            self._nodes[node] = startup.clean(told)
-            self._unwritten = True
+    def hear(self, node: int, parts: dict[str, float]) -> None:
+        """Store the times of a node."""
+        self._nodes[node], self._unwritten = parts, True
 
     def write(self) -> None:
         """As the first node: write startup.json if there is news. With thousands of nodes one write has many news."""

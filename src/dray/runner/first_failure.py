@@ -8,18 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import failures, run_folder
-from dray.runner import node, record, silent
+from dray.runner import unrecorded_deaths
 
 
 def failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
-    """The record of that failure; None if no rank has failed by itself.
-
-    In a run of many ranks it is copied to the run folder: another rank may have been the first to write there.
-    """
-    silent.record_ranks(plan, me)
-    each, own, found = plan["world"]["ranks_per_node"], node.own(plan), []
+    """The record of that failure; None if no rank has failed by itself."""
+    unrecorded_deaths.record_ranks(plan, me)
+    each, found = plan["world"]["ranks_per_node"], []
     for rank in range(me * each, (me + 1) * each):
-        path = f"{own or plan['folder']}/{run_folder.failure(f'rank-{rank}')}"
+        path = f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"
         if os.path.exists(path):
             with open(path, "rb") as file:
                 found.append(json.load(file))
@@ -27,8 +24,6 @@ def failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
         return None
     begin = min(float(one["time"]) for one in found)
     first: dict[str, Any] = min(found, key=lambda one: failures.order(float(one["time"]), begin, lambda: _follows(one)))
-    if own and not _follows(first):
-        record.bring(own, plan["folder"], f"rank-{first['rank']}")
     return first
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dray.contract import heartbeat, run_folder
@@ -40,14 +41,16 @@ class Late(NamedTuple):
         return self.phase == heartbeat.STEP
 
 
-class Beats:
-    """The heartbeats of these ranks. If the recipe sets a limit, a rank without one makes progress while its log grows;
-    without a `folder` of logs its supervisor counts what it writes."""
+class Heartbeats:
+    """The heartbeats of these ranks. If the recipe sets a limit, a rank without one makes progress while its log
+    grows."""
 
-    def __init__(self, folder: str, scratch: str, ranks: range, limit: int | None, now: float) -> None:
+    def __init__(
+        self, folder: str, scratch: str, ranks: range, limit: int | None, now: float, size: Callable[[str], int]
+    ) -> None:
         self.ranks, self.limit = ranks, limit
         self.progress = now  # when any of them was seen to make some
-        self._folder, self._scratch = folder, scratch
+        self._folder, self._scratch, self._size = folder, scratch, size
         self._seen: dict[int, tuple[int, ...]] = {}
         self._changed: dict[int, float] = {}
         self._looked = now
@@ -83,7 +86,7 @@ class Beats:
         beat = self.of(rank)
         if beat.program <= 0 or not (beat.time or self.limit):
             return None
-        signs = beat[1:] if beat.time else (self._log_size(rank),)
+        signs = beat[1:] if beat.time else (self._size(f"{self._folder}/{run_folder.rank_log(rank)}"),)
         if beat.time and beat.phase == heartbeat.START:  # what prepares data or reads weights knows of no heartbeat
             signs = (*signs, int(_cpu_s(beat.program) / _WORK_S))
         if signs != self._seen.get(rank):
@@ -93,21 +96,6 @@ class Beats:
         if not limit or seconds <= limit:
             return None
         return Late(rank, beat.step, beat.phase, round(seconds, 1), limit)
-
-    def _log_size(self, rank: int) -> int:
-        if not self._folder:
-            return self._written(rank)
-        try:
-            return os.stat(f"{self._folder}/{run_folder.rank_log(rank)}").st_size
-        except OSError:  # a disk that does not answer
-            return 0
-
-    def _written(self, rank: int) -> int:
-        try:
-            with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
-                return int(heartbeat.WRITTEN.unpack_from(file.read(heartbeat.SIZE), heartbeat.WRITTEN_AT)[0])
-        except (OSError, struct.error):
-            return 0
 
 
 def program(scratch: str, rank: int) -> int:

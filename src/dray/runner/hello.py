@@ -1,4 +1,4 @@
-"""A node's introduction: which node it is and what it holds; and the first node's check of that."""
+"""A node's hello: which node it is and what it holds; and the first node's check of that."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from dray import __version__
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 _MOST_SKEW_S = 8.0
-_MOST_NODES = 1 << 20
-_LONGEST = 256  # letters of a text
-_LATEST = 1e11  # no clock of this millennium; it also keeps out what is no number
 _HELD = (
     (
         "plan",
@@ -28,7 +25,7 @@ class StoppedError(DrayError):
     """The first node has refused the launch; the reason is recorded there, or by the unfit nodes."""
 
 
-def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> dict[str, Any]:
+def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> dict[str, Any]:
     """This node's number and name, what all nodes must hold alike, and why its own check found it unfit."""
     return {
         "node": number,
@@ -43,25 +40,13 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str =
     }
 
 
-def readable(hello: Mapping[str, Any], own: Mapping[str, Any], nodes: int) -> bool:
-    """Whether all fields are there, each with the right type and in its range."""
-    if {name: type(value) for name, value in hello.items()} != {name: type(value) for name, value in own.items()}:
-        return False
-    texts = [value for value in hello.values() if isinstance(value, str)]
-    # Another plan may have more nodes, and is refused by a name of its own.
-    most = nodes if hello["plan"] == own["plan"] else _MOST_NODES
-    return all(len(text) <= _LONGEST and text.isprintable() for text in texts) and (
-        0 <= hello["node"] < most and 0 <= hello["time"] < _LATEST
-    )
-
-
-def odd(
+def why_refused(
     hello: Mapping[str, Any],
     own: Mapping[str, Any],
     guests: Mapping[int, object],
     twin: str | None,
 ) -> DrayError | None:
-    """Why a node that has come is refused, if it is. `own` is the first node's introduction at that time."""
+    """Why a node that has come is refused, if it is. `own` is the first node's hello at that time."""
     who = f"node {hello['node']} ({hello['name']})"
     for held, fix in _HELD:
         if hello[held] != own[held]:
