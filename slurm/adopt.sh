@@ -16,23 +16,20 @@ adopt::value() { # IMAGE KEY: of its image.json
 }
 
 adopt::find() { # NAME|FILE: the image that was adopted under this name, or from this file
-  local home folder
-  for home in "$DRAY_HOME/build" "$runs/.adopted"; do
-    for folder in "$home"/dray-*/; do
-      folder="${folder%/}"
-      [[ -f "$folder/image.json" && (-f "$folder/image.sif" || -L "$folder/image.sif") ]] || continue
-      if [[ "${folder##*/dray-}" == "$1" || "$1" == /* && "$(readlink -- "$folder/source")" == "$1" ]]; then
-        echo "$folder/image.sif"
-        return
-      fi
-    done
+  local folder
+  for folder in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*; do
+    [[ -f "$folder/image.json" && (-f "$folder/image.sif" || -L "$folder/image.sif") ]] || continue
+    if [[ "${folder##*/dray-}" == "$1" || "$1" == /* && "$(readlink -- "$folder/source")" == "$1" ]]; then
+      echo "$folder/image.sif"
+      return
+    fi
   done
   return 1
 }
 
 adopt::names() { # the names that there are
   local image
-  for image in "$DRAY_HOME"/build/dray-*/image.sif "$runs"/.adopted/dray-*/image.sif; do
+  for image in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*/image.sif; do
     adopt::is "$image" || continue
     image="${image%/image.sif}"
     printf '%s\n' "${image##*/dray-}"

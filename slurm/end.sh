@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by slurm/lib.sh: what a job does when its nodes have ended. `dray finish` in the image writes the result and
 # decides what comes next, in the attempt's file `next`; Slurm's commands are here, outside.
-# It uses what lib::main has set: image, attempt, given, lost, stopped_by, stopped_at, began_at.
+# It uses what lib::main has set: image, attempt, given, grace_s, lost, stopped_by, stopped_at, began_at.
 # shellcheck disable=SC2154
 
 end::finish() { # CODE: result.json and the last words; without the image this script's own
@@ -59,9 +59,9 @@ end::decided() { # what dray finish has decided: nothing, back into the queue, o
   read -ra nodes <next || true
   what="${nodes[0]:-}"
   nodes=("${nodes[@]:1}")
-  plan::known decision "$what" requeue spare
+  [[ "$what" == requeue || "$what" == spare ]] || plan::unknown next "$what"
   for node in "${nodes[@]}"; do
-    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || plan::known node "$node" "a host's name"
+    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || plan::unknown node "$node"
   done
   if [[ "$what" == spare ]]; then
     lost+=("${nodes[@]}")
@@ -130,9 +130,7 @@ end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another on
   done
   [[ "$(end::field OverSubscribe)" != NO ]] || words+=(--exclusive)
   ! grep -qx -- --no-kill srun.options 2>/dev/null || words+=(--no-kill)
-  # scontrol does not tell a job's --signal; the plan has the seconds.
-  value="$(sed -n 's/^ "grace_s": \([0-9]\{1,5\}\),\{0,1\}$/\1/p' plan.json 2>/dev/null)" || true
-  [[ -z "$value" ]] || words+=("--signal=B:USR1@$value")
+  [[ -z "$grace_s" ]] || words+=("--signal=B:USR1@$grace_s") # which scontrol does not tell
   local script=multinode
   ((SLURM_JOB_NUM_NODES > 1)) || script=singlenode
   words+=("$DRAY_HOME/slurm/$script.sh" --run="${attempt%/*}" "${given[@]}")

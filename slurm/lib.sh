@@ -7,8 +7,6 @@ source "$DRAY_HOME/slurm/engines.sh"
 source "$DRAY_HOME/slurm/adopt.sh"
 # shellcheck source=slurm/plan.sh
 source "$DRAY_HOME/slurm/plan.sh"
-# shellcheck source=slurm/stage.sh
-source "$DRAY_HOME/slurm/stage.sh"
 # shellcheck source=slurm/end.sh
 source "$DRAY_HOME/slurm/end.sh"
 
@@ -18,6 +16,7 @@ readonly -a lib__signals=(HUP INT TERM USR1 USR2)
 # fails. And a user who may write the folder of the runs can put another run in this one's place; what is in a folder of this
 # user's, no other user can change. For `exec ./node.sh` bash would take the whole path, which may lead to another run by then.
 readonly lib__blind=96
+readonly lib__sbcast_s=900
 # shellcheck disable=SC2016 # the tasks expand it
 readonly lib__task='
   if cd -- "$0" 2>/dev/null && [[ -x "$1" ]]; then
@@ -70,24 +69,16 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   [[ "${1:-}" == --tasks=* ]] || return 0
   local -r file="${1#*=}" task="${SLURM_ARRAY_TASK_ID:-}"
   local -a lines=() words=()
-  local word mode="" wrong=""
+  local word found wrong=""
   shift
   lib::plain --tasks "$file" SLURM_ARRAY_TASK_ID "$task"
   [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "--tasks works only in a task of a job array" \
     "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    leave --tasks out and name a recipe; dray sweep and dray scale submit job arrays"
-  if [[ "$file" != /*/*/* ]]; then
-    wrong="not the absolute path of a file in a study's folder"
-  elif [[ -L "$file" ]]; then
-    wrong="a link"
-  elif [[ ! -f "$file" ]]; then
-    wrong="$([[ -e "$file" ]] && stat --format="a %F" -- "$file" || echo "no file")"
-  else
-    mode="$(stat --format=%a -- "$file")"
-    # What is in it decides what is started.
-    [[ -O "$file" && -r "$file" ]] && ((!(8#$mode & 8#22))) || wrong="$(stat --format="a file of user %u, mode %a" -- "$file")"
-  fi
-  [[ -z "$wrong" ]] || lib::die 78 "the file with the tasks of this array is not used" "where:  $file" \
-    "wanted: a file of user $EUID, which nobody else may write" "found:  $wrong" "fix:    submit the study again"
+  found="$(LC_ALL=C stat --format='a %F of user %u, mode %a' -- "$file" 2>/dev/null)" || found="no file"
+  # What is in it decides what is started.
+  [[ "$file" == /*/*/* && "$found" =~ ^"a regular "(empty )?"file of user $EUID, mode "[0-7]*[0145][0145]$ ]] ||
+    lib::die 78 "the file with the tasks of this array is not used" "where:  $file" \
+      "wanted: the whole path of a file of user $EUID, which nobody else may write" "found:  $found" "fix:    submit the study again"
   mapfile -t -s "$((task - 1))" -n 1 lines <"$file"
   ((${#lines[@]} == 0)) || mapfile -t -d $'\t' words < <(printf '%s' "${lines[0]}")
   [[ "${words[0]:-}" =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$ ]] || wrong="$(printf '%q' "${lines[0]-no such line}")"
@@ -228,6 +219,29 @@ lib::kept() { # refuses a folder of runs in which everybody may rename what is t
     "fix:    chmod o-w $(printf '%q' "$runs"); where it is not yours: mkdir -m 700 $(printf '%q' "$runs")/\$USER && export DRAY_RUNS=$(printf '%q' "$runs")/\$USER"
 }
 
+lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the plan says so; without it they read the shared file
+  [[ -n "$stage" ]] || return 0
+  local pid code=0 began=$SECONDS
+  timeout "$lib__sbcast_s" sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do # a run that is to end, by a signal or dray stop, does not wait for it
+    [[ -z "$stopped_by" && ! -s stop ]] || kill "$pid" 2>/dev/null || true
+    sleep 0.2
+  done
+  wait "$pid" || code=$?
+  if ((code == 0)); then
+    echo "image: sbcast has copied it to $SLURM_JOB_NUM_NODES nodes in $((SECONDS - began)) s"
+  else
+    echo "image: the nodes read the shared file: sbcast ended with $code: $(tail --lines=1 logs/sbcast.log)"
+  fi
+  [[ -n "$spares" ]] || return 0
+  # sbcast copies to all nodes of a job; no node.sh runs on these, and takes the copy away.
+  local -a nodes
+  IFS=, read -ra nodes <<<"$spares"
+  timeout 20 srun --overlap --export=ALL --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --cpu-bind=none \
+    --nodelist="$spares" rm --force -- "$stage" </dev/null >>logs/sbcast.log 2>&1 || true
+}
+
 lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
@@ -236,8 +250,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
     "wanted: a folder of user $EUID" "fix:    set DRAY_RUNS to a folder that only you may write"
   lib::uptime
   local -r planned_at="$now"
-  local staged=""
-  stage::nodes
+  lib::stage
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
@@ -247,7 +260,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # terminal's Ctrl-C comes too.
   lib::asked
   set -m
-  DRAY_STAGED="$staged" srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" \
     bash -c "$lib__task" "$attempt" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
@@ -310,7 +323,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   lib::uptime
   began_at="$now"
   lib::listen lib::heard
-  local recipe="" engine image word layer="" attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then

@@ -102,14 +102,10 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   local open
   door="" made="" server=""
   shift 4
-  if command -v apptainer >/dev/null; then
-    engine=apptainer
-  elif command -v singularity >/dev/null; then
-    engine=singularity
-  else
-    lib::die 69 "there is neither apptainer nor singularity on login node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
-      "fix:    load the site's module in your ~/.bash_profile there"
-  fi
+  engine="$(type -P apptainer singularity | head --lines=1)" || true
+  [[ -n "$engine" ]] || lib::die 69 "there is neither apptainer nor singularity on login node $(</proc/sys/kernel/hostname)" \
+    "where:  PATH=$PATH" "fix:    load the site's module in your ~/.bash_profile there"
+  engine="${engine##*/}"
   [[ "$1" != submit ]] || command -v sbatch >/dev/null || lib::die 69 "there is no sbatch on $(</proc/sys/kernel/hostname)" \
     "where:  PATH=$PATH" "fix:    name a login node of the cluster, or load its module in your ~/.bash_profile there"
   # The engine would pass these on by itself; with SQUEUE_ variables squeue would hide jobs.
@@ -134,17 +130,15 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   login::serve </dev/null >/dev/null 2>&1 &
   server=$!
   set +m
+  local -ra verb=(env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@")
   if [[ -z "$folder" ]]; then # nobody's connection ends; Ctrl-C ends this script, and so the verb's input, which it alone holds open
     mkfifo -- "$door/open"
     exec {open}<>"$door/open"
-    (
-      exec {open}>&-
-      engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@"
-    ) <"$door/open" || code=$?
+    (exec {open}>&-; engine::inside "${verb[@]}") <"$door/open" || code=$?
   elif [[ -z "$made" ]]; then
-    engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" || code=$?
+    engine::inside "${verb[@]}" || code=$?
   else
-    engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" >/dev/null || code=$?
+    engine::inside "${verb[@]}" >/dev/null || code=$?
     ((code != 0)) || login::brought
   fi
   return "$code"

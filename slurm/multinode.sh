@@ -15,9 +15,8 @@ set -euo pipefail
 # Inside an salloc this is the checkout's own file. sbatch runs a copy from Slurm's spool: the job's record has its place.
 if [[ -z "${DRAY_HOME:-}" ]]; then
   script="$(realpath -- "${BASH_SOURCE[0]}")"
-  if [[ ! -f "${script%/*}/lib.sh" ]]; then
+  [[ -f "${script%/*}/lib.sh" ]] ||
     script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
-  fi
   DRAY_HOME="${script%%slurm/multinode.sh*}"
 fi
 [[ "$DRAY_HOME" == /* ]] || DRAY_HOME="${SLURM_SUBMIT_DIR:-$PWD}/$DRAY_HOME" # Slurm records a path as it was typed

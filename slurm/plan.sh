@@ -4,14 +4,8 @@
 # It uses what lib::main has set, and sets what it says.
 # shellcheck disable=SC2154
 
-plan::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of these; it is in the image, which may be another user's
-  local -r word="$1" answer="$2"
-  local what
-  shift 2
-  for what in "$@"; do
-    [[ "$answer" != "$what" ]] || return 0
-  done
-  lib::die 78 "the planner answers with an unknown $word" "where:  $image" "wanted: $*" "found:  $(printf '%q' "$answer")" \
+plan::unknown() { # KEY VALUE
+  lib::die 78 "the planner gives an unknown answer" "where:  $image" "found:  $(printf '%q' "$1=$2")" \
     "fix:    use an image and a checkout of the same version of dray"
 }
 
@@ -28,7 +22,7 @@ plan::last() { # neither a recipe nor a command is given: the run's last plan ha
     "fix:    sbatch slurm/multinode.sh recipes/smoke-cpu.toml"
   # Another user's plan names any image. The planner refuses that of a run that is not this user's.
   [[ -z "$given_image" && -O "$plan" && " ${settings[*]} " != *" image="* && " ${settings[*]} " != *" adopted="* ]] || return 0
-  file="$(sed -n 's/^ "image": "\(.*\)",$/\1/p' "$plan")"
+  file="$(sed -n 's/^image=//p' "${plan%/*}/facts.txt")" || true
   [[ ! -f "$file" || "$file" -ef "$DRAY_HOME/build/$(basename -- "$file")" ]] || given_image="$file"
 }
 
@@ -70,58 +64,57 @@ plan::inside() { # COMMAND...: run in the image, which sees the checkout, the re
   engine::inside "$@"
 }
 
-plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine and image as site and recipe want them
-  local facts answer digest="" tries
+plan::attempt() { # [key=value ...]: plans, in two starts of the image at most; a third where only an adopted image that bash could
+  # not guess tells which layer fits it. Sets all that plan::answer names
+  local facts answer line image_digest="" tries
   local -a variables=()
-  for ((tries = 0; tries < 6; tries++)); do # engine, image, digest, layer, variables, and then the plan
+  attempt=""
+  for tries in 1 2 3; do
     facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
-    facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
-    facts+=$'\n'"lost=${lost[*]}"
+    facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$image_digest"$'\n'"lost=${lost[*]}"
     ! adopt::is "$image" || facts+=$'\n'"image_file=$(stat --dereference --format="$adopt__facts" -- "$image")"
     answer="$(plan::ask "$facts" "$@")" || exit
-    case "$answer" in
-      attempt=*)
-        attempt="${answer%%$'\n'*}" checkpoints="${answer#*$'\n'checkpoints=}"
-        attempt="${attempt#attempt=}"
-        # What is there is started, outside the image.
-        [[ "${attempt%/*/*}" == "$runs" && "$attempt" != "$runs"/.* && "${attempt##*/}" == attempt-+([0-9]) ]] ||
-          plan::known folder "$attempt" "$runs/RUN/attempt-N"
-        # The recipe shares the run with the group: runs.share = "group".
-        [[ "$(stat --format=%a -- "${attempt%/*}")" != 2750 ]] || umask g=rx
-        return
-        ;;
-      engine=*)
-        engine="${answer#*=}"
-        plan::known engine "$engine" apptainer singularity pyxis edf charliecloud podman-hpc shifter
-        image="$(plan::guess "$@")" || exit
-        ;;
-      image=*)
-        # Besides dray's own, an adopted one, by its name or its file.
-        [[ "${answer#*=}" =~ ^([a-z0-9][a-z0-9_-]*|/[^[:cntrl:]]+)$ ]] || plan::known image "${answer#*=}" "${engine__variants[@]}"
-        image="$(engine::image "${answer#*=}")" || exit
-        ;;
-      layer=*)
-        layer="${answer#*=}"
-        lib::plain layer "$layer"
-        [[ -f "$layer" && -f "$layer.json" ]] || lib::die 78 "the layer does not exist, or its record does not" \
-          "wanted: $layer and $layer.json" "fix:    make it with dray image layer, or copy both files"
-        # In the image all other users may look the same.
-        [[ "$(stat --dereference --format=%u -- "$layer")" =~ ^(0|$EUID)$ ]] || lib::die 78 \
-          "another user may change the layer, and every rank runs its code" "where:  $layer" "wanted: a file of yours or of root's" \
-          "found:  $(stat --dereference --format='a file of user %u, mode %a' -- "$layer")" \
-          "fix:    once you trust what is in it: cp $(printf %q "$layer"){,.json} $(printf %q "$DRAY_HOME")/build/"
-        ;;
-      variables=*) read -ra variables <<<"${answer#*=}" ;;
-      image_digest=)
-        [[ -f "$image" ]] || lib::die 78 "image_digest pins a file, and the image is a folder" "where:  $image" \
-          "fix:    name a squashfs, or leave it out: image_digest="
-        digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
-        ;;
-      *) lib::die 78 "this checkout does not know the planner's answer" "where:  $image" "found:  $answer" \
-        "fix:    use an image and a checkout of the same version of dray" ;;
-    esac
+    while IFS= read -r line; do
+      plan::answer "${line%%=*}" "${line#*=}"
+    done <<<"$answer"
+    [[ -n "$attempt" ]] || continue
+    # The recipe shares the run with the group: runs.share = "group".
+    [[ "$(stat --format=%a -- "${attempt%/*}")" != 2750 ]] || umask g=rx
+    return
   done
   lib::die 78 "the planner still asks for another image or engine" "where:  $image, started by $engine" "found:  $answer"
+}
+
+plan::answer() { # KEY VALUE: what the nodes need of the plan, or a fact that was wrong
+  local -r key="$1" value="$2"
+  # The planner is in the image, which may be another user's; what is in the attempt's folder is started outside of it.
+  local -rA like=(
+    [attempt]='/.+/[^./][^/]*/attempt-[0-9]+' [checkpoints]='.*' [grace_s]='[0-9]{1,5}' [stage]='(/.+/dray-[^/]+\.sif)?'
+    [spares]='([A-Za-z0-9][A-Za-z0-9._,-]*)?' [engine]='apptainer|singularity|pyxis|edf|charliecloud|podman-hpc|shifter'
+    [image]='[a-z0-9][a-z0-9_-]*|/[^[:cntrl:]]+' [image_digest]='()' [layer]='/[^[:cntrl:]]+' [variables]='.*'
+  )
+  [[ -n "$key" && "$value" =~ ^(${like["$key"]:-.^})$ && ("$key" != attempt || "${value%/*/*}" == "$runs") ]] ||
+    plan::unknown "$key" "$value"
+  case "$key" in
+    image) image="$(engine::image "$value")" || exit ;;
+    variables) read -ra variables <<<"$value" ;;
+    image_digest)
+      [[ -f "$image" ]] || lib::die 78 "image_digest pins a file, and the image is a folder" "where:  $image" \
+        "fix:    name a squashfs, or leave it out: image_digest="
+      image_digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
+      ;;
+    *) printf -v "$key" '%s' "$value" ;;&
+    engine) [[ -z "$given_image" ]] || image="$(engine::image cpu)" || exit ;;
+    layer)
+      [[ -f "$layer" && -f "$layer.json" ]] || lib::die 78 "the layer does not exist, or its record does not" \
+        "wanted: $layer and $layer.json" "fix:    make it with dray image layer, or copy both files"
+      # In the image all other users may look the same.
+      [[ "$(stat --dereference --format=%u -- "$layer")" =~ ^(0|$EUID)$ ]] || lib::die 78 \
+        "another user may change the layer, and every rank runs its code" "where:  $layer" "wanted: a file of yours or of root's" \
+        "found:  $(stat --dereference --format='a file of user %u, mode %a' -- "$layer")" \
+        "fix:    once you trust what is in it: cp $(printf %q "$layer"){,.json} $(printf %q "$DRAY_HOME")/build/"
+      ;;
+  esac
 }
 
 plan::ask() { # FACTS [key=value ...]: what the planner in the image answers; the facts hold this environment: no file

@@ -11,7 +11,6 @@ SIMULATIONS = {
     "rendezvous": "rendezvous",
     "plan": "plans",
     "startup": "startup",
-    "staging": "staging",
     "files": "files",
     "checkpoints": "checkpoints",
 }

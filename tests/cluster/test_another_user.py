@@ -170,10 +170,9 @@ while time.monotonic() < ended and not done:
             made = f"{runs}/.theirs/attempt-1"
             os.makedirs(f"{made}/logs")
             os.mkdir(f"{made}/failures")
-            for name in ("node.sh", "stage.sh"):
-                with open(f"{made}/{name}", "w") as script:
-                    script.write(fake)
-                os.chmod(f"{made}/{name}", 0o755)
+            with open(f"{made}/node.sh", "w") as script:
+                script.write(fake)
+            os.chmod(f"{made}/node.sh", 0o755)
             os.chmod(f"{runs}/.theirs", 0o777)
             os.rename(run.path, f"{runs}/.mine")
             os.rename(f"{runs}/.theirs", run.path)

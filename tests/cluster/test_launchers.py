@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -229,5 +230,5 @@ def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, cluster, root: Path,
     for rank in (0, 1):
         master, image = (ended.attempt / "logs" / f"rank-{rank}.log").read_text().split()
         assert master == address
-        assert image.startswith("/tmp/dray-images-")
-        assert cluster.exec(["bash", "-c", "ls -A /tmp/dray-images-*"], node=f"n{rank + 1}").out == ""
+        assert re.fullmatch(r"/tmp/dray-\d+-[0-9a-f]+\.sif", image)
+        assert cluster.exec(["bash", "-c", "ls /tmp/dray-*.sif 2>/dev/null"], node=f"n{rank + 1}").out == ""

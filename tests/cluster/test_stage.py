@@ -1,8 +1,9 @@
-"""The image on the nodes' own disks, on the real Slurm: by sbcast, in a tree, or by a copy of each node's."""
+"""The image on the nodes' own disks, by sbcast of the real Slurm."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,38 +11,34 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-QUICK = ("ranks_per_node=1", "train.steps=4", "train.warmup_steps=0", "train.log_every=1", "preflight.when=never")
 NODES = ("n1", "n2")
 # Named in a recipe's command: what of the copy is on this node while the run goes on.
 LOOK = """
 import glob, hashlib, json, os
-copies = [path for path in glob.glob("/tmp/dray-images-*/*") if path.endswith((".sif", ".part"))]
+copies = glob.glob("/tmp/dray-*.sif")
 digests = [hashlib.file_digest(open(path, "rb"), "sha256").hexdigest() for path in copies]
-modes = sorted({oct(os.stat(path).st_mode & 0o777) for path in (*copies, *map(os.path.dirname, copies))})
+modes = [oct(os.stat(path).st_mode & 0o777) for path in copies]
 print(json.dumps([os.environ["APPTAINER_CONTAINER"], copies, digests, modes]))
 """
+WORDS = ("ranks_per_node=1", "preflight.when=never", "--", "python3", "-c", LOOK)
 
 
 @pytest.fixture
-def at(cluster) -> Iterator[Callable[[str], str]]:
-    """The option that selects a site file with this way."""
+def option(cluster) -> Iterator[str]:
+    """The option that selects a site file with a folder for copies."""
     site = cluster.shared / "home" / "staged.toml"
-
-    def write(by: str) -> str:
-        site.write_text(f'name = "staged"\nabout = "a test"\nstage = "/tmp"\nstage_by = "{by}"\n')
-        site.chmod(0o644)
-        return "--export=ALL,DRAY_SITE=/shared/home/staged.toml"
-
-    yield write
+    site.write_text('name = "staged"\nabout = "a test"\nstage = "/tmp"\n')
+    site.chmod(0o644)
+    yield "--export=ALL,DRAY_SITE=/shared/home/staged.toml"
     site.unlink(missing_ok=True)
     for node in NODES:
-        cluster.exec(["bash", "-c", "rm -rf /tmp/dray-images-*"], user="root", node=node)
+        cluster.exec(["bash", "-c", "rm -rf /tmp/dray-*.sif"], user="root", node=node)
 
 
 @pytest.fixture
-def left(cluster) -> Callable[[str], str]:
-    """What is in the folder for copies on a node."""
-    return lambda node: cluster.exec(["bash", "-c", "ls -A /tmp/dray-images-* 2>/dev/null"], node=node).out
+def left(cluster) -> Callable[[], list[str]]:
+    """The copies on each node."""
+    return lambda: [cluster.exec(["bash", "-c", "ls /tmp/dray-*.sif 2>/dev/null"], node=node).out for node in NODES]
 
 
 def seen(attempt: Path) -> list[tuple[str, list[str], list[str], list[str]]]:
@@ -49,38 +46,23 @@ def seen(attempt: Path) -> list[tuple[str, list[str], list[str], list[str]]]:
     return [json.loads((attempt / "logs" / f"rank-{rank}.log").read_text().splitlines()[-1]) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    "by",
-    [
-        "auto",
-        pytest.param("sbcast", marks=pytest.mark.slow),
-        pytest.param("tree", marks=pytest.mark.slow),
-        pytest.param("copy", marks=pytest.mark.slow),
-    ],
-)
-def test_each_node_has_one_copy_which_goes_at_the_end(sbatch, root: Path, at, left, by: str) -> None:
-    words = ("ranks_per_node=1", "preflight.when=never", "--", "python3", "-c", LOOK)
-    ended = sbatch(at(by), f"{root}/slurm/multinode.sh", *words)
+def test_each_node_has_one_copy_which_goes_at_the_end(sbatch, root: Path, option: str, left) -> None:
+    ended = sbatch(option, f"{root}/slurm/multinode.sh", *WORDS)
     assert ended.code == 0, ended.output
-    wanted = json.loads((ended.attempt / "plan.json").read_text())["image_sha256"]
-    assert len(wanted) == 64
-    for starts, copies, digests, modes in seen(ended.attempt):
-        assert copies == [starts]
-        assert starts.endswith(f"/{wanted}.sif")
-        assert (digests, set(modes) <= {"0o600", "0o644", "0o700"}) == ([wanted], True)
-    assert [left(node) for node in NODES] == ["", ""]
-    assert ("image: sbcast has copied it to 2 nodes in " in ended.output) == (by in ("auto", "sbcast"))
-    assert (ended.attempt / "stage.json").exists() == (by == "tree")
-    assert (ended.attempt / "stage.sh").exists() == (by in ("auto", "sbcast"))
+    plan = json.loads((ended.attempt / "plan.json").read_text())
+    assert re.fullmatch(r"/tmp/dray-\d+-[0-9a-f]{32}\.sif", plan["stage"])
+    for node in seen(ended.attempt):
+        assert node == [plan["stage"], [plan["stage"]], [plan["image_sha256"]], ["0o600"]]
+    assert "image: sbcast has copied it to 2 nodes in " in ended.output
+    assert left() == ["", ""]
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_from_copies_that_nodes_handed_on(sbatch, at, left) -> None:
-    ended = sbatch(at("tree"), "slurm/multinode.sh", "recipes/smoke-cpu.toml", *QUICK)
+def test_a_spare_node_keeps_no_copy(sbatch, root: Path, option: str, left) -> None:
+    ended = sbatch(option, f"{root}/slurm/multinode.sh", "spares=1", *WORDS)
     assert ended.code == 0, ended.output
-    assert len(ended.metrics("step")) == 4
-    assert (ended.attempt / "stage.json").exists()
-    assert [left(node) for node in NODES] == ["", ""]
+    assert "image: sbcast has copied it to 2 nodes in " in ended.output
+    assert left() == ["", ""]
 
 
 # As the real one, but for some bytes of the file that it brings.
@@ -95,39 +77,42 @@ exit "$code"
 
 
 @pytest.mark.slow
-def test_a_file_that_was_changed_on_its_way_is_no_copy(cluster, sbatch, root: Path, at, left) -> None:
-    """Each node sees it, and gets the image in the next way."""
-    tool = cluster.shared / "home" / "flips" / "sbcast"
+@pytest.mark.parametrize(
+    ("script", "output", "log"),
+    [
+        (FLIPS, "image: sbcast has copied it to 2 nodes in ", ", has another digest, "),
+        ("#!/bin/bash\necho full >&2\nexit 1\n", "image: the nodes read the shared file: sbcast ended with 1: full\n",
+         ", is not there\n"),
+    ],
+)  # fmt: skip
+def test_without_a_right_copy_the_nodes_read_the_shared_file(
+    cluster, sbatch, root: Path, option: str, left, script: str, output: str, log: str
+) -> None:
+    tool = cluster.shared / "home" / "tools" / "sbcast"
     tool.parent.mkdir(exist_ok=True)
-    tool.write_text(FLIPS)
+    tool.write_text(script)
     tool.chmod(0o755)
     tool.parent.chmod(0o755)
-    path = "PATH=/shared/home/flips:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    words = ("ranks_per_node=1", "preflight.when=never", "--", "python3", "-c", LOOK)
-    ended = sbatch(f"{at('auto')},{path}", f"{root}/slurm/multinode.sh", *words)
+    path = "PATH=/shared/home/tools:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    ended = sbatch(f"{option},{path}", f"{root}/slurm/multinode.sh", *WORDS)
     assert ended.code == 0, ended.output
-    assert "image: not copied by sbcast: after sbcast 2 of 2 nodes got another file; see logs/stage.log" in ended.output
-    assert (ended.attempt / "logs/stage.log").read_text().count("dray: the copy of the image differs") == 2
-    assert all(copies == [starts] and digests for starts, copies, digests, _ in seen(ended.attempt))
-    assert (ended.attempt / "stage.json").exists()
-    assert [left(node) for node in NODES] == ["", ""]
+    assert output in ended.output
+    for number in (0, 1):
+        text = (ended.attempt / "logs" / f"node-{number}.log").read_text()
+        assert "dray: the image is read from the shared file: the copy on this node, /tmp/dray-" in text
+        assert log in text
+    assert not any(starts.startswith("/tmp/") for starts, *_ in seen(ended.attempt))
+    assert left() == ["", ""]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["auto", "copy"])
-def test_a_node_whose_folder_another_user_made_first(cluster, sbatch, root: Path, at, by: str) -> None:
-    """It reads the shared file, and says so; the other node has its copy."""
-    uid = cluster.exec(["id", "-u"], node="n2").out.strip()
-    folder = f"/tmp/dray-images-{uid}"
-    made = cluster.exec(["mkdir", "-m", "777", folder], user="nobody", node="n2", workdir="/tmp", env={"HOME": "/tmp"})
-    assert made.code == 0, made.err
-    words = ("ranks_per_node=1", "preflight.when=never", "--", "python3", "-c", LOOK)
-    ended = sbatch(at(by), f"{root}/slurm/multinode.sh", *words)
-    assert ended.code == 0, ended.output
-    (first, copies, _, _), (second, others, _, _) = seen(ended.attempt)
-    assert copies == [first]
-    assert first.startswith("/tmp/dray-images-")
-    assert (second.startswith("/tmp/"), others) == (False, [])
-    log = (ended.attempt / "logs" / "node-1.log").read_text()
-    assert f"dray: the image is not copied to this node, and is read from the shared file\n  where:  {folder}\n" in log
-    assert ("1 of 2 nodes have no folder for it" in ended.output) == (by == "auto")
+def test_sbcast_follows_no_link_and_writes_over_no_file(cluster, sbatch, option: str) -> None:
+    """dray relies on it: without --force it creates the file, or it fails."""
+    home = "/shared/home"
+    cluster.exec(["bash", "-c", f"echo mine >{home}/precious; ln -s {home}/precious /tmp/dray-link.sif"], node="n1")
+    script = cluster.shared / "home" / "sbcast.sh"
+    script.write_text(f"#!/bin/bash\nsbcast {home}/sbcast.sh /tmp/dray-link.sif\n")
+    script.chmod(0o755)
+    ended = sbatch("--nodes=1", "--nodelist=n1", f"{home}/sbcast.sh")
+    assert ended.code != 0
+    assert cluster.exec(["cat", f"{home}/precious"]).out == "mine\n"

@@ -60,8 +60,9 @@ export APPTAINERENV_WANDB_DIR='/shared/my work/runs/r1'
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
 export APPTAINERENV_XDG_CACHE_HOME='/shared/my work/runs/.cache-UID'
 
-scratch=/tmp/dray-7-r
-# Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node.
+scratch=/tmp/dray-7-r copy=''
+# Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node, and
+# `copy` sbcast's copy of the image.
 # shellcheck disable=SC2154
 
 readonly node__grace_s=10 # from SIGTERM to SIGKILL
@@ -121,9 +122,8 @@ node::left() { # the processes that have the run's folder on this node in their 
 }
 
 # shellcheck disable=SC2317 # the trap calls it
-node::clean() { # what was compiled on this node goes when it has ended, and a staged image
-  ! declare -F node::unstage >/dev/null || node::unstage
-  rm -rf -- "$scratch"
+node::clean() { # what was compiled on this node goes when it has ended, and sbcast's copy of the image
+  rm -rf -- "$scratch" ${copy:+"$copy"} || true
 }
 trap node::clean EXIT
 

@@ -13,19 +13,18 @@ from helpers import ROOT
 
 
 def decided(
-    disk: Path,
+    disk: Path | str,
     image: Path,
     *,
-    by: str = "auto",
-    nodes: int = 3,
     sha256: str,
+    run: Path = Path("/runs/r"),
+    scratch: str = "/tmp/dray-7-r",
     signers: tuple[str, ...] = (),
     **facts: object,
 ) -> Plan:
-    said = {"scheduler": "slurm", "job": 7, "nodelist": f"n[1-{nodes}]", "nodes": nodes, "uid": 1000, "gid": 1000}
+    said = {"scheduler": "slurm", "job": 7, "nodelist": "n[1-3]", "nodes": 3, "uid": 1000, "gid": 1000}
     said |= {"engine": "apptainer", "image": str(image), "image_sha256": sha256}
-    known = {"name": "s", "about": "", "stage": str(disk), "stage_by": by, "image_signers": signers}
-    site = Site.model_validate(known)
-    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"batch.global_size={8 * nodes}"])
+    site = Site.model_validate({"name": "s", "about": "", "stage": str(disk), "image_signers": signers})
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["batch.global_size=24"])
     seen = Facts.model_validate({**said, **facts})
-    return plan(recipe, site, seen, run_folder=PurePosixPath("/runs/r"), scratch="/tmp/dray-7-r", dray="0")
+    return plan(recipe, site, seen, run_folder=PurePosixPath(run), scratch=scratch, dray="0")

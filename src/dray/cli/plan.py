@@ -55,7 +55,7 @@ def plan(
     save: Annotated[
         bool,
         typer.Option(
-            "--write", help="For the batch script: write the attempt's folder and print its path, or ask for a fact."
+            "--write", help="For the batch script: write the attempt's folder and print its path, or ask for facts."
         ),
     ] = False,
     run: Annotated[str | None, typer.Option(hidden=True, help="Name of the run that dray submit began.")] = None,
@@ -104,15 +104,15 @@ def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
 
 
 def _write(asked: Chosen, recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
-    """Answer slurm/lib.sh: with a fact that it must correct, or with the folders of the attempt and its checkpoints."""
-    question = questions.ask(recipe, choice.site, seen) or layers.ask(recipe, choice.site, seen)
-    if question:
-        print(question)
+    """Answer slurm/plan.sh in lines `key=value`: all facts that it must correct, or what it needs of the plan."""
+    if asked_back := [*questions.ask(recipe, choice.site, seen), *layers.ask(recipe, choice.site, seen)]:
+        print("\n".join(asked_back))
         return
     asked.say()
     decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run, beside=asked.beside)
     report(decided)
-    print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}")
+    print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}\ngrace_s={decided.grace_s}")
+    print(f"stage={decided.stage}\nspares={','.join(decided.world.spares)}")
 
 
 def _read(name: str, site: str, gpu_memory: float | None) -> Facts:

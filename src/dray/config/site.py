@@ -165,11 +165,9 @@ class Site(Spec):
     annotations: Annotated[dict[Annotation, str], BeforeValidator(_flat)] = {}
     """With `edf`: annotations for the Container Engine's hooks, such as com.hooks.netstack.source = "artifact"; with
     `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". They override dray's own."""
-    stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
-    """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
-    stage_by: Literal["auto", "sbcast", "tree", "copy"] = "auto"
-    """How nodes get their copies: by Slurm's sbcast; in a tree, in which nodes pass on what the first one reads; or
-    each node copies the shared file. `auto` tries all in this order. If one fails, a node copies by itself."""
+    stage: Annotated[str, Field(pattern=r"^(off|/.+)$")] = "off"
+    """A folder on each node's own disk, such as /tmp or /dev/shm, to which Slurm's sbcast copies the image before the
+    start; `off`: nodes read the shared file."""
     cores: tuple[Cores, ...] = ()
     """The cores of each local rank, such as 49-55; used if the job has all of them and as many ranks on a node."""
     fabric: Fabric = Fabric()
@@ -208,10 +206,8 @@ class Site(Spec):
         if self.cores and self.gpus_per_node and len(self.cores) != self.gpus_per_node:
             raise ValueError(f"cores: {len(self.cores)} masks for {self.gpus_per_node} GPUs (gpus_per_node)")
         engine = engines.get(self.engine or "apptainer")
-        if self.stage and not engine.script_mounts:
+        if self.stage != "off" and not engine.script_mounts:
             raise ValueError(f"stage: with {self.engine}, Slurm starts the image before a node could copy it")
-        if self.stage_by != "auto" and not self.stage:
-            raise ValueError(f'stage_by = "{self.stage_by}" needs stage, the folder on each node for the copy')
         if self.annotations and not engine.takes_annotations:
             raise ValueError('annotations need engine = "edf" or "shifter"')
         for name in self.annotations:

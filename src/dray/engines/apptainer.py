@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dray.engines.base import DEVICES, LAYER, MOUNTS, STAGED_IMAGE, Container, Engine
+from dray.engines.base import DEVICES, LAYER, MOUNTS, Container, Engine
 
 _GPU: dict[str, list[str]] = {"cpu": [], "cuda": ["--nv"], "rocm": [DEVICES]}
 
@@ -43,7 +43,7 @@ class Apptainer(Engine):
             MOUNTS,
             *_layer(container.layer),
             f"--pwd={container.folder}",
-            STAGED_IMAGE if container.staged else container.image,
+            container.image,
             *inner,
         ]
 

@@ -34,8 +34,7 @@ class Container:
 
     run: str
     image: str
-    staged: bool
-    """Whether the node starts its own copy of the image."""
+    """The image's file or reference; STAGED_IMAGE if the node may start its own copy."""
     accelerator: str
     annotations: dict[str, str] = field(default_factory=dict)
     """Annotations for the engine's hooks."""

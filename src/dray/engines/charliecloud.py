@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dray.engines.base import DEVICES, MOUNTS, STAGED_IMAGE, Container, Engine, Shell
+from dray.engines.base import DEVICES, MOUNTS, Container, Engine, Shell
 
 # containers/environment has the same: a squashfs has no environment that ch-run would know.
 PATH = "/opt/dray/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/layer/bin"
@@ -40,7 +40,7 @@ class Charliecloud(Engine):
             ),  # a pipe: not on disk, not in argv
             MOUNTS,
             f"--cd={container.folder}",
-            STAGED_IMAGE if container.staged else container.image,
+            container.image,
             "--",
             *inner,
         ]

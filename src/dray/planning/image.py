@@ -1,4 +1,4 @@
-"""Chooses the variant of the image, if the recipe sets none."""
+"""Chooses the variant of the image, if the recipe sets none, and where each node reads it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
+from dray.engines.base import Engine
 from dray.facts import Facts
 from dray.planning.choice import Choice
 
@@ -47,3 +48,18 @@ def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
     table = recipe.model_dump(exclude_unset=True)
     whole = validate(Recipe, table, [f"image={found.value}"], what=f"the recipe with image={found.value}")
     return Choice(whole, f"{found.value}: {found.why}")
+
+
+def copy(site: Site, facts: Facts, engine: Engine, scratch: str) -> Choice[str]:
+    """The file on each node's own disk to which Slurm's sbcast copies the image; empty if nodes read the shared file.
+
+    Only the digest proves a copy, and nobody can guess its name before it is there. sbcast fails once a node is lost.
+    """
+    if site.stage == "off" or facts.scheduler != "slurm" or engine.image != "file" or not engine.script_mounts:
+        return Choice("", "")
+    if not facts.image_sha256:
+        return Choice("", "not copied to the nodes: there is no record beside the image with its digest")
+    if facts.lost:
+        return Choice("", "not copied to the nodes again, since the job has lost one")
+    file = str(PurePosixPath(site.stage) / f"{PurePosixPath(scratch).name}.sif")
+    return Choice(file, f"copied by sbcast to {file} of each node, else read from the shared file")

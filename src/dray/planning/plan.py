@@ -30,7 +30,6 @@ from dray.planning import (
     refusals,
     sharding,
     signatures,
-    staging,
     transport,
     vocabulary,
     world,
@@ -72,7 +71,7 @@ def plan(
     passed, given = environment.passed(recipe), grace.chosen(recipe, site, facts)
     python = engine.python(facts.image)
     signers = signatures.signers(recipe, site)
-    copies = staging.chosen(site, facts, engine, ranks, signed=bool(signers))
+    staged = image.copy(site, facts, engine, scratch)
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
@@ -93,8 +92,7 @@ def plan(
         image_file=facts.image_file,
         layer=files.layer,
         signers=signers,
-        stage=copies.folder,
-        stage_by=copies.by,
+        stage=staged.value,
         variant=recipe.image,
         site=f"site {site.name}",
         sbatch=site.sbatch,
@@ -117,7 +115,7 @@ def plan(
             "access": _ACCESS[recipe.runs.share],
             "site": f"{site.name}: {site_why}",
             "image": image_why,
-            **({"stage": copies.why} if copies.why else {}),
+            **({"stage": staged.why} if staged.why else {}),
             **({"layer": layers.reason(files.layer)} if files.layer else {}),
             **reasons,
             **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),

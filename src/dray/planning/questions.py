@@ -9,19 +9,21 @@ from dray.facts import Facts
 from dray.planning import image
 
 
-def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
-    """A line `key=value`, with which slurm/plan.sh plans again; empty if the planner knows all."""
-    if site.engine and site.engine != facts.engine:
-        return f"engine={site.engine}"
+def ask(recipe: Recipe, site: Site, facts: Facts) -> list[str]:
+    """All lines `key=value` with which slurm/plan.sh plans again; empty if the planner knows all."""
+    engine = engines.get(site.engine or facts.engine)
+    asked = [f"engine={engine.name}"] if engine.name != facts.engine else []
     variant = image.variant(recipe, site, facts).value
-    engine = engines.get(facts.engine)
     starts_sif = engine.image == "file" and "sif" in engine.formats  # else the plan refuses an adopted image
-    if starts_sif and not facts.image_given and not image.is_adopted(recipe, facts):
-        return f"image={recipe.adopted or variant}"
-    if facts.image_variant not in ("", variant) and not facts.image_given:
-        return f"image={variant}"
+    if not facts.image_given:
+        if starts_sif and not image.is_adopted(recipe, facts):
+            asked.append(f"image={recipe.adopted or variant}")
+        elif asked or facts.image_variant not in ("", variant):
+            asked.append(f"image={variant}")
     if recipe.image_digest and not facts.image_digest and engine.image == "file":
-        return "image_digest="  # to be computed there
+        asked.append("image_digest=")  # to be computed there
     unknown = [name for name in site.variables() if name in facts.shell and name not in facts.variables]
     unknown += [path for path in site.folders() if path not in facts.paths]
-    return f"variables={' '.join(unknown)}" if unknown else ""
+    if unknown:
+        asked.append(f"variables={' '.join(unknown)}")
+    return asked

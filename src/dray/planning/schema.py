@@ -12,7 +12,6 @@ from dray.config.site import Fabric
 from dray.config.training import Batch
 from dray.contract import findings
 from dray.facts import Engine, Layer
-from dray.planning import staging
 from dray.planning.binds import Bind
 from dray.planning.environment import Variable
 from dray.planning.world import SLURM, World
@@ -64,9 +63,7 @@ class Plan(BaseModel):
     signers: tuple[str, ...]
     """Fingerprints of keys, one of which must have signed the image and the layer; empty: none has to sign."""
     stage: str
-    """The folder for a copy of the image on each node's own disk; empty if nodes read the shared file."""
-    stage_by: tuple[staging.Way, ...] = ()
-    """How the image comes to the folder `stage` of each node; if that fails, the node copies it."""
+    """The copy of the image on each node's own disk, made by sbcast; empty if nodes read the shared file."""
     variant: str
     """The variant of the image: cpu, cuda, cuda12, rocm or rocm6."""
     site: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dray.render.node import engine_files, engine_options, enter_script, node_script, srun_options, stage_script
+from dray.render.node import engine_files, engine_options, enter_script, node_script, srun_options
 from dray.render.text import summary, text
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "enter_script",
     "node_script",
     "srun_options",
-    "stage_script",
     "summary",
     "text",
 ]

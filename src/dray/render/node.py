@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import resources
 
 from dray import engines
@@ -30,17 +29,10 @@ umask g=rx"""
 
 def node_script(plan: Plan) -> str:
     """The script that one task on each node runs."""
-    waits = plan.by_slurm or bool(plan.stage)  # else dray run waits for the nodes, and cleans up after them
-    own = f"scratch={_quoted(plan.scratch)}\n{_file('start')}" if waits else ""
-    return _script(plan, "Starts", own, ["node::start" if waits else "exec", *start_argv(plan)])
-
-
-def stage_script(plan: Plan) -> str:
-    """The script that one task on each node runs while sbcast copies the image; empty if the plan has no sbcast."""
-    if "sbcast" not in plan.stage_by:
-        return ""
-    head, call = _head(plan, "Stages"), shlex.join(["node::hold", plan.image, plan.stage, plan.image_sha256])
-    return "\n\n".join([f"{head}\nimage_id=''", _file("disk"), _file("sbcast"), call]) + "\n"
+    if not plan.by_slurm:  # dray run waits for the nodes, and cleans up after them
+        return _script(plan, "Starts", "", ["exec", *start_argv(plan)])
+    own = f"scratch={_quoted(plan.scratch)} copy={_quoted(plan.stage)}\n{_file('start')}"
+    return _script(plan, "Starts", own, ["node::start", *start_argv(plan)])
 
 
 def enter_script(plan: Plan) -> str:
@@ -68,7 +60,7 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
         *_lines(_missing_secrets(plan)),
         _DEVICES if engine.names_devices else "",
         _devices(plan, engine),
-        f"node::now staging\n\n{_stage(plan)}\n\nnode::now staged" if plan.stage else "",
+        _stage(plan) if plan.stage else "",
         _signed(plan) if plan.signers else "",
         "" if entering else f'export {engine.env_prefix}{startup.VARIABLE}="$started"',
         f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",
@@ -117,8 +109,7 @@ def _container(plan: Plan, *, terminal: bool = False) -> Container:
     brings = (kind, plan.variant) in engine.fabric and len(plan.world.nodes) > 1
     return Container(
         run=plan.run,
-        image=plan.image,
-        staged=bool(plan.stage),
+        image=STAGED_IMAGE if plan.stage else plan.image,
         accelerator=ACCELERATORS[plan.variant],
         annotations=plan.annotations,
         layer=plan.layer.file if plan.layer else "",
@@ -277,18 +268,7 @@ def _missing_secrets(plan: Plan) -> Iterator[str]:
 
 def _stage(plan: Plan) -> str:
     call = shlex.join(["node::stage", plan.image, plan.stage, plan.image_sha256])
-    identity = f'image_id="${{{plan.world.identity["image"]}}}"'
-    tree = [_fetch(plan), _file("tree")] if "tree" in plan.stage_by else []
-    return "\n\n".join([f"{identity}\n{_file('disk')}", _file("stage"), *tree, call])
-
-
-def _fetch(plan: Plan) -> str:
-    """The tree's program in a container of the shared image, without GPU, layer and mounts but the run's."""
-    engine = engines.get(plan.engine)
-    container = replace(_container(plan), staged=False, accelerator="cpu", layer="", fabric="")
-    inner = [engine.python(plan.image), "-m", "dray.runner.stage", f"{plan.folder}/{names.PLAN}"]
-    argv = " \\\n    ".join(map(_quoted, engine.argv(container, inner)))
-    return f"node::fetch() {{\n  {argv}\n}}"
+    return f"node::now staging\n\n{_file('stage')}\n\n{call}\n\nnode::now staged"
 
 
 def _signed(plan: Plan) -> str:

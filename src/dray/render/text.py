@@ -24,7 +24,7 @@ def text(plan: Plan) -> str:
                 ("access", plan.reasons["access"]),
                 ("recipe", f"{plan.recipe.name}" + (f": {plan.recipe.about}" if plan.recipe.about else "")),
                 ("image", _image(plan)),
-                *([("stage", plan.reasons["stage"])] if plan.stage else []),
+                *([("stage", plan.reasons["stage"])] if "stage" in plan.reasons else []),
                 *([("signed", f"with one of {' '.join(plan.signers)}: each node checks")] if plan.signers else []),
             ],
         ),

@@ -30,7 +30,7 @@ KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "la
 DEFAULT = KINDS[:-1]
 """All but layers: recipes name layers, and building one again needs a network."""
 _QUIET_DAYS = 1.0  # a run without a result may be active on another cluster that shares this disk
-_STAGE = re.compile(rb'"stage": ?"(/[^"\\]{0,4000})"')
+_STAGE = re.compile(rb'^ "stage": "(/[^"\\]{0,4000})/[^"\\/]+"', re.MULTILINE)
 _MOST = 16 << 20  # bytes of a plan
 
 
@@ -172,7 +172,7 @@ def _needs(state: State) -> Iterator[str]:
         return
     with suppress(DrayError, OSError):
         plan = read(state.paths)
-        yield from (plan.image, plan.recipe.checkpoint.folder, plan.layer.file if plan.layer else "")
+        yield from (plan.image, plan.stage, plan.recipe.checkpoint.folder, plan.layer.file if plan.layer else "")
         yield from (bind.path for bind in plan.binds)
         yield from plan.recipe.places().values()
 
@@ -208,10 +208,10 @@ def _scratch() -> Iterator[Item]:
 
 
 def _stages(runs: list[Path]) -> list[Path]:
-    """The folders on this node's disk to which the plans of these runs copy images."""
+    """The folders on a node's disk to which the plans of these runs copy images."""
     found: set[str] = set()
     for run in runs:
         with suppress(OSError, DrayError):
             paths = last_attempt(run)
             found |= {name.decode(errors="replace") for name in _STAGE.findall(files.read(paths.plan, limit=_MOST))}
-    return [Path(stage) / f"dray-images-{os.getuid()}" for stage in sorted(found)]
+    return [Path(stage) for stage in sorted(found)]

@@ -28,15 +28,15 @@ _LONGEST = 200
 # shows it.
 _PLAN: tuple[tuple[str, str | None], ...] = (
     *((key, None) for key in (
-        "run", "run_folder", "folder", "scratch", "attempt", "job", "user", "left_outside", "where", "sbatch", "site",
-        "launcher", "command", "version", "world.port", "world.master", "world.nodes", "world.spares", "world.identity",
-        "world.task", "world.interfaces", "world.rendezvous_timeout_s", "world.max_restarts", "recipe.version",
-        "recipe.name", "recipe.about", "recipe.scale", "recipe.tiny", "recipe.image", "recipe.image_digest",
-        "recipe.image_signers", "recipe.adopted", "recipe.layer", "recipe.layer_digest", "recipe.env",
-        "recipe.pass_env", "recipe.nodes", "recipe.ranks_per_node", "recipe.port", "recipe.batch", "recipe.launcher",
-        "recipe.preflight",
+        "run", "run_folder", "folder", "scratch", "stage", "attempt", "job", "user", "left_outside", "where", "sbatch",
+        "site", "launcher", "command", "version", "world.port", "world.master", "world.nodes", "world.spares",
+        "world.identity", "world.task", "world.interfaces", "world.rendezvous_timeout_s", "world.max_restarts",
+        "recipe.version", "recipe.name", "recipe.about", "recipe.scale", "recipe.tiny", "recipe.image",
+        "recipe.image_digest", "recipe.image_signers", "recipe.adopted", "recipe.layer", "recipe.layer_digest",
+        "recipe.env", "recipe.pass_env", "recipe.nodes", "recipe.ranks_per_node", "recipe.port", "recipe.batch",
+        "recipe.launcher", "recipe.preflight",
     )),
-    *((key, "image") for key in ("variant", "engine", "image_sha256", "layer", "signers", "stage", "stage_by")),
+    *((key, "image") for key in ("variant", "engine", "image_sha256", "layer", "signers")),
     ("dray", "versions"),
     *((key, "code") for key in ("recipe.command", "recipe.accelerate")),
     *((key, "model") for key in ("recipe.model", "recipe.lora", "recipe.analog")),

@@ -102,7 +102,7 @@ def in_image(image: str, folder: Path) -> Place:
     accelerator = ACCELERATORS.get(variant, "cpu")
     layer = layers.made(variant, PACKAGE) if variant else None
     container = Container(
-        run="", image=str(file.absolute()), staged=False, user="", variables=(), name_variable="", one_machine=True,
+        run="", image=str(file.absolute()), user="", variables=(), name_variable="", one_machine=True,
         accelerator=accelerator if node.has_gpu(accelerator) else "cpu",
         layer=layer.file if layer else "", folder=str(Path.cwd()), mounts=(),
     )  # fmt: skip

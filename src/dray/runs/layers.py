@@ -25,10 +25,15 @@ from dray.planning import image
 _NOBODY = 65534
 
 
-def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
-    """The line that asks slurm/lib.sh to bind the layer into the planner's container; empty if that is done."""
-    file = _file(recipe, site, facts)
-    return f"layer={file}" if file and not facts.layer else ""
+def ask(recipe: Recipe, site: Site, facts: Facts) -> list[str]:
+    """The line that asks slurm/plan.sh to bind the layer into the planner's container; empty if that is done.
+
+    A layer is one variant's, and only an adopted image itself tells its variant.
+    """
+    if not facts.image_given and not image.is_adopted(recipe, facts):
+        return []
+    file = _file(recipe, site, facts.model_copy(update={"engine": site.engine or facts.engine}))
+    return [f"layer={file}"] if file and not facts.layer else []
 
 
 def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:

@@ -95,19 +95,11 @@ def tables(runs: Path, file: str = run_folder.TUNE) -> list[Path]:
 
 
 def staged(folders: list[Path]) -> Iterator[Item]:
-    """Copies of images on this node's disk, whole or half-written, that killed runs left."""
-    for folder in (one for one in folders if own(one, folder=True)):
-        for image in sorted(folder.glob("*.sif")):
-            if not own(image, folder=False):
-                continue
-            lock = image.with_name(f"{image.name}.lock")
-            beside = [path for path in (image.with_name(f"{image.name}.making"), lock) if own(path, folder=False)]
-            found = item("staged", image, "an image's copy", image, *beside, used=image.stat().st_atime)
-            yield found.stays("a run on this machine uses it") if _held(lock) else found._replace(lock=lock)
-        for part in sorted(one for one in folder.glob("*.sif.part") if own(one, folder=False)):
-            lock = part.with_suffix(".making")
-            found = item("staged", part, "an unfinished copy")
-            yield found.stays("a run on this machine is writing it") if _held(lock) else found._replace(lock=lock)
+    """Copies of images on this node's disk that killed jobs left. A run that has started no longer needs its copy."""
+    for folder in folders:
+        for image in sorted(folder.glob(f"dray-{os.geteuid()}-*.sif")):
+            if own(image, folder=False):
+                yield item("staged", image, "an image's copy", used=image.stat().st_atime)
 
 
 def builds(build: Path | None) -> Iterator[Item]:

@@ -36,7 +36,6 @@ class RunPaths:
     plan = _In(names.PLAN)
     node_script = _In(names.NODE_SCRIPT)
     srun_options = _In(names.SRUN_OPTIONS)
-    stage_script = _In(names.STAGE_SCRIPT)
     stop = _In(names.STOP)
     saved = _In(names.SAVED)
     process = _In(names.PROCESS)

@@ -27,7 +27,7 @@ _NODES = {
     "names", "started by", "site", "memory_gb", "kernel", "cpus", "numa", "cores_of_ranks", "world.one_machine",
     "world.shared_folder", "world.cores",
 }  # fmt: skip
-_IMAGE = {"engine", "image", "stage", "signers"}  # if its digest and packages are the same
+_IMAGE = {"engine", "image", "signers"}  # if its digest and packages are the same
 _NUMERIC = {
     "accelerate", "aihwkit-lightning", "datasets", "deepspeed", "dray", "numpy", "peft", "python", "libc", "tokenizers",
     "torch", "transformers", "triton",

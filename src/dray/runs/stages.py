@@ -113,7 +113,7 @@ def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
             paths.rank_log(0).exists(),
         "the launcher starts the ranks" if proved else "preflight": _JOINED in log,
         "rendezvous: the first node waits for the others": rendezvous.exists(),
-        "nodes copy the image and start it" if plan.get("stage") else "nodes start the image":
+        "nodes check their copy of the image and start it" if plan.get("stage") else "nodes start the image":
             paths.node_log(0).exists(),
         "Slurm starts the nodes" if plan.get("job") else "the nodes start": True,
     }  # fmt: skip

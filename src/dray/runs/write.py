@@ -190,8 +190,6 @@ def begin(
     write_atomic(paths.node_script, render.node_script(decided), mode=0o755)
     if options := render.srun_options(decided):
         write_atomic(paths.srun_options, options)
-    if script := render.stage_script(decided):
-        write_atomic(paths.stage_script, script, mode=0o755)
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
     capsule.begun(paths, decided, beside)
     return decided, paths

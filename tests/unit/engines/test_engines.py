@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import time
@@ -36,127 +34,30 @@ def made(root: Path, folder: Path, *, site: Site, scratch: str = "/tmp/dray-7-r"
     return plan(recipe, site, seen, run_folder=PurePosixPath(folder), scratch=scratch, dray="0")
 
 
-class TestStage:
-    """The real script and the real bash; Apptainer is a stand-in that tells which image it was to start."""
-
-    @pytest.fixture
-    def start(self, root: Path, tmp_path: Path):
-        for name in ("run/attempt-1/failures", "disk", "bin"):
-            (tmp_path / name).mkdir(parents=True)
-        (tmp_path / "my image.sif").write_bytes(IMAGE)
-        tool = tmp_path / "bin" / "apptainer"
-        tool.write_text('#!/bin/bash\nfor word; do [[ "$word" != *.sif ]] || sha256sum "$word"; done\neval "$DO"\n')
-        tool.chmod(0o755)
-
-        def begin(do: str = "", *, disk: Path = tmp_path / "disk", sha256: str = "") -> subprocess.Popen[str]:
-            decided = made(
-                root,
-                tmp_path / "run",
-                site=Site(name="s", about="", stage=str(disk), stage_by="copy"),
-                scratch=f"/tmp/dray-7-{os.getpid()}-{next(_NUMBERS)}",  # a node ends all that has it in its environment
-                engine="apptainer",
-                image=str(tmp_path / "my image.sif"),
-                image_sha256=sha256,
-            )
-            return subprocess.Popen(
-                ["bash", "-c", render.node_script(decided)],
-                env={"PATH": f"{tool.parent}:/usr/bin:/bin", "DO": do},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-
-        return begin
-
-    @staticmethod
-    def copy(tmp_path: Path, sha256: str = "") -> Path:
-        """By its digest, or by the id in its header and its size where nobody knows the digest."""
-        name = sha256 or f"{IMAGE[48:64].hex()}-{len(IMAGE)}"
-        return tmp_path / "disk" / f"dray-images-{os.getuid()}" / f"{name}.sif"
-
-    @pytest.mark.parametrize("sha256", ["", hashlib.sha256(IMAGE).hexdigest()])
-    def test_the_copy_is_started_and_goes_at_the_end(self, start, tmp_path: Path, sha256: str) -> None:
-        with start(sha256=sha256) as node:
-            out, err = node.communicate(timeout=20)
-        copy = self.copy(tmp_path, sha256)
-        assert (node.returncode, out, err) == (0, f"{hashlib.sha256(IMAGE).hexdigest()}  {copy}\n", "")
-        assert list(copy.parent.iterdir()) == []
-
-    def test_a_failing_run_cleans_up_too_and_keeps_its_code(self, start, tmp_path: Path) -> None:
-        with start("exit 7") as node:
-            assert node.wait(20) == 7
-        assert list(self.copy(tmp_path).parent.iterdir()) == []
-
-    def test_two_jobs_share_it_and_the_last_one_removes_it(self, start, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "gate")
-        with start(f"read < {shlex.quote(str(tmp_path / 'gate'))}") as first:
-            assert first.stdout
-            first.stdout.readline()
-            copied = self.copy(tmp_path).stat().st_ino
-            with start(f"stat --format=%i {shlex.quote(str(self.copy(tmp_path)))}") as second:
-                assert second.communicate(timeout=20)[0].splitlines()[1] == str(copied)
-            assert self.copy(tmp_path).exists()
-            (tmp_path / "gate").write_text("go\n")
-            assert first.wait(20) == 0
-        assert list(self.copy(tmp_path).parent.iterdir()) == []
-
-    def test_an_image_that_arrives_otherwise_is_not_started(self, start, tmp_path: Path) -> None:
-        with start(sha256="0" * 64) as node:
-            out, err = node.communicate(timeout=20)
-        assert (node.returncode, out) == (69, "")
-        assert err.splitlines()[:2] == [
-            "dray: the copy of the image differs from the image",
-            f"  where:  {self.copy(tmp_path, '0' * 64)}",
-        ]
-
-    def test_where_there_is_no_room_the_shared_one_starts(self, start, tmp_path: Path) -> None:
-        small = tmp_path / "file"
-        small.touch()
-        with start(disk=small) as node:
-            out, _ = node.communicate(timeout=20)
-        assert (node.returncode, out.split("  ")[1]) == (0, f"{tmp_path}/my image.sif\n")
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="root makes the small disk")
-    def test_a_full_disk_leaves_the_shared_one_alone(self, start, tmp_path: Path) -> None:
-        small = tmp_path / "small"
-        small.mkdir()
-        (tmp_path / "my image.sif").write_bytes(IMAGE * 64)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "dray-test", small], check=True)
-        try:
-            others = small / f"dray-images-{os.getuid()}"
-            # Meanwhile another job finds room.
-            with start(
-                f"ls {others} >&2; for file in {others}/*.making; do : >${{file%.making}}.part; done", disk=small
-            ) as node:
-                out, err = node.communicate(timeout=20)
-            left = [path.suffix for path in others.iterdir()]
-        finally:
-            subprocess.run(["umount", small], check=True)
-        assert (node.returncode, out.split("  ")[1]) == (0, f"{tmp_path}/my image.sif\n")
-        assert "dray: no room for a copy of the image in" in err
-        assert (tmp_path / "my image.sif").read_bytes() == IMAGE * 64
-        assert ".part\n" not in err
-        assert ".part" in left
-
-    def test_what_slurm_tells_the_script_alone_the_engine_hears_once(self, start) -> None:
-        """As proctrack/cgroup does it, which signals no grandchild."""
-        do = "count=0; trap 'count=$((count + 1))' USR1; trap 'echo heard $count; exit 9' TERM; echo ready; "
-        with start(do + "while :; do sleep 0.05; done") as node:
-            assert node.stdout
-            while node.stdout.readline() != "ready\n":
-                assert node.poll() is None
-            node.send_signal(signal.SIGUSR1)
-            time.sleep(0.3)  # two signals at once may be heard in any order
-            node.send_signal(signal.SIGTERM)
-            assert node.wait(20) == 9
-            assert node.stdout.read() == "heard 1\n"
-
-    @pytest.mark.shellcheck
-    def test_shellcheck(self, root: Path, tmp_path: Path) -> None:
-        site = Site(name="s", about="", stage="/dev/shm")
-        script = render.node_script(made(root, tmp_path, site=site, engine="apptainer", image="/i.sif"))
-        checked = subprocess.run(["shellcheck", "-"], input=script, capture_output=True, text=True, check=False)
-        assert checked.stdout == ""
+def test_what_slurm_tells_the_script_alone_the_engine_hears_once(root: Path, tmp_path: Path) -> None:
+    """As proctrack/cgroup does it, which signals no grandchild."""
+    do = "count=0; trap 'count=$((count + 1))' USR1; trap 'echo heard $count; exit 9' TERM; echo ready; "
+    (tmp_path / "run" / "attempt-1").mkdir(parents=True)
+    (tmp_path / "i.sif").touch()
+    tool = tmp_path / "apptainer"
+    tool.write_text(f"#!/bin/bash\n{do}while :; do sleep 0.05; done\n")
+    tool.chmod(0o755)
+    script = render.node_script(
+        made(
+            root, tmp_path / "run", site=Site(name="s", about=""), engine="apptainer", image=str(tmp_path / "i.sif"),
+            scratch=f"/tmp/dray-7-{os.getpid()}",  # a node ends all that has it in its environment
+        )
+    )  # fmt: skip
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with subprocess.Popen(["bash", "-c", script], env=env, stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout
+        while node.stdout.readline() != "ready\n":
+            assert node.poll() is None
+        node.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)  # two signals at once may be heard in any order
+        node.send_signal(signal.SIGTERM)
+        assert node.wait(20) == 9
+        assert node.stdout.read() == "heard 1\n"
 
 
 def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
@@ -220,7 +121,7 @@ def test_an_engine_that_is_none(root: Path) -> None:
 def limits(engine: str, uid: int, accelerator: str = "cuda") -> list[str]:
     """What the engine says of limits: network cards register, and so lock, the memory that they read and write."""
     container = Container(
-        run="r", image="i", staged=False, accelerator=accelerator, folder="/r", user=f"{uid}:{uid}", variables=(),
+        run="r", image="i", accelerator=accelerator, folder="/r", user=f"{uid}:{uid}", variables=(),
         name_variable="N", one_machine=False, mounts=(),
     )  # fmt: skip
     return [word for word in engines.get(engine).argv(container, ["true"]) if word.startswith("--ulimit")]

@@ -278,12 +278,6 @@ class TestWords:
         record = json.loads((tmp_path / "run/attempt-1/failures/node-0.json").read_text())
         assert (record["node"], record["code"]) == ("n1", 69)
 
-    def test_a_folder_is_not_copied_to_the_node(self, tmp_path: Path, tools: Path, tree: Path) -> None:
-        decided = made(tmp_path / "run", image=tree)
-        ended = start(decided.model_copy(update={"stage": f"{tmp_path}/disk"}), tools=str(tools), HELP="")
-        assert ended.returncode == 0, ended.stderr
-        assert str(tree) in ended.stdout.splitlines()
-
     @pytest.mark.shellcheck
     def test_shellcheck(self, tmp_path: Path) -> None:
         script = render.node_script(made(tmp_path / "run", image="/i.sqsh"))

@@ -374,15 +374,15 @@ class TestPlans:
     @pytest.mark.parametrize(
         ("settings", "facts", "answer"),
         [
-            (("adopted=mine",), {}, ""),
-            (("adopted=/i/x.sif",), {}, ""),
-            (("adopted=/i/y.sif",), {}, "image=/i/y.sif"),
-            (("adopted=mine",), {"adopted": "", "adopted_path": ""}, "image=mine"),
-            (("adopted=other",), {}, "image=other"),
-            ((), {}, "image=cpu"),
-            ((), {"image_given": True}, ""),
-            (("adopted=mine",), {"engine": "pyxis", "adopted": ""}, ""),
-            (("adopted=mine",), {"engine": "podman-hpc", "adopted": ""}, ""),
+            (("adopted=mine",), {}, []),
+            (("adopted=/i/x.sif",), {}, []),
+            (("adopted=/i/y.sif",), {}, ["image=/i/y.sif"]),
+            (("adopted=mine",), {"adopted": "", "adopted_path": ""}, ["image=mine"]),
+            (("adopted=other",), {}, ["image=other"]),
+            ((), {}, ["image=cpu"]),
+            ((), {"image_given": True}, []),
+            (("adopted=mine",), {"engine": "pyxis", "adopted": ""}, []),
+            (("adopted=mine",), {"engine": "podman-hpc", "adopted": ""}, []),
         ],
     )
     def test_the_batch_script_is_told_which_image(self, seen, settings, facts, answer):

@@ -221,7 +221,7 @@ class TestLook:
     def look(self, file: Path, engine: str = "apptainer") -> Layer | None:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", (f"layer={file}",))
         facts = Facts(scheduler="slurm", nodelist="n1", nodes=1, engine=engine, image="i")
-        assert layers.ask(recipe, Site(name="s", about=""), facts) == ("" if engine == "edf" else f"layer={file}")
+        assert layers.ask(recipe, Site(name="s", about=""), facts) == ([] if engine == "edf" else [f"layer={file}"])
         return layers.look(recipe, Site(name="s", about=""), facts)
 
     def test_a_layer(self, file: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import subprocess
 from pathlib import Path, PurePosixPath
 
@@ -20,6 +20,7 @@ from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
 
 A, B = "A1" * 20, "B2" * 20
+IMAGE = bytes(range(256)) * 4
 # As `apptainer sif list` has them.
 PARTS = """\
 ------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def made(
 ) -> Plan:
     image = {"bare": "python3", "docker": "dray:cpu"}.get(engine, str(folder / "my image.sif"))
     facts = Facts(scheduler="local" if engine in ("bare", "docker") else "slurm", nodelist="n1", nodes=1, engine=engine,
-                  image=image, uid=7, gid=7)  # fmt: skip
+                  image=image, image_sha256=hashlib.sha256(IMAGE).hexdigest(), uid=7, gid=7)  # fmt: skip
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", words)
     at = Site(name="s", about="", image_signers=site, **more)
     return plan(recipe, at, facts, run_folder=PurePosixPath(folder / "run"), scratch=str(folder / "own"), dray="0")
@@ -50,7 +51,7 @@ def verified(*names: tuple[str, str]) -> str:
 def node(root: Path, tmp_path: Path):
     """Run a node's script with a tool that prints this for `verify`, and says that it has started the image."""
     (tmp_path / "run" / "attempt-1" / "failures").mkdir(parents=True)
-    (tmp_path / "my image.sif").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "my image.sif").write_bytes(IMAGE)
     tool = tmp_path / "bin" / "apptainer"
     tool.parent.mkdir()
     tool.write_text(
@@ -62,7 +63,7 @@ def node(root: Path, tmp_path: Path):
     )
     tool.chmod(0o755)
 
-    def run(says: str, code: int = 0, *, stage: str = "", parts: str = PARTS) -> subprocess.CompletedProcess[str]:
+    def run(says: str, code: int = 0, *, stage: str = "off", parts: str = PARTS) -> subprocess.CompletedProcess[str]:
         decided = made(root, tmp_path, f'image_signers=["{A}"]', stage=stage)
         env = {
             "PATH": f"{tool.parent}:/usr/bin:/bin",
@@ -86,10 +87,12 @@ def test_an_image_that_is_signed_with_the_key_starts(node, tmp_path: Path, key: 
 
 
 def test_the_copy_on_the_node_is_what_is_checked(node, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "own.sif").write_bytes(IMAGE)
     ended = node(verified(("me", A)), stage=str(tmp_path / "disk"))
     assert ended.returncode == 0, ended.stderr
     first = (tmp_path / "calls").read_text().splitlines()[0]
-    assert first.startswith(f"verify --local --json {tmp_path}/disk/dray-images-{os.getuid()}/")
+    assert first == f"verify --local --json {tmp_path}/disk/own.sif"
 
 
 @pytest.mark.parametrize(

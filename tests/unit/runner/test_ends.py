@@ -199,9 +199,17 @@ def test_the_node_s_script_ends_what_a_killed_runner_has_left(tmp_path: Path) ->
     os.kill(int(alive(tmp_path)[0]), signal.SIGKILL)
 
 
-def test_a_signal_before_the_engine_has_started_reaches_it(tmp_path: Path) -> None:
-    """It would have ended the script, and the engine had gone on."""
-    before = 'set() { [[ $1 != -m ]] || kill -TERM $$; builtin set "$@"; }; export -f set'
+@pytest.mark.parametrize(
+    "before",
+    [
+        'set() { [[ $1 != -m ]] || kill -TERM $$; builtin set "$@"; }',
+        """set -T; trap '[[ "$BASH_COMMAND" != "engine=\\$!" ]] || kill -TERM $$' DEBUG""",  # it has no name yet
+    ],
+)
+def test_a_signal_while_the_engine_starts_reaches_it(tmp_path: Path, before: str) -> None:
+    """It would have ended the script, which takes the node's folder away, and the engine had gone on."""
+    (tmp_path / "own").mkdir()
     started = time.monotonic()
     code = script(tmp_path, "sleep 30", before).returncode  # -15: the script was killed itself
     assert (code, time.monotonic() - started < 20) == (128 + signal.SIGTERM, True)
+    assert not (tmp_path / "own").exists()

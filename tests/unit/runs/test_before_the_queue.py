@@ -171,9 +171,10 @@ class TestTheImage:
     def test_a_jobs_planner_asks_for_it(self) -> None:
         recipe = read_recipe(None, (), RAW)
         guessed = facts(image_variant="cpu", site="lumi")
-        assert questions.ask(recipe, sites.find("lumi"), guessed) == "image=rocm6"
+        unseen = f"variables={' '.join(sites.find('lumi').folders())}"
+        assert questions.ask(recipe, sites.find("lumi"), guessed) == ["image=rocm6", unseen]
         known = {"image_variant": "rocm6", "paths": dict.fromkeys(sites.find("lumi").folders(), "there")}
-        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update=known)) == ""
+        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update=known)) == []
 
     @pytest.mark.parametrize(
         ("content", "found"), [(b"", "an empty file"), (b"#!/bin/sh\necho", "'#!/bin/sh\\necho'"), (b"\xff" * 99, None)]

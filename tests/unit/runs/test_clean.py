@@ -165,47 +165,21 @@ def test_layers_go_by_name_and_leave_their_lock(tmp_path: Path) -> None:
 
 
 def test_staged_images(tmp_path: Path) -> None:
-    """Where the plans of this user's runs copy them to."""
-    paths = ended(tmp_path / "runs", "mine")
-    paths.plan.write_text(paths.plan.read_text().replace('"stage": ""', f'"stage": "{tmp_path}/disk"'))
-    folder = tmp_path / "disk" / f"dray-images-{os.getuid()}"
-    folder.mkdir(parents=True)
-    for name in ("used", "left"):
-        for end in ("", ".lock", ".making"):
-            (folder / f"{name}.sif{end}").touch()
-    old(folder, 90)
-    with (folder / "used.sif.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        found = looked(tmp_path / "runs", "staged")
-    assert found["used.sif"].kept == "a run on this machine uses it"
-    assert clean.remove(found["left.sif"]) == ""
-    assert sorted(path.name for path in folder.iterdir()) == ["used.sif", "used.sif.lock", "used.sif.making"]
-
-
-@pytest.mark.hostile("clean")
-def test_what_a_killed_job_had_of_a_copy(tmp_path: Path) -> None:
-    paths = ended(tmp_path / "runs", "mine")
-    paths.plan.write_text(paths.plan.read_text().replace('"stage": ""', f'"stage": "{tmp_path}/disk"'))
-    folder = tmp_path / "disk" / f"dray-images-{os.getuid()}"
-    folder.mkdir(parents=True)
-    for name in ("made.sif.part", "left.sif.part", "alone.sif.part", "made.sif.making", "left.sif.making"):
-        (folder / name).write_bytes(b"x")
-    (folder / "folder.sif.part").mkdir()
-    (folder / "link.sif.part").symlink_to(paths.plan)
-    old(folder, 90)
-    with (folder / "made.sif.making").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = looked(tmp_path / "runs", "staged")
-    assert {name: item.kept for name, item in found.items()} == {
-        "made.sif.part": "a run on this machine is writing it", "left.sif.part": "", "alone.sif.part": "",
-    }  # fmt: skip
-    with (folder / "left.sif.making").open("a") as lock:  # a job that has begun since
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert clean.remove(found["left.sif.part"]) == "a run uses it now"
-    assert [clean.remove(found[f"{name}.sif.part"]) for name in ("left", "alone")] == ["", ""]
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "folder.sif.part", "left.sif.making", "link.sif.part", "made.sif.making", "made.sif.part",
-    ]  # fmt: skip
+    """Where the plans of this user's runs copy them to; by the names that they give them alone."""
+    paths, uid = ended(tmp_path / "runs", "mine"), os.getuid()
+    plan = paths.plan.read_text().replace('"stage": ""', f'"stage": "{tmp_path}/disk/dray-{uid}-aa.sif"')
+    paths.plan.write_text(plan)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for name in (f"dray-{uid}-aa.sif", f"dray-{uid}-bb.sif", f"dray-{uid}9-aa.sif", "thesis.sif", f"dray-{uid}-aa"):
+        (disk / name).touch()
+    (disk / f"dray-{uid}-folder.sif").mkdir()
+    (disk / f"dray-{uid}-link.sif").symlink_to(paths.plan)
+    old(disk, 90)
+    found = looked(tmp_path / "runs", "staged")
+    assert sorted(found) == [f"dray-{uid}-aa.sif", f"dray-{uid}-bb.sif"]
+    assert clean.remove(found[f"dray-{uid}-aa.sif"]) == ""
+    assert not (disk / f"dray-{uid}-aa.sif").exists()
 
 
 @pytest.mark.hostile("clean")

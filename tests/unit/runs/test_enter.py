@@ -131,7 +131,7 @@ def test_what_a_node_lacks_is_no_failure_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_staged_image_is_not_copied_again(tmp_path: Path) -> None:
-    plan = read(begun(tmp_path)).model_copy(update={"stage": "/local"})
+    plan = read(begun(tmp_path)).model_copy(update={"stage": "/local/dray-7-r.sif"})
     assert "node::stage" in render.node_script(plan)
     assert "node::stage" not in render.enter_script(plan)
 

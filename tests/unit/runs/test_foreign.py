@@ -22,7 +22,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.runner import __main__ as runner
-from dray.runner import rendezvous, stage
+from dray.runner import rendezvous
 from dray.runs import desk
 from dray.runs.paths import RunPaths, make_run_folder, of_job
 from dray.runs.write import read_recipe, write
@@ -205,7 +205,6 @@ class TestARunInThePlaceOfMine:
         readers: dict[str, list[Callable[[], object]]] = {
             "plan.json": [
                 lambda: runner.main(str(attempt / name)),
-                lambda: stage.main(str(attempt / name)),
                 lambda: config.read(str(attempt / name)),
             ],
             "secret": [lambda: rendezvous.secret_of(str(attempt))],

@@ -52,7 +52,7 @@ set -euo pipefail
 image=/i.sif attempt="/home/me/my runs/r/attempt-1"
 given=(recipes/x.toml "data.train=/my data/*.jsonl" -- python3 "my train.py")
 source "$DRAY_HOME/slurm/lib.sh"
-lost=() stopped_by=""
+lost=() stopped_by="" grace_s="${GRACE:-}"
 end::decided
 ((${#lost[@]} == 0)) || echo "lost ${lost[*]}"
 """
@@ -193,19 +193,10 @@ def test_where_a_node_may_not_submit_the_line_is_printed(slurm: Slurm) -> None:
     assert typed.stdout.split("\0")[:-1] == follow
 
 
-@pytest.mark.parametrize(
-    ("text", "option"),
-    [
-        ('{\n "grace_s": 600,\n "x": 1\n}', ["--signal=B:USR1@600"]),
-        ('{\n "recipe": {\n  "grace_s": 700\n }\n}', []),  # of the recipe, which the site's may take the place of
-        ('{\n "grace_s": 1 --wrap=x,\n}', []),
-        ("", []),
-    ],
-)
-def test_it_is_told_as_early_as_this_one(slurm: Slurm, tmp_path: Path, text: str, option: list[str]) -> None:
-    """scontrol does not show a job's own --signal."""
-    (tmp_path / "plan.json").write_text(text)
-    _, (_, follow) = slurm.after("requeue\n", answers=REFUSED)
+@pytest.mark.parametrize(("grace", "option"), [("600", ["--signal=B:USR1@600"]), ("", [])])
+def test_it_is_told_as_early_as_this_one(slurm: Slurm, grace: str, option: list[str]) -> None:
+    """scontrol does not show a job's own --signal, and the planner has told the seconds."""
+    _, (_, follow) = slurm.after("requeue\n", answers=REFUSED, GRACE=grace)
     assert [word for word in follow if "signal" in word] == option
 
 

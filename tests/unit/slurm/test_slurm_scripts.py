@@ -116,6 +116,20 @@ class TestCorrections:
         assert ended.returncode == 0, ended.stderr
         assert job.seen.read_text() == "dray-cpu.sif dray plan\n" * 2
 
+    @pytest.mark.seconds
+    def test_all_that_is_wrong_costs_one_more_start(self, job: Job, tmp_path: Path) -> None:
+        (tmp_path / "mine.toml").write_text(
+            f'name = "x"\nimage = "rocm"\nimage_digest = "{digest("rocm")}"\n[command]\nargv = ["true"]\n'
+        )
+        site = tmp_path / "site.toml"
+        binds = "".join(f'[[binds]]\npath = "{path}"\nwhy = "x"\n' for path in (tmp_path / "scratch", "$SCRATCH"))
+        (tmp_path / "scratch").mkdir()
+        site.write_text(f'name = "site"\nabout = "x"\n{binds}')
+        words = (f"--site={site}", tmp_path / "mine.toml")
+        ended = job.plan(*words, SLURM_GPUS_ON_NODE="2", SCRATCH=str(tmp_path / "scratch"))
+        assert ended.returncode == 0, ended.stderr
+        assert job.seen.read_text() == "dray-cpu.sif dray plan\ndray-rocm.sif dray plan\n"
+
     @pytest.mark.slow
     def test_another_variant_on_the_command_line(self, job: Job) -> None:
         ended = job.plan("recipes/smoke-cpu.toml", "image=rocm", SLURM_GPUS_ON_NODE="2")

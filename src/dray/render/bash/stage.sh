@@ -1,51 +1,25 @@
 #!/usr/bin/env bash
-# The image is copied to this node's own disk once, for all jobs of this user that run here, and goes with the last one.
-# node.sh contains this file after disk.sh.
-# shellcheck disable=SC2154,SC2034
+# The copy of the image that Slurm's sbcast has made on this node's own disk. node.sh contains this file.
+# shellcheck disable=SC2034
 
-copied="" part=""
-
-node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one where there is no room
-  local copy="" found making
+node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, else the shared file
+  local -r folder="${2%/*}"
+  local wrong="" mode digest
   image="$1"
-  [[ -f "$1" ]] || return 0 # a folder starts where it is
-  if node::disk "$@" && ! { node::join && { exec {making}>>"$copy.making"; } 2>/dev/null; }; then
-    node::full "$1"
-    copy=""
+  mode="$(stat --dereference --format=%a -- "${folder:-/}")" || mode=777
+  if [[ ! -f "$2" || -L "$2" ]]; then
+    wrong="is not there"
+  # What is proved below, nobody may exchange later.
+  elif [[ ! -O "$2" || ! "$(stat --dereference --format=%u -- "${folder:-/}")" =~ ^(0|$UID)$ ]] ||
+    ((8#$mode & 8#22 && !(8#$mode & 8#1000))) || ! chmod 600 -- "$2"; then
+    wrong="could be changed by another user"
+  else
+    digest="$(sha256sum <"$2")" || digest=""
+    [[ "${digest%% *}" == "$3" ]] || wrong="has another digest, ${digest%% *}"
   fi
-  # Where sbcast has brought it to all nodes, there is nothing to bring.
-  ! declare -F node::tree >/dev/null || [[ -n "${DRAY_STAGED:-}" ]] || node::tree "$1" "$3"
-  [[ -n "$copy" ]] || return 0
-  flock --exclusive "$making"
-  if [[ ! -f "$copy" ]]; then
-    part="$copy.part"
-    if ! found="$(set -o pipefail; tee -- "$part" <"$1" | sha256sum)"; then
-      rm --force -- "$part"
-      part="" # from here on it may be another job's, which may find room
-      exec {making}>&-
-      node::full "$1"
-      return 0
-    fi
-    if [[ -n "$3" && "${found%% *}" != "$3" ]]; then
-      rm --force -- "$part"
-      node::differs "${found%% *}" "$3"
-      exit 69
-    fi
-    mv -- "$part" "$copy"
-    part=""
-  fi
-  exec {making}>&-
-  image="$copy" copied="$copy"
-}
-
-node::full() { # IMAGE
-  echo "dray: no room for a copy of the image in ${copy%/*}: it is read from $1" >&2
-}
-
-# shellcheck disable=SC2317 # node::clean calls it
-node::unstage() {
-  [[ -z "$part" ]] || rm --force -- "$part" # of a copy that was broken off
-  if [[ -n "$copied" ]] && flock --exclusive --nonblock "$staged"; then
-    rm --force -- "$copied" "$copied.making" "$copied.lock"
+  if [[ -z "$wrong" ]]; then
+    image="$2"
+  else
+    echo "dray: the image is read from the shared file: the copy on this node, $2, $wrong" >&2
   fi
 }

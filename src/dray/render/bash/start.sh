@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node.
+# Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node, and
+# `copy` sbcast's copy of the image.
 # shellcheck disable=SC2154
 
 readonly node__grace_s=10 # from SIGTERM to SIGKILL
@@ -59,8 +60,7 @@ node::left() { # the processes that have the run's folder on this node in their 
 }
 
 # shellcheck disable=SC2317 # the trap calls it
-node::clean() { # what was compiled on this node goes when it has ended, and a staged image
-  ! declare -F node::unstage >/dev/null || node::unstage
-  rm -rf -- "$scratch"
+node::clean() { # what was compiled on this node goes when it has ended, and sbcast's copy of the image
+  rm -rf -- "$scratch" ${copy:+"$copy"} || true
 }
 trap node::clean EXIT

@@ -58,8 +58,9 @@ export APPTAINERENV_WANDB_DIR=/runs/r
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
 export APPTAINERENV_XDG_CACHE_HOME=/runs/.cache-UID
 
-scratch=/tmp/dray-7-r
-# Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node.
+scratch=/tmp/dray-7-r copy='/local disk/dray-7-r.sif'
+# Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node, and
+# `copy` sbcast's copy of the image.
 # shellcheck disable=SC2154
 
 readonly node__grace_s=10 # from SIGTERM to SIGKILL
@@ -119,9 +120,8 @@ node::left() { # the processes that have the run's folder on this node in their 
 }
 
 # shellcheck disable=SC2317 # the trap calls it
-node::clean() { # what was compiled on this node goes when it has ended, and a staged image
-  ! declare -F node::unstage >/dev/null || node::unstage
-  rm -rf -- "$scratch"
+node::clean() { # what was compiled on this node goes when it has ended, and sbcast's copy of the image
+  rm -rf -- "$scratch" ${copy:+"$copy"} || true
 }
 trap node::clean EXIT
 
@@ -205,132 +205,32 @@ done
 
 node::now staging
 
-image_id="${DRAY_IMAGE_ID}"
-# The place of the image's copy on this node's own disk, and how a file becomes the copy: once its digest is right.
-# node.sh and stage.sh contain this file; `image_id` is the id of the image.
-# shellcheck disable=SC2154,SC2034
+# The copy of the image that Slurm's sbcast has made on this node's own disk. node.sh contains this file.
+# shellcheck disable=SC2034
 
-node::disk() { # IMAGE FOLDER SHA256: sets `copy`, which only this user can make; fails, and says so, where that cannot be
-  local -r folder="$2/dray-images-$UID"
-  local found
-  (umask 077 && mkdir --parents -- "$folder") 2>/dev/null || true
-  # In a folder that another user has made, another user's image may wait. One look: nobody can change the file between two.
-  found="$(LC_ALL=C stat --format='%F of user %u' -- "$folder" 2>&1)" || true
-  if [[ "$found" != "directory of user $UID" ]] || ! chmod 700 -- "$folder"; then
-    printf 'dray: the image is not copied to this node, and is read from the shared file\n  where:  %s\n  wanted: %s\n  found:  %s\n' \
-      "$folder" "directory of user $UID" "$found" >&2
-    return 1
-  fi
-  copy="$folder/${3:-$image_id-$(stat --format=%s -- "$1")}.sif"
-}
-
-node::join() { # sets `staged`, the lock that all who use the copy share: as long as one has it, nobody takes the copy away
-  while :; do # until it is the one that others see
-    { exec {staged}>>"$copy.lock"; } 2>/dev/null || return
-    flock --shared "$staged"
-    [[ ! "/proc/self/fd/$staged" -ef "$copy.lock" ]] || break
-    exec {staged}>&-
-  done
-}
-
-node::differs() { # FOUND WANTED: of the copy's digest
-  printf 'dray: the copy of the image differs from the image\n  where:  %s\n  wanted: %s\n  found:  %s\n' "$copy" "$2" "$1" >&2
-}
-
-# The image is copied to this node's own disk once, for all jobs of this user that run here, and goes with the last one.
-# node.sh contains this file after disk.sh.
-# shellcheck disable=SC2154,SC2034
-
-copied="" part=""
-
-node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one where there is no room
-  local copy="" found making
+node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, else the shared file
+  local -r folder="${2%/*}"
+  local wrong="" mode digest
   image="$1"
-  [[ -f "$1" ]] || return 0 # a folder starts where it is
-  if node::disk "$@" && ! { node::join && { exec {making}>>"$copy.making"; } 2>/dev/null; }; then
-    node::full "$1"
-    copy=""
-  fi
-  # Where sbcast has brought it to all nodes, there is nothing to bring.
-  ! declare -F node::tree >/dev/null || [[ -n "${DRAY_STAGED:-}" ]] || node::tree "$1" "$3"
-  [[ -n "$copy" ]] || return 0
-  flock --exclusive "$making"
-  if [[ ! -f "$copy" ]]; then
-    part="$copy.part"
-    if ! found="$(set -o pipefail; tee -- "$part" <"$1" | sha256sum)"; then
-      rm --force -- "$part"
-      part="" # from here on it may be another job's, which may find room
-      exec {making}>&-
-      node::full "$1"
-      return 0
-    fi
-    if [[ -n "$3" && "${found%% *}" != "$3" ]]; then
-      rm --force -- "$part"
-      node::differs "${found%% *}" "$3"
-      exit 69
-    fi
-    mv -- "$part" "$copy"
-    part=""
-  fi
-  exec {making}>&-
-  image="$copy" copied="$copy"
-}
-
-node::full() { # IMAGE
-  echo "dray: no room for a copy of the image in ${copy%/*}: it is read from $1" >&2
-}
-
-# shellcheck disable=SC2317 # node::clean calls it
-node::unstage() {
-  [[ -z "$part" ]] || rm --force -- "$part" # of a copy that was broken off
-  if [[ -n "$copied" ]] && flock --exclusive --nonblock "$staged"; then
-    rm --force -- "$copied" "$copied.making" "$copied.lock"
-  fi
-}
-
-node::fetch() {
-  apptainer \
-    --quiet \
-    exec \
-    --cleanenv \
-    --no-eval \
-    --no-mount=home,cwd \
-    "${mounts[@]}" \
-    --pwd=/runs/r/attempt-1 \
-    '/my images/i.sif' \
-    python3 \
-    -m \
-    dray.runner.stage \
-    /runs/r/attempt-1/plan.json
-}
-
-# The image comes from node to node, from the first one, which reads it. node.sh contains this file after stage.sh, and defines
-# node::fetch, which runs dray.runner.stage in a container of the shared image.
-# shellcheck disable=SC2154,SC2034
-
-node::tree() { # IMAGE SHA256: makes `copy`, or leaves it to what comes next; every node takes part, for all wait for one another
-  local found
-  if [[ -z "$copy" ]] || ! flock --exclusive --nonblock "$making"; then # a node that has the lock must not wait for another lock
-    node::fetch <"$1" >/dev/null || true
-  elif [[ -f "$copy" ]]; then
-    node::fetch <"$copy" >/dev/null || true
+  mode="$(stat --dereference --format=%a -- "${folder:-/}")" || mode=777
+  if [[ ! -f "$2" || -L "$2" ]]; then
+    wrong="is not there"
+  # What is proved below, nobody may exchange later.
+  elif [[ ! -O "$2" || ! "$(stat --dereference --format=%u -- "${folder:-/}")" =~ ^(0|$UID)$ ]] ||
+    ((8#$mode & 8#22 && !(8#$mode & 8#1000))) || ! chmod 600 -- "$2"; then
+    wrong="could be changed by another user"
   else
-    part="$copy.part"
-    rm --force -- "$part" # of a job that was killed
-    if node::fetch <"$1" 1<>"$part" && found="$(sha256sum <"$part")"; then
-      if [[ "${found%% *}" == "$2" ]]; then
-        chmod 600 -- "$part"
-        mv -- "$part" "$copy"
-      else
-        node::differs "${found%% *}" "$2"
-      fi
-    fi
-    rm --force -- "$part"
-    part=""
+    digest="$(sha256sum <"$2")" || digest=""
+    [[ "${digest%% *}" == "$3" ]] || wrong="has another digest, ${digest%% *}"
+  fi
+  if [[ -z "$wrong" ]]; then
+    image="$2"
+  else
+    echo "dray: the image is read from the shared file: the copy on this node, $2, $wrong" >&2
   fi
 }
 
-node::stage '/my images/i.sif' '/local disk' 5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e70000
+node::stage '/my images/i.sif' '/local disk/dray-7-r.sif' 5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e70000
 
 node::now staged
 
