@@ -10,8 +10,8 @@ from dray.config.training import Batch
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
 from dray.facts import Files
-from dray.planning import memory
 from dray.planning.choice import Choice
+from dray.planning.estimates import memory, model_shape
 from dray.planning.world import World
 
 _LARGE = 1e9
@@ -46,7 +46,7 @@ def _auto(recipe: Recipe, shares: Batch | None, files: Files, world: World, gpu_
         return "full", "fastest on a CPU"
     if recipe.analog and recipe.analog.enabled:
         return "full", "the head may be analog"
-    model = memory.known(files)
+    model = model_shape.known(files)
     if files.configuration is None or model is None:
         return "full", "the model's configuration is not known here, and the model may change logits after its head"
     if changes := _changes(files):
@@ -59,7 +59,7 @@ def _auto(recipe: Recipe, shares: Batch | None, files: Files, world: World, gpu_
     return ("chunked", f"whole {shown}") if size > _LARGE else ("full", f"whole {shown}")
 
 
-def _fitting(recipe: Recipe, model: memory.Shape, world: World, gpu_memory: float) -> tuple[str, str]:
+def _fitting(recipe: Recipe, model: model_shape.Shape, world: World, gpu_memory: float) -> tuple[str, str]:
     """`full` is the fastest where it is compiled, if it leaves a tenth of the memory free."""
     assert recipe.train is not None
     train = recipe.train.model_copy(update={"loss": "full"})

@@ -24,7 +24,6 @@ from dray.planning import (
     launchers,
     layers,
     loss,
-    memory,
     pins,
     precision,
     refusals,
@@ -35,6 +34,7 @@ from dray.planning import (
     vocabulary,
     world,
 )  # fmt: skip
+from dray.planning.estimates import memory
 from dray.planning.schema import Plan
 
 _ACCESS = {

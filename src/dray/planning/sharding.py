@@ -7,7 +7,7 @@ from dray.config.site import Site
 from dray.contract import exit_codes, sharding
 from dray.contract.findings import Finding, counted
 from dray.facts import Facts, Files
-from dray.planning import memory
+from dray.planning.estimates import memory, model_shape
 from dray.planning.world import World
 
 _GB = 10**9
@@ -22,11 +22,11 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
         (asked,) = sharding.nodes_of(train.fsdp_shard, nodes)
         return f"{_over(world, asked)}: train.fsdp_shard"
     limit = memory.limit(site, facts)
-    model = memory.known(files)
+    model = model_shape.known(files)
     if not limit or model is None:
         return f"over the fewest nodes whose ranks hold it in {_quarter()}, measured at the start; copies on the others"
     # As the trainer counts it, in its leanest way.
-    held = (4 if recipe.model.dtype != "bf16" else 2) * (model.parameters + 3 * memory.trained(model))
+    held = (4 if recipe.model.dtype != "bf16" else 2) * (model.parameters + 3 * model_shape.trained(model))
     sizes = sharding.nodes_of("auto", nodes)
     least = next((one for one in sizes if held / (one * world.ranks_per_node) <= sharding.SHARE * limit * _GB), nodes)
     return (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dray.config.recipe import Recipe
 from dray.facts import Files
-from dray.planning import memory
 from dray.planning.choice import Choice
+from dray.planning.estimates import memory, model_shape
 
 _MULTIPLE = 128
 
@@ -19,7 +19,7 @@ def chosen(recipe: Recipe, files: Files) -> Choice[Recipe]:
     recipe = recipe.model_copy(update={"model": model})
     if multiple <= 1:
         return Choice(recipe, f"not padded: {why}")
-    known = memory.shape(files.configuration) if files.configuration else None
+    known = model_shape.of(files.configuration) if files.configuration else None
     size = f" ({known.vocabulary:,} words -> {memory.padded(recipe, known):,})" if known else ""
     return Choice(recipe, f"padded in the head to a multiple of {multiple}{size}: {why}")
 

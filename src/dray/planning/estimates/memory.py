@@ -8,8 +8,8 @@ top.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,41 +18,14 @@ from dray.config.site import Site
 from dray.config.training import STRATEGIES
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
-from dray.facts import Counted, Facts, Files
-from dray.planning import activations, batch
+from dray.facts import Facts, Files
+from dray.planning import batch
+from dray.planning.estimates import activations, model_shape
+from dray.planning.estimates.model_shape import Shape
 from dray.planning.world import World
 
 _GB = 1e9
 _REST = 1.5 * _GB  # CUDA's own, the libraries' kernels, communication buffers
-# What transformers takes where a configuration does not say.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
-    "gpt_neo": {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 50257},
-    "opt": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
-            "vocab_size": 50272},
-    "bert": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 512,
-             "intermediate_size": 3072, "vocab_size": 30522},
-    "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
-              "vocab_size": 32000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-}  # fmt: skip
-_LEARNED = {"gpt2": 1024, "gpt_neo": 2048, "opt": 2048, "bert": 512}  # positions that are weights
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model, from its configuration."""
-
-    parameters: int
-    hidden: int
-    layers: int
-    vocabulary: int
-    linear: int
-    """Inputs plus outputs of all linear layers of one block: LoRA's size grows with it."""
-    outside: int
-    """Parameters that are in no block, such as the embedding: FSDP gathers them once, as one group."""
-    block: activations.Block
-    counted: Counted | None = None
-    """What was counted in the model itself, if it was."""
 
 
 @dataclass(frozen=True)
@@ -73,44 +46,6 @@ class Estimate:
             if any(parts.values()):
                 shown = ", ".join(f"{part} {size / _GB:.2f}" for part, size in parts.items() if size)
                 yield f"{sum(parts.values()) / _GB:.1f} GB {name}: {shown}"
-
-
-def shape(raw: Mapping[str, Any]) -> Shape | None:
-    """The sizes from config.json; None if the type of the model is not known. ConfigError: a size is not a number."""
-    of_text = raw.get("text_config")  # of a model that also sees or hears
-    raw = {**raw, **of_text} if isinstance(of_text, dict) else raw
-    kind = str(raw.get("model_type", ""))
-    known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
-
-    def one(*names: str, other: int = 0) -> int:
-        return next((activations.whole(known, name) for name in names if name in known), other)
-
-    hidden, layers = one("hidden_size", "n_embd", "d_model"), one("num_hidden_layers", "n_layer", "num_layers")
-    heads, vocabulary = one("num_attention_heads", "n_head", "num_heads"), one("vocab_size")
-    if not (hidden and layers and heads and vocabulary):
-        return None
-    each = one("head_dim", other=hidden // heads)
-    width, shared = heads * each, one("num_key_value_heads", other=heads) * each
-    experts = max(1, one("num_local_experts", "num_experts", "n_routed_experts"))
-    of_one = ("moe_intermediate_size",) if experts > 1 else ()
-    own = ("ffn_dim",) if kind == "opt" else ()
-    inner = one(*of_one, *own, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
-    gated = "rms_norm_eps" in known
-    block = 2 * hidden * (width + shared) + (3 if gated else 2) * hidden * inner * experts
-    block += 2 * hidden if gated else 4 * hidden + (hidden if kind == "gpt_neo" else 4 * hidden) + inner + hidden
-    # Biases of queries, keys and values; and a norm for each of a head's queries and keys.
-    block += {"qwen2": width + 2 * shared, "qwen3": 2 * each}.get(kind, 0)
-    positions = one("max_position_embeddings", "n_positions", other=_LEARNED.get(kind, 0)) if kind in _LEARNED else 0
-    positions += 2 if kind == "opt" else 0  # its first two are for padding
-    tables = 1 if known.get("tie_word_embeddings", not gated) else 2
-    total = vocabulary * hidden * tables + positions * hidden + layers * block
-    total += hidden if gated else 2 * hidden
-    if kind == "bert":  # types of tokens, and the head's layer and norm; the other norm is the embeddings'
-        total += one("type_vocab_size", other=2) * hidden + hidden * hidden + 3 * hidden + vocabulary * tables
-    linear = 4 * hidden + 2 * (width + shared) + (3 if gated else 2) * (hidden + inner)
-    linear -= 2 * hidden if kind == "gpt2" else 0  # queries, keys and values are one layer
-    sizes = activations.block(known, hidden=hidden, width=width, shared=shared, heads=heads, inner=inner)
-    return Shape(total, hidden, layers, vocabulary, linear, total - layers * block, sizes)
 
 
 def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -> Estimate:
@@ -214,7 +149,7 @@ def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) 
     """The estimate as text; and the refusal of a run that cannot fit, before it waits in the queue."""
     if recipe.train is None:
         return "", ()
-    most, model = limit(site, facts), known(files)
+    most, model = limit(site, facts), model_shape.known(files)
     if model is None:
         unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
         return f"not estimated: {_unknown(recipe, files)}{unchecked}", ()
@@ -241,19 +176,6 @@ def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) 
 def limit(site: Site, facts: Facts) -> float | None:
     """GB of memory on each GPU; None if unknown."""
     return site.gpu_memory_gb if facts.gpu_memory_gb is None else facts.gpu_memory_gb
-
-
-def known(files: Files) -> Shape | None:
-    """The sizes of the model, with what was counted in the model itself."""
-    model = shape(files.configuration) if files.configuration else None
-    if model and (counted := files.counted):
-        return replace(model, counted=counted, parameters=counted.parameters, outside=counted.outside)
-    return model
-
-
-def trained(model: Shape) -> float:
-    """How many parameters of the model are trained."""
-    return model.counted.trained if model.counted else model.parameters
 
 
 def _unknown(recipe: Recipe, files: Files) -> str:
