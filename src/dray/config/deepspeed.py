@@ -1,4 +1,7 @@
-"""A user's DeepSpeed JSON: the recipe decides what it leaves `auto`; where both set a value, they must agree."""
+"""A user's DeepSpeed JSON: the recipe decides what it leaves `auto`; a value in both must be the same.
+
+transformers' Trainer has this rule too: no option wins over DeepSpeed's file.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dray.config import agreement
-from dray.config.agreement import Setting
+from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES, Strategy
 from dray.contract.files import parse_json
@@ -57,21 +59,24 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
         found = [*same, *found, *_of_offload(file, path), *_of_sections(file, path)]
     else:  # the rest is between DeepSpeed, accelerate and the script
         found = [(f"command.{name[6:]}", key, value) for name, key, value in found if name in _BOTH]
-    given = agreement.settled(
-        recipe,
-        [
-            Setting(name, tuple(value) if isinstance(value, list) else value, key, _at(file, key), _line(text, key))
-            for name, key, value in found
-        ],
-        path,
-        leave='write "{}": "auto" in {}',
-    )
+    table: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
+    for name, key, value in found:
+        section, field = name.split(".")
+        section_table = table.setdefault(section, {})
+        if section_table.setdefault(field, value) != value:
+            raise ConfigError(
+                f"{name} and {key} do not agree",
+                where=f"the recipe and {path}",
+                wanted=f"{name} = {json.dumps(section_table[field])}, as the recipe says",
+                found=f"{key} = {json.dumps(_at(file, key))}, in {path.name}",
+                fix=f'write "{key.rpartition(".")[2]}": "auto" in {path.name}, or make them the same',
+            )
     if recipe.train:
         rest = {key: value for key, value in file.items() if key not in _DROPPED and key not in _SAME}
-        given["train"]["deepspeed"] = json.dumps(_without_auto(rest))
+        table["train"]["deepspeed"] = json.dumps(_without_auto(rest))
     else:
-        given["command"]["deepspeed"] = json.dumps(_filled(file, **given["command"]))
-    return agreement.validated(given, "the DeepSpeed file", path)
+        table["command"]["deepspeed"] = json.dumps(_filled(file, **table["command"]))
+    return validate(Recipe, table, what=f"the recipe with {path}")
 
 
 def _filled(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **_: object) -> dict[str, Any]:
@@ -195,11 +200,3 @@ def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value
     if isinstance(value, dict):
         return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
     return value
-
-
-def _line(text: str, key: str) -> int:
-    """The line of the key's last part."""
-    at = 0
-    for part in key.split(" ", maxsplit=1)[0].split("."):
-        at = max(text.find(f'"{part}"', at), at)
-    return text.count("\n", 0, at) + 1

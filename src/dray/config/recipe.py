@@ -118,7 +118,7 @@ class Recipe(Spec):
     """Seconds without progress after which a run ends as hung (75); dray names the rank that hangs. 0: never.
     Left out: dray's trainer decides by its own steps, and a command is not watched. See docs/survive.md."""
     accelerate: str | None = None
-    """The script's configuration file for accelerate, YAML or JSON, beside the recipe; it must agree with [command]."""
+    """The script's configuration file for accelerate, YAML or JSON, beside the recipe. [command] wins over it."""
     preflight: Preflight = Preflight()
     runs: Runs = Runs()
     command: Command | None = None

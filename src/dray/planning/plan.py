@@ -136,12 +136,13 @@ def plan(
         recipe=recipe,
     )  # fmt: skip
     found = (
-        *loss.refusals(recipe, site, files), *accelerate.refusals(recipe, ranks),
+        *loss.refusals(recipe, site, files),
         *layers.refusals(recipe, engine, files), *refusals.in_values(made, facts),
         *refusals.mounts(made, facts, engine), *refusals.find(recipe, site, facts, engine),
         *files.findings, *too_large, *sharding.refusals(recipe, ranks),
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
-        *accelerate.advice(recipe), *grace.find(recipe, site, facts, files), *advice.find(made, site, facts, files),
+        *accelerate.advice(recipe, ranks), *grace.find(recipe, site, facts, files),
+        *advice.find(made, site, facts, files),
     )  # fmt: skip
     return made.model_copy(update={"findings": found})
 

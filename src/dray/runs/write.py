@@ -47,7 +47,7 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     recipe = _placed(recipe, beside)
     if recipe.accelerate:
         file = beside / recipe.accelerate
-        recipe = accelerate.agreed(recipe, _copied(file, "accelerate's file", recipe), file)
+        recipe = accelerate.completed(recipe, _copied(file, "accelerate's file", recipe), file)
     if (part := recipe.train or recipe.command) and part.deepspeed:
         file = beside / part.deepspeed
         recipe = deepspeed.agreed(recipe, _copied(file, "the DeepSpeed file", recipe), file)
