@@ -10,6 +10,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES, Strategy
 from dray.contract.findings import Finding
+from dray.planning.rule import Planned, note
 from dray.planning.world import World
 
 FILE, _DEEPSPEED = "accelerate.json", "deepspeed.json"
@@ -86,14 +87,14 @@ def _text(configuration: dict[str, Any]) -> str:
     return json.dumps(configuration, indent=1) + "\n"
 
 
-def advice(recipe: Recipe, world: World) -> Iterator[Finding]:
+def advice(given: Planned) -> Iterator[Finding]:
     """Warn of settings that have no effect."""
-    if overridden := _overridden(recipe, world):
-        yield Finding(
+    recipe = given.recipe
+    if overridden := _overridden(recipe, given.plan.world):
+        yield note(
             "accelerate's file has settings that the recipe or the plan decides",
             found=", ".join(f"{key} = {json.dumps(value)}" for key, value in overridden.items()),
             fix="remove them from the file; the recipe's nodes, port and [command], or --ranks, decide them",
-            kind="note",
         )
     strategy = _strategy(recipe)
     if strategy != "ddp" and ACCELERATORS[recipe.image] == "cpu":

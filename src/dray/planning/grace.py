@@ -11,6 +11,7 @@ from dray.config.site import Site
 from dray.contract.findings import Finding
 from dray.facts import Facts, Files
 from dray.planning.choice import Choice
+from dray.planning.rule import Planned
 
 DEFAULT_S = 120
 """What the batch scripts ask for: #SBATCH --signal=B:USR1@120."""
@@ -40,11 +41,12 @@ def wanted(save_s: float) -> int:
     return max(1, math.ceil(2 * save_s))
 
 
-def find(recipe: Recipe, site: Site, facts: Facts, files: Files) -> Iterator[Finding]:
+def advice(given: Planned) -> Iterator[Finding]:
     """Warn of a grace that is too short for the slowest checkpoint of an earlier run."""
-    if facts.scheduler != "slurm" or recipe.train is None:
+    facts, files = given.facts, given.files
+    if facts.scheduler != "slurm" or given.recipe.train is None:
         return
-    grace, save = chosen(recipe, site, facts), files.save_s
+    grace, save = chosen(given.recipe, given.site, facts), files.save_s
     if save is not None and grace.value < wanted(save):
         yield Finding(
             "the grace is shorter than twice the slowest checkpoint",

@@ -1,4 +1,4 @@
-"""Chooses the variant of the image, if the recipe sets none."""
+"""The image of a run: its variant, whether it is adopted, who must have signed it, and the layer beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dray.config.image import ACCELERATORS
 from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.facts import Facts
+from dray.contract.findings import counted
+from dray.facts import Facts, Layer
 from dray.planning.choice import Choice
 
 
@@ -47,3 +48,15 @@ def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
     table = recipe.model_dump(exclude_unset=True)
     whole = validate(Recipe, table, [f"image={found.value}"], what=f"the recipe with image={found.value}")
     return Choice(whole, f"{found.value}: {found.why}")
+
+
+def signers(recipe: Recipe, site: Site) -> tuple[str, ...]:
+    """The keys of which one must have signed; if recipe and site both name keys, those in both lists."""
+    demanded = [keys for keys in (recipe.image_signers, site.image_signers) if keys]
+    return tuple(key for key in demanded[0] if all(key in keys for keys in demanded)) if demanded else ()
+
+
+def layer_reason(layer: Layer) -> str:
+    """The layer's packages and digest, in one line."""
+    names = ", ".join(list(layer.packages)[:3]) + (", ..." if len(layer.packages) > 3 else "")
+    return f"{counted(len(layer.packages), 'package')} after the image's own ({names}), {layer.digest[:19]}"

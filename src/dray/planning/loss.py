@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from dray.config.recipe import Recipe
-from dray.config.site import Site
 from dray.config.training import Batch
-from dray.contract import exit_codes
-from dray.contract.findings import Finding
 from dray.facts import Files
 from dray.planning.choice import Choice
 from dray.planning.estimates import memory, model_shape
@@ -49,8 +44,8 @@ def _auto(recipe: Recipe, shares: Batch | None, files: Files, world: World, gpu_
     model = model_shape.known(files)
     if files.configuration is None or model is None:
         return "full", "the model's configuration is not known here, and the model may change logits after its head"
-    if changes := _changes(files):
-        return "full", f"this model changes logits after its head ({changes})"
+    if changed := changes(files):
+        return "full", f"this model changes logits after its head ({changed})"
     if recipe.train.compile and shares and gpu_memory:
         return _fitting(recipe.model_copy(update={"batch": shares}), model, world, gpu_memory)
     tokens = ((shares and shares.per_device) or 1) * recipe.data.sequence_length
@@ -71,39 +66,8 @@ def _fitting(recipe: Recipe, model: model_shape.Shape, world: World, gpu_memory:
     return "chunked", f"{shown}, and a tenth is to be free"
 
 
-def refusals(recipe: Recipe, site: Site, files: Files) -> Iterator[Finding]:
-    """Refuse a loss that the recipe sets and that does not work."""
-    if recipe.train is None or recipe.train.loss in ("auto", "full"):
-        return
-    kind = recipe.train.loss
-    if kind == "triton" and (found := _without_triton(recipe, site)):
-        yield Finding(
-            "train.loss = triton needs a GPU whose tensor cores Triton can use",
-            where="recipe [train]",
-            wanted="an image for GPUs, and NVIDIA A100 or AMD MI250X or newer",
-            found=found,
-            fix="train.loss=chunked",
-            code=exit_codes.CONFIG,
-        )
-    if changes := _changes(files):
-        yield Finding(
-            f"train.loss = {kind} does not compute this model's loss",
-            where="recipe [train]",
-            wanted="a model that does not change logits after its head",
-            found=changes,
-            fix="train.loss=full",
-            code=exit_codes.CONFIG,
-        )
-
-
-def _without_triton(recipe: Recipe, site: Site) -> str:
-    """Triton multiplies on V100 without tensor cores, and out of registers that spill (seen with 3.5.1)."""
-    if recipe.image == "cpu":
-        return "image = cpu"
-    return "" if site.bf16 else f"site {site.name}: {site.about} (bf16 = false)"
-
-
-def _changes(files: Files) -> str:
+def changes(files: Files) -> str:
+    """What changes the model's logits after its head; empty if nothing does."""
     raw = files.configuration or {}
     of_text = raw.get("text_config")
     raw = {**raw, **of_text} if isinstance(of_text, dict) else raw

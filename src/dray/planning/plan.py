@@ -17,24 +17,22 @@ from dray.planning import (
     batch,
     binds,
     compiled,
-    deterministic,
     environment,
     grace,
     image,
     launchers,
-    layers,
     loss,
     pins,
     precision,
     refusals,
     sharding,
-    signatures,
     staging,
     transport,
     vocabulary,
     world,
 )  # fmt: skip
 from dray.planning.estimates import memory
+from dray.planning.rule import Planned
 from dray.planning.schema import Plan
 
 _ACCESS = {
@@ -66,18 +64,19 @@ def plan(
     recipe, loss_why = loss.chosen(recipe, shares, files, ranks, memory.limit(site, facts))
     recipe, words_why = vocabulary.chosen(recipe, files)
     fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
-    held, too_large = memory.check(recipe.model_copy(update={"batch": shares}), ranks, site, facts, files)
+    held = memory.reason(recipe.model_copy(update={"batch": shares}), ranks, site, facts, files)
     shards = sharding.reason(recipe, ranks, site, facts, files)
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
-    passed, given = environment.passed(recipe), grace.chosen(recipe, site, facts)
+    time = grace.chosen(recipe, site, facts)
     python = engine.python(facts.image)
-    signers = signatures.signers(recipe, site)
+    signers = image.signers(recipe, site)
     copies = staging.chosen(site, facts, engine, ranks, signed=bool(signers))
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
         accelerate=accelerate.files(recipe, str(folder)),
     )  # fmt: skip
+    passed = environment.passed(recipe)
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}
     made = Plan(
         dray=dray,
@@ -98,7 +97,7 @@ def plan(
         variant=recipe.image,
         site=f"site {site.name}",
         sbatch=site.sbatch,
-        grace_s=given.value,
+        grace_s=time.value,
         fabric=fabric.value,
         annotations=transport.hooks(recipe, site, facts, engine),
         preflight=preflight.value,
@@ -118,12 +117,12 @@ def plan(
             "site": f"{site.name}: {site_why}",
             "image": image_why,
             **({"stage": copies.why} if copies.why else {}),
-            **({"layer": layers.reason(files.layer)} if files.layer else {}),
+            **({"layer": image.layer_reason(files.layer)} if files.layer else {}),
             **reasons,
             **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),
             "store": f"torch's TCPStore on that port of the first node; {launcher.store}",
             "preflight": preflight.why,
-            **({"grace": f"{given.value} s before the time limit: {given.why}"} if facts.scheduler == "slurm" else {}),
+            **({"grace": f"{time.value} s before the time limit: {time.why}"} if facts.scheduler == "slurm" else {}),
             "fabric": fabric.why,
             "hang": _hang(recipe),
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
@@ -135,16 +134,9 @@ def plan(
         },
         recipe=recipe,
     )  # fmt: skip
-    found = (
-        *loss.refusals(recipe, site, files),
-        *layers.refusals(recipe, engine, files), *refusals.in_values(made, facts),
-        *refusals.mounts(made, facts, engine), *refusals.find(recipe, site, facts, engine),
-        *files.findings, *too_large, *sharding.refusals(recipe, ranks),
-        *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
-        *accelerate.advice(recipe, ranks), *grace.find(recipe, site, facts, files),
-        *advice.find(made, site, facts, files),
-    )  # fmt: skip
-    return made.model_copy(update={"findings": found})
+    given = Planned(made, site, facts, files)
+    findings = [finding for rule in (*refusals.RULES, *advice.RULES) for finding in rule(given)]
+    return made.model_copy(update={"findings": tuple(findings)})
 
 
 def _training(recipe: Recipe, precision_why: str) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.contract import exit_codes, sharding
-from dray.contract.findings import Finding, counted
+from dray.contract import sharding
 from dray.facts import Facts, Files
 from dray.planning.estimates import memory, model_shape
 from dray.planning.world import World
@@ -32,24 +31,6 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
     return (
         f"{_over(world, least)}: the fewest nodes where {_quarter()} ({limit:g} GB) holds its share of the "
         f"{held / _GB:.0f} GB; the trainer measures the memory itself"
-    )
-
-
-def refusals(recipe: Recipe, world: World) -> tuple[Finding, ...]:
-    """The finding that train.fsdp_shard does not divide the number of nodes, if it does not."""
-    nodes, train = len(world.nodes), recipe.train
-    asked = train.fsdp_shard if train else "auto"
-    if not isinstance(asked, int) or nodes % asked == 0:
-        return ()
-    known = sharding.nodes_of("auto", nodes)
-    return (
-        Finding(
-            "train.fsdp_shard does not divide the number of nodes",
-            wanted=f"one of {', '.join(map(str, known))}, which divide {counted(nodes, 'node')} into equal groups",
-            found=f"train.fsdp_shard = {asked}",
-            fix=f"train.fsdp_shard={max(one for one in known if one <= asked)}, or auto",
-            code=exit_codes.CONFIG,
-        ),
     )
 
 

@@ -16,12 +16,12 @@ from typing import Any
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import STRATEGIES
-from dray.contract import exit_codes
 from dray.contract.findings import Finding
 from dray.facts import Facts, Files
 from dray.planning import batch
 from dray.planning.estimates import activations, model_shape
 from dray.planning.estimates.model_shape import Shape
+from dray.planning.rule import Planned, refusal
 from dray.planning.world import World
 
 _GB = 1e9
@@ -145,32 +145,40 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> tuple[str, tuple[Finding, ...]]:
-    """The estimate as text; and the refusal of a run that cannot fit, before it waits in the queue."""
+def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> str:
+    """The estimate as text; the recipe's batch is divided among the ranks."""
     if recipe.train is None:
-        return "", ()
-    most, model = limit(site, facts), model_shape.known(files)
+        return ""
+    memory, model = limit(site, facts), model_shape.known(files)
     if model is None:
         unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
-        return f"not estimated: {_unknown(recipe, files)}{unchecked}", ()
+        return f"not estimated: {_unknown(recipe, files)}{unchecked}"
     counted = files.counted
-    found = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
-    on = f", on GPUs of {most:g} GB" if most and found.gpu else ""
+    needed = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
+    on = f", on GPUs of {memory:g} GB" if memory and needed.gpu else ""
     trained = f", {counted.trained:,} of them trained" if counted and counted.trained < counted.parameters else ""
     how = "; parameters and activations are counted in the model itself" if counted else ""
-    reason = "\n".join([f"an estimate for {model.parameters:,} parameters{trained}{on}{how}", *found.lines()])
-    if not most or found.on_gpu <= most * _GB:
-        return reason, ()
-    refusal = Finding(
+    return "\n".join([f"an estimate for {model.parameters:,} parameters{trained}{on}{how}", *needed.lines()])
+
+
+def refusals(given: Planned) -> Iterator[Finding]:
+    """Refuse a run that cannot fit, before it waits in the queue."""
+    recipe = given.recipe.model_copy(update={"batch": given.plan.batch})
+    world, site, facts = given.plan.world, given.site, given.facts
+    memory, model = limit(site, facts), model_shape.known(given.files)
+    if recipe.train is None or not memory or model is None:
+        return
+    needed = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
+    if needed.on_gpu <= memory * _GB:
+        return
+    named = f"site {site.name}" if facts.gpu_memory_gb is None else "--gpu-memory"
+    yield refusal(
         f"the model does not fit: {model.parameters:,} parameters",
-        wanted=f"at most {most:g} GB on each GPU "
-        f"({f'site {site.name}' if facts.gpu_memory_gb is None else '--gpu-memory'})",
-        found="\n".join(found.lines()),
-        fix=_fitting(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node, most=most * _GB)
+        wanted=f"at most {memory:g} GB on each GPU ({named})",
+        found="\n".join(needed.lines()),
+        fix=_fitting(recipe, model, world, most=memory * _GB)
         or "use more nodes, a smaller model or [lora]; or, if this estimate is wrong, --gpu-memory=0",
-        code=exit_codes.CONFIG,
     )
-    return reason, (refusal,)
 
 
 def limit(site: Site, facts: Facts) -> float | None:
@@ -187,7 +195,7 @@ def _unknown(recipe: Recipe, files: Files) -> str:
     return f"{name} is not downloaded; dray prefetch RECIPE downloads it"
 
 
-def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, most: float) -> str:
+def _fitting(recipe: Recipe, model: Shape, world: World, *, most: float) -> str:
     """The smallest change with which the model fits: one of the list, or its first few together."""
     for change in (*_CHANGES, *accumulate(_CHANGES, operator.or_)):
         changed = recipe
@@ -195,12 +203,12 @@ def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, m
             table, _, name = key.partition(".")
             part = getattr(changed, table).model_copy(update={name: value})
             changed = changed.model_copy(update={table: part})
-        found = estimate(changed, model, ranks=ranks, ranks_per_node=ranks_per_node)
-        if found.on_gpu <= most:
+        needed = estimate(changed, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
+        if needed.on_gpu <= most:
             file = recipe.train and recipe.train.deepspeed and "train.strategy" in change
             settings = [
                 *(["train.deepspeed="] if file else []),
                 *(f"{key}={str(value).lower()}" for key, value in change.items() if value),
             ]
-            return f"set {' '.join(settings)}, which takes {next(found.lines())}"
+            return f"set {' '.join(settings)}, which takes {next(needed.lines())}"
     return ""
