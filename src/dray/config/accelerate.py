@@ -12,7 +12,6 @@ from typing import Any
 
 from dray.config.model import validate
 from dray.config.recipe import Recipe
-from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
 
 # What accelerate 1.15 reads; it ends on each node where there is another key.
@@ -58,35 +57,16 @@ def completed(recipe: Recipe, text: str, path: Path) -> Recipe:
 def _parsed(text: str, path: Path) -> dict[str, Any]:
     import yaml  # noqa: PLC0415  only here
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-        """Refuses duplicate keys, and aliases, which may expand without end."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError(f"an alias, on line {self.peek_event().start_mark.line + 1}")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: ANN401
-            seen = set()
-            for key, _ in node.value:
-                if str(key.value) in seen:
-                    raise yaml.YAMLError(f"{key.value} twice, on line {key.start_mark.line + 1}")
-                seen.add(str(key.value))
-            return super().construct_mapping(node, deep)
-
     try:
-        file = yaml.load(text, Loader)  # noqa: S506  the safe one
+        file = yaml.safe_load(text)
         json.dumps(file, allow_nan=False)
-        found = f"more than {files.DEPTH} nested tables and lists" if files.too_deep(file) else ""
-    except yaml.MarkedYAMLError as wrong:
-        mark = wrong.problem_mark
-        found = f"{wrong.problem}{f', on line {mark.line + 1}' if mark else ''}"
-    except (yaml.YAMLError, TypeError, ValueError) as wrong:  # a date, or NaN, is nothing of accelerate's
-        found = str(wrong).splitlines()[0]
-    except RecursionError:
-        found = f"more than {files.DEPTH} nested tables and lists"
-    if found:
-        raise ConfigError("accelerate's file is not valid YAML", where=path, found=found)
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as wrong:  # a date, or NaN, is nothing of accelerate's
+        raise ConfigError("accelerate's file is not valid YAML", where=path, found=wrong) from wrong
     if not isinstance(file, dict):
         raise ConfigError(
             "accelerate's file is not a table", where=path, wanted="key: value", found=type(file).__name__,

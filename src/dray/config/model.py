@@ -23,10 +23,6 @@ Table = dict[str, Any]
 
 _SHOWN = 60
 _LIMIT = 256 << 10
-_TOML_STRINGS = re.compile(
-    r'"""[\s\S]*?(?:"""|\Z)|' r"'''[\s\S]*?(?:'''|\Z)|" r'"(?:[^"\\\n]|\\.)*+"?|' r"'[^'\n]*+'?|#[^\n]*+"
-)
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
 
@@ -76,11 +72,8 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
     for override in overrides:
         key, equals, raw = override.partition("=")
         keys = tuple(part.strip() for part in key.split("."))
-        if not equals or not all(keys) or len(keys) > files.DEPTH:
+        if not equals or not all(keys):
             lines.append((secrets.redacted(override)[:_SHOWN], "expected key=value, such as a.b=1 (command line)"))
-            continue
-        if _SURROGATE.search(override):  # how Python passes arguments that are not UTF-8
-            lines.append((ascii(override), "expected UTF-8 text (command line)"))
             continue
         if model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
             own = ".".join(keys[1:]) or "KEY"
@@ -150,26 +143,11 @@ def _parse(text: str, path: Path, kind: str) -> Table:
 
 
 def parse_toml(text: str) -> Table:
-    """Parse TOML; ValueError if it is not valid, too deep, or has a number of more than 64 bits."""
-    bare = _TOML_STRINGS.sub("", text)
-    # Each dotted key costs the square of its length.
-    deep = any(part.count(".") > files.DEPTH for part in re.split(r"[][{}=,\n]", bare))
+    """Parse TOML; ValueError if it is not valid."""
     try:
-        table = {} if deep else tomllib.loads(text)
-        deep = deep or files.too_deep(table)
-        if not deep and not _fits(table):
-            raise ValueError("a whole number of more than 64 bits")
+        return tomllib.loads(text)
     except RecursionError:
-        deep = True
-    if deep:
-        raise ValueError(f"more than {files.DEPTH} nested tables or lists")
-    return table
-
-
-def _fits(value: object) -> bool:
-    """Whether each whole number has at most 64 bits, as in TOML; Python cannot print some longer ones."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(map(_fits, inner)) and not (isinstance(value, int) and value.bit_length() > 63)
+        raise ValueError("too many nested tables or lists") from None
 
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:

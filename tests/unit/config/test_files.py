@@ -65,25 +65,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert hosts.read(tmp_path / "hosts").names == ("box1", "box2")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x = " + "[" * 100_000,
-        "x = " + "[" * 100 + "]" * 100,
-        ".".join(["a"] * 100_000) + " = 1",
-        "[" + " . ".join(["'a'"] * 40_000) + "]",
-        "x = " + "{a=" * 100 + "1" + "}" * 100,
-        '"' + r"\"" * 100_000,
-    ],
-    ids=["open", "closed", "dotted", "quoted", "tables", "quotes"],
-)
-def test_toml_that_is_too_deep(text: str, tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text(text)
+def test_toml_that_is_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("x = " + "[" * 100_000)
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load(Recipe, tmp_path / "x.toml")
 
 
-@pytest.mark.parametrize("digits", ["9" * 5000, "0x" + "f" * 5000, "1" * 4301, "9" * 400])
+@pytest.mark.parametrize("digits", ["9" * 5000, "1" * 4301, "9" * 400])
 def test_numbers_of_thousands_of_digits(digits: str, tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(f"name = 'x'\nnodes = {digits}\n")
     with pytest.raises(ConfigError):

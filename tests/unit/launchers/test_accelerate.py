@@ -250,8 +250,6 @@ def test_a_deepspeed_file_gets_stage_and_precision_and_stands_alone(tmp_path: Pa
             "accelerate's fsdp_config.fsdp_reshard_after_forward has a value that dray does not support\n",
         ),
         ((), "nmu_processes: 8\n", None, "accelerate does not know this key\n"),
-        ((), "a: 1\na: 2\n", None, f"{NO_YAML}  where:  {{path}}\n  found:  a twice, on line 2"),
-        ((), "a: &x [1]\nb: *x\n", None, f"{NO_YAML}  where:  {{path}}\n  found:  an alias, on line 2"),
         ((), "a: !!python/object/apply:os.system [id]\n", None, NO_YAML),
         ((), "a: 2026-01-01\n", None, NO_YAML),
         ((), "a: [1\n", None, NO_YAML),
