@@ -35,8 +35,8 @@ def of(recipe: Recipe) -> list[Package]:
             own = [f"{section}.{key}=" for key in ("deepspeed", "offload") if getattr(part, key, "")]
             setting = f"{section}.strategy = {part.strategy}"
             found.append(Package("deepspeed", setting, (f"{section}.strategy=ddp", *own), demo=False))
-    if recipe.lora and recipe.lora.enabled:
+    if recipe.has_lora:
         found.append(Package("peft", "[lora]", ("lora.enabled=false",)))
-    if recipe.analog and recipe.analog.enabled:
+    if recipe.has_analog:
         found.append(Package("aihwkit_lightning", "[analog]", ("analog.enabled=false",), demo=False))
     return found

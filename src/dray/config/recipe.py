@@ -138,6 +138,21 @@ class Recipe(Spec):
         return bool(self.spares or self.min_nodes)
 
     @property
+    def has_lora(self) -> bool:
+        """Whether adapters are trained, and not the model's own weights."""
+        return self.lora is not None and self.lora.enabled
+
+    @property
+    def has_analog(self) -> bool:
+        """Whether layers of the model become analog."""
+        return self.analog is not None and self.analog.enabled
+
+    def with_values(self, section: str, **values: object) -> Recipe:
+        """The recipe with other values in one of its tables."""
+        table = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: table})
+
+    @property
     def image_name(self) -> str:
         """NAME of the image's file, dray-NAME.sif."""
         return self.adopted or self.image
@@ -179,21 +194,21 @@ class Recipe(Spec):
             raise ValueError("scale = tiny: the recipe has no table [tiny] with settings for it")
         train = self.train
         sharding = STRATEGIES[train.strategy if train else "ddp"]
-        if self.analog and self.analog.enabled and train and not sharding.analog:
+        if self.has_analog and train and not sharding.analog:
             others = ", ".join(name for name, other in STRATEGIES.items() if other.analog)
             raise ValueError(f"[analog] needs {others}; train.strategy is {train.strategy}")
-        if self.analog and self.analog.enabled and self.image in ("cuda12", "rocm", "rocm6"):
+        if self.has_analog and self.image in ("cuda12", "rocm", "rocm6"):
             raise ValueError(
                 f"[analog] needs the cpu or the cuda image; aihwkit-lightning does not support {self.image}"
             )
-        if self.analog and self.analog.enabled and self.lora and self.lora.enabled:
+        if self.has_analog and self.has_lora:
             raise ValueError("[analog] and [lora] both replace layers of the model; leave one out")
-        if self.lora and self.lora.enabled and train and not sharding.mixed_dtypes and self.model.dtype != "fp32":
+        if self.has_lora and train and not sharding.mixed_dtypes and self.model.dtype != "fp32":
             raise ValueError(
                 f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
             )
-        for name, layers in (("analog", self.analog), ("lora", self.lora)):
-            if layers and layers.enabled and train and train.master_weights:
+        for name, replaces in (("analog", self.has_analog), ("lora", self.has_lora)):
+            if replaces and train and train.master_weights:
                 raise ValueError(f"[{name}] replaces layers of the model, which train.master_weights does not support")
         if self.data.answer_column and train and train.objective != "sft":
             raise ValueError(f'data.answer_column is for train.objective = "sft", but it is {train.objective}')

@@ -74,8 +74,8 @@ def _deepspeed(given: Planned) -> Iterator[Finding]:
 
 
 def _weights(given: Planned) -> Iterator[Finding]:
-    train, lora = given.recipe.train, given.recipe.lora
-    if train is None or STRATEGIES[train.strategy].deepspeed or (lora and lora.enabled):
+    train = given.recipe.train
+    if train is None or STRATEGIES[train.strategy].deepspeed or given.recipe.has_lora:
         return
     if given.recipe.model.dtype == "bf16":
         fix = "model.dtype=fp32 (train.precision stays)"

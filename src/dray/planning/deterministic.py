@@ -43,5 +43,5 @@ def settings(recipe: Recipe) -> Iterator[Setting]:
         yield from _GPU
         if recipe.model.attn_implementation == "flash_attention_2":
             yield _FLASH
-        if recipe.analog and recipe.analog.enabled:
+        if recipe.has_analog:
             yield _ANALOG

@@ -11,9 +11,8 @@ from dray.contract.findings import Finding, counted
 from dray.contract.values import control_characters
 from dray.planning import deterministic, image
 from dray.planning.estimates import memory
-from dray.planning.loss import changes
-from dray.planning.precision import emulated
 from dray.planning.rule import Planned, Rule, refusal
+from dray.planning.trainer import emulates_bf16, logit_changes
 
 
 def _loss_without_tensor_cores(given: Planned) -> Iterator[Finding]:
@@ -31,7 +30,7 @@ def _loss_without_tensor_cores(given: Planned) -> Iterator[Finding]:
 
 
 def _loss_of_other_logits(given: Planned) -> Iterator[Finding]:
-    train, changed = given.recipe.train, changes(given.files)
+    train, changed = given.recipe.train, logit_changes(given.files)
     if train and train.loss in ("chunked", "triton") and changed:
         yield refusal(
             f"train.loss = {train.loss} does not compute this model's loss",
@@ -270,7 +269,7 @@ def _compiled(given: Planned) -> Iterator[Finding]:
 def _precision(given: Planned) -> Iterator[Finding]:
     """Refuse bf16 on GPUs that emulate it: a run would be slow without a warning."""
     train, site = given.recipe.train, given.site
-    if train and train.precision == "bf16" and emulated(given.recipe, site):
+    if train and train.precision == "bf16" and emulates_bf16(given.recipe, site):
         yield refusal(
             "the GPUs of this site emulate bf16, without tensor cores",
             where=f"site {site.name}: {site.about}",

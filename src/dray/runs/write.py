@@ -24,7 +24,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import variables
-from dray.planning import caches, image, members, precision
+from dray.planning import caches, image, members, trainer
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, live, lookup
@@ -139,7 +139,7 @@ def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, si
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with its findings."""
     # The model's activations depend on the chosen variant and precision.
-    chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
+    chosen = trainer.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = caches.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
     runs = grace.earlier(paths.run.parent, recipe.name)

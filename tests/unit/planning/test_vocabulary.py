@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from dray.config.recipe import Recipe
 from dray.facts import Files
-from dray.planning import vocabulary
+from dray.planning import trainer
 from dray.planning.estimates import memory, model_shape
 
 GPT = {"model_type": "gpt2"}
@@ -45,13 +45,8 @@ def recipe(**tables: Any) -> Recipe:
 def test_the_multiple_is_chosen_with_its_reason(
     tables: dict[str, Any], configuration: dict[str, Any] | None, multiple: int, why: str
 ) -> None:
-    found = vocabulary.chosen(recipe(**tables), Files(configuration=configuration))
+    found = trainer.vocabulary(recipe(**tables), Files(configuration=configuration))
     assert (found.value.model.pad_to_multiple_of, found.why) == (multiple, why)
-
-
-def test_a_recipe_without_training_has_none() -> None:
-    made = recipe().model_copy(update={"train": None})
-    assert vocabulary.chosen(made, Files()) == (made, "")
 
 
 @pytest.mark.parametrize("wrong", [-1, 1025, 1 << 62, 1.5, 128.0, True, None, "", "128", "Auto", [128], {}])

@@ -53,7 +53,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     train = recipe.train
     assert train is not None
     assert recipe.batch is not None
-    lora = recipe.lora if recipe.lora and recipe.lora.enabled else None
+    lora = recipe.lora if recipe.has_lora else None
     moved = lora.rank * model.linear * model.layers if lora else model.parameters
     moved = model.counted.trained if model.counted else moved
     half = 2 if train.precision != "fp32" else 4
@@ -200,9 +200,8 @@ def _fitting(recipe: Recipe, model: Shape, world: World, *, most: float) -> str:
     for change in (*_CHANGES, *accumulate(_CHANGES, operator.or_)):
         changed = recipe
         for key, value in change.items():
-            table, _, name = key.partition(".")
-            part = getattr(changed, table).model_copy(update={name: value})
-            changed = changed.model_copy(update={table: part})
+            section, _, name = key.partition(".")
+            changed = changed.with_values(section, **{name: value})
         needed = estimate(changed, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
         if needed.on_gpu <= most:
             file = recipe.train and recipe.train.deepspeed and "train.strategy" in change

@@ -78,8 +78,7 @@ class Shape:
 
 def of(raw: Mapping[str, Any]) -> Shape | None:
     """The sizes from config.json; None if the type of the model is not known. ConfigError: a size is not a number."""
-    of_text = raw.get("text_config")  # of a model that also sees or hears
-    raw = {**raw, **of_text} if isinstance(of_text, dict) else raw
+    raw = of_text(raw)
     kind = str(raw.get("model_type", ""))
     known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
 
@@ -112,6 +111,12 @@ def of(raw: Mapping[str, Any]) -> Shape | None:
     linear -= 2 * hidden if kind == "gpt2" else 0  # queries, keys and values are one layer
     sizes = _block(known, hidden=hidden, width=width, shared=shared, heads=heads, inner=inner)
     return Shape(total, hidden, layers, vocabulary, linear, total - layers * block, sizes)
+
+
+def of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that is about text, for a model that also sees or hears."""
+    text = raw.get("text_config")
+    return {**raw, **text} if isinstance(text, dict) else raw
 
 
 def known(files: Files) -> Shape | None:

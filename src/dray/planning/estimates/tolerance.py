@@ -35,4 +35,4 @@ def _random(recipe: Recipe, configuration: Mapping[str, Any]) -> str:
         return "the model has dropout"
     if recipe.lora and recipe.lora.enabled and recipe.lora.dropout:
         return "[lora] has dropout"
-    return "[analog] has noise" if recipe.analog and recipe.analog.enabled else ""
+    return "[analog] has noise" if recipe.has_analog else ""
