@@ -30,10 +30,22 @@ _SAME = {
     "scheduler.params.warmup_num_steps": "train.warmup_steps",
     "scheduler.params.total_num_steps": "train.steps",
 }
-_OPTIMIZERS, _SCHEDULES = (
-    {"Adam", "AdamW"},
-    {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"},
-)
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_DEVICES = ("auto", "none", "cpu")
+_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
+_OFFLOAD_PARAM = "zero_optimization.offload_param.device"
+# The values that dray's trainer can have; what is said of another one, and the fix.
+_VALUES = {
+    _OFFLOAD_OPTIMIZER: (_DEVICES, "dray offloads to the host's memory only", "write cpu"),
+    _OFFLOAD_PARAM: (_DEVICES, "dray offloads to the host's memory only", "write cpu"),
+    "optimizer.type": (
+        ("auto", "Adam", "AdamW"), "dray trains with AdamW", "write AdamW, or leave the section out",
+    ),
+    "scheduler.type": (
+        ("auto", *_SCHEDULES), "dray does not know this schedule",
+        "leave the section out, and set train.lr_scheduler_type",
+    ),
+}  # fmt: skip
 _DROPPED = {
     "bf16",
     "optimizer",
@@ -55,8 +67,7 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
     assert part is not None
     found = [*_of_precision(file, path), *_of_stage(file, path, part.strategy, section)]
     if recipe.train:
-        same = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
-        found = [*same, *found, *_of_offload(file, path), *_of_sections(file, path)]
+        found += _of_trainer(file, path)
     else:  # the rest is between DeepSpeed, accelerate and the script
         found = [(f"command.{name[6:]}", key, value) for name, key, value in found if name in _BOTH]
     table: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
@@ -151,48 +162,29 @@ def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, secti
     return [] if by_recipe else [("train.strategy", "zero_optimization.stage", f"zero{stage}")]
 
 
-def _of_offload(file: dict[str, Any], path: Path) -> list[_Found]:
-    keys = {part: f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
-    places = {part: _at(file, key) for part, key in keys.items()}
-    for part, device in places.items():
-        if device not in (_MISSING, "auto", "none", "cpu"):
-            raise ConfigError(
-                "dray offloads to the host's memory only",
-                where=f"{path}: {keys[part]}",
-                wanted="cpu, none or auto",
-                found=json.dumps(device),
-                fix="write cpu",
-            )
-    if places["param"] == "cpu" and places["optimizer"] not in ("cpu", "auto"):
+def _of_trainer(file: dict[str, Any], path: Path) -> list[_Found]:
+    for key, (values, problem, fix) in _VALUES.items():
+        value = _at(file, key)
+        if value not in (_MISSING, *values):
+            wanted = ", ".join(values)
+            raise ConfigError(problem, where=f"{path}: {key}", wanted=wanted, found=json.dumps(value), fix=fix)
+    param, optimizer, schedule = (_at(file, key) for key in (_OFFLOAD_PARAM, _OFFLOAD_OPTIMIZER, "scheduler.type"))
+    if param == "cpu" and optimizer not in ("cpu", "auto"):
         raise ConfigError(
             "weights are offloaded, but the optimizer is not",
             where=path,
             wanted="offload_optimizer beside offload_param",
-            found=keys["param"],
+            found=_OFFLOAD_PARAM,
             fix='add "offload_optimizer": {"device": "cpu"}',
         )
-    if places["param"] == "cpu":
-        return [("train.offload", keys["param"], "all")]
-    if places["optimizer"] in ("cpu", "none"):
-        return [("train.offload", keys["optimizer"], "optimizer" if places["optimizer"] == "cpu" else "")]
-    return []
-
-
-def _of_sections(file: dict[str, Any], path: Path) -> list[_Found]:
-    optimizer, scheduler = _at(file, "optimizer.type"), _at(file, "scheduler.type")
-    if optimizer not in (_MISSING, "auto", *_OPTIMIZERS):
-        raise ConfigError(
-            "dray trains with AdamW", where=f"{path}: optimizer.type", wanted="AdamW", found=json.dumps(optimizer),
-            fix="write AdamW, or leave the section out",
-        )  # fmt: skip
-    if scheduler in _OPEN:
-        return []
-    if scheduler not in _SCHEDULES:
-        raise ConfigError(
-            "dray does not know this schedule", where=f"{path}: scheduler.type", wanted=", ".join(_SCHEDULES),
-            found=json.dumps(scheduler), fix="leave the section out, and set train.lr_scheduler_type",
-        )  # fmt: skip
-    return [("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[scheduler])]
+    found = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
+    if param == "cpu":
+        found.append(("train.offload", _OFFLOAD_PARAM, "all"))
+    elif optimizer in ("cpu", "none"):
+        found.append(("train.offload", _OFFLOAD_OPTIMIZER, "optimizer" if optimizer == "cpu" else ""))
+    if schedule in _SCHEDULES:
+        found.append(("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[schedule]))
+    return found
 
 
 def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value

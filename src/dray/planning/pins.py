@@ -28,8 +28,9 @@ def on_hub(recipe: Recipe) -> dict[str, str]:
 
 
 def reason(recipe: Recipe) -> str:
-    """Whether the recipe reads the same bytes the next time, as text."""
-    loose = [key for key, revision in on_hub(recipe).items() if not _COMMIT.fullmatch(revision)]
-    if not loose:
-        return "all models and datasets are pinned to commits"
-    return f"not pinned to a commit: {', '.join(loose)}; `dray prefetch` prints the commits"
+    """Whether the recipe reads the same bytes the next time, as text; empty if it reads nothing of the hub."""
+    revisions = on_hub(recipe)
+    loose = [key for key, revision in revisions.items() if not _COMMIT.fullmatch(revision)]
+    if loose:
+        return f"not pinned to a commit: {', '.join(loose)}; `dray prefetch` prints the commits"
+    return "all models and datasets are pinned to commits" if revisions else ""

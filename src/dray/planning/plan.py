@@ -50,7 +50,7 @@ def plan(
     """Decide everything, with the reason of every automatic choice, and find what is wrong or unwise."""
     files, engine, folder = files or Files(), engines.get(facts.engine), run_folder / names.attempt(attempt)
     recipe, image_why = image.chosen(recipe, site, facts)
-    ranks, reasons = world.decide(recipe, site, facts)
+    ranks, world_reasons = world.decide(recipe, site, facts)
     at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
     shares = batch.divide(recipe.batch, world_size=ranks.size, at_first=at_first) if recipe.batch else None
     recipe, training = trainer.decide(recipe, shares, ranks, site=site, facts=facts, files=files)
@@ -67,6 +67,23 @@ def plan(
     )  # fmt: skip
     passed = environment.passed(recipe)
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}
+    reasons = {
+        "access": _ACCESS[recipe.runs.share],
+        "site": f"{site.name}: {site_why}",
+        "image": image_why,
+        "stage": copies.why,
+        "layer": image.layer_reason(files.layer) if files.layer else "",
+        **world_reasons,
+        "gpus": engine.gpu_access.get(ACCELERATORS[recipe.image], ""),
+        "store": f"torch's TCPStore on that port of the first node; {launcher.store}",
+        "preflight": preflight.why,
+        "grace": f"{time.value} s before the time limit: {time.why}" if facts.scheduler == "slurm" else "",
+        "fabric": fabric.why,
+        "hang": _hang(recipe),
+        "batch": batch.reason(shares, ranks.size) if shares else "",
+        **training,
+        "hub": pins.reason(recipe),
+    }
     made = Plan(
         dray=dray,
         run=run_folder.name,
@@ -101,23 +118,7 @@ def plan(
         pass_env=passed,
         left_outside=tuple(sorted(outside)) if engine.isolates_env else (),
         binds=binds.resolve(recipe, site, facts, variables, run_folder=run_folder, scratch=scratch),
-        reasons={
-            "access": _ACCESS[recipe.runs.share],
-            "site": f"{site.name}: {site_why}",
-            "image": image_why,
-            **({"stage": copies.why} if copies.why else {}),
-            **({"layer": image.layer_reason(files.layer)} if files.layer else {}),
-            **reasons,
-            **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),
-            "store": f"torch's TCPStore on that port of the first node; {launcher.store}",
-            "preflight": preflight.why,
-            **({"grace": f"{time.value} s before the time limit: {time.why}"} if facts.scheduler == "slurm" else {}),
-            "fabric": fabric.why,
-            "hang": _hang(recipe),
-            **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
-            **{name: why for name, why in training.items() if why},
-            **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
-        },
+        reasons={name: why for name, why in reasons.items() if why},
         recipe=recipe,
     )  # fmt: skip
     given = Planned(made, site, facts, files)
