@@ -65,13 +65,13 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
     section = "train" if recipe.train else "command"
     part = recipe.train or recipe.command
     assert part is not None
-    found = [*_of_precision(file, path), *_of_stage(file, path, part.strategy, section)]
+    settings = [*_of_precision(file, path), *_of_stage(file, path, part.strategy, section)]
     if recipe.train:
-        found += _of_trainer(file, path)
+        settings += _of_trainer(file, path)
     else:  # the rest is between DeepSpeed, accelerate and the script
-        found = [(f"command.{name[6:]}", key, value) for name, key, value in found if name in _BOTH]
+        settings = [(f"command.{name[6:]}", key, value) for name, key, value in settings if name in _BOTH]
     table: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
-    for name, key, value in found:
+    for name, key, value in settings:
         section, field = name.split(".")
         section_table = table.setdefault(section, {})
         if section_table.setdefault(field, value) != value:
@@ -95,7 +95,7 @@ def _filled(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **
     decided: dict[str, dict[str, Any]] = {"zero_optimization": {"stage": STRATEGIES[strategy].stage}}
     if precision:
         decided |= {kind: {"enabled": kind == precision} for kind in ("fp16", "bf16")}
-    before = {name: found if isinstance(found := file.get(name), dict) else {} for name in decided}
+    before = {name: section if isinstance(section := file.get(name), dict) else {} for name in decided}
     return {**file, **{name: {**before[name], **values} for name, values in decided.items()}}
 
 
@@ -115,12 +115,12 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 
 def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
-    found: Any = file
+    value: Any = file
     for part in key.split("."):
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(value, dict) or part not in value:
             return _MISSING
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 _Found = tuple[str, str, Any]
@@ -177,14 +177,14 @@ def _of_trainer(file: dict[str, Any], path: Path) -> list[_Found]:
             found=_OFFLOAD_PARAM,
             fix='add "offload_optimizer": {"device": "cpu"}',
         )
-    found = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
+    settings = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
     if param == "cpu":
-        found.append(("train.offload", _OFFLOAD_PARAM, "all"))
+        settings.append(("train.offload", _OFFLOAD_PARAM, "all"))
     elif optimizer in ("cpu", "none"):
-        found.append(("train.offload", _OFFLOAD_OPTIMIZER, "optimizer" if optimizer == "cpu" else ""))
+        settings.append(("train.offload", _OFFLOAD_OPTIMIZER, "optimizer" if optimizer == "cpu" else ""))
     if schedule in _SCHEDULES:
-        found.append(("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[schedule]))
-    return found
+        settings.append(("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[schedule]))
+    return settings
 
 
 def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value

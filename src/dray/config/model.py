@@ -51,9 +51,9 @@ class Spec(BaseModel):
 
     @model_validator(mode="after")
     def _holds_no_secret(self) -> Self:
-        found = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
-        if found:
-            raise ValueError(f"{', '.join(found)}: this looks like a secret, which plans and run folders would show")
+        names = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
+        if names:
+            raise ValueError(f"{', '.join(names)}: this looks like a secret, which plans and run folders would show")
         return self
 
 
@@ -76,8 +76,8 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
             lines.append((secrets.redacted(override)[:_SHOWN], "expected key=value, such as a.b=1 (command line)"))
             continue
         if model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
-            own = ".".join(keys[1:]) or "KEY"
-            lines.append((override, f"has no effect: the command line overrides [{keys[0]}]; set {own}={raw}"))
+            rest = ".".join(keys[1:]) or "KEY"
+            lines.append((override, f"has no effect: the command line overrides [{keys[0]}]; set {rest}={raw}"))
             continue
         typed.append((keys, override))
         data = _apply(model, data, keys, raw.strip())
@@ -99,9 +99,11 @@ def _schema(model: type[Spec]) -> Schema:
 
 def explained(wrong: ValidationError) -> str:
     """The errors in data that no user wrote by hand, one per line."""
-    found = wrong.errors(include_url=False, include_input=False)
-    lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in found[:_SHOWN]]
-    return "\n".join([*lines, *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
+    errors = wrong.errors(include_url=False, include_input=False)
+    lines = [
+        f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in errors[:_SHOWN]
+    ]
+    return "\n".join([*lines, *([f"and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else [])])
 
 
 def _read(path: Path, kind: str) -> str:
@@ -229,8 +231,8 @@ def _line(error: ErrorDetails, model: type[Spec], written: Table, typed: list[tu
                 text += f"; did you mean `{near}`?" * bool(near)
     override, label = _origin(keys, written, typed), ".".join(map(str, keys))
     if shown:
-        found = json.dumps(value, ensure_ascii=False)
-        label = override or f"{label} = {found if len(found) <= _SHOWN else found[:_SHOWN] + '...'}"
+        shown_value = json.dumps(value, ensure_ascii=False)
+        label = override or f"{label} = {shown_value if len(shown_value) <= _SHOWN else shown_value[:_SHOWN] + '...'}"
     label = secrets.redacted(label)
     label = label if len(label) <= 2 * _SHOWN else f"{label[: 2 * _SHOWN]}..."
     return label, f"{text} (command line)" if override else text

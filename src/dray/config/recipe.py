@@ -51,9 +51,9 @@ class Command(Spec):
     @field_validator("argv")
     @classmethod
     def _shows_no_secret(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        if found := secrets.in_command(argv):
+        if words := secrets.in_command(argv):
             raise SecretError(
-                f"{', '.join(found)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
+                f"{', '.join(words)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
                 "export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
                 "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
             )
@@ -303,10 +303,10 @@ class Recipe(Spec):
     @field_validator("env")
     @classmethod
     def _only_the_recipes_own(cls, env: dict[str, str]) -> dict[str, str]:
-        found = [name for name, value in env.items() if secrets.is_variable(name, value)]
-        if found:
+        names = [name for name, value in env.items() if secrets.is_variable(name, value)]
+        if names:
             raise ValueError(
-                f"{', '.join(found)}: this looks like a secret, and every run folder holds its recipe; set it where "
+                f"{', '.join(names)}: this looks like a secret, and every run folder holds its recipe; set it where "
                 "you submit and name it in pass_env"
             )
         _refuse_ours(env)

@@ -102,9 +102,9 @@ def _hub(given: Planned) -> Iterator[Finding]:
             fix = 'set env.HF_HUB_OFFLINE = "0" in the recipe if the nodes reach the hub'
             yield note(f"{key} is read from the hub, and the job is offline", found=name, fix=fix)
     if given.files.missing_on_hub:
-        found = f"not in HF_HOME ({environment.get('HF_HOME', 'not set')}): {', '.join(given.files.missing_on_hub)}"
+        missing = f"not in HF_HOME ({environment.get('HF_HOME', 'not set')}): {', '.join(given.files.missing_on_hub)}"
         fix = "dray prefetch RECIPE"
-        yield note("the job is offline, and files that it needs are not downloaded", found=found, fix=fix)
+        yield note("the job is offline, and files that it needs are not downloaded", found=missing, fix=fix)
 
 
 def _paths(given: Planned) -> Iterator[Finding]:

@@ -42,12 +42,12 @@ def adopt_line(adopted: str) -> str:
 
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
     """The recipe with its variant."""
-    found = variant(recipe, site, facts)
-    if found.value == recipe.image:
-        return Choice(recipe, f"{found.value}: {found.why}")
+    choice = variant(recipe, site, facts)
+    if choice.value == recipe.image:
+        return Choice(recipe, f"{choice.value}: {choice.why}")
     table = recipe.model_dump(exclude_unset=True)
-    whole = validate(Recipe, table, [f"image={found.value}"], what=f"the recipe with image={found.value}")
-    return Choice(whole, f"{found.value}: {found.why}")
+    whole = validate(Recipe, table, [f"image={choice.value}"], what=f"the recipe with image={choice.value}")
+    return Choice(whole, f"{choice.value}: {choice.why}")
 
 
 def signers(recipe: Recipe, site: Site) -> tuple[str, ...]:

@@ -298,10 +298,10 @@ def _shards(given: Planned) -> Iterator[Finding]:
 
 def _deterministic(given: Planned) -> Iterator[Finding]:
     """Refuse variables with which two runs differ; a variable in pass_env has no value yet."""
-    found = {variable.name: (f"{variable.name}={variable.value}", variable.source) for variable in given.plan.env}
-    found |= {name: (f"{name} in pass_env", "recipe") for name in given.plan.pass_env}
+    values = {variable.name: (f"{variable.name}={variable.value}", variable.source) for variable in given.plan.env}
+    values |= {name: (f"{name} in pass_env", "recipe") for name in given.plan.pass_env}
     for setting in deterministic.settings(given.recipe):
-        shown, source = found[setting.name]
+        shown, source = values[setting.name]
         accepted = [f"{setting.name}={value}" for value in setting.values]
         if shown.casefold() not in map(str.casefold, accepted):
             yield refusal(

@@ -92,9 +92,9 @@ def of(raw: Mapping[str, Any]) -> Shape | None:
     each = size("head_dim", other=hidden // heads)
     width, shared = heads * each, size("num_key_value_heads", other=heads) * each
     experts = max(1, size("num_local_experts", "num_experts", "n_routed_experts"))
-    of_one = ("moe_intermediate_size",) if experts > 1 else ()
-    own = ("ffn_dim",) if kind == "opt" else ()
-    inner = size(*of_one, *own, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
+    expert_names = ("moe_intermediate_size",) if experts > 1 else ()
+    opt_names = ("ffn_dim",) if kind == "opt" else ()
+    inner = size(*expert_names, *opt_names, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
     gated = "rms_norm_eps" in known
     block = 2 * hidden * (width + shared) + (3 if gated else 2) * hidden * inner * experts
     block += 2 * hidden if gated else 4 * hidden + (hidden if kind == "gpt_neo" else 4 * hidden) + inner + hidden
@@ -156,5 +156,5 @@ def whole(raw: Mapping[str, Any], name: str) -> int:
     numbers: list[Any] = value if isinstance(value, list) and value else [value]
     if all(type(number) is int and abs(number) < _HUGE for number in numbers):
         return int(max(numbers))
-    problem, found = "a size in the model's configuration is not a whole number", f"{name} = {value!r}"[:100]
-    raise ConfigError(problem, where=name, wanted="a whole number, such as 12", found=found)
+    problem, shown = "a size in the model's configuration is not a whole number", f"{name} = {value!r}"[:100]
+    raise ConfigError(problem, where=name, wanted="a whole number, such as 12", found=shown)
