@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from dray.config.schema import Schema
+from dray.config.json_schema import Schema
 from dray.contract import files, secrets
 from dray.contract.findings import ConfigError, listed, nearest
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from dray import __version__, render
 from dray import facts as probed
-from dray.config import accelerate, deepspeed, row_functions, sites
+from dray.config import accelerate_file, deepspeed_file, row_functions, sites
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
 from dray.contract import dataset, files, node
@@ -47,10 +47,10 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     recipe = _placed(recipe, beside)
     if recipe.accelerate:
         file = beside / recipe.accelerate
-        recipe = accelerate.completed(recipe, _copied(file, "accelerate's file", recipe), file)
+        recipe = accelerate_file.completed(recipe, _copied(file, "accelerate's file", recipe), file)
     if (part := recipe.train or recipe.command) and part.deepspeed:
         file = beside / part.deepspeed
-        recipe = deepspeed.agreed(recipe, _copied(file, "the DeepSpeed file", recipe), file)
+        recipe = deepspeed_file.agreed(recipe, _copied(file, "the DeepSpeed file", recipe), file)
     return recipe
 
 

@@ -96,7 +96,9 @@ def test_json_that_is_none(text: str, found: str) -> None:
         files.parse_json(text, "it", "x.json")
     assert (refused.value.problem, refused.value.details["found"]) == ("it is not valid JSON", found)
     with pytest.raises(ConfigError):
-        write.deepspeed.agreed(load(Recipe, Path(__file__).parents[3] / "recipes/smoke-cpu.toml"), text, Path("x.json"))
+        write.deepspeed_file.agreed(
+            load(Recipe, Path(__file__).parents[3] / "recipes/smoke-cpu.toml"), text, Path("x.json")
+        )
 
 
 def test_half_of_a_pair_is_no_lone_surrogate() -> None:

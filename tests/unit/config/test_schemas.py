@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from referencing import Registry, Resource
 
 from dray.config.image import Image
+from dray.config.json_schema import Schema
 from dray.config.recipe import Recipe
-from dray.config.schema import Schema
 from dray.config.site import Site
 from dray.planning.plan import Plan
 from dray.runs.capsule_schema import Capsule

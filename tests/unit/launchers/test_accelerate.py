@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dray.config import accelerate as own
+from dray.config import accelerate_file
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
@@ -367,7 +367,7 @@ class TestItsOwnWords:
     def test_the_keys(self) -> None:
         from accelerate.commands.config.config_args import ClusterConfig
 
-        assert {*ClusterConfig.__dataclass_fields__, "dynamo_backend"} == own.KEYS
+        assert {*ClusterConfig.__dataclass_fields__, "dynamo_backend"} == accelerate_file.KEYS
 
     @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
     def test_its_launcher_takes_the_configuration(
