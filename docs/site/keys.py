@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from text import code, entry, plain, slug
 
 from dray.config.image import Image
+from dray.config.json_schema import Schema
 from dray.config.recipe import Recipe
-from dray.config.schema import Schema
 from dray.config.site import Site
 from dray.planning.plan import Plan
 from dray.runs.capsule_schema import Capsule

@@ -59,8 +59,8 @@ def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa:
 def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
     """Each key with its =; after the =, the key's values if they are few."""
     from dray.config import checkout  # noqa: PLC0415
+    from dray.config.json_schema import Schema  # noqa: PLC0415
     from dray.config.recipe import Recipe  # noqa: PLC0415
-    from dray.config.schema import Schema  # noqa: PLC0415
     from dray.images import store  # noqa: PLC0415
 
     name, equals, _ = incomplete.partition("=")

@@ -15,10 +15,10 @@ from dray.cli import candidates
 from dray.cli.chosen import Overrides, RecipeFile
 from dray.cli.options import Json
 from dray.config import checkout, packages
+from dray.config.json_schema import Schema
 from dray.config.model import Spec, validate
 from dray.config.new_recipe import New
 from dray.config.recipe import Recipe
-from dray.config.schema import Schema
 from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
 from dray.planning.batch import divide

@@ -26,9 +26,9 @@ def root(*, build: bool = False) -> Path:
             return Path(named).resolve()
         raise ConfigError("DRAY_HOME is not a dray checkout", found=named, wanted=f"a folder with {_MARK}/ in it")
     folder = Path.cwd().resolve()
-    above = [found for found in (folder, *folder.parents) if (found / _MARK).is_dir()]
-    own = [found for found in above if all(map(files.is_own, (found, found / "containers", found / _MARK)))]
-    for candidate in (_CLONE, *own, *([] if build else [_INSTALLED])):
+    above = [place for place in (folder, *folder.parents) if (place / _MARK).is_dir()]
+    trusted = [place for place in above if all(map(files.is_own, (place, place / "containers", place / _MARK)))]
+    for candidate in (_CLONE, *trusted, *([] if build else [_INSTALLED])):
         if (candidate / _MARK).is_dir():
             return candidate
     raise ConfigError(

@@ -113,11 +113,11 @@ class Data(Spec):
                 f"data.streaming joins documents as they come and cuts them; data.packing = {self.packing} wants all "
                 "of them first: set data.packing=wrapped, or data.streaming=false"
             )
-        weights = [one.weight for one in self.mix.values()]
-        for name, one in self.mix.items():
-            if mix.is_too_light(one.weight, weights):
+        weights = [source.weight for source in self.mix.values()]
+        for name, source in self.mix.items():
+            if mix.is_too_light(source.weight, weights):
                 raise ValueError(
-                    f"data.mix.{name}.weight = {one.weight:g} of {sum(weights):g} in all is less than one sample of "
+                    f"data.mix.{name}.weight = {source.weight:g} of {sum(weights):g} in all is less than one sample of "
                     f"{mix.BLOCK:,}, the smallest share of a mix"
                 )
         return self

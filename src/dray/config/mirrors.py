@@ -88,8 +88,8 @@ def image(reference: str) -> str:
         full = reference
     else:
         full = f"{_REGISTRY}/{reference}"
-    found = url(full)
-    return reference if found == full else found
+    mirrored = url(full)
+    return reference if mirrored == full else mirrored
 
 
 def sed() -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from dray.config.schema import Schema
+from dray.config.json_schema import Schema
 from dray.contract import files, secrets
 from dray.contract.findings import ConfigError, listed, nearest
 
@@ -23,10 +23,6 @@ Table = dict[str, Any]
 
 _SHOWN = 60
 _LIMIT = 256 << 10
-_TOML_STRINGS = re.compile(
-    r'"""[\s\S]*?(?:"""|\Z)|' r"'''[\s\S]*?(?:'''|\Z)|" r'"(?:[^"\\\n]|\\.)*+"?|' r"'[^'\n]*+'?|#[^\n]*+"
-)
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
 
@@ -55,9 +51,9 @@ class Spec(BaseModel):
 
     @model_validator(mode="after")
     def _holds_no_secret(self) -> Self:
-        found = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
-        if found:
-            raise ValueError(f"{', '.join(found)}: this looks like a secret, which plans and run folders would show")
+        names = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
+        if names:
+            raise ValueError(f"{', '.join(names)}: this looks like a secret, which plans and run folders would show")
         return self
 
 
@@ -76,15 +72,12 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
     for override in overrides:
         key, equals, raw = override.partition("=")
         keys = tuple(part.strip() for part in key.split("."))
-        if not equals or not all(keys) or len(keys) > files.DEPTH:
+        if not equals or not all(keys):
             lines.append((secrets.redacted(override)[:_SHOWN], "expected key=value, such as a.b=1 (command line)"))
             continue
-        if _SURROGATE.search(override):  # how Python passes arguments that are not UTF-8
-            lines.append((ascii(override), "expected UTF-8 text (command line)"))
-            continue
         if model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
-            own = ".".join(keys[1:]) or "KEY"
-            lines.append((override, f"has no effect: the command line overrides [{keys[0]}]; set {own}={raw}"))
+            rest = ".".join(keys[1:]) or "KEY"
+            lines.append((override, f"has no effect: the command line overrides [{keys[0]}]; set {rest}={raw}"))
             continue
         typed.append((keys, override))
         data = _apply(model, data, keys, raw.strip())
@@ -106,9 +99,11 @@ def _schema(model: type[Spec]) -> Schema:
 
 def explained(wrong: ValidationError) -> str:
     """The errors in data that no user wrote by hand, one per line."""
-    found = wrong.errors(include_url=False, include_input=False)
-    lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in found[:_SHOWN]]
-    return "\n".join([*lines, *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
+    errors = wrong.errors(include_url=False, include_input=False)
+    lines = [
+        f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in errors[:_SHOWN]
+    ]
+    return "\n".join([*lines, *([f"and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else [])])
 
 
 def _read(path: Path, kind: str) -> str:
@@ -150,26 +145,11 @@ def _parse(text: str, path: Path, kind: str) -> Table:
 
 
 def parse_toml(text: str) -> Table:
-    """Parse TOML; ValueError if it is not valid, too deep, or has a number of more than 64 bits."""
-    bare = _TOML_STRINGS.sub("", text)
-    # Each dotted key costs the square of its length.
-    deep = any(part.count(".") > files.DEPTH for part in re.split(r"[][{}=,\n]", bare))
+    """Parse TOML; ValueError if it is not valid."""
     try:
-        table = {} if deep else tomllib.loads(text)
-        deep = deep or files.too_deep(table)
-        if not deep and not _fits(table):
-            raise ValueError("a whole number of more than 64 bits")
+        return tomllib.loads(text)
     except RecursionError:
-        deep = True
-    if deep:
-        raise ValueError(f"more than {files.DEPTH} nested tables or lists")
-    return table
-
-
-def _fits(value: object) -> bool:
-    """Whether each whole number has at most 64 bits, as in TOML; Python cannot print some longer ones."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(map(_fits, inner)) and not (isinstance(value, int) and value.bit_length() > 63)
+        raise ValueError("too many nested tables or lists") from None
 
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
@@ -251,8 +231,8 @@ def _line(error: ErrorDetails, model: type[Spec], written: Table, typed: list[tu
                 text += f"; did you mean `{near}`?" * bool(near)
     override, label = _origin(keys, written, typed), ".".join(map(str, keys))
     if shown:
-        found = json.dumps(value, ensure_ascii=False)
-        label = override or f"{label} = {found if len(found) <= _SHOWN else found[:_SHOWN] + '...'}"
+        shown_value = json.dumps(value, ensure_ascii=False)
+        label = override or f"{label} = {shown_value if len(shown_value) <= _SHOWN else shown_value[:_SHOWN] + '...'}"
     label = secrets.redacted(label)
     label = label if len(label) <= 2 * _SHOWN else f"{label[: 2 * _SHOWN]}..."
     return label, f"{text} (command line)" if override else text

@@ -22,21 +22,21 @@ class Package(NamedTuple):
 
 def of(recipe: Recipe) -> list[Package]:
     """The packages that this recipe needs."""
-    train, found = recipe.train, list[Package]()
+    train, packages = recipe.train, list[Package]()
     if recipe.launcher in ("accelerate", "deepspeed"):
         without = ("--launcher=torchrun", *(["accelerate="] if recipe.accelerate else []))
         setting = f"launcher = {recipe.launcher}"
-        found.append(Package(recipe.launcher, setting, without, demo=recipe.launcher != "deepspeed"))
+        packages.append(Package(recipe.launcher, setting, without, demo=recipe.launcher != "deepspeed"))
     if train:
-        found.append(Package("transformers", "[train]"))
+        packages.append(Package("transformers", "[train]"))
     for section in ("train", "command"):
         part = getattr(recipe, section)
         if part and part.strategy and STRATEGIES[part.strategy].deepspeed:
-            own = [f"{section}.{key}=" for key in ("deepspeed", "offload") if getattr(part, key, "")]
+            empty = [f"{section}.{key}=" for key in ("deepspeed", "offload") if getattr(part, key, "")]
             setting = f"{section}.strategy = {part.strategy}"
-            found.append(Package("deepspeed", setting, (f"{section}.strategy=ddp", *own), demo=False))
-    if recipe.lora and recipe.lora.enabled:
-        found.append(Package("peft", "[lora]", ("lora.enabled=false",)))
-    if recipe.analog and recipe.analog.enabled:
-        found.append(Package("aihwkit_lightning", "[analog]", ("analog.enabled=false",), demo=False))
-    return found
+            packages.append(Package("deepspeed", setting, (f"{section}.strategy=ddp", *empty), demo=False))
+    if recipe.has_lora:
+        packages.append(Package("peft", "[lora]", ("lora.enabled=false",)))
+    if recipe.has_analog:
+        packages.append(Package("aihwkit_lightning", "[analog]", ("analog.enabled=false",), demo=False))
+    return packages

@@ -51,9 +51,9 @@ class Command(Spec):
     @field_validator("argv")
     @classmethod
     def _shows_no_secret(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        if found := secrets.in_command(argv):
+        if words := secrets.in_command(argv):
             raise SecretError(
-                f"{', '.join(found)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
+                f"{', '.join(words)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
                 "export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
                 "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
             )
@@ -118,7 +118,7 @@ class Recipe(Spec):
     """Seconds without progress after which a run ends as hung (75); dray names the rank that hangs. 0: never.
     Left out: dray's trainer decides by its own steps, and a command is not watched. See docs/survive.md."""
     accelerate: str | None = None
-    """The script's configuration file for accelerate, YAML or JSON, beside the recipe; it must agree with [command]."""
+    """The script's configuration file for accelerate, YAML or JSON, beside the recipe. [command] wins over it."""
     preflight: Preflight = Preflight()
     runs: Runs = Runs()
     command: Command | None = None
@@ -136,6 +136,21 @@ class Recipe(Spec):
     def replaces_nodes(self) -> bool:
         """Whether the job continues when it loses a node."""
         return bool(self.spares or self.min_nodes)
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether adapters are trained, and not the model's own weights."""
+        return self.lora is not None and self.lora.enabled
+
+    @property
+    def has_analog(self) -> bool:
+        """Whether layers of the model become analog."""
+        return self.analog is not None and self.analog.enabled
+
+    def with_values(self, section: str, **values: object) -> Recipe:
+        """The recipe with other values in one of its tables."""
+        table = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: table})
 
     @property
     def image_name(self) -> str:
@@ -179,21 +194,21 @@ class Recipe(Spec):
             raise ValueError("scale = tiny: the recipe has no table [tiny] with settings for it")
         train = self.train
         sharding = STRATEGIES[train.strategy if train else "ddp"]
-        if self.analog and self.analog.enabled and train and not sharding.analog:
+        if self.has_analog and train and not sharding.analog:
             others = ", ".join(name for name, other in STRATEGIES.items() if other.analog)
             raise ValueError(f"[analog] needs {others}; train.strategy is {train.strategy}")
-        if self.analog and self.analog.enabled and self.image in ("cuda12", "rocm", "rocm6"):
+        if self.has_analog and self.image in ("cuda12", "rocm", "rocm6"):
             raise ValueError(
                 f"[analog] needs the cpu or the cuda image; aihwkit-lightning does not support {self.image}"
             )
-        if self.analog and self.analog.enabled and self.lora and self.lora.enabled:
+        if self.has_analog and self.has_lora:
             raise ValueError("[analog] and [lora] both replace layers of the model; leave one out")
-        if self.lora and self.lora.enabled and train and not sharding.mixed_dtypes and self.model.dtype != "fp32":
+        if self.has_lora and train and not sharding.mixed_dtypes and self.model.dtype != "fp32":
             raise ValueError(
                 f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
             )
-        for name, layers in (("analog", self.analog), ("lora", self.lora)):
-            if layers and layers.enabled and train and train.master_weights:
+        for name, replaces in (("analog", self.has_analog), ("lora", self.has_lora)):
+            if replaces and train and train.master_weights:
                 raise ValueError(f"[{name}] replaces layers of the model, which train.master_weights does not support")
         if self.data.answer_column and train and train.objective != "sft":
             raise ValueError(f'data.answer_column is for train.objective = "sft", but it is {train.objective}')
@@ -288,10 +303,10 @@ class Recipe(Spec):
     @field_validator("env")
     @classmethod
     def _only_the_recipes_own(cls, env: dict[str, str]) -> dict[str, str]:
-        found = [name for name, value in env.items() if secrets.is_variable(name, value)]
-        if found:
+        names = [name for name, value in env.items() if secrets.is_variable(name, value)]
+        if names:
             raise ValueError(
-                f"{', '.join(found)}: this looks like a secret, and every run folder holds its recipe; set it where "
+                f"{', '.join(names)}: this looks like a secret, and every run folder holds its recipe; set it where "
                 "you submit and name it in pass_env"
             )
         _refuse_ours(env)

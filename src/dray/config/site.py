@@ -52,8 +52,8 @@ class SiteBind(Spec):
     @field_validator("path")
     @classmethod
     def _names_no_secret(cls, path: str) -> str:
-        if found := [name for name in re.findall(r"\$(\w+)", path) if secrets.is_name(name)]:
-            raise ValueError(f"${found[0]} looks like a secret, and plans show the paths of binds")
+        if names := [name for name in re.findall(r"\$(\w+)", path) if secrets.is_name(name)]:
+            raise ValueError(f"${names[0]} looks like a secret, and plans show the paths of binds")
         return path
 
 
@@ -179,12 +179,12 @@ class Site(Spec):
     def _no_core_twice(cls, cores: tuple[str, ...]) -> tuple[str, ...]:
         taken: set[int] = set()
         for mask in cores:
-            own = set(parse(mask))
-            if not own:
+            mask_cores = set(parse(mask))
+            if not mask_cores:
                 raise ValueError(f"{mask}: a range ends before it begins")
-            if own & taken:
-                raise ValueError(f"{mask}: core {min(own & taken)} belongs to another rank")
-            taken |= own
+            if mask_cores & taken:
+                raise ValueError(f"{mask}: core {min(mask_cores & taken)} belongs to another rank")
+            taken |= mask_cores
         return cores
 
     def variables(self) -> list[str]:

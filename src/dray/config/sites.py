@@ -68,7 +68,7 @@ def detect(cluster: str, host: str) -> Choice:
             continue
         if cluster in site.clusters:
             return Choice(find(name), f"Slurm calls this cluster {cluster}")
-        pattern = next((one for one in site.hosts if host and fnmatchcase(host, one)), None)
+        pattern = next((name for name in site.hosts if host and fnmatchcase(host, name)), None)
         if pattern:
             return Choice(find(name), f"the host name {host} matches {pattern}")
     return Choice(find(GENERIC), f"no site file names the {f'cluster {cluster}' if cluster else f'host {host}'}")

@@ -202,11 +202,11 @@ class Train(Spec):
             both = f"both are set: steps = {self.steps}, epochs = {self.epochs}"
             raise ValueError(f"expected one of steps and epochs; {'neither is set' if self.steps is None else both}")
         if self.steps is not None and self.warmup_steps > self.steps:
-            found = f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}"
-            raise ValueError(f"{found}; set train.warmup_steps=0 too, or at most {self.steps}")
+            shown = f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}"
+            raise ValueError(f"{shown}; set train.warmup_steps=0 too, or at most {self.steps}")
         if self.steps is not None and self.profile and int(self.profile.split("-")[1]) > self.steps:
-            found = f"profile = {self.profile} is past steps = {self.steps}"
-            raise ValueError(f"{found}; set train.profile={self.steps}-{self.steps}, or earlier steps")
+            shown = f"profile = {self.profile} is past steps = {self.steps}"
+            raise ValueError(f"{shown}; set train.profile={self.steps}-{self.steps}, or earlier steps")
         wants = (("lr_power", self.lr_power, "polynomial"), ("lr_cycles", self.lr_cycles, "cosine_with_restarts"))
         for name, value, kind in wants:
             if value != 1 and self.lr_scheduler_type != kind:
@@ -215,8 +215,8 @@ class Train(Spec):
             raise ValueError(f"min_lr = {self.min_lr} is more than lr = {self.lr}")
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         if self.master_weights and (self.strategy != "ddp" or self.precision == "fp32"):
-            found = f"they are {self.strategy} and {self.precision}"
-            raise ValueError(f"master_weights needs strategy ddp and precision bf16 or fp16; {found}")
+            shown = f"they are {self.strategy} and {self.precision}"
+            raise ValueError(f"master_weights needs strategy ddp and precision bf16 or fp16; {shown}")
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
             raise ValueError("on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back")

@@ -34,9 +34,9 @@ def hub(facts: Facts, runs: PurePosixPath) -> str:
 def chosen(facts: Facts, *, run_folder: PurePosixPath, scratch: str) -> Iterator[Cache]:
     """The cache folders: the job's own if it names them; else downloads go beside the runs, the rest to the node."""
     beside = kept(facts, run_folder.parent)
-    found = "the job's own, or this user's cache; all nodes read models and datasets in it"
+    hub_why = "the job's own, or this user's cache; all nodes read models and datasets in it"
     usual = (
-        Cache("HF_HOME", hub(facts, run_folder.parent), found if facts.hf_home else _KEPT),
+        Cache("HF_HOME", hub(facts, run_folder.parent), hub_why if facts.hf_home else _KEPT),
         Cache("TORCH_HOME", str(beside / "torch"), _KEPT),
         Cache("XDG_CACHE_HOME", str(beside), _KEPT),
         Cache("MPLCONFIGDIR", f"{scratch}/matplotlib", "matplotlib's list of fonts takes seconds to make"),
@@ -56,12 +56,12 @@ def outside(
     variables: Iterable[tuple[str, str]], facts: Facts, *, run_folder: PurePosixPath, scratch: str
 ) -> Iterator[Cache]:
     """The cache folders that need a bind: those outside of the run folder and the node's own folder."""
-    seen = (str(run_folder), scratch)
-    own = str(kept(facts, run_folder.parent))
+    bound = (f"{run_folder}/", f"{scratch}/")
+    beside = str(kept(facts, run_folder.parent))
     for name, value in variables:
-        if name not in NAMES or not value.startswith("/") or f"{value}/".startswith(tuple(f"{one}/" for one in seen)):
+        if name not in NAMES or not value.startswith("/") or f"{value}/".startswith(bound):
             continue
-        if f"{value}/".startswith(f"{own}/"):
-            yield Cache("dray", own, "the caches of libraries")
+        if f"{value}/".startswith(f"{beside}/"):
+            yield Cache("dray", beside, "the caches of libraries")
         else:
             yield Cache(name, value, "what its library downloads or makes")

@@ -1,13 +1,11 @@
-"""train.deterministic: the variables with which two runs agree to the last bit, and refusals of other values."""
+"""train.deterministic: the variables with which two runs agree to the last bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dray.config.recipe import Recipe
-from dray.contract import exit_codes
-from dray.contract.findings import Finding
 
 
 class Setting(NamedTuple):
@@ -45,22 +43,5 @@ def settings(recipe: Recipe) -> Iterator[Setting]:
         yield from _GPU
         if recipe.model.attn_implementation == "flash_attention_2":
             yield _FLASH
-        if recipe.analog and recipe.analog.enabled:
+        if recipe.has_analog:
             yield _ANALOG
-
-
-def refusals(recipe: Recipe, environment: Iterable[tuple[str, str, str]], passed: Iterable[str]) -> Iterator[Finding]:
-    """Refuse other values. `environment` has names, values and sources; a `passed` value is not known yet."""
-    found = {name: (f"{name}={value}", source) for name, value, source in environment}
-    found |= {name: (f"{name} in pass_env", "recipe") for name in passed}
-    for setting in settings(recipe):
-        shown, source = found[setting.name]
-        if shown.casefold() not in {f"{setting.name}={value}".casefold() for value in setting.values}:
-            yield Finding(
-                f"{setting.name} prevents deterministic runs: {setting.why}",
-                where=source,
-                wanted=f"{' or '.join(f'{setting.name}={value}' for value in setting.values)}, for train.deterministic",
-                found=shown,
-                fix=f"leave {setting.name} out, or train.deterministic=false",
-                code=exit_codes.CONFIG,
-            )

@@ -11,6 +11,7 @@ from dray.config.site import Site
 from dray.contract.findings import Finding
 from dray.facts import Facts, Files
 from dray.planning.choice import Choice
+from dray.planning.rule import Planned
 
 DEFAULT_S = 120
 """What the batch scripts ask for: #SBATCH --signal=B:USR1@120."""
@@ -22,16 +23,16 @@ _ENDING = ("CANCEL", "REQUEUE")  # modes of preemption after which a job runs no
 
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[int]:
     """Seconds before the time limit, and who set them; a job cannot see its own --signal."""
-    given = [found for option in (*site.sbatch, *facts.options) if (found := _SIGNAL.fullmatch(option))]
-    own = [found for option in facts.options if (found := _SIGNAL.fullmatch(option))]
-    if own:
-        return Choice(int(own[-1][1] or _SLURM_S), f"{own[-1][0]} of the command line")
+    signals = [match for option in (*site.sbatch, *facts.options) if (match := _SIGNAL.fullmatch(option))]
+    typed = [match for option in facts.options if (match := _SIGNAL.fullmatch(option))]
+    if typed:
+        return Choice(int(typed[-1][1] or _SLURM_S), f"{typed[-1][0]} of the command line")
     if recipe.grace_s:
         return Choice(recipe.grace_s, "the recipe's grace_s")
     if site.grace_s:
         return Choice(site.grace_s, f"grace_s of site {site.name}")
-    if given:
-        return Choice(int(given[-1][1] or _SLURM_S), f"{given[-1][0]} of site {site.name}")
+    if signals:
+        return Choice(int(signals[-1][1] or _SLURM_S), f"{signals[-1][0]} of site {site.name}")
     return Choice(DEFAULT_S, "the default --signal of the batch scripts")
 
 
@@ -40,11 +41,12 @@ def wanted(save_s: float) -> int:
     return max(1, math.ceil(2 * save_s))
 
 
-def find(recipe: Recipe, site: Site, facts: Facts, files: Files) -> Iterator[Finding]:
+def advice(given: Planned) -> Iterator[Finding]:
     """Warn of a grace that is too short for the slowest checkpoint of an earlier run."""
-    if facts.scheduler != "slurm" or recipe.train is None:
+    facts, files = given.facts, given.files
+    if facts.scheduler != "slurm" or given.recipe.train is None:
         return
-    grace, save = chosen(recipe, site, facts), files.save_s
+    grace, save = chosen(given.recipe, given.site, facts), files.save_s
     if save is not None and grace.value < wanted(save):
         yield Finding(
             "the grace is shorter than twice the slowest checkpoint",
@@ -67,9 +69,9 @@ def _preemption(facts: Facts, files: Files) -> Iterator[Finding]:
     """Warn of preemption that leaves no time to save, by what Slurm says of this partition."""
     save, kill = files.save_s, facts.kill_wait_s
     if facts.preempt_mode and any(mode in facts.preempt_mode for mode in _ENDING):
-        left = (facts.preempt_grace_s or 0) + (kill or 0)
+        seconds = (facts.preempt_grace_s or 0) + (kill or 0)
         seen = f"PreemptMode={facts.preempt_mode}, GraceTime {facts.preempt_grace_s or 0} s, KillWait {kill or 0} s"
-        if save is not None and save > left:
+        if save is not None and save > seconds:
             yield Finding(
                 "a checkpoint takes longer than preemption allows",
                 wanted=f"{save:.1f} s, which a checkpoint of run {files.save_run} took",
@@ -95,10 +97,10 @@ def _preemption(facts: Facts, files: Files) -> Iterator[Finding]:
 
 def _limit(facts: Facts) -> int | None:
     """The time limit of the options, in seconds, where they have one: MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN[:SEC]."""
-    found = [match for option in facts.options if (match := _TIME.fullmatch(option))]
-    if not found:
+    limits = [match for option in facts.options if (match := _TIME.fullmatch(option))]
+    if not limits:
         return None
-    days, *rest = found[-1].groups()
+    days, *rest = limits[-1].groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is None:
         hours, minutes, seconds = numbers if len(numbers) == 3 else [0, *numbers, 0][:3]

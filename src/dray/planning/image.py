@@ -1,4 +1,4 @@
-"""Chooses the variant of the image, if the recipe sets none, and where each node reads it."""
+"""The image of a run: its variant, where each node reads it, who must have signed it, and the layer beside it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dray.config.image import ACCELERATORS
 from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
+from dray.contract.findings import counted
 from dray.engines.base import Engine
-from dray.facts import Facts
+from dray.facts import Facts, Layer
 from dray.planning.choice import Choice
 
 
@@ -42,12 +43,24 @@ def adopt_line(adopted: str) -> str:
 
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
     """The recipe with its variant."""
-    found = variant(recipe, site, facts)
-    if found.value == recipe.image:
-        return Choice(recipe, f"{found.value}: {found.why}")
+    choice = variant(recipe, site, facts)
+    if choice.value == recipe.image:
+        return Choice(recipe, f"{choice.value}: {choice.why}")
     table = recipe.model_dump(exclude_unset=True)
-    whole = validate(Recipe, table, [f"image={found.value}"], what=f"the recipe with image={found.value}")
-    return Choice(whole, f"{found.value}: {found.why}")
+    whole = validate(Recipe, table, [f"image={choice.value}"], what=f"the recipe with image={choice.value}")
+    return Choice(whole, f"{choice.value}: {choice.why}")
+
+
+def signers(recipe: Recipe, site: Site) -> tuple[str, ...]:
+    """The keys of which one must have signed; if recipe and site both name keys, those in both lists."""
+    demanded = [keys for keys in (recipe.image_signers, site.image_signers) if keys]
+    return tuple(key for key in demanded[0] if all(key in keys for keys in demanded)) if demanded else ()
+
+
+def layer_reason(layer: Layer) -> str:
+    """The layer's packages and digest, in one line."""
+    names = ", ".join(list(layer.packages)[:3]) + (", ..." if len(layer.packages) > 3 else "")
+    return f"{counted(len(layer.packages), 'package')} after the image's own ({names}), {layer.digest[:19]}"
 
 
 def copy(site: Site, facts: Facts, engine: Engine, scratch: str) -> Choice[str]:

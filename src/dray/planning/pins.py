@@ -17,19 +17,20 @@ def on_hub(recipe: Recipe) -> dict[str, str]:
     datasets = {key: name.partition(":")[2] for key, name in recipe.datasets().items() if name.startswith("hub:")}
     files = {key: dataset.parse(name).files for key, name in recipe.datasets().items()}
     streamed = {key: name.split("/")[4:5] for key, name in files.items() if name.startswith("hf://datasets/")}
-    found = {key: (name or [""])[0].partition("@")[2] for key, name in streamed.items()}
-    found |= {key: name.partition(":")[0].partition("@")[2].partition("/")[0] for key, name in datasets.items()}
+    revisions = {key: (name or [""])[0].partition("@")[2] for key, name in streamed.items()}
+    revisions |= {key: name.partition(":")[0].partition("@")[2].partition("/")[0] for key, name in datasets.items()}
     model = recipe.model
     if model.name and model.name[0] not in "/.":
-        found["model.revision"] = model.revision
+        revisions["model.revision"] = model.revision
     if model.tokenizer and model.tokenizer != model.name and model.tokenizer[0] not in "/.":
-        found["model.tokenizer_revision"] = model.tokenizer_revision
-    return found
+        revisions["model.tokenizer_revision"] = model.tokenizer_revision
+    return revisions
 
 
 def reason(recipe: Recipe) -> str:
-    """Whether the recipe reads the same bytes the next time, as text."""
-    loose = [key for key, revision in on_hub(recipe).items() if not _COMMIT.fullmatch(revision)]
-    if not loose:
-        return "all models and datasets are pinned to commits"
-    return f"not pinned to a commit: {', '.join(loose)}; `dray prefetch` prints the commits"
+    """Whether the recipe reads the same bytes the next time, as text; empty if it reads nothing of the hub."""
+    revisions = on_hub(recipe)
+    loose = [key for key, revision in revisions.items() if not _COMMIT.fullmatch(revision)]
+    if loose:
+        return f"not pinned to a commit: {', '.join(loose)}; `dray prefetch` prints the commits"
+    return "all models and datasets are pinned to commits" if revisions else ""

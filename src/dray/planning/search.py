@@ -31,20 +31,20 @@ def beats(one: Figure, other: Figure) -> bool:
     return one.speed - other.speed > one.spread + other.spread
 
 
-def best(found: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Candidate | None:
+def best(measured: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Candidate | None:
     """Of the candidates that none beats: the one with the fewest changes, then the least memory, then the fastest."""
-    every = list(found)
+    every = list(measured)
     if not every:
         return None
     fastest = max((figure for _, figure in every), key=lambda figure: figure.speed)
     tied = [(candidate, figure) for candidate, figure in every if not beats(fastest, figure)]
-    return min(tied, key=lambda one: (len(one[0].differences(start)), one[1].memory, -one[1].speed))[0]
+    return min(tied, key=lambda row: (len(row[0].differences(start)), row[1].memory, -row[1].speed))[0]
 
 
 def descend(space: Space, measure: Measure) -> None:
-    """Measure candidates up to the fastest, from the recipe's own on, or the nearest one that runs."""
+    """Measure candidates up to the fastest, from the recipe's own on, or the nearest candidate that runs."""
     search = _Search(space, measure)
-    current = next((one for one in space.every() if measure(one)), None)
+    current = next((candidate for candidate in space.every() if measure(candidate)), None)
     while current:
         before = current
         for axis in space.axes:
@@ -86,18 +86,18 @@ class _Search:
             return current
         if self._measure(plain := current.changed({ROWS: larger[0]})):
             return self._better(plain, current)
-        most, found = self._most(axis, current), current
+        most, fastest = self._most(axis, current), current
         for changes in self._rooms(current):
             cost = math.prod(self._share(current, {key: value}) for key, value in changes.items())
             other = self._space.moved(current, {ROWS: larger[0], **changes}) if cost * most > 1 else None
             if other and self._measure(other):
-                found = self._better(self.along(axis, other), found)
-        return found
+                fastest = self._better(self.along(axis, other), fastest)
+        return fastest
 
     def _rooms(self, current: Candidate) -> Iterator[Mapping[str, Value]]:
         """Changes that make room: a strategy that shards more, settings that keep less, or both."""
         strategies = next((axis.values for axis in self._space.axes if axis.key == STRATEGY), ())
-        others: list[Mapping[str, Value]] = [{STRATEGY: one} for one in strategies if one != current.get(STRATEGY)]
+        others: list[Mapping[str, Value]] = [{STRATEGY: name} for name in strategies if name != current.get(STRATEGY)]
         for strategy in ({}, *others):
             for saver in ({}, *SAVERS):
                 if strategy or saver:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -28,12 +28,6 @@ SAVERS: tuple[Mapping[str, Value], ...] = (
     {CHECKPOINTING: True, LOSS: "chunked"},
 )
 """Changes that make room for a larger micro-batch."""
-# Where a configuration does not name them, transformers takes 0.1.
-_DROPOUT = {
-    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "opt": ("dropout",),
-}
 
 
 class Axis(NamedTuple):
@@ -59,10 +53,10 @@ class Candidate(NamedTuple):
 
     def changed(self, changes: Mapping[str, Value]) -> Candidate:
         """The candidate with these changes; train.fsdp_shard stays only with fsdp."""
-        found = {**dict(self.values), **changes}
-        if found[STRATEGY] != "fsdp":
-            found.pop(SHARD, None)
-        return Candidate(tuple((key, found[key]) for key in KEYS if key in found))
+        values = {**dict(self.values), **changes}
+        if values[STRATEGY] != "fsdp":
+            values.pop(SHARD, None)
+        return Candidate(tuple((key, values[key]) for key in KEYS if key in values))
 
     def differences(self, other: Candidate) -> list[tuple[str, Value]]:
         """The keys and values in which this one differs from the other."""
@@ -80,15 +74,15 @@ class Space:
 
     def every(self) -> Iterator[Candidate]:
         """Each candidate of the grid once, those nearest to the recipe's own first."""
-        found = [self.start]
+        candidates = [self.start]
         for axis in self.axes:
-            found += [
+            candidates += [
                 other
-                for candidate in found
+                for candidate in candidates
                 for value in axis.values
                 if (other := self.moved(candidate, {axis.key: value})) and other != candidate
             ]
-        return iter(sorted(dict.fromkeys(found), key=lambda one: len(one.differences(self.start))))
+        return iter(sorted(dict.fromkeys(candidates), key=lambda other: len(other.differences(self.start))))
 
     def moved(self, candidate: Candidate, changes: Mapping[str, Value]) -> Candidate | None:
         """The candidate with these values; None if a key has no effect, or no such value here."""
@@ -108,7 +102,7 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     assert train is not None
     assert shares is not None
     assert shares.per_device is not None
-    own: dict[str, Value] = {
+    start: dict[str, Value] = {
         STRATEGY: train.strategy, ROWS: shares.per_device, CHECKPOINTING: train.activation_checkpointing,
         COMPILE: train.compile, LOSS: train.loss, SHARD: train.fsdp_shard,
     }  # fmt: skip
@@ -129,12 +123,12 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
         )  # fmt: skip
     axes = []
     for key in KEYS:
-        values = tuple(dict.fromkeys([own[key], *given.get(key, known[key])])) if key in keys else ()
+        values = tuple(dict.fromkeys([start[key], *given.get(key, known[key])])) if key in keys else ()
         values = tuple(sorted(values)) if key == ROWS else values
         axes += [Axis(key, values)] if len(values) > 1 else []
     if SHARD not in {axis.key for axis in axes}:
-        own.pop(SHARD)
-    return Space(Candidate(tuple(own.items())).changed({}), tuple(axes))
+        start.pop(SHARD)
+    return Space(Candidate(tuple(start.items())).changed({}), tuple(axes))
 
 
 def _divisors(number: int) -> list[int]:
@@ -150,29 +144,29 @@ _CHOICES: dict[str, tuple[Value, ...]] = {
 
 def values(key: str, text: str) -> tuple[Value, ...]:
     """The values of a key to tune, which the text separates by commas."""
-    found = []
-    for one in map(str.strip, text.split(",")):
+    chosen = []
+    for word in map(str.strip, text.split(",")):
         named = {str(choice).lower(): choice for choice in _CHOICES.get(key, ())}
-        value = named.get(one) if named else int(one) if re.fullmatch("[1-9][0-9]{0,8}", one) else None
+        value = named.get(word) if named else int(word) if re.fullmatch("[1-9][0-9]{0,8}", word) else None
         if value is None:
             wanted = f"some of {', '.join(named)}" if named else "whole numbers from 1 on"
-            raise ConfigError(f"{key} cannot have this value", wanted=wanted, found=one or text)
-        found.append(value)
-    return tuple(found)
+            raise ConfigError(f"{key} cannot have this value", wanted=wanted, found=word or text)
+        chosen.append(value)
+    return tuple(chosen)
 
 
 def keys(text: str) -> tuple[str, ...]:
     """The keys that --keys names, by their whole name or its last part."""
-    found = []
-    for one in map(str.strip, text.split(",")):
-        fitting = [key for key in KEYS if one in (key, key.partition(".")[2])]
+    chosen = []
+    for word in map(str.strip, text.split(",")):
+        fitting = [key for key in KEYS if word in (key, key.partition(".")[2])]
         if not fitting:
             raise ConfigError(
-                "--keys names a key that dray does not tune", wanted=f"some of {', '.join(KEYS)}", found=one or text,
+                "--keys names a key that dray does not tune", wanted=f"some of {', '.join(KEYS)}", found=word or text,
                 fix="dray sweep RECIPE KEY=VALUE,VALUE compares other keys",
             )  # fmt: skip
-        found += fitting
-    return tuple(dict.fromkeys(found))
+        chosen += fitting
+    return tuple(dict.fromkeys(chosen))
 
 
 def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> Recipe:
@@ -192,26 +186,3 @@ def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: in
     except ValidationError as wrong:
         text = explained(wrong).replace("Value error, ", "")
         raise ConfigError(text.partition("\n")[0], where="recipe") from wrong
-
-
-def tolerance(recipe: Recipe, configuration: Mapping[str, Any], *, exact: float) -> tuple[float, str]:
-    """By how much the losses of one step may differ, relative to their value, and why."""
-    assert recipe.train is not None
-    if why := _random(recipe, configuration):
-        return 0.05, f"{why}, whose random numbers depend on the micro-batch"
-    if recipe.train.precision != "fp32":
-        return 0.02, f"{recipe.train.precision} has few digits"
-    if recipe.train.tf32 and recipe.image != "cpu":
-        return 2e-3, "TF32 has 10 bits of mantissa"
-    return exact, "fp32"
-
-
-def _random(recipe: Recipe, configuration: Mapping[str, Any]) -> str:
-    names = _DROPOUT.get(str(configuration.get("model_type")), ())
-    own = {name: configuration.get(name, 0.1) for name in names}
-    other = {key: value for key, value in configuration.items() if "drop" in key and isinstance(value, int | float)}
-    if any({**own, **other}.values()):
-        return "the model has dropout"
-    if recipe.lora and recipe.lora.enabled and recipe.lora.dropout:
-        return "[lora] has dropout"
-    return "[analog] has noise" if recipe.analog and recipe.analog.enabled else ""

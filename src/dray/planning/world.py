@@ -106,18 +106,20 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
     """The world of a run, and the reasons of the choices by name."""
     hosts = facts.hosts()
     ranks, chosen_port = ranks_per_node(recipe, facts), _port(recipe, facts)
-    asked = (
+    why_nodes = (
         "from the scheduler"
         if len(hosts) == recipe.nodes
         else f"from the scheduler; the recipe has nodes = {recipe.nodes}"
     )
     if (recipe.spares or facts.lost) and not facts.login:
-        asked += f"; spare: {' '.join(facts.spares) or 'none'}{'; failed: ' * bool(facts.lost)}{' '.join(facts.lost)}"
-    asked += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})" * bool(facts.missing)
+        why_nodes += (
+            f"; spare: {' '.join(facts.spares) or 'none'}{'; failed: ' * bool(facts.lost)}{' '.join(facts.lost)}"
+        )
+    why_nodes += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})" * bool(facts.missing)
     interfaces = f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""
     masks = f"{' '.join(site.cores)}: site {site.name}, whose jobs have whole nodes"
     reasons = {
-        "nodes": f"{len(hosts)}: {asked}",
+        "nodes": f"{len(hosts)}: {why_nodes}",
         "ranks_per_node": f"{ranks.value}: {ranks.why}",
         "master": f"{hosts[0]}: the first of {facts.nodelist}{interfaces}",
         "port": f"{chosen_port.value or 'any'}: {chosen_port.why}",

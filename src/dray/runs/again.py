@@ -10,7 +10,7 @@ from dray import hostlist
 from dray.contract import exit_codes, files
 from dray.contract.findings import DrayError
 from dray.contract.hostnames import compress
-from dray.planning import members
+from dray.planning import node_selection
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.recovery import Next
@@ -89,7 +89,7 @@ def _without(plan: Plan, failed: int) -> str:
     if failed <= len(world.spares):
         spares = " ".join(world.spares[:failed])
         return f"spare nodes: {spares} take their place" if failed > 1 else f"spare node: {spares} takes its place"
-    count = members.fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
+    count = node_selection.fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
     return f"fewer nodes: {count} of {len(world.nodes)} continue (min_nodes = {plan.recipe.min_nodes})" if count else ""
 
 

@@ -20,7 +20,7 @@ from dray.contract import exit_codes
 from dray.contract.files import parse_json, read
 from dray.contract.findings import ConfigError, DrayError, Finding, nearest
 from dray.facts import Counted, Facts, Files
-from dray.planning import activations, memory
+from dray.planning.estimates import memory, model_shape
 
 _TYPES = Path(__file__).with_name("model_types.toml")
 
@@ -77,7 +77,7 @@ def _require_sizes(recipe: Recipe, configuration: dict[str, Any]) -> None:
     """Refuse a configuration whose sizes are no numbers."""
     model = recipe.model
     try:
-        memory.shape(configuration)
+        model_shape.of(configuration)
     except ConfigError as wrong:
         name = wrong.finding.where
         if name in model.config or "text_config" in model.config:
@@ -91,7 +91,7 @@ def _require_sizes(recipe: Recipe, configuration: dict[str, Any]) -> None:
 def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> Counted | None:
     """The activations that the model saves, counted by a program that needs torch; it may fail unless `exact`."""
     assert recipe.train is not None
-    use = memory.use(recipe, flex=configuration.get("model_type") not in activations.WITHOUT_FLEX)
+    use = memory.use(recipe, flex=configuration.get("model_type") not in model_shape.WITHOUT_FLEX)
     question = {
         "configuration": configuration,
         "masked": recipe.train.objective == "masked",

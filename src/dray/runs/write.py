@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from dray import __version__, render
 from dray import facts as probed
-from dray.config import accelerate, deepspeed, maps, sites
+from dray.config import accelerate_file, deepspeed_file, row_functions, sites
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
 from dray.contract import dataset, files, node
@@ -24,7 +24,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import variables
-from dray.planning import caches, image, members, precision
+from dray.planning import caches, image, node_selection, trainer
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, live, lookup
@@ -47,10 +47,10 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     recipe = _placed(recipe, beside)
     if recipe.accelerate:
         file = beside / recipe.accelerate
-        recipe = accelerate.agreed(recipe, _copied(file, "accelerate's file", recipe), file)
+        recipe = accelerate_file.completed(recipe, _copied(file, "accelerate's file", recipe), file)
     if (part := recipe.train or recipe.command) and part.deepspeed:
         file = beside / part.deepspeed
-        recipe = deepspeed.agreed(recipe, _copied(file, "the DeepSpeed file", recipe), file)
+        recipe = deepspeed_file.agreed(recipe, _copied(file, "the DeepSpeed file", recipe), file)
     return recipe
 
 
@@ -101,7 +101,7 @@ def _placed(recipe: Recipe, beside: Path) -> Recipe:
     for key, named in recipe.maps().items():
         if "\n" not in named:  # else it is from a plan, which has the text
             file = beside / named.rpartition(":")[0]
-            text = maps.written_out(named, _copied(file, f"the file of {key}", recipe), file)
+            text = row_functions.with_text(named, _copied(file, f"the file of {key}", recipe), file)
             recipe = _with(recipe, key.split("."), text)
     return recipe
 
@@ -139,7 +139,7 @@ def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, si
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with its findings."""
     # The model's activations depend on the chosen variant and precision.
-    chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
+    chosen = trainer.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = caches.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
     runs = grace.earlier(paths.run.parent, recipe.name)
@@ -179,7 +179,7 @@ def begin(
 ) -> tuple[Plan, RunPaths]:  # fmt: skip
     """As `write`, at a site that is already chosen."""
     recipe = image.chosen(recipe, choice.site, facts).value
-    facts = members.chosen(recipe, facts)
+    facts = node_selection.chosen(recipe, facts)
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
     _make_cache(Path(caches.kept(facts, PurePosixPath(paths.run.parent))), decided)
     write_atomic(paths.facts, to_text(facts))

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from dray.config.json_schema import Schema
 from dray.config.model import Spec, load
-from dray.config.schema import Schema
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, listed, nearest
 
@@ -165,11 +165,10 @@ def test_all_errors_come_at_once(file: Path) -> None:
 def test_errors_of_the_command_line_say_so_and_stand_with_the_files(file: Path) -> None:
     file.write_text(GOOD + "doors = 2\n")
     overrides = ("engine.power=0", "engine.powr=5", "engin.power=5", "axles=[{load=x}]", "fast", "a..b=1")
-    assert refusal(file, *overrides, "plate=\udcff") == (
-        "truck truck.toml has 8 errors\n"
+    assert refusal(file, *overrides) == (
+        "truck truck.toml has 7 errors\n"
         "  found:  fast               expected key=value, such as a.b=1 (command line)\n"
         "          a..b=1             expected key=value, such as a.b=1 (command line)\n"
-        "          'plate=\\udcff'     expected UTF-8 text (command line)\n"
         "          engine.power=0     expected a whole number of at least 1 (command line)\n"
         "          engine.powr=5      unknown key: did you mean `power`? "
         "also valid in [engine]: fuel, tuned (command line)\n"

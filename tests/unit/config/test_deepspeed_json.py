@@ -64,7 +64,7 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
             (),
             'batch.global_size and train_batch_size do not agree\n  where:  the recipe and {path}\n'
             "  wanted: batch.global_size = 8, as the recipe says\n"
-            "  found:  train_batch_size = 16, on line 2 of my ds.json\n"
+            "  found:  train_batch_size = 16, in my ds.json\n"
             '  fix:    write "train_batch_size": "auto" in my ds.json, or make them the same',
         ),
         ({}, ("train.max_grad_norm=1.0",), "train.max_grad_norm and gradient_clipping do not agree"),
@@ -79,7 +79,7 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
             ("train.strategy=zero3",),
             "train.strategy and zero_optimization.stage do not agree\n  where:  the recipe and {path}\n"
             '  wanted: train.strategy = "zero3", as the recipe says\n'
-            "  found:  zero_optimization.stage = 2, on line ",
+            "  found:  zero_optimization.stage = 2, in my ds.json\n",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, (), "weights are offloaded, but"),
         (
@@ -90,8 +90,7 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
         (
             {"zero_optimization": {**GIVEN["zero_optimization"], "offload_param": {"device": "cpu"}}},
             (),
-            "the recipe and the DeepSpeed file do not fit together\n  where:  the recipe and {path}\n"
-            "  found:  offload = all needs strategy zero3, but it is zero2",
+            "the recipe with {path} has 1 error\n  found:  train   offload = all needs strategy zero3, but it is zero2",
         ),
         ({"zero_optimization": {"stage": 0}}, (), "DeepSpeed's ZeRO stage is missing"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, (), "dray offloads to the host's"),

@@ -10,10 +10,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 from pydantic import BaseModel
+from referencing import Registry, Resource
 
 from dray.config.image import Image
+from dray.config.json_schema import Schema
 from dray.config.recipe import Recipe
-from dray.config.schema import Schema
 from dray.config.site import Site
 from dray.planning.plan import Plan
 from dray.runs.capsule_schema import Capsule
@@ -35,8 +36,21 @@ FILES = [
 
 def schema(kind: str) -> dict:
     made = MODELS[kind].model_json_schema()
+    if kind == "plan":
+        made = referring(made)
     version = made["properties"].get("version", {}).get("const", 1)
     return {"$schema": DIALECT, "$id": f"urn:dray:{kind}:{version}", "version": version, **made}
+
+
+def referring(made: dict) -> dict:
+    """The plan's schema with a reference to the recipe's, so that a new key of a recipe changes one schema."""
+    made["$defs"]["Recipe"] = {"$ref": schema("recipe")["$id"]}
+    before: set[str] = set()
+    while before != {*made["$defs"]}:
+        before = {*made["$defs"]}
+        named = re.findall(r"#/\$defs/(\w+)", json.dumps(made))
+        made["$defs"] = {name: made["$defs"][name] for name in named}
+    return made
 
 
 def file(kind: str) -> Path:
@@ -61,6 +75,8 @@ def test_our_files_are_valid(kind: str, path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     published = json.loads(file(kind).read_text(encoding="utf-8"))
-    jsonschema.validate(content, published, jsonschema.Draft202012Validator)
+    recipes = Resource.from_contents(json.loads(file("recipe").read_text(encoding="utf-8")))
+    validator = jsonschema.Draft202012Validator(published, registry=recipes @ Registry())
+    validator.validate(content)
     with pytest.raises(jsonschema.ValidationError, match="stesp"):
-        jsonschema.validate({**content, "stesp": 1}, published, jsonschema.Draft202012Validator)
+        validator.validate({**content, "stesp": 1})

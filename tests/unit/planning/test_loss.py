@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import Batch
-from dray.facts import Files
-from dray.planning import loss
+from dray.facts import Facts, Files
+from dray.planning import trainer
+from dray.planning.plan import plan
 from dray.planning.world import World
 
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -28,7 +30,7 @@ def chosen(
     made: Recipe, configuration: dict[str, Any] | None = None, each: int = 8, gpu_memory: float | None = None
 ) -> tuple[str, str]:
     shares, ranks = Batch(global_size=each, per_device=each), World.model_construct(size=1, ranks_per_node=1)
-    found = loss.chosen(made, shares, Files(configuration=configuration), ranks, gpu_memory)
+    found = trainer.loss(made, shares, Files(configuration=configuration), ranks, gpu_memory)
     assert found.value.train is not None
     return found.value.train.loss, found.why
 
@@ -97,6 +99,12 @@ def test_a_compiled_run_has_whole_logits_where_they_fit(memory: float | None, wh
 )
 def test_a_loss_that_cannot_be_is_refused(image: str, kind: str, bf16: bool, changes: Any, found: list[str]) -> None:
     site, files = Site(name="old", about="V100", bf16=bf16), Files(configuration={**LLAMA, **changes})
-    refused = list(loss.refusals(recipe(image=image, train={"loss": kind}), site, files))
+    facts = Facts(scheduler="local", nodelist="n1", nodes=1, gpus_per_node=int(image != "cpu"), engine="apptainer",
+                  image="/i.sif")  # fmt: skip
+    made = plan(
+        recipe(image=image, train={"loss": kind}), site, facts, files,
+        run_folder=PurePosixPath("/runs/r"), scratch="/s", dray="0",
+    )  # fmt: skip
+    refused = [one for one in made.findings if one.problem.startswith("train.loss")]
     assert [one.found for one in refused] == found
     assert all(one.code == 78 and one.fix and f"train.loss = {kind} " in one.problem for one in refused)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dray.facts import Facts
-from dray.planning import memory
+from dray.planning.estimates import memory, model_shape
 from dray.runs import lookup
 from dray.runs.write import read_recipe
 from helpers import PYTHON, ROOT
@@ -69,14 +69,14 @@ def test_parameters_are_counted_as_transformers_makes_them(kind: str, said: dict
         network = (AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM).from_config(made)
     real = sum(weight.numel() for weight in network.parameters())
     for known in ({"model_type": kind, **settings}, made.to_dict()):
-        found = memory.shape(known)
+        found = model_shape.of(known)
         assert found
         assert found.parameters == pytest.approx(real, rel=0.006)
 
 
 def gpu(*words: str, ranks: int = 8, model: dict[str, Any] = OPT) -> dict[str, float]:
     recipe = read_recipe(ROOT / "recipes" / "gpt2-wikitext-ddp.toml", ["batch.global_size=64", *words])
-    found = memory.shape(model)
+    found = model_shape.of(model)
     assert found
     return memory.estimate(recipe, found, ranks=ranks, ranks_per_node=4).gpu
 
@@ -103,7 +103,7 @@ def test_who_parts_what_holds_less_of_it() -> None:
 
 def test_fsdp_holds_all_that_is_in_no_layer_as_one_group() -> None:
     """A table of 128,256 words is gathered with the first layer and stays to the last: the mean of layers forgot it."""
-    found = memory.shape({"model_type": "llama", "rms_norm_eps": 1e-6, **LLAMA})
+    found = model_shape.of({"model_type": "llama", "rms_norm_eps": 1e-6, **LLAMA})
     assert found
     table = 128256 * 2048
     assert found.outside == pytest.approx(table, rel=1e-4)
@@ -239,7 +239,7 @@ class TestCounted:
 def test_a_model_that_also_sees_has_its_words_in_a_part_of_its_configuration() -> None:
     words = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     words |= {"vocab_size": 100}
-    assert memory.shape({"model_type": "seer", "text_config": words, "vision_config": {}}) == memory.shape(words)
+    assert model_shape.of({"model_type": "seer", "text_config": words, "vision_config": {}}) == model_shape.of(words)
 
 
 def test_of_several_experts_each_has_its_own_size() -> None:
@@ -248,7 +248,7 @@ def test_of_several_experts_each_has_its_own_size() -> None:
         "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
         "vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     }  # fmt: skip
-    found = memory.shape(qwen)
+    found = model_shape.of(qwen)
     assert found
     assert found.parameters == pytest.approx(30.5e9, rel=0.01)
 
@@ -361,9 +361,11 @@ def test_so_is_one_of_a_models_own_file(home: Path, key: str, value: object) -> 
 
 def test_of_sizes_for_each_layer_the_largest_counts() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100, "rms_norm_eps": 1}
-    assert memory.shape({**sizes, "intermediate_size": [32, 256]}) == memory.shape({**sizes, "intermediate_size": 256})
+    assert model_shape.of({**sizes, "intermediate_size": [32, 256]}) == model_shape.of(
+        {**sizes, "intermediate_size": 256}
+    )
 
 
 @pytest.mark.parametrize("kind", [["gpt2"], {"a": 1}, None, 7])
 def test_a_type_that_is_no_text_is_not_known(kind: object) -> None:
-    assert memory.shape({"model_type": kind}) is None
+    assert model_shape.of({"model_type": kind}) is None

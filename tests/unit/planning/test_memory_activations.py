@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dray.config.training import Lora
-from dray.planning import activations, memory
+from dray.planning.estimates import activations, memory, model_shape
 from dray.runs.write import read_recipe
 from helpers import ROOT
 
@@ -59,7 +59,7 @@ def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[
     else:
         found = main(question)
     found = {name: found[name] for name in ("kept", "checkpointed")}
-    shape = memory.shape(raw)
+    shape = model_shape.of(raw)
     assert shape
     formula = {
         name: activations.kept(shape.block, shape.layers, activations.Use(
@@ -99,7 +99,7 @@ def test_the_formula_has_the_mask_that_hides_other_documents(kind: str) -> None:
     assert counted["kept"] > 1.1 * plain["kept"]
     # On GPUs flex attention hides them, in all models but GPT-2.
     recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=9", "data.document_mask=true"])
-    shape = memory.shape(raw)
+    shape = model_shape.of(raw)
     assert shape
     assert memory.use(recipe, flex=shape.block.flex).masked == (kind == "gpt2")
     assert shape.block.flex == _auto(kind)._supports_flex_attn
@@ -119,7 +119,7 @@ def parameters(raw: dict[str, Any], **more: Any) -> dict[str, int]:
 def test_the_formula_has_the_model_s_parameters(kind: str, tied: bool | None) -> None:
     """To the last one, norms and biases too. A tied one counts once."""
     raw = configuration(kind) | ({} if tied is None else {"tie_word_embeddings": tied})
-    counted, shape = parameters(raw), memory.shape(raw)
+    counted, shape = parameters(raw), model_shape.of(raw)
     assert shape
     assert (shape.parameters, shape.outside) == (counted["parameters"], counted["outside"])
     assert counted["trained"] == counted["parameters"]
@@ -133,7 +133,7 @@ def test_the_formula_has_the_model_s_parameters(kind: str, tied: bool | None) ->
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_formula_has_lora_s_parameters(kind: str) -> None:
     raw, lora = configuration(kind), Lora(rank=4)
-    counted, shape = parameters(raw, lora=lora.model_dump()), memory.shape(raw)
+    counted, shape = parameters(raw, lora=lora.model_dump()), model_shape.of(raw)
     assert shape
     assert counted["parameters"] == parameters(raw)["parameters"]
     head = 2 * 256 if kind == "bert" else 0  # a linear layer before its head, which the formula leaves out
@@ -160,7 +160,7 @@ def test_the_formula_has_the_rows_of_a_padded_vocabulary(kind: str, multiple: in
         auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
         network = auto.from_config(AutoConfig.for_model(**raw))
         weight, bias = Head(network, multiple=multiple)._padded()
-    shape = memory.shape(raw)
+    shape = model_shape.of(raw)
     assert shape
     recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=9", *words])
     assert [*weight.shape] == [memory.padded(recipe, shape), shape.hidden]

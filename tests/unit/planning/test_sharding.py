@@ -12,7 +12,7 @@ from dray.config.site import Site
 from dray.contract import sharding
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Files
-from dray.planning import members, plan
+from dray.planning import node_selection, plan
 from dray.runs.write import read_recipe
 from helpers import ROOT
 
@@ -83,7 +83,7 @@ def test_a_value_that_is_none(value: str) -> None:
 def test_fewer_nodes_are_whole_groups() -> None:
     words = ["train.strategy=fsdp", "train.fsdp_shard=2", "batch.global_size=60", "min_nodes=1", "nodes=6"]
     recipe = read_recipe(ROOT / "recipes" / "gpt2-wikitext-ddp.toml", words)
-    assert [members.fewer(recipe, 1, left) for left in (6, 5, 3, 1)] == [6, 4, 2, 0]
+    assert [node_selection.fewer(recipe, 1, left) for left in (6, 5, 3, 1)] == [6, 4, 2, 0]
 
 
 def test_ten_thousand_nodes_have_few_choices() -> None:

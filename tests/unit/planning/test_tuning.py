@@ -14,6 +14,7 @@ import pytest
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning import search, tuning
+from dray.planning.estimates import tolerance
 from dray.planning.schema import Plan
 from dray.planning.search import Figure
 from dray.planning.tuning import CHECKPOINTING, COMPILE, KEYS, LOSS, ROWS, SHARD, STRATEGY, Axis, Candidate, Space
@@ -157,7 +158,7 @@ def test_keys() -> None:
     ],
 )
 def test_how_far_losses_may_be_apart(settings: list[str], configuration: dict[str, Any], largest: float) -> None:
-    assert tuning.tolerance(write.read_recipe(RECIPE, settings), configuration, exact=1e-4)[0] == largest
+    assert tolerance.of(write.read_recipe(RECIPE, settings), configuration, exact=1e-4)[0] == largest
 
 
 GRID = Space(

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from dray.config.recipe import Recipe
 from dray.facts import Files
-from dray.planning import memory, vocabulary
+from dray.planning import trainer
+from dray.planning.estimates import memory, model_shape
 
 GPT = {"model_type": "gpt2"}
 ROUND = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -44,13 +45,8 @@ def recipe(**tables: Any) -> Recipe:
 def test_the_multiple_is_chosen_with_its_reason(
     tables: dict[str, Any], configuration: dict[str, Any] | None, multiple: int, why: str
 ) -> None:
-    found = vocabulary.chosen(recipe(**tables), Files(configuration=configuration))
+    found = trainer.vocabulary(recipe(**tables), Files(configuration=configuration))
     assert (found.value.model.pad_to_multiple_of, found.why) == (multiple, why)
-
-
-def test_a_recipe_without_training_has_none() -> None:
-    made = recipe().model_copy(update={"train": None})
-    assert vocabulary.chosen(made, Files()) == (made, "")
 
 
 @pytest.mark.parametrize("wrong", [-1, 1025, 1 << 62, 1.5, 128.0, True, None, "", "128", "Auto", [128], {}])
@@ -67,7 +63,7 @@ def test_the_estimate_counts_the_padded_size(train: dict[str, Any], logit: int, 
     sizes = []
     for multiple in (1, 128):
         made = recipe(train={"precision": "bf16", **train}, model={"pad_to_multiple_of": multiple})
-        model = memory.shape(GPT)
+        model = model_shape.of(GPT)
         assert model
         sizes.append(memory.estimate(made, replace(model), ranks=1, ranks_per_node=1).gpu["activations"])
     assert sizes[1] - sizes[0] == 8 * 1024 * 47 * logit + 50304 * 768 * copy

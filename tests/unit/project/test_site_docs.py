@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from dray import cli
+from dray.config.json_schema import Schema
 from dray.config.recipe import Recipe
-from dray.config.schema import Schema
 from dray.config.site import Site
 from dray.runs.result import Result
 from helpers import PYTHON, ROOT

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from dray import facts, render
-from dray.config import deepspeed
+from dray.config import deepspeed_file
 from dray.config.image import Image
 from dray.config.model import load
 from dray.config.recipe import Recipe
@@ -103,7 +103,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], list[bytes]]] = {
     "plans": (_plan, [_a_plan()]),
     "manifests": (_record, [RECORD]),
     "DeepSpeed files": (
-        lambda path: deepspeed.agreed(BASE, files.text(path, "the DeepSpeed file"), path),
+        lambda path: deepspeed_file.agreed(BASE, files.text(path, "the DeepSpeed file"), path),
         [*_texts("recipes", "**/*.json"), b'{"zero_optimization": {"stage": 2}, "fp16": {"enabled": false}}'],
     ),
 }  # fmt: skip

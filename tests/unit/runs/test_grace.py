@@ -16,6 +16,8 @@ from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files, parse, to_text
 from dray.fitness import doctor, slurm_commands
 from dray.planning import grace as planned
+from dray.planning.rule import Planned
+from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
 from dray.runs.paths import RunPaths
 from dray.runs.result import Result, summary
@@ -195,7 +197,8 @@ def found(
 ) -> list[Finding]:
     made = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", recipe)
     files = Files(save_s=save, save_run="r1" if save else "", earlier=earlier)
-    return list(planned.find(made, SITE, facts(*options, **more), files))
+    plan = Plan.model_construct(recipe=made)
+    return list(planned.advice(Planned(plan, SITE, facts(*options, **more), files)))
 
 
 class TestBefore:

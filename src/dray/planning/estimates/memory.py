@@ -8,51 +8,24 @@ top.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import STRATEGIES
-from dray.contract import exit_codes
 from dray.contract.findings import Finding
-from dray.facts import Counted, Facts, Files
-from dray.planning import activations, batch
+from dray.facts import Facts, Files
+from dray.planning import batch
+from dray.planning.estimates import activations, model_shape
+from dray.planning.estimates.model_shape import Shape
+from dray.planning.rule import Planned, refusal
 from dray.planning.world import World
 
 _GB = 1e9
 _REST = 1.5 * _GB  # CUDA's own, the libraries' kernels, communication buffers
-# What transformers takes where a configuration does not say.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
-    "gpt_neo": {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 50257},
-    "opt": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
-            "vocab_size": 50272},
-    "bert": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 512,
-             "intermediate_size": 3072, "vocab_size": 30522},
-    "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
-              "vocab_size": 32000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-}  # fmt: skip
-_LEARNED = {"gpt2": 1024, "gpt_neo": 2048, "opt": 2048, "bert": 512}  # positions that are weights
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model, from its configuration."""
-
-    parameters: int
-    hidden: int
-    layers: int
-    vocabulary: int
-    linear: int
-    """Inputs plus outputs of all linear layers of one block: LoRA's size grows with it."""
-    outside: int
-    """Parameters that are in no block, such as the embedding: FSDP gathers them once, as one group."""
-    block: activations.Block
-    counted: Counted | None = None
-    """What was counted in the model itself, if it was."""
 
 
 @dataclass(frozen=True)
@@ -75,50 +48,12 @@ class Estimate:
                 yield f"{sum(parts.values()) / _GB:.1f} GB {name}: {shown}"
 
 
-def shape(raw: Mapping[str, Any]) -> Shape | None:
-    """The sizes from config.json; None if the type of the model is not known. ConfigError: a size is not a number."""
-    of_text = raw.get("text_config")  # of a model that also sees or hears
-    raw = {**raw, **of_text} if isinstance(of_text, dict) else raw
-    kind = str(raw.get("model_type", ""))
-    known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
-
-    def one(*names: str, other: int = 0) -> int:
-        return next((activations.whole(known, name) for name in names if name in known), other)
-
-    hidden, layers = one("hidden_size", "n_embd", "d_model"), one("num_hidden_layers", "n_layer", "num_layers")
-    heads, vocabulary = one("num_attention_heads", "n_head", "num_heads"), one("vocab_size")
-    if not (hidden and layers and heads and vocabulary):
-        return None
-    each = one("head_dim", other=hidden // heads)
-    width, shared = heads * each, one("num_key_value_heads", other=heads) * each
-    experts = max(1, one("num_local_experts", "num_experts", "n_routed_experts"))
-    of_one = ("moe_intermediate_size",) if experts > 1 else ()
-    own = ("ffn_dim",) if kind == "opt" else ()
-    inner = one(*of_one, *own, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
-    gated = "rms_norm_eps" in known
-    block = 2 * hidden * (width + shared) + (3 if gated else 2) * hidden * inner * experts
-    block += 2 * hidden if gated else 4 * hidden + (hidden if kind == "gpt_neo" else 4 * hidden) + inner + hidden
-    # Biases of queries, keys and values; and a norm for each of a head's queries and keys.
-    block += {"qwen2": width + 2 * shared, "qwen3": 2 * each}.get(kind, 0)
-    positions = one("max_position_embeddings", "n_positions", other=_LEARNED.get(kind, 0)) if kind in _LEARNED else 0
-    positions += 2 if kind == "opt" else 0  # its first two are for padding
-    tables = 1 if known.get("tie_word_embeddings", not gated) else 2
-    total = vocabulary * hidden * tables + positions * hidden + layers * block
-    total += hidden if gated else 2 * hidden
-    if kind == "bert":  # types of tokens, and the head's layer and norm; the other norm is the embeddings'
-        total += one("type_vocab_size", other=2) * hidden + hidden * hidden + 3 * hidden + vocabulary * tables
-    linear = 4 * hidden + 2 * (width + shared) + (3 if gated else 2) * (hidden + inner)
-    linear -= 2 * hidden if kind == "gpt2" else 0  # queries, keys and values are one layer
-    sizes = activations.block(known, hidden=hidden, width=width, shared=shared, heads=heads, inner=inner)
-    return Shape(total, hidden, layers, vocabulary, linear, total - layers * block, sizes)
-
-
 def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -> Estimate:
     """The memory that the recipe needs on so many ranks."""
     train = recipe.train
     assert train is not None
     assert recipe.batch is not None
-    lora = recipe.lora if recipe.lora and recipe.lora.enabled else None
+    lora = recipe.lora if recipe.has_lora else None
     moved = lora.rank * model.linear * model.layers if lora else model.parameters
     moved = model.counted.trained if model.counted else moved
     half = 2 if train.precision != "fp32" else 4
@@ -210,50 +145,45 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> tuple[str, tuple[Finding, ...]]:
-    """The estimate as text; and the refusal of a run that cannot fit, before it waits in the queue."""
+def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> str:
+    """The estimate as text; the recipe's batch is divided among the ranks."""
     if recipe.train is None:
-        return "", ()
-    most, model = limit(site, facts), known(files)
+        return ""
+    memory, model = limit(site, facts), model_shape.known(files)
     if model is None:
         unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
-        return f"not estimated: {_unknown(recipe, files)}{unchecked}", ()
+        return f"not estimated: {_unknown(recipe, files)}{unchecked}"
     counted = files.counted
-    found = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
-    on = f", on GPUs of {most:g} GB" if most and found.gpu else ""
+    needed = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
+    on = f", on GPUs of {memory:g} GB" if memory and needed.gpu else ""
     trained = f", {counted.trained:,} of them trained" if counted and counted.trained < counted.parameters else ""
     how = "; parameters and activations are counted in the model itself" if counted else ""
-    reason = "\n".join([f"an estimate for {model.parameters:,} parameters{trained}{on}{how}", *found.lines()])
-    if not most or found.on_gpu <= most * _GB:
-        return reason, ()
-    refusal = Finding(
+    return "\n".join([f"an estimate for {model.parameters:,} parameters{trained}{on}{how}", *needed.lines()])
+
+
+def refusals(given: Planned) -> Iterator[Finding]:
+    """Refuse a run that cannot fit, before it waits in the queue."""
+    recipe = given.recipe.model_copy(update={"batch": given.plan.batch})
+    world, site, facts = given.plan.world, given.site, given.facts
+    memory, model = limit(site, facts), model_shape.known(given.files)
+    if recipe.train is None or not memory or model is None:
+        return
+    needed = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
+    if needed.on_gpu <= memory * _GB:
+        return
+    named = f"site {site.name}" if facts.gpu_memory_gb is None else "--gpu-memory"
+    yield refusal(
         f"the model does not fit: {model.parameters:,} parameters",
-        wanted=f"at most {most:g} GB on each GPU "
-        f"({f'site {site.name}' if facts.gpu_memory_gb is None else '--gpu-memory'})",
-        found="\n".join(found.lines()),
-        fix=_fitting(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node, most=most * _GB)
+        wanted=f"at most {memory:g} GB on each GPU ({named})",
+        found="\n".join(needed.lines()),
+        fix=_fitting(recipe, model, world, most=memory * _GB)
         or "use more nodes, a smaller model or [lora]; or, if this estimate is wrong, --gpu-memory=0",
-        code=exit_codes.CONFIG,
     )
-    return reason, (refusal,)
 
 
 def limit(site: Site, facts: Facts) -> float | None:
     """GB of memory on each GPU; None if unknown."""
     return site.gpu_memory_gb if facts.gpu_memory_gb is None else facts.gpu_memory_gb
-
-
-def known(files: Files) -> Shape | None:
-    """The sizes of the model, with what was counted in the model itself."""
-    model = shape(files.configuration) if files.configuration else None
-    if model and (counted := files.counted):
-        return replace(model, counted=counted, parameters=counted.parameters, outside=counted.outside)
-    return model
-
-
-def trained(model: Shape) -> float:
-    """How many parameters of the model are trained."""
-    return model.counted.trained if model.counted else model.parameters
 
 
 def _unknown(recipe: Recipe, files: Files) -> str:
@@ -265,20 +195,19 @@ def _unknown(recipe: Recipe, files: Files) -> str:
     return f"{name} is not downloaded; dray prefetch RECIPE downloads it"
 
 
-def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, most: float) -> str:
+def _fitting(recipe: Recipe, model: Shape, world: World, *, most: float) -> str:
     """The smallest change with which the model fits: one of the list, or its first few together."""
     for change in (*_CHANGES, *accumulate(_CHANGES, operator.or_)):
         changed = recipe
         for key, value in change.items():
-            table, _, name = key.partition(".")
-            part = getattr(changed, table).model_copy(update={name: value})
-            changed = changed.model_copy(update={table: part})
-        found = estimate(changed, model, ranks=ranks, ranks_per_node=ranks_per_node)
-        if found.on_gpu <= most:
+            section, _, name = key.partition(".")
+            changed = changed.with_values(section, **{name: value})
+        needed = estimate(changed, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
+        if needed.on_gpu <= most:
             file = recipe.train and recipe.train.deepspeed and "train.strategy" in change
             settings = [
                 *(["train.deepspeed="] if file else []),
                 *(f"{key}={str(value).lower()}" for key, value in change.items() if value),
             ]
-            return f"set {' '.join(settings)}, which takes {next(found.lines())}"
+            return f"set {' '.join(settings)}, which takes {next(needed.lines())}"
     return ""

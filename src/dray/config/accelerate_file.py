@@ -1,4 +1,4 @@
-"""A user's configuration file for accelerate: it decides what [command] leaves out; a value in both must be the same.
+"""A user's configuration file for accelerate: it decides what [command] leaves out.
 
 It is read with PyYAML's safe loader, as accelerate itself reads it, so that both see the same; that loader takes JSON.
 """
@@ -6,15 +6,12 @@ It is read with PyYAML's safe loader, as accelerate itself reads it, so that bot
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from dray.config import agreement
-from dray.config.agreement import Setting
+from dray.config.model import validate
 from dray.config.recipe import Recipe
-from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
 
 # What accelerate 1.15 reads; it ends on each node where there is another key.
@@ -39,8 +36,8 @@ _IN_DEEPSPEEDS = (
 )  # fmt: skip
 
 
-def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
-    """The recipe with the values of the file, and the file as JSON."""
+def completed(recipe: Recipe, text: str, path: Path) -> Recipe:
+    """The recipe with the values of the file that [command] leaves out, and the file as JSON."""
     file = _parsed(text, path)
     unknown = sorted(file.keys() - KEYS)
     if unknown:
@@ -51,49 +48,25 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
         )  # fmt: skip
     if file.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise _refused(path, "compute_environment", "LOCAL_MACHINE", file["compute_environment"])
-    found = [*_of_precision(file, path), *_of_kind(file, path, recipe)]
-    given = agreement.settled(
-        recipe,
-        [Setting(name, value, key, _at(file, key), _line(text, key)) for name, key, value in found],
-        path,
-        leave="remove {} from {}",
-    )
-    given["accelerate"] = json.dumps(file)
-    return agreement.validated(given, "accelerate's file", path)
+    table = recipe.model_dump(exclude_unset=True)
+    table["command"] = {**_precision(file, path), **_strategy(file, path, recipe), **table["command"]}
+    table["accelerate"] = json.dumps(file)
+    return validate(Recipe, table, what=f"the recipe with {path}")
 
 
 def _parsed(text: str, path: Path) -> dict[str, Any]:
     import yaml  # noqa: PLC0415  only here
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-        """Refuses duplicate keys, and aliases, which may expand without end."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError(f"an alias, on line {self.peek_event().start_mark.line + 1}")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: ANN401
-            seen = set()
-            for key, _ in node.value:
-                if str(key.value) in seen:
-                    raise yaml.YAMLError(f"{key.value} twice, on line {key.start_mark.line + 1}")
-                seen.add(str(key.value))
-            return super().construct_mapping(node, deep)
-
     try:
-        file = yaml.load(text, Loader)  # noqa: S506  the safe one
+        file = yaml.safe_load(text)
         json.dumps(file, allow_nan=False)
-        found = f"more than {files.DEPTH} nested tables and lists" if files.too_deep(file) else ""
-    except yaml.MarkedYAMLError as wrong:
-        mark = wrong.problem_mark
-        found = f"{wrong.problem}{f', on line {mark.line + 1}' if mark else ''}"
-    except (yaml.YAMLError, TypeError, ValueError) as wrong:  # a date, or NaN, is nothing of accelerate's
-        found = str(wrong).splitlines()[0]
-    except RecursionError:
-        found = f"more than {files.DEPTH} nested tables and lists"
-    if found:
-        raise ConfigError("accelerate's file is not valid YAML", where=path, found=found)
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as wrong:  # a date, or NaN, is nothing of accelerate's
+        raise ConfigError("accelerate's file is not valid YAML", where=path, found=wrong) from wrong
     if not isinstance(file, dict):
         raise ConfigError(
             "accelerate's file is not a table", where=path, wanted="key: value", found=type(file).__name__,
@@ -114,42 +87,42 @@ def _refused(path: Path, key: str, wanted: str, found: object, fix: str = "") ->
     )  # fmt: skip
 
 
-def _of_precision(file: dict[str, Any], path: Path) -> list[tuple[str, str, Any]]:
+def _precision(file: dict[str, Any], path: Path) -> dict[str, str]:
     written = file.get("mixed_precision")
     if written is None:
-        return []
+        return {}
     if not isinstance(written, str) or written.lower() not in _PRECISIONS:
         raise _refused(path, "mixed_precision", ", ".join(_PRECISIONS), written)
-    return [("command.precision", "mixed_precision", _PRECISIONS[written.lower()])]
+    return {"precision": _PRECISIONS[written.lower()]}
 
 
-def _of_kind(file: dict[str, Any], path: Path, recipe: Recipe) -> list[tuple[str, str, Any]]:
+def _strategy(file: dict[str, Any], path: Path, recipe: Recipe) -> dict[str, str]:
     sections = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
-    key, kind = "distributed_type", file.get("distributed_type")
+    kind = file.get("distributed_type")
     if kind is None:  # a part of a file
-        kind, key = next(((name, section) for name, section in sections.items() if file.get(section)), (None, key))
+        kind = next((name for name, section in sections.items() if file.get(section)), None)
     match kind:
         case None:
-            return []
+            return {}
         case "NO" | "MULTI_GPU" | "MULTI_CPU":
-            return [("command.strategy", key, "ddp")]
+            return {"strategy": "ddp"}
         case "FSDP":
             _refuse_fsdp1(file.get("fsdp_config") or {}, path)
-            return [("command.strategy", key, "fsdp")]
+            return {"strategy": "fsdp"}
         case "DEEPSPEED":
-            return _of_deepspeed(file.get("deepspeed_config") or {}, path, recipe)
+            return _deepspeed(file.get("deepspeed_config") or {}, path, recipe)
         case other:
-            raise _refused(path, key, "MULTI_GPU, FSDP, DEEPSPEED", other)
+            raise _refused(path, "distributed_type", "MULTI_GPU, FSDP, DEEPSPEED", other)
 
 
-def _of_deepspeed(config: dict[str, Any], path: Path, recipe: Recipe) -> list[tuple[str, str, Any]]:
+def _deepspeed(config: dict[str, Any], path: Path, recipe: Recipe) -> dict[str, str]:
     command, stage, file = recipe.command, config.get("zero_stage"), config.get("deepspeed_config_file")
     assert command is not None
-    found: list[tuple[str, str, Any]] = []
+    table: dict[str, str] = {}
     if stage is not None:
         if stage not in (1, 2, 3):
             raise _refused(path, "deepspeed_config.zero_stage", "1, 2, 3", stage)
-        found.append(("command.strategy", "deepspeed_config.zero_stage", f"zero{int(stage)}"))
+        table["strategy"] = f"zero{int(stage)}"
     if file is not None:
         both = [key for key in _IN_DEEPSPEEDS if config.get(key) is not None]
         if both or not isinstance(file, str):
@@ -159,14 +132,14 @@ def _of_deepspeed(config: dict[str, Any], path: Path, recipe: Recipe) -> list[tu
                 fix=f"move them to {file}" if both else 'write deepspeed_config_file: "zero2.json"',
             )  # fmt: skip
         # As accelerate does it: from where the program runs.
-        found.append(("command.deepspeed", "deepspeed_config.deepspeed_config_file", str(Path(command.folder) / file)))
-    if not found and not (command.strategy or "").startswith("zero") and not command.deepspeed:
+        table["deepspeed"] = str(Path(command.folder) / file)
+    if not table and not command.strategy and not command.deepspeed:
         raise ConfigError(
             "DeepSpeed's ZeRO stage is missing", where=path,
             wanted="deepspeed_config.zero_stage of 1, 2 or 3, or command.strategy of zero1, zero2 or zero3",
             found="nothing", fix="set one of them",
         )  # fmt: skip
-    return found
+    return table
 
 
 def _refuse_fsdp1(config: dict[str, Any], path: Path) -> None:
@@ -187,13 +160,3 @@ def _refuse_fsdp1(config: dict[str, Any], path: Path) -> None:
     for key, values in _FSDP2.items():
         if key in named and str(named[key]).lower() not in values:
             raise _refused(path, f"fsdp_config.{key}", ", ".join(values), named[key])
-
-
-def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
-    section, _, inner = key.partition(".")
-    return (file[section] or {})[inner] if inner else file[section]
-
-
-def _line(text: str, key: str) -> int:
-    found = re.search(rf"""^[\s{{]*["']?{key.rpartition(".")[2]}["']?\s*:""", text, re.MULTILINE)
-    return text.count("\n", 0, found.end()) + 1 if found else 1

@@ -10,7 +10,7 @@ from dray.contract import secrets
 from dray.contract.findings import ConfigError, listed, nearest
 
 
-def written_out(named: str, text: str, path: Path) -> str:
+def with_text(named: str, text: str, path: Path) -> str:
     """FILE.py:FUNCTION and the file's text. The text is parsed but not run: planning runs no code of a user."""
     function = named.rpartition(":")[2]
     if secrets.is_value(text):
@@ -30,14 +30,14 @@ def written_out(named: str, text: str, path: Path) -> str:
             found=str(error).partition(" (")[0] or type(error).__name__,
             fix="correct that file",
         ) from error
-    found = [one.name for one in body if isinstance(one, ast.FunctionDef)]
-    if function not in found:
-        near = nearest(function, found)
+    functions = [statement.name for statement in body if isinstance(statement, ast.FunctionDef)]
+    if function not in functions:
+        near = nearest(function, functions)
         raise ConfigError(
             f"there is no function {function}",
             where=path,
             wanted=f"def {function}(row): at the top level of the file",
-            found=listed(found) or "no function",
-            fix=f"name an existing function: {path.name}:{near or (found or [function])[0]}",
+            found=listed(functions) or "no function",
+            fix=f"name an existing function: {path.name}:{near or (functions or [function])[0]}",
         )
     return f"{path.name}:{function}\n{text}"

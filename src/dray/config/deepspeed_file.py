@@ -1,4 +1,7 @@
-"""A user's DeepSpeed JSON: the recipe decides what it leaves `auto`; where both set a value, they must agree."""
+"""A user's DeepSpeed JSON: the recipe decides what it leaves `auto`; a value in both must be the same.
+
+transformers' Trainer has this rule too: no option wins over DeepSpeed's file.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dray.config import agreement
-from dray.config.agreement import Setting
+from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES, Strategy
 from dray.contract.files import parse_json
@@ -28,10 +30,22 @@ _SAME = {
     "scheduler.params.warmup_num_steps": "train.warmup_steps",
     "scheduler.params.total_num_steps": "train.steps",
 }
-_OPTIMIZERS, _SCHEDULES = (
-    {"Adam", "AdamW"},
-    {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"},
-)
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_DEVICES = ("auto", "none", "cpu")
+_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
+_OFFLOAD_PARAM = "zero_optimization.offload_param.device"
+# The values that dray's trainer can have; what is said of another one, and the fix.
+_VALUES = {
+    _OFFLOAD_OPTIMIZER: (_DEVICES, "dray offloads to the host's memory only", "write cpu"),
+    _OFFLOAD_PARAM: (_DEVICES, "dray offloads to the host's memory only", "write cpu"),
+    "optimizer.type": (
+        ("auto", "Adam", "AdamW"), "dray trains with AdamW", "write AdamW, or leave the section out",
+    ),
+    "scheduler.type": (
+        ("auto", *_SCHEDULES), "dray does not know this schedule",
+        "leave the section out, and set train.lr_scheduler_type",
+    ),
+}  # fmt: skip
 _DROPPED = {
     "bf16",
     "optimizer",
@@ -51,27 +65,29 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
     section = "train" if recipe.train else "command"
     part = recipe.train or recipe.command
     assert part is not None
-    found = [*_of_precision(file, path), *_of_stage(file, path, part.strategy, section)]
+    settings = [*_of_precision(file, path), *_of_stage(file, path, part.strategy, section)]
     if recipe.train:
-        same = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
-        found = [*same, *found, *_of_offload(file, path), *_of_sections(file, path)]
+        settings += _of_trainer(file, path)
     else:  # the rest is between DeepSpeed, accelerate and the script
-        found = [(f"command.{name[6:]}", key, value) for name, key, value in found if name in _BOTH]
-    given = agreement.settled(
-        recipe,
-        [
-            Setting(name, tuple(value) if isinstance(value, list) else value, key, _at(file, key), _line(text, key))
-            for name, key, value in found
-        ],
-        path,
-        leave='write "{}": "auto" in {}',
-    )
+        settings = [(f"command.{name[6:]}", key, value) for name, key, value in settings if name in _BOTH]
+    table: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
+    for name, key, value in settings:
+        section, field = name.split(".")
+        section_table = table.setdefault(section, {})
+        if section_table.setdefault(field, value) != value:
+            raise ConfigError(
+                f"{name} and {key} do not agree",
+                where=f"the recipe and {path}",
+                wanted=f"{name} = {json.dumps(section_table[field])}, as the recipe says",
+                found=f"{key} = {json.dumps(_at(file, key))}, in {path.name}",
+                fix=f'write "{key.rpartition(".")[2]}": "auto" in {path.name}, or make them the same',
+            )
     if recipe.train:
         rest = {key: value for key, value in file.items() if key not in _DROPPED and key not in _SAME}
-        given["train"]["deepspeed"] = json.dumps(_without_auto(rest))
+        table["train"]["deepspeed"] = json.dumps(_without_auto(rest))
     else:
-        given["command"]["deepspeed"] = json.dumps(_filled(file, **given["command"]))
-    return agreement.validated(given, "the DeepSpeed file", path)
+        table["command"]["deepspeed"] = json.dumps(_filled(file, **table["command"]))
+    return validate(Recipe, table, what=f"the recipe with {path}")
 
 
 def _filled(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **_: object) -> dict[str, Any]:
@@ -79,7 +95,7 @@ def _filled(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **
     decided: dict[str, dict[str, Any]] = {"zero_optimization": {"stage": STRATEGIES[strategy].stage}}
     if precision:
         decided |= {kind: {"enabled": kind == precision} for kind in ("fp16", "bf16")}
-    before = {name: found if isinstance(found := file.get(name), dict) else {} for name in decided}
+    before = {name: section if isinstance(section := file.get(name), dict) else {} for name in decided}
     return {**file, **{name: {**before[name], **values} for name, values in decided.items()}}
 
 
@@ -99,12 +115,12 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 
 def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
-    found: Any = file
+    value: Any = file
     for part in key.split("."):
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(value, dict) or part not in value:
             return _MISSING
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 _Found = tuple[str, str, Any]
@@ -146,48 +162,29 @@ def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, secti
     return [] if by_recipe else [("train.strategy", "zero_optimization.stage", f"zero{stage}")]
 
 
-def _of_offload(file: dict[str, Any], path: Path) -> list[_Found]:
-    keys = {part: f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
-    places = {part: _at(file, key) for part, key in keys.items()}
-    for part, device in places.items():
-        if device not in (_MISSING, "auto", "none", "cpu"):
-            raise ConfigError(
-                "dray offloads to the host's memory only",
-                where=f"{path}: {keys[part]}",
-                wanted="cpu, none or auto",
-                found=json.dumps(device),
-                fix="write cpu",
-            )
-    if places["param"] == "cpu" and places["optimizer"] not in ("cpu", "auto"):
+def _of_trainer(file: dict[str, Any], path: Path) -> list[_Found]:
+    for key, (values, problem, fix) in _VALUES.items():
+        value = _at(file, key)
+        if value not in (_MISSING, *values):
+            wanted = ", ".join(values)
+            raise ConfigError(problem, where=f"{path}: {key}", wanted=wanted, found=json.dumps(value), fix=fix)
+    param, optimizer, schedule = (_at(file, key) for key in (_OFFLOAD_PARAM, _OFFLOAD_OPTIMIZER, "scheduler.type"))
+    if param == "cpu" and optimizer not in ("cpu", "auto"):
         raise ConfigError(
             "weights are offloaded, but the optimizer is not",
             where=path,
             wanted="offload_optimizer beside offload_param",
-            found=keys["param"],
+            found=_OFFLOAD_PARAM,
             fix='add "offload_optimizer": {"device": "cpu"}',
         )
-    if places["param"] == "cpu":
-        return [("train.offload", keys["param"], "all")]
-    if places["optimizer"] in ("cpu", "none"):
-        return [("train.offload", keys["optimizer"], "optimizer" if places["optimizer"] == "cpu" else "")]
-    return []
-
-
-def _of_sections(file: dict[str, Any], path: Path) -> list[_Found]:
-    optimizer, scheduler = _at(file, "optimizer.type"), _at(file, "scheduler.type")
-    if optimizer not in (_MISSING, "auto", *_OPTIMIZERS):
-        raise ConfigError(
-            "dray trains with AdamW", where=f"{path}: optimizer.type", wanted="AdamW", found=json.dumps(optimizer),
-            fix="write AdamW, or leave the section out",
-        )  # fmt: skip
-    if scheduler in _OPEN:
-        return []
-    if scheduler not in _SCHEDULES:
-        raise ConfigError(
-            "dray does not know this schedule", where=f"{path}: scheduler.type", wanted=", ".join(_SCHEDULES),
-            found=json.dumps(scheduler), fix="leave the section out, and set train.lr_scheduler_type",
-        )  # fmt: skip
-    return [("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[scheduler])]
+    settings = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
+    if param == "cpu":
+        settings.append(("train.offload", _OFFLOAD_PARAM, "all"))
+    elif optimizer in ("cpu", "none"):
+        settings.append(("train.offload", _OFFLOAD_OPTIMIZER, "optimizer" if optimizer == "cpu" else ""))
+    if schedule in _SCHEDULES:
+        settings.append(("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[schedule]))
+    return settings
 
 
 def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value
@@ -195,11 +192,3 @@ def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value
     if isinstance(value, dict):
         return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
     return value
-
-
-def _line(text: str, key: str) -> int:
-    """The line of the key's last part."""
-    at = 0
-    for part in key.split(" ", maxsplit=1)[0].split("."):
-        at = max(text.find(f'"{part}"', at), at)
-    return text.count("\n", 0, at) + 1
