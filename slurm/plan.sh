@@ -34,7 +34,7 @@ plan::last() { # neither a recipe nor a command is given: the run's last plan ha
 
 plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
   # shellcheck disable=SC2034 # engine::traits sets all that it knows
-  local setting variant="" adopted="" name formats suffix never
+  local setting variant="" adopted="" name formats suffix store never
   engine::traits
   [[ -z "$recipe" ]] || adopted="$(sed -n 's/^adopted *= *"\([^"]*\)".*/\1/p' "$recipe" | head --lines=1)"
   for setting in "$@"; do
@@ -92,7 +92,7 @@ plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine an
         ;;
       engine=*)
         engine="${answer#*=}"
-        plan::known engine "$engine" apptainer singularity pyxis edf charliecloud podman-hpc shifter
+        plan::known engine "$engine" "${engine__names[@]}"
         image="$(plan::guess "$@")" || exit
         ;;
       image=*)
@@ -113,8 +113,6 @@ plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine an
         ;;
       variables=*) read -ra variables <<<"${answer#*=}" ;;
       image_digest=)
-        [[ -f "$image" ]] || lib::die 78 "image_digest pins a file, and the image is a folder" "where:  $image" \
-          "fix:    name a squashfs, or leave it out: image_digest="
         digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
         ;;
       *) lib::die 78 "this checkout does not know the planner's answer" "where:  $image" "found:  $answer" \

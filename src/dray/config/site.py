@@ -160,11 +160,11 @@ class Site(Spec):
     """Variables that ranks need."""
     interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
     """Interfaces for the rendezvous, in order of preference. Default: the address of the first node's host name."""
-    engine: Literal["", "pyxis", "edf", "charliecloud", "podman-hpc", "shifter"] = ""
+    engine: Literal["", "pyxis", "edf", "podman-hpc"] = ""
     """The container engine, if it is not apptainer or singularity (docs/reference/engines.md)."""
     annotations: Annotated[dict[Annotation, str], BeforeValidator(_flat)] = {}
-    """With `edf`: annotations for the Container Engine's hooks, such as com.hooks.netstack.source = "artifact"; with
-    `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". They override dray's own."""
+    """With `edf`: annotations for the Container Engine's hooks, such as com.hooks.netstack.source = "artifact". They
+    override dray's own."""
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
     stage_by: Literal["auto", "sbcast", "tree", "copy"] = "auto"
@@ -213,7 +213,7 @@ class Site(Spec):
         if self.stage_by != "auto" and not self.stage:
             raise ValueError(f'stage_by = "{self.stage_by}" needs stage, the folder on each node for the copy')
         if self.annotations and not engine.takes_annotations:
-            raise ValueError('annotations need engine = "edf" or "shifter"')
+            raise ValueError('annotations need engine = "edf"')
         for name in self.annotations:
             if any(other.startswith(f"{name}.") for other in self.annotations):
                 raise ValueError(f"annotations.{name} cannot have a value and names below it")
