@@ -90,8 +90,8 @@ class Engine:
     """How the container gets GPUs of a kind, if that needs a reason in the plan."""
     devices: ClassVar[dict[str, str]] = {}
     """For images of this kind: the file of bash whose `node::FILE ENGINE` fills `devices` with options."""
-    fabric: ClassVar[dict[tuple[str, str], str]] = {}
-    """How it brings the host's libraries for a fabric and a variant itself, instead of those that the site names."""
+    slingshot: ClassVar[dict[str, str]] = {}
+    """For images of this variant: how it brings the host's libraries for Slingshot, instead of the site's."""
     takes_annotations: ClassVar[bool] = False
     """Whether it has hooks that annotations turn on."""
     binds_layers: ClassVar[bool] = False

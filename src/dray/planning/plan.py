@@ -73,11 +73,11 @@ def plan(
     python = engine.python(facts.image)
     signers = signatures.signers(recipe, site)
     copies = staging.chosen(site, facts, engine, ranks, signed=bool(signers))
-    launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
         accelerate=accelerate.files(recipe, str(folder)),
     )  # fmt: skip
+    launch = launchers.LAUNCHERS[recipe.launcher](job)
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}
     made = Plan(
         dray=dray,
@@ -105,10 +105,10 @@ def plan(
         user=f"{facts.uid}:{facts.gid}",
         world=ranks,
         batch=shares,
-        launcher=launcher.argv(job),
+        launcher=launch.argv,
         command=_command(recipe, facts, python=python, folder=folder),
         where=recipe.command.folder if recipe.command else str(folder),
-        files=dict(launcher.files(job)),
+        files=dict(launch.files),
         env=variables,
         pass_env=passed,
         left_outside=tuple(sorted(outside)) if engine.isolates_env else (),
@@ -121,7 +121,7 @@ def plan(
             **({"layer": layers.reason(files.layer)} if files.layer else {}),
             **reasons,
             **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),
-            "store": f"torch's TCPStore on that port of the first node; {launcher.store}",
+            "store": f"torch's TCPStore on that port of the first node; {launch.store}",
             "preflight": preflight.why,
             **({"grace": f"{given.value} s before the time limit: {given.why}"} if facts.scheduler == "slurm" else {}),
             "fabric": fabric.why,

@@ -114,7 +114,7 @@ def start_argv(plan: Plan) -> list[str]:
 def _container(plan: Plan, *, terminal: bool = False) -> Container:
     engine, kind = engines.get(plan.engine), plan.fabric.kind
     inside = not engine.script_mounts  # node.sh is in the container already
-    brings = (kind, plan.variant) in engine.fabric and len(plan.world.nodes) > 1
+    brings = kind == "slingshot" and plan.variant in engine.slingshot and len(plan.world.nodes) > 1
     return Container(
         run=plan.run,
         image=plan.image,
