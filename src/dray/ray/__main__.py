@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dray.contract import exit_codes, files, run_folder
+from dray.contract import files, run_folder
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import rendezvous
+from dray.runner import ranks, rendezvous
 from dray.runner.children import Children, ended_with, exit_code
 
 _OLDEST = (2, 52)  # the first whose ports ask for a token
@@ -31,7 +31,6 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 # Sockets below it have paths of at most 107 characters, and Ray adds some 70.
 _TEMPORARY = "/tmp/ray-"  # noqa: S108  the name goes on with what nobody can guess
 _OPEN = "r"  # what Ray makes, which it opens to all users; the folder above stays closed
-_KEEP_CODE = '"$@"; code=$?; echo $code >"$0"; exit $code'
 
 
 def main(folder: str, gpus: str, command: list[str]) -> int:
@@ -46,23 +45,23 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()
     with _private(f"{_TEMPORARY}{secret[:12]}") as place:
         _set_variables(place, secret[12:], f"{head[0]}:{head[1]}", plan["world"]["rendezvous_timeout_s"])
-        program_code, logs = place / "code", f"{folder}/{run_folder.LOGS}/ray-{node}"
+        started, logs = place / "started", f"{folder}/{run_folder.LOGS}/ray-{node}"
         ended = _run([
             *(sys.executable, "-m", "ray.scripts.scripts", "symmetric-run", f"--address={head[0]}:{head[1]}"),
             *(f"--min-nodes={nodes}", f"--num-cpus={len(os.sched_getaffinity(0))}", f"--num-gpus={gpus}"),
             *([] if node else ["--include-dashboard=false", f"--temp-dir={place / _OPEN}"]),  # workers refuse them
-            *("--", "sh", "-c", _KEEP_CODE, str(program_code), *command),
+            *("--", "sh", "-c", ': >"$0"; exec "$@"', str(started)),
+            # It passes signals on, and returns the code of a program that one has ended as a shell does.
+            *(sys.executable, "-S", "-E", ranks.__file__, str(nodes), "1", str(node), head[0], str(store), *command),
         ])  # fmt: skip
         if node and not _listens(head):  # the first node has stopped Ray, and returns the program's code
             return 0
-        finished = program_code.exists()
-        code = int(program_code.read_text()) if finished else exit_code(ended) or exit_codes.UNFIT
-        if code:
+        if ended or not started.exists():
             with suppress(OSError):
                 shutil.copytree(place / _OPEN / "session_latest" / "logs", logs, dirs_exist_ok=True)
-        if ended >= 0 and not finished:
+        if ended >= 0 and not started.exists():
             raise UnfitError("Ray ended before the program", where=logs, found=ended_with(ended))
-        return code
+    return exit_code(ended)
 
 
 def _set_variables(place: Path, token: str, head: str, timeout_s: int) -> None:
@@ -81,19 +80,19 @@ def _set_variables(place: Path, token: str, head: str, timeout_s: int) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    """How the command ended. All that it has started hears signals, but SIGUSR1 only what handles it."""
+    """How the command ended. What it has started hears the signals: it ends by itself then, and Ray with it."""
     children = Children()
     children.start(argv, session=True)
-    while True:
-        events = children.wait()
-        if events.ended:
-            return events.ended.popitem()[1]
+    while not (events := children.wait()).ended:
         for number in events.signals:
-            if number == signal.SIGUSR1:
+            if number == signal.SIGUSR1:  # for what handles it; it would kill the others
                 children.ask()
-            else:
-                for group in children.running:
-                    os.killpg(group, signal.SIGTERM)
+                continue
+            for child in children.running:
+                for process in Path(f"/proc/{child}/task/{child}/children").read_text().split() or [child]:
+                    with suppress(ProcessLookupError):
+                        os.kill(int(process), signal.SIGTERM)
+    return events.ended.popitem()[1]
 
 
 def _listens(head: tuple[str, int]) -> bool:

@@ -165,7 +165,7 @@ def test_all_nodes_have_one_token_and_each_start_another(node, tmp_path: Path) -
 def test_the_program_s_code(node, tmp_path: Path, program: str, code: int) -> None:
     with node("sh", "-c", program) as it:
         _, err = it.communicate()
-    assert (it.returncode, err.replace("Killed\n", "")) == (code, "")
+    assert (it.returncode, err) == (code, "")
     assert (tmp_path / "attempt-1/logs/ray-0/gcs_server.err").read_text() == "busy"
 
 
@@ -190,15 +190,17 @@ def test_a_worker_ends_with_the_first_node_and_not_before_it(node) -> None:
 
 
 def test_the_program_hears_signals(node, tmp_path: Path) -> None:
-    """SIGUSR1 goes to the program alone, which handles it; it would kill the others."""
-    program = f"trap 'echo saved' USR1; trap 'exit 9' TERM; : >{tmp_path}/ready; while :; do sleep 0.05; done"
+    """SIGUSR1 would kill Ray, which does not handle it; and the program may take its time to end."""
+    program = (
+        f"trap 'echo saved' USR1; trap 'sleep 0.5; exit 9' TERM; : >{tmp_path}/ready; while :; do sleep 0.05; done"
+    )
     with node("sh", "-c", program) as it:
         until((tmp_path / "ready").exists)
         it.send_signal(signal.SIGUSR1)
         assert it.stdout.readline() == "saved\n"
         it.send_signal(signal.SIGTERM)
         it.communicate()
-    assert it.returncode in (9, 143)
+    assert it.returncode == 9
 
 
 def test_a_folder_that_is_open_to_others(tmp_path: Path) -> None:
