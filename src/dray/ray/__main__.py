@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dray.contract import files, run_folder
+from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import ranks, rendezvous
+from dray.runner import rendezvous
 from dray.runner.children import Children, ended_with, exit_code
 
 _OLDEST = (2, 52)  # the first whose ports ask for a token
@@ -30,6 +30,7 @@ _OLDEST = (2, 52)  # the first whose ports ask for a token
 _FIRST_PORT, _PORTS = 20_000, 10_000
 # Sockets below it have paths of at most 107 characters, and Ray adds some 70.
 _TEMPORARY = "/tmp/ray-"  # noqa: S108  the name goes on with what nobody can guess
+_PROGRAM = "--program"
 _OPEN = "r"  # what Ray makes, which it opens to all users; the folder above stays closed
 
 
@@ -44,43 +45,55 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
     head = (socket.gethostbyname(os.environ["MASTER_ADDR"]), _FIRST_PORT + (store + _PORTS // 2) % _PORTS)
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()
     with _private(f"{_TEMPORARY}{secret[:12]}") as place:
-        _set_variables(place, secret[12:], f"{head[0]}:{head[1]}", plan["world"]["rendezvous_timeout_s"])
-        started, logs = place / "started", f"{folder}/{run_folder.LOGS}/ray-{node}"
-        ended = _run([
+        _set_variables(node, place, secret[12:], f"{head[0]}:{head[1]}", plan["world"]["rendezvous_timeout_s"])
+        code_file, logs = place / "code", f"{folder}/{run_folder.LOGS}/ray-{node}"
+        argv = [
             *(sys.executable, "-m", "ray.scripts.scripts", "symmetric-run", f"--address={head[0]}:{head[1]}"),
             *(f"--min-nodes={nodes}", f"--num-cpus={len(os.sched_getaffinity(0))}", f"--num-gpus={gpus}"),
-            *([] if node else ["--include-dashboard=false", f"--temp-dir={place / _OPEN}"]),  # workers refuse them
-            *("--", "sh", "-c", ': >"$0"; exec "$@"', str(started)),
-            # It passes signals on, and returns the code of a program that one has ended as a shell does.
-            *(sys.executable, "-S", "-E", ranks.__file__, str(nodes), "1", str(node), head[0], str(store), *command),
-        ])  # fmt: skip
+            # Workers refuse these. The monitor is for clusters that grow, and reports each end as a failure.
+            *([] if node else ["--include-dashboard=false", "--no-monitor", f"--temp-dir={place / _OPEN}"]),
+            *("--", sys.executable, "-m", "dray.ray", _PROGRAM, str(code_file), *command),
+        ]
+        ended = _run(argv, below=True)
         if node and not _listens(head):  # the first node has stopped Ray, and returns the program's code
             return 0
-        if ended or not started.exists():
+        finished = code_file.exists()
+        code = int(code_file.read_text()) if finished else exit_code(ended) or exit_codes.UNFIT
+        if code:
             with suppress(OSError):
                 shutil.copytree(place / _OPEN / "session_latest" / "logs", logs, dirs_exist_ok=True)
-        if ended >= 0 and not started.exists():
+        if ended >= 0 and not finished:
             raise UnfitError("Ray ended before the program", where=logs, found=ended_with(ended))
-    return exit_code(ended)
+        return code
 
 
-def _set_variables(place: Path, token: str, head: str, timeout_s: int) -> None:
+def program(file: str, command: list[str]) -> int:
+    """Run the program; return its exit code, and write it to the file: Ray's own end may hide it."""
+    code = exit_code(_run(command))
+    Path(file).write_text(str(code))
+    return code
+
+
+def _set_variables(node: int, place: Path, token: str, head: str, timeout_s: int) -> None:
     """Let Ray and the program find the token, the head and `ray`, which a layer may have outside of PATH."""
     files.write_atomic(place / "token", token, mode=0o600)
-    start = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ray.scripts.scripts "$@"\n'
-    files.write_atomic(place / "ray", start, mode=0o700)
+    quiet = '[ "$1" != stop ] || exec >/dev/null 2>&1'  # it shows kilobytes of each process that it ends
+    start = f'exec {shlex.quote(sys.executable)} -m ray.scripts.scripts "$@"'
+    files.write_atomic(place / "ray", f"#!/bin/sh\n{quiet}\n{start}\n", mode=0o700)
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(place / "token"),
         "RAY_ADDRESS": head,
         "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": str(timeout_s),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Seconds from the head's end to a worker's. The head ends with Ray's own 60: it connects to itself.
+        **({"RAY_gcs_rpc_server_reconnect_timeout_s": "10"} if node else {}),
         "PATH": f"{place}:{os.environ['PATH']}",
     }
 
 
-def _run(argv: list[str]) -> int:
-    """How the command ended. What it has started hears the signals: it ends by itself then, and Ray with it."""
+def _run(argv: list[str], *, below: bool = False) -> int:
+    """How the command ended. It hears signals; or instead what it has started, and so it ends Ray in order."""
     children = Children()
     children.start(argv, session=True)
     while not (events := children.wait()).ended:
@@ -89,7 +102,8 @@ def _run(argv: list[str]) -> int:
                 children.ask()
                 continue
             for child in children.running:
-                for process in Path(f"/proc/{child}/task/{child}/children").read_text().split() or [child]:
+                started = Path(f"/proc/{child}/task/{child}/children").read_text().split() if below else []
+                for process in started or [child]:
                     with suppress(ProcessLookupError):
                         os.kill(int(process), signal.SIGTERM)
     return events.ended.popitem()[1]
@@ -130,7 +144,9 @@ def _require_ray() -> None:
 
 if __name__ == "__main__":
     try:
+        if sys.argv[1] == _PROGRAM:
+            sys.exit(program(sys.argv[2], sys.argv[3:]))
         sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
     except DrayError as error:
-        print(error, file=sys.stderr)
+        print(f"dray: {error}", file=sys.stderr)
         sys.exit(error.finding.code)
