@@ -28,7 +28,7 @@ plan::last() { # neither a recipe nor a command is given: the run's last plan ha
 
 plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
   # shellcheck disable=SC2034 # engine::traits sets all that it knows
-  local setting variant="" adopted="" name formats suffix never
+  local setting variant="" adopted="" name formats suffix store never
   engine::traits
   [[ -z "$recipe" ]] || adopted="$(sed -n 's/^adopted *= *"\([^"]*\)".*/\1/p' "$recipe" | head --lines=1)"
   for setting in "$@"; do
@@ -90,7 +90,7 @@ plan::answer() { # KEY VALUE: what the nodes need of the plan, or a fact that wa
   # The planner is in the image, which may be another user's; what is in the attempt's folder is started outside of it.
   local -rA like=(
     [attempt]='/.+/[^./][^/]*/attempt-[0-9]+' [checkpoints]='.*' [grace_s]='[0-9]{1,5}' [stage]='(/.+/dray-[^/]+\.sif)?'
-    [spares]='([A-Za-z0-9][A-Za-z0-9._,-]*)?' [engine]='apptainer|singularity|pyxis|edf|charliecloud|podman-hpc|shifter'
+    [spares]='([A-Za-z0-9][A-Za-z0-9._,-]*)?' [engine]="$(IFS='|' && echo "${engine__names[*]}")"
     [image]='[a-z0-9][a-z0-9_-]*|/[^[:cntrl:]]+' [image_digest]='()' [layer]='/[^[:cntrl:]]+' [variables]='.*'
   )
   [[ -n "$key" && "$value" =~ ^(${like["$key"]:-.^})$ && ("$key" != attempt || "${value%/*/*}" == "$runs") ]] ||
@@ -98,11 +98,7 @@ plan::answer() { # KEY VALUE: what the nodes need of the plan, or a fact that wa
   case "$key" in
     image) image="$(engine::image "$value")" || exit ;;
     variables) read -ra variables <<<"$value" ;;
-    image_digest)
-      [[ -f "$image" ]] || lib::die 78 "image_digest pins a file, and the image is a folder" "where:  $image" \
-        "fix:    name a squashfs, or leave it out: image_digest="
-      image_digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
-      ;;
+    image_digest) image_digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)" ;;
     *) printf -v "$key" '%s' "$value" ;;&
     engine) [[ -z "$given_image" ]] || image="$(engine::image cpu)" || exit ;;
     layer)

@@ -82,14 +82,6 @@ def _shell() -> str | None:
     return None if shutil.which("shellcheck") else "shellcheck is not installed (Debian: apt-get install shellcheck)"
 
 
-def _charliecloud() -> str | None:
-    for word, package in (("ch-run", "charliecloud-runtime"), ("mksquashfs", "squashfs-tools")):
-        if not shutil.which(word):
-            return f"{word} is not installed (Debian: apt-get install {package})"
-    own = subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True, check=False)
-    return "this machine does not allow user namespaces" if own.returncode else None
-
-
 def _chromium() -> str | None:
     import browser
 
@@ -116,7 +108,6 @@ NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "triton": (_triton,),
     "deepspeed": (_deepspeed,),
     "shellcheck": (_shell,),
-    "charliecloud": (_charliecloud,),
     "tmpfs": (_tmpfs,),
     "chromium": (_chromium,),
 }

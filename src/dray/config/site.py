@@ -160,11 +160,11 @@ class Site(Spec):
     """Variables that ranks need."""
     interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
     """Interfaces for the rendezvous, in order of preference. Default: the address of the first node's host name."""
-    engine: Literal["", "pyxis", "edf", "charliecloud", "podman-hpc", "shifter"] = ""
+    engine: Literal["", "pyxis", "edf", "podman-hpc"] = ""
     """The container engine, if it is not apptainer or singularity (docs/reference/engines.md)."""
     annotations: Annotated[dict[Annotation, str], BeforeValidator(_flat)] = {}
-    """With `edf`: annotations for the Container Engine's hooks, such as com.hooks.netstack.source = "artifact"; with
-    `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". They override dray's own."""
+    """With `edf`: annotations for the Container Engine's hooks, such as com.hooks.netstack.source = "artifact". They
+    override dray's own."""
     stage: Annotated[str, Field(pattern=r"^(off|/.+)$")] = "off"
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which Slurm's sbcast copies the image before the
     start; `off`: nodes read the shared file."""
@@ -209,7 +209,7 @@ class Site(Spec):
         if self.stage != "off" and not engine.script_mounts:
             raise ValueError(f"stage: with {self.engine}, Slurm starts the image before a node could copy it")
         if self.annotations and not engine.takes_annotations:
-            raise ValueError('annotations need engine = "edf" or "shifter"')
+            raise ValueError('annotations need engine = "edf"')
         for name in self.annotations:
             if any(other.startswith(f"{name}.") for other in self.annotations):
                 raise ValueError(f"annotations.{name} cannot have a value and names below it")

@@ -6,12 +6,10 @@ from dray.contract.findings import ConfigError, listed, nearest
 from dray.engines.apptainer import Apptainer, Singularity
 from dray.engines.bare import Bare
 from dray.engines.base import Engine
-from dray.engines.charliecloud import Charliecloud
 from dray.engines.docker import Docker, Podman
 from dray.engines.edf import Edf
 from dray.engines.podman_hpc import PodmanHpc
 from dray.engines.pyxis import Pyxis
-from dray.engines.shifter import Shifter
 
 _ALL: tuple[Engine, ...] = (
     Bare(),
@@ -21,9 +19,7 @@ _ALL: tuple[Engine, ...] = (
     Singularity(),
     Pyxis(),
     Edf(),
-    Charliecloud(),
     PodmanHpc(),
-    Shifter(),
 )
 _BY_NAME = {engine.name: engine for engine in _ALL}
 

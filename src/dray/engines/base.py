@@ -66,11 +66,9 @@ class Engine:
     image: ClassVar[Literal["file", "store", "python"]] = "file"
     """Where an image is: a file that nodes read, the engine's own store, or none: an installed Python."""
     formats: ClassVar[tuple[str, ...]] = ("sif", "squashfs")
-    """The kinds of image that it starts from a file, the usual one first; `folder` is a file system's tree."""
+    """The kinds of image that it starts from a file, the usual one first."""
     store_prefix: ClassVar[str] = ""
     """What the store puts before a name without a registry."""
-    reference: ClassVar[str] = ""
-    """What an image's name must match, if the store has only images of registries, and so none by default."""
     schedulers: ClassVar[frozenset[str]] = frozenset({"slurm", "hosts", "local"})
     """The schedulers that it works with."""
     isolates_env: ClassVar[bool] = True
@@ -79,8 +77,6 @@ class Engine:
     """The prefix of a variable's name with which the engine passes it into the container."""
     script_mounts: ClassVar[bool] = True
     """Whether node.sh itself checks and lists the mounts."""
-    script: ClassVar[str] = "mount"
-    """The file of bash whose `node::option PATH ro|rw` adds a mount to the list."""
     read_only: ClassVar[str] = "ro"
     """The option of a mount that nobody may write."""
     unmountable: ClassVar[str] = ""
@@ -92,9 +88,9 @@ class Engine:
     gpu_access: ClassVar[dict[str, str]] = {}
     """How the container gets GPUs of a kind, if that needs a reason in the plan."""
     devices: ClassVar[dict[str, str]] = {}
-    """For images of this kind: the file of bash whose `node::FILE ENGINE KIND NAME...` fills `devices` with options."""
-    fabric: ClassVar[dict[tuple[str, str], str]] = {}
-    """How it brings the host's libraries for a fabric and a variant itself, instead of those that the site names."""
+    """For images of this kind: the file of bash whose `node::FILE ENGINE` fills `devices` with options."""
+    slingshot: ClassVar[dict[str, str]] = {}
+    """For images of this variant: how it brings the host's libraries for Slingshot, instead of the site's."""
     takes_annotations: ClassVar[bool] = False
     """Whether it has hooks that annotations turn on."""
     binds_layers: ClassVar[bool] = False

@@ -30,9 +30,8 @@ class Edf(Pyxis):
         "cuda": "the Container Engine's hook for NVIDIA, by NVIDIA_VISIBLE_DEVICES in the EDF",
         "rocm": "the node's devices, which the Container Engine always adds",
     }
-    fabric: ClassVar[dict[tuple[str, str], str]] = dict.fromkeys(
-        (("slingshot", variant) for variant in _PLUGINS),
-        "hooks of the Container Engine do it: cxi with the host's libfabric, aws_ofi_nccl with a plugin",
+    slingshot: ClassVar[dict[str, str]] = dict.fromkeys(
+        _PLUGINS, "hooks of the Container Engine do it: cxi with the host's libfabric, aws_ofi_nccl with a plugin"
     )
 
     def annotations(self, variant: str, fabric: str, site: Mapping[str, str]) -> dict[str, str]:

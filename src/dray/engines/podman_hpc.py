@@ -17,8 +17,8 @@ class PodmanHpc(Podman):
     private_network = False
     gpus: ClassVar[dict[str, list[str]]] = {**Docker.gpus, "cuda": ["--gpu"]}
     gpu_access: ClassVar[dict[str, str]] = {"cuda": "the site's module for podman-hpc, by --gpu"}
-    fabric: ClassVar[dict[tuple[str, str], str]] = dict.fromkeys(
-        (("slingshot", "cuda"), ("slingshot", "cuda12")), "the site's module for podman-hpc does it, by --nccl"
+    slingshot: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("cuda", "cuda12"), "the site's module for podman-hpc does it, by --nccl"
     )
 
     def argv(self, container: Container, inner: Sequence[str]) -> list[str]:

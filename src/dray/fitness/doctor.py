@@ -19,9 +19,8 @@ from dray.contract.findings import DrayError, Finding, counted
 from dray.fitness import host, slurm_commands
 from dray.images import store
 
-_ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "shifter", "ch-run")
+_ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc")
 _BY_VERB = {"enroot", "podman-hpc"}  # they have no --version
-_SILENT = {"shifter"}  # it does not print its version
 _ANSWER_S = 30.0  # a program on a network disk that does not answer is a finding, not a wait
 # Slurm's plugins that start containers, by the option that each adds to srun.
 _PLUGINS = {"--environment": "edf, CSCS's Container Engine", "--container-image": "Pyxis"}
@@ -63,7 +62,7 @@ def _engines() -> Iterator[Finding]:
     if not installed and not plugins:
         fix = "load the site's module (apptainer, singularity); on your own machine install Docker or Podman"
         yield _unfit("engine", f"none of {', '.join(_ENGINES)} is on PATH", fix)
-    if {"apptainer", "singularity", "ch-run"} & engines.keys():
+    if {"apptainer", "singularity"} & engines.keys():
         yield from _unprivileged()
     if any(name in ("apptainer", "singularity") and not engine.code for name, engine in engines.items()):
         yield from _instances()
@@ -71,8 +70,6 @@ def _engines() -> Iterator[Finding]:
 
 def _engine(name: str, *, alone: bool) -> Finding:
     """Its version; `docker --version` alone works for everybody, so that Docker is also reached."""
-    if name in _SILENT:
-        return _ok("engine", name)
     version = ""
     try:
         done = process.run([name, "version" if name in _BY_VERB else "--version"], check=False, seconds=_ANSWER_S)

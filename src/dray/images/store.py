@@ -240,13 +240,6 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
     if fix := absent(file, variant, engine):
         fix += ", or set DRAY_IMAGE to an image that dray has built"
         raise ConfigError("the image does not exist", wanted=f"{file} (the recipe's image is {variant})", fix=fix)
-    if starter.reference and not re.fullmatch(starter.reference, str(file)):
-        raise ConfigError(
-            f"{engine} starts images of its gateway",
-            wanted="DRAY_IMAGE=docker:NAME:TAG, or custom: or id:",
-            found=f"DRAY_IMAGE={os.environ.get('DRAY_IMAGE', '')}",
-            fix="push dray's image to a registry; shifterimg pull docker:NAME:TAG; export DRAY_IMAGE=docker:NAME:TAG",
-        )
     if not starter.formats:
         return file
     head = _head(file)
@@ -266,12 +259,6 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
             wanted=" or ".join(starter.formats),
             found=kind,
             fix="set DRAY_IMAGE to an image in this engine's format: docs/reference/engines.md",
-        )
-    if digest and kind == "folder":
-        raise ConfigError(
-            "image_digest pins a file, and the image is a folder",
-            where=file,
-            fix="name a squashfs, or leave it out: image_digest=",
         )
     if digest:
         verify.require(file, digest, "the recipe's image_digest")

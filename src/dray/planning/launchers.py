@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dray.contract.findings import ConfigError
 from dray.planning import accelerate
 
 # What only a node knows, each an argument of its own. The runner fills it in; a plan never bakes a rank or a port.
 NODE_RANK, MASTER, PORT, ENDPOINT, RANKS = "{node_rank}", "{master}", "{port}", "{endpoint}", "{ranks}"
 
 _HOSTFILE = "hostfile"
+_BY_HANDLER = "the launcher joins it as its rendezvous, and its ranks as the launcher's own"
+_BY_VARIABLE = "ranks join it by TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,70 +34,61 @@ class Job:
     """The files that accelerate reads, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """How a launcher is started, and how its ranks join the store."""
+@dataclass(frozen=True)
+class Launch:
+    """How a launcher starts the ranks of a job."""
 
-    argv: Callable[[Job], tuple[str, ...]]
+    argv: tuple[str, ...]
     """Its command line, up to the program that it starts as every rank; that need not be a Python script."""
-    files: Callable[[Job], Mapping[str, str]] = lambda _: {}
-    """The files that it reads in the attempt's folder, by name."""
-    store: str
+    store: str = _BY_VARIABLE
     """How its ranks join the store."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The files that it reads in the attempt's folder, by name."""
 
 
-def _torchrun(job: Job) -> tuple[str, ...]:
-    return (
+def _torchrun(job: Job) -> Launch:
+    argv = (
         *(job.python, "-m", "torch.distributed.run", f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.each}"),
         *("--rdzv-backend=dray", "--rdzv-endpoint", ENDPOINT, "--max-restarts=0", "--no-python"),
     )
+    return Launch(argv, _BY_HANDLER)
 
 
-def _accelerate(job: Job) -> tuple[str, ...]:
+def _accelerate(job: Job) -> Launch:
     # Port 0: accelerate refuses one at which somebody listens, and the store does.
-    return (
+    argv = (
         *(job.python, "-m", "accelerate.commands.launch", "--config_file", f"{job.folder}/{accelerate.FILE}"),
         *(f"--num_machines={len(job.hosts)}", f"--num_processes={len(job.hosts) * job.each}"),
         *("--machine_rank", NODE_RANK, "--main_process_ip", MASTER, "--main_process_port=0"),
         *("--rdzv_backend=dray", "--max_restarts=0", "--no_python"),
     )
+    return Launch(argv, _BY_HANDLER, job.accelerate)
 
 
-def _deepspeed(job: Job) -> tuple[str, ...]:
-    return (
+def _deepspeed(job: Job) -> Launch:
+    argv = (
         *(job.python, "-m", "deepspeed.launcher.runner", "--hostfile", f"{job.folder}/{_HOSTFILE}"),
         *("--no_ssh", "--node_rank", NODE_RANK, "--master_addr", MASTER, "--master_port", PORT),
         *("--no_python", "--no_local_rank"),
     )
+    slots = "".join(f"{host} slots={job.each}\n" for host in job.hosts)
+    return Launch(argv, files={_HOSTFILE: slots})
 
 
-def _python(job: Job) -> tuple[str, ...]:
+def _python(job: Job) -> Launch:
     # No agent: a few lines of dray start the processes and wait. -S -E: they need nothing that is installed.
-    return (job.python, "-S", "-E", RANKS, str(len(job.hosts)), str(job.each), NODE_RANK, MASTER, PORT)
+    return Launch((job.python, "-S", "-E", RANKS, str(len(job.hosts)), str(job.each), NODE_RANK, MASTER, PORT))
 
 
-def _ray(job: Job) -> tuple[str, ...]:
+def _ray(job: Job) -> Launch:
     # One process a node, which is Ray's head or a worker; Ray starts all others.
-    return _python(dataclasses.replace(job, each=1))
+    return Launch(_python(dataclasses.replace(job, each=1)).argv, "Ray's head has a port of its own")
 
 
-_BY_HANDLER = "the launcher joins it as its rendezvous, and its ranks as the launcher's own"
-_BY_VARIABLE = "ranks join it by TORCHELASTIC_USE_AGENT_STORE"
-LAUNCHERS = {
-    "torchrun": Launcher(argv=_torchrun, store=_BY_HANDLER),
-    "accelerate": Launcher(argv=_accelerate, files=lambda job: job.accelerate, store=_BY_HANDLER),
-    "deepspeed": Launcher(
-        argv=_deepspeed,
-        files=lambda job: {_HOSTFILE: "".join(f"{host} slots={job.each}\n" for host in job.hosts)},
-        store=_BY_VARIABLE,
-    ),
-    "python": Launcher(argv=_python, store=_BY_VARIABLE),
-    "ray": Launcher(argv=_ray, store="dray's processes on the nodes learn from it where Ray's head is"),
+LAUNCHERS: dict[str, Callable[[Job], Launch]] = {
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "python": _python,
+    "ray": _ray,
 }
-
-
-def of(name: str) -> Launcher:
-    """The launcher of this name."""
-    if name not in LAUNCHERS:
-        raise ConfigError("there is no such launcher", wanted=f"one of {', '.join(LAUNCHERS)}", found=name)
-    return LAUNCHERS[name]

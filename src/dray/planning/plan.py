@@ -59,11 +59,11 @@ def plan(
     python = engine.python(facts.image)
     signers = image.signers(recipe, site)
     staged = image.copy(site, facts, engine, scratch)
-    launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
         accelerate=accelerate.files(recipe, str(folder)),
     )  # fmt: skip
+    launch = launchers.LAUNCHERS[recipe.launcher](job)
     passed = environment.passed(recipe)
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}
     reasons = {
@@ -74,7 +74,7 @@ def plan(
         "layer": image.layer_reason(files.layer) if files.layer else "",
         **world_reasons,
         "gpus": engine.gpu_access.get(ACCELERATORS[recipe.image], ""),
-        "store": f"torch's TCPStore on that port of the first node; {launcher.store}",
+        "store": f"torch's TCPStore on that port of the first node; {launch.store}",
         "preflight": preflight.why,
         "grace": f"{time.value} s before the time limit: {time.why}" if facts.scheduler == "slurm" else "",
         "fabric": fabric.why,
@@ -108,10 +108,10 @@ def plan(
         user=f"{facts.uid}:{facts.gid}",
         world=ranks,
         batch=shares,
-        launcher=launcher.argv(job),
+        launcher=launch.argv,
         command=_command(recipe, facts, python=python, folder=folder),
         where=recipe.command.folder if recipe.command else str(folder),
-        files=dict(launcher.files(job)),
+        files=dict(launch.files),
         env=variables,
         pass_env=passed,
         left_outside=tuple(sorted(outside)) if engine.isolates_env else (),

@@ -18,8 +18,8 @@ def fabric(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Choice[F
     why = " ".join(site.why.get("fabric", f"site {site.name}").split())
     if facts.nodes == 1 and site.fabric.strategy != "none":
         return Choice(site.fabric.model_copy(update=_NOTHING), "one node has no network between nodes")
-    brought = engine.fabric.get((site.fabric.kind, recipe.image))
-    if facts.nodes > 1 and brought:
+    brought = engine.slingshot.get(recipe.image)
+    if facts.nodes > 1 and site.fabric.kind == "slingshot" and brought:
         return Choice(site.fabric.model_copy(update=_NOTHING), brought)
     if site.fabric.strategy == "host" and not engine.host_libraries:
         return Choice(site.fabric.model_copy(update=_NOTHING), why)

@@ -1,7 +1,7 @@
-"""`launcher = "ray"`: one Ray cluster of the job's nodes, and the user's program on the first. One process a node.
+"""This node's part of `ray symmetric-run`, which starts Ray's head on the first node and runs the program there.
 
-Ray's own token, made from the run's secret, keeps others out. Messages through torch's store, which has no passwords,
-are signed with the secret.
+What it leaves to others is here: a token, so that nobody else may connect; a folder and a port that no other run has;
+and an exit code, since it returns 0 also where Ray did not start.
 """
 
 from __future__ import annotations
@@ -11,185 +11,121 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import socket
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dray.contract import exit_codes, files, run_folder
+from dray.contract.findings import DrayError, UnfitError
 from dray.runner import rendezvous
-from dray.runner.children import Children, exit_code
+from dray.runner.children import Children, ended_with, exit_code
 
 _OLDEST = (2, 52)  # the first whose ports ask for a token
-_TRY, _GRACE = 0.2, 10.0  # seconds
-_RAY, _RENDEZVOUS, _PROGRAM = range(3)  # what runs here
-_HEAD, _END = "dray-ray-head", "dray-ray-end"
+# Below Linux's ephemeral ports, and above those of Ray's workers.
+_FIRST_PORT, _PORTS = 20_000, 10_000
 # Sockets below it have paths of at most 107 characters, and Ray adds some 70.
 _TEMPORARY = "/tmp/ray-"  # noqa: S108  the name goes on with what nobody can guess
-_OWN = "r"  # what Ray makes, which it opens to all users; the folder above stays closed
-
-
-class Told:
-    """Messages of the first node to the others, through torch's store."""
-
-    def __init__(self, secret: bytes) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415  seconds
-
-        self._secret = secret
-        self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
-    def say(self, key: str, value: str) -> None:
-        """Send a value, once."""
-        self._store.set(key, json.dumps([value, self._signed(key, value)]))
-
-    def heard(self, key: str) -> str | None:
-        """The value, None before it has come."""
-        if not self._store.check([key]):
-            return None
-        try:
-            value, signed = json.loads(self._store.get(key))
-        except ValueError:
-            value = signed = ""
-        if not hmac.compare_digest(str(signed), self._signed(key, str(value))):
-            sys.exit(_fail("a value in torch's store is not from the first node", f"found:  the key {key}"))
-        return str(value)
-
-    def _signed(self, key: str, value: str) -> str:
-        return hmac.digest(self._secret, f"dray {key} {value}".encode(), "sha256").hex()
+_PROGRAM = "--program"
+_OPEN = "r"  # what Ray makes, which it opens to all users; the folder above stays closed
 
 
 def main(folder: str, gpus: str, command: list[str]) -> int:
-    """On the first node start Ray's head, and the program once all nodes have joined; elsewhere be a worker."""
+    """Start Ray on this node; return the program's exit code on the first node, and 0 on the others."""
     _require_ray()
-    plan = json.loads(files.read(Path(folder, run_folder.PLAN), own=True))
-    secret = rendezvous.secret_of(folder)
-    node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    plan = json.loads(files.read(f"{folder}/{run_folder.PLAN}", own=True))
     if "OMP_NUM_THREADS" not in {variable["name"] for variable in plan["env"]}:
         os.environ.pop("OMP_NUM_THREADS", None)  # for one process a node; Ray sets it for each of its workers
-    told = Told(secret)
-    limit = time.monotonic() + plan["world"]["rendezvous_timeout_s"]
-    address = name = ""
-    while node and not address:
-        address, _, name = (told.heard(_HEAD) or "").partition(" ")
-        if time.monotonic() > limit:
-            return _fail("Ray's head did not start", f"fix:    see {run_folder.LOGS}/ray-0.log")
-        time.sleep(_TRY)
-    with _temporary(_made(name) if node else tempfile.mkdtemp(prefix=_TEMPORARY), secret) as place:
-        resources = [f"--num-cpus={len(os.sched_getaffinity(0))}", f"--num-gpus={gpus}"]
-        own = Ray(told, place, f"{folder}/{run_folder.LOGS}/ray-{node}", resources)
-        code = own.worker(address) if node else own.head(nodes, command, limit)
-        own.keep_logs(code)
+    node, nodes, store = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    # No other run has this port of Ray's head, since none has this port of the store at the same time.
+    head = (socket.gethostbyname(os.environ["MASTER_ADDR"]), _FIRST_PORT + (store + _PORTS // 2) % _PORTS)
+    secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()
+    with _private(f"{_TEMPORARY}{secret[:12]}") as place:
+        _set_variables(node, place, secret[12:], f"{head[0]}:{head[1]}", plan["world"]["rendezvous_timeout_s"])
+        code_file, logs = place / "code", f"{folder}/{run_folder.LOGS}/ray-{node}"
+        argv = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "symmetric-run", f"--address={head[0]}:{head[1]}"),
+            *(f"--min-nodes={nodes}", f"--num-cpus={len(os.sched_getaffinity(0))}", f"--num-gpus={gpus}"),
+            # Workers refuse these. The monitor is for clusters that grow, and reports each end as a failure.
+            *([] if node else ["--include-dashboard=false", "--no-monitor", f"--temp-dir={place / _OPEN}"]),
+            *("--", sys.executable, "-m", "dray.ray", _PROGRAM, str(code_file), *command),
+        ]
+        ended = _run(argv, below=True)
+        if node and not _listens(head):  # the first node has stopped Ray, and returns the program's code
+            return 0
+        finished = code_file.exists()
+        code = int(code_file.read_text()) if finished else exit_code(ended) or exit_codes.UNFIT
+        if code:
+            with suppress(OSError):
+                shutil.copytree(place / _OPEN / "session_latest" / "logs", logs, dirs_exist_ok=True)
+        if ended >= 0 and not finished:
+            raise UnfitError("Ray ended before the program", where=logs, found=ended_with(ended))
         return code
 
 
-class Ray:
-    """Ray on this node."""
-
-    def __init__(self, told: Told, place: Path, logs: str, resources: list[str]) -> None:
-        self._told, self._place, self._logs, self._resources = told, place, logs, resources
-        self._children = Children()
-
-    def head(self, nodes: int, command: list[str], limit: float) -> int:
-        """Start the head and the program; return the program's exit code, or that of the failure before it."""
-        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
-        with socket.create_server((address, 0)) as free:
-            port = free.getsockname()[1]
-        os.environ["RAY_ADDRESS"] = f"{address}:{port}"
-        self._start("--head", "--include-dashboard=false", f"--port={port}", f"--node-ip-address={address}")
-        children, code, started, told, ended, up = self._children, 0, False, False, False, self._place / "up"
-        while _RAY in children.running.values():
-            events = children.wait(_TRY)
-            for number in events.signals:
-                children.tell(number)
-            if _RAY in events.ended and not ended:
-                code = _fail("Ray's head ended", f"found:  exit code {exit_code(events.ended[_RAY])}")
-            elif not started and _listens(address, port):
-                started = True
-                children.start([sys.executable, "-m", "dray.ray", str(nodes), str(limit), str(up)], label=_RENDEZVOUS)
-            elif not told and up.exists():  # a worker that comes earlier gives up
-                told = True
-                self._told.say(_HEAD, f"{address}:{port} {self._place}")
-            elif not started and time.monotonic() > limit:
-                code, ended = _fail("Ray's head does not listen", f"where:  {address}:{port}"), True
-                children.end(_GRACE)
-            if events.ended.get(_RENDEZVOUS) == 0 and not events.signals:
-                children.start(command, label=_PROGRAM, session=True)
-            elif last := {*events.ended} & {_RENDEZVOUS, _PROGRAM}:
-                code, ended = exit_code(events.ended[last.pop()]), True
-                self._told.say(_END, str(code))
-                children.end(_GRACE)
-        while children.running:
-            children.end(_GRACE)
-            children.wait()
-        return code
-
-    def worker(self, address: str) -> int:
-        """Be a worker until the program has ended; return 0 then, since the first node returns its exit code."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            host, _, port = address.rpartition(":")
-            way.connect((host, int(port)))  # sends nothing: the address of the interface that leads there
-            own = way.getsockname()[0]
-        self._start(f"--address={address}", f"--node-ip-address={own}")
-        ended = False
-        while self._children.running:
-            events = self._children.wait(1.0)
-            for number in events.signals:
-                self._children.tell(number)
-            ended = ended or bool(events.signals) or self._told.heard(_END) is not None
-            if _RAY in events.ended and not ended:
-                return _fail("Ray ended on this node", f"found:  exit code {exit_code(events.ended[_RAY])}")
-            if ended:
-                self._children.end(_GRACE)
-        return 0
-
-    def keep_logs(self, code: int) -> None:
-        """Copy Ray's logs after a failure; its own folder is deleted."""
-        logs = self._place / _OWN / "session_latest" / "logs"
-        if code and logs.is_dir():
-            shutil.copytree(logs, self._logs, dirs_exist_ok=True)
-
-    def _start(self, *options: str) -> None:
-        log = os.open(f"{self._logs}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        common = ("start", "--block", "--disable-usage-stats", f"--temp-dir={self._place / _OWN}", *self._resources)
-        argv = [sys.executable, "-m", "ray.scripts.scripts", *common, *options]
-        self._children.start(argv, label=_RAY, output=log)
+def program(file: str, command: list[str]) -> int:
+    """Run the program; return its exit code, and write it to the file: Ray's own end may hide it."""
+    code = exit_code(_run(command))
+    Path(file).write_text(str(code))
+    return code
 
 
-def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _TRY).close()
-    except OSError:
-        return False
-    return True
+def _set_variables(node: int, place: Path, token: str, head: str, timeout_s: int) -> None:
+    """Let Ray and the program find the token, the head and `ray`, which a layer may have outside of PATH."""
+    files.write_atomic(place / "token", token, mode=0o600)
+    quiet = '[ "$1" != stop ] || exec >/dev/null 2>&1'  # it shows kilobytes of each process that it ends
+    start = f'exec {shlex.quote(sys.executable)} -m ray.scripts.scripts "$@"'
+    files.write_atomic(place / "ray", f"#!/bin/sh\n{quiet}\n{start}\n", mode=0o700)
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(place / "token"),
+        "RAY_ADDRESS": head,
+        "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": str(timeout_s),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Seconds from the head's end to a worker's. The head ends with Ray's own 60: it connects to itself.
+        **({"RAY_gcs_rpc_server_reconnect_timeout_s": "10"} if node else {}),
+        "PATH": f"{place}:{os.environ['PATH']}",
+    }
 
 
-def _made(name: str) -> str:
-    """The first node's folder has the same name on every node: Ray wants that."""
-    try:
-        Path(name).mkdir(mode=0o700)
-    except FileExistsError:
-        about = os.lstat(name)
-        if about.st_uid != os.getuid() or about.st_mode & 0o7777 != 0o700:
-            sys.exit(_fail("Ray's folder was made by another user", f"where:  {name}"))
-    return name
+def _run(argv: list[str], *, below: bool = False) -> int:
+    """How the command ended. It hears signals; or instead what it has started, and so it ends Ray in order."""
+    children = Children()
+    children.start(argv, session=True)
+    while not (events := children.wait()).ended:
+        for number in events.signals:
+            if number == signal.SIGUSR1:  # for what handles it; it would kill the others
+                children.ask()
+                continue
+            for child in children.running:
+                started = Path(f"/proc/{child}/task/{child}/children").read_text().split() if below else []
+                for process in started or [child]:
+                    with suppress(ProcessLookupError):
+                        os.kill(int(process), signal.SIGTERM)
+    return events.ended.popitem()[1]
+
+
+def _listens(head: tuple[str, int]) -> bool:
+    with suppress(OSError), socket.create_connection(head, 1.0):
+        return True
+    return False
 
 
 @contextmanager
-def _temporary(name: str, secret: bytes) -> Iterator[Path]:
-    """Ray's folder with the token in it, which the environment names."""
-    place = Path(name)
-    token = place / f"token-{os.getpid()}"
-    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(hmac.digest(secret, b"dray ray token", "sha256").hex())
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+def _private(name: str) -> Iterator[Path]:
+    """A folder of this user's alone, for as long as Ray runs. It has the same name on every node: Ray wants that."""
+    with suppress(FileExistsError):
+        Path(name).mkdir(mode=0o700)
+    if others := files.open_to_others(name, folder=True):
+        raise UnfitError("Ray's folder is not this user's alone", where=name, found=others)
     try:
-        yield place
+        yield Path(name)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(name, ignore_errors=True)
 
 
 def _require_ray() -> None:
@@ -198,31 +134,19 @@ def _require_ray() -> None:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < _OLDEST:
-        wanted = f"wanted: ray {_OLDEST[0]}.{_OLDEST[1]} or newer, whose ports ask for a token"
-        fix = "fix:    dray image layer VARIANT --pip ray, and layer=ray"
-        sys.exit(_fail("launcher = ray, and the image lacks a new enough Ray", wanted, f"found:  {found}", fix))
-
-
-def _fail(problem: str, *lines: str) -> int:
-    print("\n  ".join([f"dray: {problem}", *lines]), file=sys.stderr, flush=True)
-    return exit_codes.UNFIT
-
-
-def meet(nodes: int, limit: float, up: Path) -> int:
-    """Wait until all nodes have joined Ray; create the file `up` when the first has."""
-    import ray  # type: ignore[import-not-found]  # noqa: PLC0415
-
-    ray.init(log_to_driver=False, logging_level="ERROR")
-    while (alive := sum(one["Alive"] for one in ray.nodes())) < nodes:
-        if alive:
-            up.touch()
-        if time.monotonic() > limit:
-            return _fail("not all nodes have joined Ray", f"wanted: {nodes} nodes", f"found:  {alive}")
-        time.sleep(_TRY)
-    return 0
+        raise UnfitError(
+            "launcher = ray, and the image lacks a new enough Ray",
+            wanted=f"ray {_OLDEST[0]}.{_OLDEST[1]} or newer, whose ports ask for a token",
+            found=found,
+            fix="dray image layer VARIANT --pip ray, and layer=ray",
+        )
 
 
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():  # a folder is no number
-        sys.exit(meet(int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])))
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    try:
+        if sys.argv[1] == _PROGRAM:
+            sys.exit(program(sys.argv[2], sys.argv[3:]))
+        sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    except DrayError as error:
+        print(f"dray: {error}", file=sys.stderr)
+        sys.exit(error.finding.code)

@@ -22,7 +22,7 @@ FILES, BYTES = 2000, 64 << 20
 _SUMS = ".dray-sums"
 """Checksums of each copied file, for sha256sum; a folder may have its own SHA256SUMS."""
 # What a job and a login node read of a checkout; the rest is in the image.
-_DRAY = ("slurm", "recipes", "containers/environment", "containers/steps", "src/dray/engines/visible.sh")
+_DRAY = ("slurm", "recipes", "containers/environment", "containers/steps")
 # These name nothing that is read, or what is written, or a folder that is brought whole.
 _ELSEWHERE = {
     "name", "about", "image", "layer", "launcher", "scale", "env", "pass_env", "model.type", "data.cache_dir",

@@ -106,7 +106,7 @@ def start_argv(plan: Plan) -> list[str]:
 def _container(plan: Plan, *, terminal: bool = False) -> Container:
     engine, kind = engines.get(plan.engine), plan.fabric.kind
     inside = not engine.script_mounts  # node.sh is in the container already
-    brings = (kind, plan.variant) in engine.fabric and len(plan.world.nodes) > 1
+    brings = kind == "slingshot" and plan.variant in engine.slingshot and len(plan.world.nodes) > 1
     return Container(
         run=plan.run,
         image=STAGED_IMAGE if plan.stage else plan.image,
@@ -138,10 +138,8 @@ def _file(name: str) -> str:
 
 
 def _devices(plan: Plan, engine: Engine) -> str:
-    kind = ACCELERATORS[plan.variant]
-    file = engine.devices.get(kind, "")
-    content = f"{_file(file)}\n\n" if file and file != engine.script else ""
-    return content + " ".join([f"node::{file}", plan.engine, kind, *plan.world.task, *plan.pass_env]) if file else ""
+    file = engine.devices.get(ACCELERATORS[plan.variant], "")
+    return f"{_file(file)}\n\nnode::{file} {plan.engine}" if file else ""
 
 
 def _lines(lines: Iterator[str] | list[str]) -> list[str]:
@@ -166,12 +164,11 @@ def _exports(plan: Plan, prefix: str) -> Iterator[str]:
 
 def _places(plan: Plan, *, entering: bool) -> Iterator[str]:
     engine, identity = engines.get(plan.engine), plan.world.identity
-    read_only = f" read_only={engine.read_only}" if engine.read_only else ""
-    yield f"number={identity['node']} name={identity['name']}{read_only}"
+    yield f"number={identity['node']} name={identity['name']} read_only={engine.read_only}"
     yield _file("places")
     if entering:
         yield f"\nnode::record() {{ exit {exit_codes.UNFIT}; }} # nothing of the run has failed"
-    yield f"\n{_file(engine.script)}\n"
+    yield f"\n{_file('mount')}\n"
     yield f"cd {_quoted(plan.folder)} || exit {exit_codes.UNFIT}"
     if engine.image == "file":
         yield _call("need", plan.image, "the image")

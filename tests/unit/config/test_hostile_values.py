@@ -25,7 +25,7 @@ from helpers import PYTHON, ROOT
 from jobs import Job
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif")
-ENGINES = "apptainer singularity pyxis edf charliecloud podman-hpc shifter"
+ENGINES = "apptainer singularity pyxis edf podman-hpc"
 SMOKE = ROOT / "recipes" / "smoke-cpu.toml"
 NAMES = ["../x", "/tmp/x", ".", "..", ".x", "-x", "a/b", "a b", "x" * 129, "x\ntouch PWNED", "x\n", "é", "$(touch x)"]
 

@@ -87,21 +87,21 @@ def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
 def test_an_engine_is_one_class_and_a_line_in_the_registry(root: Path, monkeypatch) -> None:
     """Traits decide the rest: what node.sh looks for, how variables get in, who may use it."""
 
-    class Shifter(Engine):
-        name = "shifter"
+    class Sarus(Engine):
+        name = "sarus"
         schedulers = frozenset({"slurm"})
-        env_prefix = "SHIFTER_"
+        env_prefix = "SARUS_"
         read_only = "locked"
 
         def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
-            return ["shifter", f"--image={container.image}", MOUNTS, *inner]
+            return ["sarus", f"--image={container.image}", MOUNTS, *inner]
 
-    monkeypatch.setitem(engines._BY_NAME, "shifter", Shifter())
-    script = render.node_script(made(root, Path("/r"), site=Site(name="s", about=""), engine="shifter", image="/i.img"))
+    monkeypatch.setitem(engines._BY_NAME, "sarus", Sarus())
+    script = render.node_script(made(root, Path("/r"), site=Site(name="s", about=""), engine="sarus", image="/i.img"))
     assert "node::need /i.img 'the image' " in script
     assert "read_only=locked\n" in script
-    assert "\nexport SHIFTER_TRITON_CACHE_DIR=/tmp/dray-7-r/triton\n" in script
-    assert 'node::start shifter \\\n  --image=/i.img \\\n  "${mounts[@]}" \\\n  python3 \\\n' in script
+    assert "\nexport SARUS_TRITON_CACHE_DIR=/tmp/dray-7-r/triton\n" in script
+    assert 'node::start sarus \\\n  --image=/i.img \\\n  "${mounts[@]}" \\\n  python3 \\\n' in script
 
 
 def test_no_other_room_compares_names_of_engines(root: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_engine_that_is_none(root: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such engine") as refused:
         made(root, Path("/r"), site=Site(name="s", about=""), engine="rkt", image="/i")
     assert refused.value.details == {
-        "wanted": "bare, docker, podman, apptainer, singularity and 5 more", "found": "rkt", "fix": "apptainer"
+        "wanted": "bare, docker, podman, apptainer, singularity and 3 more", "found": "rkt", "fix": "apptainer"
     }  # fmt: skip
 
 

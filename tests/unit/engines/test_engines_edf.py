@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from dray import engines, render
+from dray import render
 from dray.config import sites
 from dray.config.model import load
 from dray.config.site import Fabric, Site, SiteBind
@@ -160,7 +160,7 @@ def test_a_path_that_it_would_take_apart_is_refused(name: str) -> None:
         ('engine = "edf"\nannotations = {"com.x" = "1", "com.x.y" = "2"}', "annotations.com.x cannot have a value"),
         ('engine = "edf"\nannotations = {com.x = "hf_abcdefghijklmnopqrstuvwxyz"}', "looks like a secret"),
         ('engine = "edf"\nstage = "/tmp"', "stage: with edf"),
-        ('engine = "pyxis"\nannotations = {com.x = "1"}', 'annotations need engine = "edf" or "shifter"'),
+        ('engine = "pyxis"\nannotations = {com.x = "1"}', 'annotations need engine = "edf"'),
     ],
 )
 def test_a_site_file_that_is_wrong(tmp_path: Path, line: str, found: str) -> None:
@@ -300,21 +300,6 @@ def test_doctor_sees_slurm_s_plugins(tmp_path: Path, monkeypatch, options: str, 
     monkeypatch.setattr(doctor, "_ENGINES", ())
     said = list(doctor._engines())
     assert ([one.found for one in said], {one.code for one in said}) == (found, {0})
-
-
-def test_bash_and_python_know_the_same_of_each_engine() -> None:
-    script = (
-        'source "$DRAY_HOME/slurm/lib.sh"; for engine; do engine::traits; '
-        'printf "%s|%s|%s|%s\\n" "$engine" "$formats" "$never" "$suffix"; done'
-    )
-    names = [name for name in engines.names("slurm") if name != "bare"]
-    env = {**PYTHON, "DRAY_HOME": str(ROOT)}
-    said = subprocess.run(["bash", "-c", script, "x", *names], env=env, capture_output=True, text=True, check=True)
-    known = [
-        f"{name}|{' '.join(engine.formats)}|{engine.unmountable}|{'sif' if 'sif' in engine.formats else 'sqsh'}"
-        for name, engine in ((name, engines.get(name)) for name in names)
-    ]
-    assert said.stdout.splitlines() == known
 
 
 def test_a_login_node_plans_with_a_folder_that_only_the_job_knows() -> None:

@@ -1,9 +1,15 @@
-"""launcher = "ray": what each node starts, what a recipe cannot say, and what a stranger cannot tell the nodes."""
+"""launcher = "ray": what each node starts, what a recipe cannot say, and what `ray symmetric-run` leaves to dray.
+
+The command is a stand-in, which takes the words and returns the codes of Ray 2.54's own.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -11,15 +17,71 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray.config.site import Site
-from dray.contract.findings import ConfigError
+from dray.contract import run_folder
+from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.ray import __main__ as ray
 from dray.runs.write import read_recipe
+from helpers import PYTHON, until
 
-pytestmark = pytest.mark.torch
+SECRET = "s" * 64
+# Of symmetric-run, and of `ray start`, to which it hands on the rest: on a worker that refuses what is only for a head.
+STAND_IN = """
+import json, os, pathlib, shutil, socket, subprocess, sys
+words = sys.argv[1:]
+if words == ["--version"]:
+    sys.exit(print("ray, version 2.54.1"))
+assert words.pop(0) == "symmetric-run"
+options, program = words[: words.index("--")], words[words.index("--") + 1 :]
+names = {option.partition("=")[0] for option in options}
+assert {"--address", "--min-nodes"} <= names <= {
+    "--address", "--min-nodes", "--num-cpus", "--num-gpus", "--include-dashboard", "--no-monitor", "--temp-dir"
+}, names
+token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_") or name == "OMP_NUM_THREADS"}
+told = {"options": options, "variables": variables, "token": token.read_text(), "ray": shutil.which("ray"),
+        "modes": [oct(path.stat().st_mode & 0o777) for path in (token, token.parent)]}
+pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(told))
+if "--temp-dir" not in names:
+    sys.exit(print("Failed to start Ray: Command 'ray start' returned non-zero exit status 1."))  # its code is 0
+logs = pathlib.Path(options[-1].partition("=")[2], "session_latest", "logs")
+logs.mkdir(parents=True)
+(logs / "gcs_server.err").write_text("busy")
+if "FAILS" in os.environ:
+    sys.exit(int(os.environ["FAILS"]))
+subprocess.run(program)
+sys.exit(1)  # as where its own connection fails at the end
+"""
 
-TCPStore = pytest.importorskip("torch.distributed").TCPStore
+
+@pytest.fixture
+def node(tmp_path: Path):
+    """Starts this node's part, as rank.py does."""
+    (tmp_path / "attempt-1" / "logs").mkdir(parents=True)
+    (tmp_path / "attempt-1" / run_folder.PLAN).write_text(
+        json.dumps({"env": [], "world": {"rendezvous_timeout_s": 120}})
+    )
+    secret = tmp_path / "attempt-1" / run_folder.SECRET
+    secret.write_text(SECRET)
+    secret.chmod(0o600)
+
+    def start(*command: str, rank: int = 0, port: int = 40_000, ray: str = "2.54.1", **env: str):
+        package = tmp_path / "site"
+        (package / "ray" / "scripts").mkdir(parents=True, exist_ok=True)
+        (package / "ray" / "__init__.py").touch()
+        (package / "ray" / "scripts" / "scripts.py").write_text(STAND_IN)
+        about = package / f"ray-{ray}.dist-info"
+        about.mkdir(exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {ray}\n")
+        world = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "dray.ray", str(tmp_path / "attempt-1"), "4", *command],
+            env={**PYTHON, "PYTHONPATH": str(package), "SEEN": f"{tmp_path}/seen", **world, **env},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return start
 
 
 def test_each_node_has_one_process_and_the_program_comes_last() -> None:
@@ -58,40 +120,96 @@ def test_an_image_without_ray(tmp_path: Path) -> None:
     )
 
 
-def test_only_the_first_node_is_believed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    first, other, stranger = ray.Told(b"a" * 64), ray.Told(b"a" * 64), ray.Told(b"b" * 64)
-    assert other.heard("head") is None
-
-    def say(by: ray.Told, value: str) -> None:  # the store answers one client in order, and no other waits for that
-        by.say("head", value)
-        by._store.check(["head"])
-
-    say(first, "10.0.0.1:4000 /tmp/x")
-    assert other.heard("head") == "10.0.0.1:4000 /tmp/x"
-    signed_for_another = json.dumps(["0", first._signed("end", "0")])
-    for spoil in (
-        lambda: store.set("head", signed_for_another),
-        lambda: say(stranger, "6.6.6.6:1 /tmp/x"),
-        lambda: store.set("head", "{"),
-    ):
-        spoil()
-        store.check(["head"])
-        with pytest.raises(SystemExit) as ended:
-            other.heard("head")
-        assert ended.value.code == 69
-        assert "a value in torch's store is not from the first node" in capsys.readouterr().err
+@pytest.mark.parametrize("version", ["2.51.2", "1.9.0", "2.9rc1"])
+def test_an_older_ray(node, version: str) -> None:
+    with node("true", ray=version) as started:
+        _, err = started.communicate()
+    assert started.returncode == 69
+    assert f"  found:  {version}\n" in err
 
 
-def test_a_folder_that_is_open_to_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine, open_ = tmp_path / "mine", tmp_path / "open"
-    assert ray._made(str(mine)) == str(mine) == ray._made(str(mine))
-    assert mine.stat().st_mode & 0o7777 == 0o700
-    open_.mkdir(mode=0o755)
-    (tmp_path / "link").symlink_to(mine)
-    for place in (open_, tmp_path / "link"):
-        with pytest.raises(SystemExit):
-            ray._made(str(place))
-        assert f"Ray's folder was made by another user\n  where:  {place}\n" in capsys.readouterr().err
+def test_the_first_node(node, tmp_path: Path) -> None:
+    with node(
+        "sh", "-c", 'echo "$0 $RAY_ADDRESS"; ray --version', "a b", OMP_NUM_THREADS="1", PATH="/usr/bin:/bin"
+    ) as it:
+        out, err = it.communicate()
+    assert (it.returncode, err) == (0, "")
+    assert out == "a b 127.0.0.1:25000\nray, version 2.54.1\n"
+    seen = json.loads((tmp_path / "seen").read_text())
+    place = Path(seen["variables"]["RAY_AUTH_TOKEN_PATH"]).parent
+    assert seen["options"] == [
+        "--address=127.0.0.1:25000", "--min-nodes=2", f"--num-cpus={len(os.sched_getaffinity(0))}", "--num-gpus=4",
+        "--include-dashboard=false", "--no-monitor", f"--temp-dir={place}/r",
+    ]  # fmt: skip
+    assert seen["variables"] == {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{place}/token", "RAY_ADDRESS": "127.0.0.1:25000",
+        "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "120", "RAY_USAGE_STATS_ENABLED": "0",
+    }  # fmt: skip
+    assert (seen["modes"], seen["ray"]) == (["0o600", "0o700"], f"{place}/ray")
+    assert re.fullmatch("[0-9a-f]{52}", seen["token"])
+    assert re.fullmatch("/tmp/ray-[0-9a-f]{12}", str(place))
+    assert not place.exists()
+
+
+def test_all_nodes_have_one_token_and_each_start_another(node, tmp_path: Path) -> None:
+    tokens = []
+    for rank, port in ((0, 40_000), (1, 40_000), (0, 40_001)):
+        with node("true", rank=rank, port=port) as it:
+            it.communicate()
+        tokens.append(json.loads((tmp_path / "seen").read_text())["token"])
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -9 $$", 137), ("exit 255", 255)])
+def test_the_program_s_code(node, tmp_path: Path, program: str, code: int) -> None:
+    with node("sh", "-c", program) as it:
+        _, err = it.communicate()
+    assert (it.returncode, err) == (code, "")
+    assert (tmp_path / "attempt-1/logs/ray-0/gcs_server.err").read_text() == "busy"
+
+
+@pytest.mark.parametrize("code", ["0", "1"])
+def test_ray_does_not_start_on_the_first_node(node, tmp_path: Path, code: str) -> None:
+    with node("true", FAILS=code) as it:
+        _, err = it.communicate()
+    logs = tmp_path / "attempt-1/logs/ray-0"
+    assert it.returncode == 69
+    assert err == f"dray: Ray ended before the program\n  where:  {logs}\n  found:  exit code {code}\n"
+    assert (logs / "gcs_server.err").read_text() == "busy"
+
+
+def test_a_worker_ends_with_the_first_node_and_not_before_it(node) -> None:
+    with node("true", rank=1) as it:
+        _, err = it.communicate()
+    assert (it.returncode, err) == (0, "")  # nobody listens: the first node has stopped Ray
+    with socket.create_server(("127.0.0.1", 25_000)), node("true", rank=1) as it:
+        _, err = it.communicate()
+    assert it.returncode == 69
+    assert "dray: Ray ended before the program\n" in err
+
+
+def test_the_program_hears_signals(node, tmp_path: Path) -> None:
+    """SIGUSR1 would kill Ray, which does not handle it; and the program may take its time to end."""
+    program = (
+        f"trap 'echo saved' USR1; trap 'sleep 0.5; exit 9' TERM; : >{tmp_path}/ready; while :; do sleep 0.05; done"
+    )
+    with node("sh", "-c", program) as it:
+        until((tmp_path / "ready").exists)
+        it.send_signal(signal.SIGUSR1)
+        assert it.stdout.readline() == "saved\n"
+        it.send_signal(signal.SIGTERM)
+        it.communicate()
+    assert it.returncode == 9
+
+
+def test_a_folder_that_is_open_to_others(tmp_path: Path) -> None:
+    open_, link = tmp_path / "open", tmp_path / "link"
+    open_.mkdir()
+    open_.chmod(0o777)
+    link.symlink_to(tmp_path)
+    for place in (open_, link):
+        with pytest.raises(UnfitError, match="Ray's folder is not this user's alone"), ray._private(str(place)):
+            pass
+    with ray._private(str(tmp_path / "mine")) as mine:
+        assert mine.stat().st_mode & 0o7777 == 0o700
+    assert not mine.exists()

@@ -82,7 +82,6 @@ def test_the_house_still_stands(checkout: Path) -> None:
         "project/test_architecture.py",
         "planning/test_train_rooms.py",
         "config/test_sites.py::test_each_value_says_why_and_from_where",
-        "launchers/test_launchers.py::test_a_launcher_that_is_not_there_is_refused_and_the_others_are_named",
         "launchers/test_launchers.py::test_a_recipe_may_name_every_launcher",
         "launchers/test_launchers.py::TestCommands::test_recipes_that_do_not_fit",
     )

@@ -54,14 +54,14 @@ def launch(
 ) -> list[Any]:
     """What the four ranks of two nodes saw."""
     (folder / "script.py").write_text(script)
-    launcher = launchers.of(name)
     job = launchers.Job(
         python=sys.executable, folder=str(folder), hosts=("node1", "node2"), each=2,
         accelerate=accelerate.files(read_recipe(None, [f"launcher={name}"], ["script.py"]), str(folder)),
     )  # fmt: skip
-    for file, text in launcher.files(job).items():
+    launch = launchers.LAUNCHERS[name](job)
+    for file, text in launch.files.items():
         (folder / file).write_text(text)
-    plan["launcher"] = list(launcher.argv(job))
+    plan["launcher"] = list(launch.argv)
     plan["command"] = [sys.executable, str(folder / "script.py"), str(folder), *words]
     env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HOME": str(folder)}
     env |= more
@@ -217,7 +217,7 @@ def test_one_rank_without_an_agent_has_a_store_when_it_asks_for_it(plan, start: 
     plan["world"] |= {"ranks_per_node": 1, "size": 1}
     (tmp_path / "script.py").write_text(SCRIPT)
     job = launchers.Job(python=sys.executable, folder=str(tmp_path), hosts=("node1",), each=1)
-    plan["launcher"] = list(launchers.of("python").argv(job))
+    plan["launcher"] = list(launchers.LAUNCHERS["python"](job).argv)
     plan["command"] = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
     node = start(0, 1, "node1", GLOO_SOCKET_IFNAME="lo")
     assert node.wait(60) == 0, (tmp_path / "logs/rank-0.log").read_text()

@@ -199,8 +199,7 @@ class TestCorrections:
         script = 'source "$DRAY_HOME/slurm/lib.sh"; engine::found'
         for options, tool, expected in (
             ("--container-image", "x", "pyxis\n"), ("--container-image --environment", "x", "edf\n"), ("", "x", ""),
-            ("", "ch-run", "charliecloud\n"), ("", "shifter", "shifter\n"), ("", "podman-hpc", "podman-hpc\n"),
-            ("--environment", "x", "edf\n"),
+            ("", "podman-hpc", "podman-hpc\n"), ("--environment", "x", "edf\n"),
         ):  # fmt: skip
             job.tool("srun", f"#!/bin/bash\necho {options}\n")
             job.tool(tool, "")

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# What src/dray/engines says of the engines of a job; tests/unit/engines/test_engine_table.py writes this file.
+# shellcheck disable=SC2034,SC2054,SC2154
+
+readonly -a engine__names=(apptainer singularity pyxis edf podman-hpc)
+
+# Sets `suffix`, of the usual image; `formats`, the kinds of image that it starts; `store`, what its store puts before a
+# name; and `never`, the characters that no path of a mount has.
+engine::traits() {
+  case "$engine" in
+    apptainer) suffix=sif formats='sif squashfs' store='' never='' ;;
+    singularity) suffix=sif formats='sif squashfs' store='' never='' ;;
+    pyxis) suffix=sqsh formats='squashfs' store='' never=',:' ;;
+    edf) suffix=sqsh formats='squashfs' store='' never=',:$' ;;
+    podman-hpc) suffix=sqsh formats='' store='localhost/' never='' ;;
+  esac
+}
+
+engine::argv() { # sets `argv`, which starts a program in the image
+  case "$engine" in
+    apptainer) argv=(apptainer --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd="$where" "$image") ;;
+    singularity) argv=(singularity --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd="$where" "$image") ;;
+    pyxis) argv=("${engine__srun[@]}" --container-image="$image" --container-mounts="$pairs" --container-workdir="$where" --no-container-mount-home --no-container-remap-root --container-writable) ;;
+    edf) argv=("${engine__srun[@]}" --environment="$edf") ;;
+    podman-hpc) argv=(podman-hpc run --rm --init --interactive --label=dray.run=plan --network=host --user="$UID:$(id --group)" --userns=keep-id --shm-size=1g --env=DRAY_HOME --env=DRAY_SITES "${mounts[@]}" --workdir="$where" "$image") ;;
+  esac
+}
