@@ -103,9 +103,9 @@ def _run(argv: list[str], *, below: bool = False) -> int:
                 continue
             for child in children.running:
                 started = Path(f"/proc/{child}/task/{child}/children").read_text().split() if below else []
-                for process in started or [child]:
+                for process in map(int, started or [str(child)]):
                     with suppress(ProcessLookupError):
-                        os.kill(int(process), signal.SIGTERM)
+                        os.kill(process, signal.SIGTERM)
     return events.ended.popitem()[1]
 
 

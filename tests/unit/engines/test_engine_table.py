@@ -37,7 +37,7 @@ KNOWN = {
     "1000:1000": '"$UID:$(id --group)"',
 }  # fmt: skip
 CONTAINER = Container(
-    run="plan", image="/IMAGE", staged=False, accelerator="cpu", folder="/FOLDER", user="1000:1000",
+    run="plan", image="/IMAGE", accelerator="cpu", folder="/FOLDER", user="1000:1000",
     variables=("DRAY_HOME", "DRAY_SITES"), name_variable="", one_machine=False, terminal=True,
     mounts=(Mount("/MOUNT", write=True),),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from copies import decided
 from dray import render
 from helpers import ROOT, golden
 
-IMAGE = os.urandom(70_000)
+IMAGE = bytes(range(256)) * 280
 SHA256 = hashlib.sha256(IMAGE).hexdigest()
 
 
