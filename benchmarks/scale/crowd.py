@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import os
 import random
 import select
@@ -13,9 +12,8 @@ import time
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
 
-from dray.runner import channel, rendezvous
+from dray.runner import hub, protocol, rendezvous
 
 _MOST = 65536  # bytes of one look
 
@@ -80,11 +78,11 @@ class Caller:
 
 
 class Node(Caller):
-    """As `rendezvous.join`, `channel.greet` and the hello; whom the first node has no room for comes again."""
+    """As `rendezvous.join`, `hub.greet` and the hello; whom the first node has no room for comes again."""
 
-    def __init__(self, crowd: Crowd, number: int, nodes: int, hello: dict[str, Any], *, twice: bool = False) -> None:
+    def __init__(self, crowd: Crowd, number: int, nodes: int, hello: protocol.Hello, *, twice: bool = False) -> None:
         super().__init__(crowd, f"127.0.0.{2 + number % 8}")  # one address has too few ports for all
-        self.hello = {**hello, "node": number, "name": f"n{number}", "runner": f"{number:016x}"}
+        self.hello = hello._replace(node=number, name=f"n{number}", runner=f"{number:016x}")
         self.nodes, self.twice, self.told = nodes, twice, ""
         self._pause, self._data, self._nonces, self._introduced = 0.05, b"", (b"", b""), False
         crowd.later(self, rendezvous.first_wait(nodes))
@@ -94,7 +92,7 @@ class Node(Caller):
         try:
             data = self.line.recv(_MOST)
             if not data:
-                raise channel.BrokenError("it was shown out")
+                raise protocol.BrokenError("it was shown out")
             self._data += data
             self._go_on(self.line)
         except OSError:
@@ -109,23 +107,22 @@ class Node(Caller):
     def _go_on(self, line: socket.socket) -> None:
         theirs, own = self._nonces
         if not theirs:
-            if len(self._data) >= channel.NONCE:
-                theirs, own = self._nonces = self._data[: channel.NONCE], os.urandom(channel.NONCE)
-                self._data = self._data[channel.NONCE :]
-                line.sendall(own + channel._proof(self.crowd.key, b"guest", theirs, own))
+            if len(self._data) >= hub.NONCE:
+                theirs, own = self._nonces = self._data[: hub.NONCE], os.urandom(hub.NONCE)
+                self._data = self._data[hub.NONCE :]
+                line.sendall(own + hub.proof(self.crowd.key, b"guest", theirs, own))
         elif not self._introduced:
             if len(self._data) >= 32:
                 self._introduce(line, theirs, own)
         elif self._data.endswith(b"\n"):
-            self.told = next(iter(json.loads(self._data)))
+            self.told = type(protocol.decode(self._data)).__name__
             self.crowd.leave(self)
 
     def _introduce(self, line: socket.socket, theirs: bytes, own: bytes) -> None:
-        if not hmac.compare_digest(self._data[:32], channel._proof(self.crowd.key, b"host", own, theirs)):
+        if not hmac.compare_digest(self._data[:32], hub.proof(self.crowd.key, b"host", own, theirs)):
             sys.exit("the first node does not hold the secret")
         self._data = self._data[32:]
-        text = json.dumps({**self.hello, "time": time.time()}).encode()
-        line.sendall(text + b"\n")
+        line.sendall(protocol.encode(self.hello._replace(time=time.time())))
         if self.twice:  # its first connection is lost, and it comes again
             self.twice = False
             self._again()
@@ -138,7 +135,7 @@ class Stranger(Caller):
 
     def __init__(self, crowd: Crowd, number: int) -> None:
         super().__init__(crowd, "127.0.0.10")
-        self.rubbish = (b"", b"x", b"x" * 40, os.urandom(channel.GREETING), bytes(100_000))[number % 5]
+        self.rubbish = (b"", b"x", b"x" * 40, os.urandom(hub.GREETING), bytes(100_000))[number % 5]
         crowd.later(self, 0)
 
     def act(self) -> None:

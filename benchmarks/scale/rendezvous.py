@@ -13,8 +13,9 @@ from crowd import Crowd, Node, Stranger
 from table import Row, fit
 
 from dray.contract.findings import DrayError
-from dray.runner import address, rendezvous_server
+from dray.runner import address
 from dray.runner.hello import make_hello
+from dray.runner.rendezvous_server import Rendezvous
 
 KEY = b"5ec2e7" * 8
 SIZES = (2, 64, 1024, 10_000)
@@ -95,7 +96,7 @@ def _come(port: int, count: int, limit: float, *, strangers: int, absent: int, t
     crowd.until(over, limit)
     took = time.perf_counter() - begun
     told = {node.told for node in nodes}
-    if told != {"refused" if absent else "go"}:
+    if told != {"Refusal" if absent else "Welcome"}:
         sys.exit(f"nodes were told {sorted(told)}")
     return took
 
@@ -107,7 +108,7 @@ def _first(count: int, limit: float) -> None:
     print(listener.getsockname()[1], flush=True)
     own = make_hello(plan, 0, "digest")
     try:
-        rendezvous_server.gather(plan, own, KEY, listener)
+        Rendezvous(plan, own, KEY, listener).gather()
     except DrayError as error:
         told["said"] = str(error)
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -27,7 +27,8 @@ import rendezvous
 from table import Row, fit
 
 from dray.contract import startup
-from dray.runner.channel import Channel
+from dray.runner.hub import Connection
+from dray.runner.protocol import StartTimes
 from dray.runner.start_timings import StartTimings
 
 SIZES, RANKS = (64, 1024, 10_000), 8
@@ -139,17 +140,17 @@ def _mesh(count: int, lazy: str = "1") -> float:
 def _collect(count: int) -> float:
     """The first node's CPU seconds: from each node two messages over a proved connection, then the one file."""
     near, far = socket.socketpair()
-    guest, host = Channel(near), Channel(far)
+    guest, host = Connection(near), Connection(far)
     with tempfile.TemporaryDirectory() as folder:
         world = {"nodes": [{}] * count, "ranks_per_node": RANKS}
         first = StartTimings({"folder": folder, "scratch": folder, "attempt": 1, "world": world}, 0)
         took = 0.0
         for node in range(count):
             for _ in range(2):
-                guest.send({"startup": _PARTS})
+                guest.send(StartTimes(_PARTS))
                 began = time.process_time()
-                for message in host.receive():
-                    first.hear(node, message["startup"])
+                for (parts,) in host.receive():
+                    first.hear(node, parts)
                 took += time.process_time() - began
         began = time.process_time()
         first.write()

@@ -30,12 +30,9 @@ from dray.runner import (
     record,
     rendezvous,
 )
-from dray.runner.channel import Channel
 from dray.runner.file_watch import FileWatch
-from dray.runner.hang import Hang
 from dray.runner.hello import StoppedError
-from dray.runner.process_group import Joined
-from dray.runner.restart_ticket import RestartTicket
+from dray.runner.protocol import Restart
 from dray.runner.start_timings import StartTimings
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -57,7 +54,7 @@ def main(path: str) -> int:
     allow_files()
     number = os.environ.get(world["identity"]["node"], "unknown")
     clock = {"runner": time.time()}
-    links = lock = unfit = None
+    links = lock = unfit = supervised = None
     try:
         me = node.index(world, os.environ)
         parts = StartTimings(plan, me)
@@ -67,7 +64,7 @@ def main(path: str) -> int:
         if unfit := parts.checked(check.node, plan, me):
             # Before the rendezvous: srun ends all nodes with the first one that ends.
             _record(plan, number, unfit, why=str(unfit))
-        start, at, listener, late = RestartTicket(), None, None, list[int]()
+        start, at, listener = Restart(), None, None
         watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
         while True:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener, unfit)
@@ -76,15 +73,13 @@ def main(path: str) -> int:
             clock.setdefault("met", time.time())
             parts.lap(RENDEZVOUS)
             own = channels[0].line.getsockname()[0] if me else at[0]
-            supervised = children.Children()
-            for signalled in late:  # it ends this start, and all nodes hear of it
-                os.kill(os.getpid(), signalled)
-            links = _control(plan, me, supervised, channels, at[1], start, watch, parts)
+            supervised = supervised or children.Children()
+            links = control.Control(plan, me, supervised, channels, start, at[1], watch, parts)
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
                 _leave(plan, me, links, at)
                 return code
-            start, listener, late = restart(plan, me, supervised, links, listener, start)
+            start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
     except Exception as raised:
         error = findings.error(unfit) if unfit else unexpected.error(raised)
@@ -95,28 +90,11 @@ def main(path: str) -> int:
             links.lead(lambda code: failure(plan, me, code))
         raise
     finally:
-        if links:
+        if links and supervised:
             _sweep(supervised)
             links.close()
         if lock is not None:
             os.close(lock)
-
-
-def _control(
-    plan: Mapping[str, Any],
-    me: int,
-    supervised: children.Children,
-    channels: Mapping[int, Channel],
-    port: int,
-    start: RestartTicket,
-    watch: FileWatch,
-    parts: StartTimings,
-) -> control.Control:
-    """The connections of this start to the other nodes."""
-    watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
-    hang = Hang(plan, me, start.number, watch.size) if watched else None
-    joined = Joined(plan, me, port)
-    return control.Control(plan["world"], me, supervised, channels, joined, start, None if me else watch, hang, parts)
 
 
 def allow_files() -> None:
@@ -134,7 +112,7 @@ def launch(
     links: control.Control,
     store: tuple[str, int],
     listener: socket.socket | None,
-    start: RestartTicket,
+    start: Restart,
     gloo: Mapping[str, str],
     clock: Mapping[str, float],
     parts: StartTimings,
@@ -244,19 +222,16 @@ def restart(
     supervised: children.Children,
     links: control.Control,
     listener: socket.socket | None,
-    start: RestartTicket,
-) -> tuple[RestartTicket, socket.socket | None, list[int]]:
-    """Prepare the next start, once all processes of this one have ended; the first node tells the others.
-
-    Signals which came too late to end this start are returned.
-    """
+    start: Restart,
+) -> tuple[Restart, socket.socket | None]:
+    """Prepare the next start, once all processes of this one have ended; the first node tells the others."""
     world = plan["world"]
     evidence.require_image(world["nodes"][me]["name"])
     if listener:
         listener.close()
-    swept, late = supervised.close(_ENDING_S)
-    if links.stopped:  # and the first node had called to the next start already
-        late.append(signal.SIGTERM)
+    swept = supervised.sweep(_ENDING_S)
+    if links.stopped:  # and the first node had called to the next start already: it ends that one
+        os.kill(os.getpid(), signal.SIGTERM)
     if not swept:
         raise UnfitError(
             "the ranks cannot be started again",
@@ -274,7 +249,7 @@ def restart(
     record.set_aside(plan["folder"], links.next.number, ["hang", f"node-{me}", *ranks])
     why = links.cause.problem if links.cause else ""
     print(f"dray: restart {links.next.number} of {world['max_restarts']}: {why}", flush=True)
-    return links.next, listener, late
+    return links.next, listener
 
 
 def serve(

@@ -32,19 +32,47 @@ class Events:
         self.ended: dict[int, int] = {}
 
 
-class Children:
+class Loop:
+    """Calls those who wait for a file. The import of selectors would cost a rank's supervisor more than all else."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll()  # the first node watches thousands of others, and few of them at a time speak
+        self._watched: dict[int, Callable[[], None]] = {}
+
+    def watch(self, file: int, call: Callable[[], None]) -> None:
+        """Have `look` call this when the file is readable."""
+        self._watched[file] = call
+        self._poll.register(file, select.POLLIN)
+
+    def forget(self, file: int) -> None:
+        """Stop watching a file, before it is closed."""
+        del self._watched[file]
+        self._poll.unregister(file)
+
+    def look(self, seconds: float | None = None) -> None:
+        """Call those whose files are readable; wait for that, but for these seconds at most."""
+        for file, _ in self._poll.poll(None if seconds is None else max(0.0, seconds) + 0.001):
+            if call := self._watched.get(file):
+                call()
+
+    def forget_all(self) -> None:
+        """Watch no file any more."""
+        self._poll.close()
+
+
+class Children(Loop):
     """The children of this process, each with a label that the caller gives, such as a rank."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.running: dict[int, int] = {}
-        self._poll = select.epoll()  # the first node watches thousands of others, and few of them at a time speak
         self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._poll.register(self._pipe, select.POLLIN)
+        self._signals: list[int] = []
+        self.watch(self._pipe, self._read_signals)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, _through_the_pipe)
         self._serving: dict[int, Callable[[int], None]] = {}
-        self._watched: dict[int, Callable[[], None]] = {}
         self._kill_at = 0.0
         self._save_request: SaveRequest | None = None
 
@@ -103,16 +131,6 @@ class Children:
         else:
             self.running[child] = label
 
-    def watch(self, file: int, call: Callable[[], None]) -> None:
-        """Have `wait` call this when the file is readable."""
-        self._watched[file] = call
-        self._poll.register(file, select.POLLIN)
-
-    def forget(self, file: int) -> None:
-        """Stop watching a file, before it is closed."""
-        del self._watched[file]
-        self._poll.unregister(file)
-
     def tell(self, number: int) -> None:
         """Signal all children."""
         for child in self.running:
@@ -133,7 +151,9 @@ class Children:
             self.tell(signal.SIGTERM)
 
     def wait(self, seconds: float | None = None) -> Events:
-        """Wait for signals and ended children, for these seconds at most."""
+        """Wait for signals and ended children, for these seconds at most. A signal that came in `look` is there too."""
+        if self._signals:
+            seconds = 0.0
         if self._kill_at:
             left = self._kill_at - time.monotonic()
             if left <= 0:
@@ -143,12 +163,9 @@ class Children:
         if self._save_request:
             self._save_request.tell(self.running)
             seconds = _ASKING_S if seconds is None else min(seconds, _ASKING_S)
+        self.look(seconds)
         events = Events()
-        for file, _ in self._poll.poll(None if seconds is None else max(0.0, seconds) + 0.001):
-            if file == self._pipe:
-                events.signals += [number for number in os.read(file, 4096) if number != signal.SIGCHLD]
-            elif file in self._watched:
-                self._watched[file]()
+        events.signals, self._signals = self._signals, []
         while self.running:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
@@ -160,8 +177,11 @@ class Children:
                 self._serving.pop(child)(code)
         return events
 
+    def _read_signals(self) -> None:
+        self._signals += [number for number in os.read(self._pipe, 4096) if number != signal.SIGCHLD]
+
     def sweep(self, limit: float) -> bool:
-        """Kill all children within these seconds; return whether none is left.
+        """Kill all children within these seconds; return whether none is left. Others may then be started.
 
         After `adopt` these include what a launcher has left behind. They have the rest of the grace of `end`.
         """
@@ -176,6 +196,8 @@ class Children:
             for child in left:
                 os.kill(child, signal.SIGKILL)
             _pause()
+        self.running, self._kill_at, self._save_request = {}, 0.0, None
+        self._serving.clear()
         return not left
 
     def close(self, limit: float) -> tuple[bool, list[int]]:

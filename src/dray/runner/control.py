@@ -7,28 +7,40 @@ without a last message, its runner was killed or its node is gone.
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import Finding
-from dray.runner import channel
-from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
 from dray.runner.file_watch import FileWatch
-from dray.runner.hang import MESSAGES, Hang
-from dray.runner.process_group import MESSAGE as JOINED
+from dray.runner.hang import Hang
+from dray.runner.hub import Connection
 from dray.runner.process_group import Joined
-from dray.runner.restart_ticket import RestartTicket
-from dray.runner.start_timings import MESSAGE, StartTimings
+from dray.runner.protocol import (
+    Ended,
+    Failed,
+    Idle,
+    Message,
+    Reports,
+    Restart,
+    Save,
+    Saved,
+    StartTimes,
+    Stop,
+)
+from dray.runner.start_timings import StartTimings
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
-_COLLECTING_S = 0.1
+_LOOK_S, _COLLECTING_S = 1.0, 0.1
 _KILLING_S = 10.0  # from SIGKILL to the end of what can end
+_PART_S = 5.0  # from the last word to the close, for an end that does not read
 _REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
 _FIRST_S = 5.0  # more for the first node's word
 _CALLING_S = 0.5  # for all nodes to leave for the next rendezvous; one that stands still holds up no other
@@ -45,33 +57,36 @@ class Control:
 
     def __init__(
         self,
-        world: Mapping[str, Any],
+        plan: Mapping[str, Any],
         me: int,
         children: Children,
-        channels: Mapping[int, Channel],
-        joined: Joined,
-        start: RestartTicket = RestartTicket(),  # noqa: B008  it cannot be changed
-        watch: FileWatch | None = None,
-        hang: Hang | None = None,
-        startup: StartTimings | None = None,
+        channels: Mapping[int, Connection],
+        start: Restart,
+        port: int,
+        watch: FileWatch,
+        timings: StartTimings,
     ) -> None:
+        """`port` is the store's."""
+        world, watched = plan["world"], plan.get("recipe", {}).get("hang_timeout_s") != 0
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
         self.stopped = False
         self._stops_now = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
-        self.next: RestartTicket | None = None
+        self.next: Restart | None = None
         self._left = world["max_restarts"] - start.number
         self._idle: set[int] = set()
         self.preflight: dict[int, list[dict[str, Any]]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
-        self._file_watch = watch
-        self.joined, self.hang, self._startup = joined, hang, startup
+        self._file_watch, self._timings = watch, timings
+        self.joined = Joined(plan, me, port)
+        self.hang = Hang(plan, me, start.number, watch.size) if watched else None
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
-        for node, one in channels.items():
-            children.watch(one.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
+        self._parts = False
+        for node, connection in channels.items():
+            children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
         """Wait until the launchers of all nodes, and their processes, have ended; return this node's exit code.
@@ -86,15 +101,13 @@ class Control:
                 deadline = deadline or time.monotonic() + _REST + (_FIRST_S if self._me else 0.0)
                 if time.monotonic() > deadline:
                     break
-            looks = deadline or self._file_watch or self.hang or (self._startup and self._startup.open)
-            events = self._children.wait(_COLLECTING_S if self._hangs() else 1.0 if looks else None)
-            if self._file_watch:
-                self._obey(self._file_watch.stop_lines)
+            events = self._children.wait(_COLLECTING_S if self._hangs() else _LOOK_S)
+            self._obey(self._file_watch.stop_lines)
             for number in events.signals:
                 self.heard(number)
             self._watch()
             self.joined.look()
-            self._tell_of_the_start(last=not self._children.running)
+            self._tell_times(last=not self._children.running)
             for code in events.ended.values():
                 if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
                     self._failed(explain(code))
@@ -103,8 +116,7 @@ class Control:
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
                 self._children.sweep(_KILLING_S)
-                self._tell_all({JOINED: sorted(self.joined.ranks)})
-                self._tell_all({"idle": self._me})
+                self._tell_all(Idle(tuple(self.joined.ranks)))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
@@ -128,10 +140,9 @@ class Control:
             self.fail(found)
             self._children.end(_HUNG_GRACE)
 
-    def _tell_of_the_start(self, *, last: bool) -> None:
-        if self._startup:
-            for message in self._startup.look(last=last):
-                self._tell_all(message)
+    def _tell_times(self, *, last: bool) -> None:
+        if parts := self._timings.look(last=last):
+            self._tell_all(StartTimes(parts))
 
     def _hangs(self) -> bool:
         """Whether the run hangs, and the first node has not yet named the cause."""
@@ -143,7 +154,7 @@ class Control:
             self.asked = True
             print("dray: the ranks are asked to save and end", flush=True)
             self._children.ask()
-            self._tell_all({"ask": True})
+            self._tell_all(Save())
 
     def _failed(self, found: Finding) -> None:
         """Note a failure; a rank that was asked to save, and ends with 75, has not failed."""
@@ -152,7 +163,7 @@ class Control:
             self.fail(found)
         elif not self.saved:
             self._save(found)
-            self._tell_all({"saved": found._asdict()})
+            self._tell_all(Saved(found))
 
     def _save(self, found: Finding) -> None:
         self.cause, self.saved = found, True
@@ -160,13 +171,13 @@ class Control:
     def fail(self, finding: Finding) -> None:
         """Tell all nodes why this one has failed."""
         self.cause = finding
-        self._tell_all({"failed": finding._asdict()})
+        self._tell_all(Failed(finding))
 
     def report_preflight(self, reports: list[dict[str, Any]]) -> None:
         """Report to the first node how this node's ranks ended; nothing if all have passed."""
         self.preflight[self._me] = reports
         if self._me:
-            self._tell_all({"preflight": reports})
+            self._tell_all(Reports(tuple(reports)))
 
     def may_restart(self) -> bool:
         """Whether all ranks may be started again; only the first node decides that."""
@@ -174,26 +185,36 @@ class Control:
             return False
         return self._left > 0 and len(self._open) == len(self._names) - 1
 
-    def restart(self, start: RestartTicket) -> None:
+    def restart(self, start: Restart) -> None:
         """As the first node: call all others to the next rendezvous; `drop` the connections once they are there."""
         self.next = start
-        self._tell_all({"restart": start._asdict()})
-        channel.part(self._open, _CALLING_S)
+        self._tell_all(start)
+        self._part(_CALLING_S)
 
     def close(self) -> None:
         """Tell the others that this node has ended by itself, and was not lost."""
-        if self._startup:
-            self._tell_of_the_start(last=True)
-            self._startup.write()
-        self._tell_all({"ended": self._me})
-        channel.part(self._open)  # the children's `wait`, which watches the lines, is over
+        self._tell_times(last=True)
+        self._timings.write()
+        self._tell_all(Ended())
+        self._part(_PART_S)
         self.drop()
+
+    def _part(self, seconds: float) -> None:
+        """Close the connections whose other end closes within these seconds, and so has read everything.
+
+        The kernel resets a connection that is closed with unread data, and drops the last message.
+        """
+        deadline, self._parts = time.monotonic() + seconds, True
+        for connection in self._open.values():
+            with suppress(OSError):  # it is gone, which is read next
+                connection.line.shutdown(socket.SHUT_WR)
+        while self._open and (left := deadline - time.monotonic()) > 0:
+            self._children.look(left)
 
     def drop(self) -> None:
         """Close the connections that are still open."""
-        for one in self._open.values():
-            one.close()
-        self._open.clear()
+        for node in list(self._open):
+            self._close(node)
 
     def _waits(self) -> bool:
         if self._me:
@@ -208,7 +229,7 @@ class Control:
             self._children.tell(number)
         elif not self.stopped:
             self._stop(number)
-            self._tell_all({"stop": number})
+            self._tell_all(Stop())
 
     def _obey(self, lines: list[bytes]) -> None:
         """Do what the stop file asks for, if there is something in it."""
@@ -217,7 +238,7 @@ class Control:
         self._stops_now = run_folder.NOW.encode() in lines
         if self._stops_now:
             self._stop(signal.SIGTERM, now=True)
-            self._tell_all({"stop": int(signal.SIGTERM), "now": True})
+            self._tell_all(Stop(now=True))
         else:
             self.ask()
 
@@ -232,56 +253,58 @@ class Control:
     def _read(self, node: int) -> None:
         try:
             for message in self._open[node].receive():
-                if "stop" in message:
-                    self._hear_of_a_stop(message)
-                elif "ask" in message:
-                    self.ask()
-                elif "saved" in message and not self.cause:
-                    self._save(Finding(**message["saved"]))
-                elif "failed" in message and (self.saved or not self.cause or self._hangs()) and not self.stopped:
+                if node in self._open and not self._parts:
+                    self._hear(node, message)
+        except OSError as error:
+            if self._parts:
+                self._close(node)
+            else:
+                self._lost(node, str(error))
+
+    def _hear(self, node: int, message: Message) -> None:
+        match message:
+            case Stop(now):
+                if not self.stopped:
+                    self._pass_on(Stop())
+                self._stop(signal.SIGTERM, now=now)
+            case Save():
+                self.ask()
+            case Saved(finding):
+                if not self.cause:
+                    self._save(finding)
+            case Failed(finding):
+                if (self.saved or not self.cause or self._hangs()) and not self.stopped:
                     self.saved = False
                     if self.hang:
                         self.hang.open = False
-                    self._end(Finding(**message["failed"]))
+                    self._end(finding)
                     self._pass_on(message)
-                elif any(name in message for name in MESSAGES):
-                    self._hear_of_a_hang(node, message)
-                elif self._gathers(node, message):
-                    continue
-                elif "idle" in message:
-                    self._idle.add(node)
-                elif "restart" in message and self._me:
-                    self.next = RestartTicket(**message["restart"])
-                    self._forget(node)
-                    return
-                elif "ended" in message:
-                    self._forget(node)
-                    return
-        except OSError as error:
-            self._lost(node, str(error))
+            case Restart():
+                self.next = message
+                self._forget(node)
+            case Ended():
+                self._forget(node)
+            case _:
+                self._collect(node, message)
 
-    def _hear_of_a_stop(self, message: dict[str, Any]) -> None:
-        if not self.stopped:
-            self._pass_on({"stop": int(signal.SIGTERM)})
-        self._stop(signal.SIGTERM, now="now" in message)
+    def _collect(self, node: int, message: Message) -> None:
+        """Take what the first node collects of all nodes, and a hang."""
+        match message:
+            case StartTimes(parts):
+                self._timings.hear(node, parts)
+            case Reports(reports):
+                self.preflight[node] = list(reports)
+            case Idle(ranks):
+                self.joined.ranks |= {*ranks}
+                self._idle.add(node)
+            case _:
+                self._hear_of_a_hang(node, message)
 
-    def _gathers(self, node: int, message: dict[str, Any]) -> bool:
-        """Take a report that the first node gathers; False: the message is none."""
-        if JOINED in message:
-            self.joined.hear(message[JOINED])
-        elif MESSAGE in message and self._startup:
-            self._startup.hear(node, message[MESSAGE])
-        elif "preflight" in message:
-            self.preflight[node] = message["preflight"]
-        else:
-            return False
-        return True
-
-    def _hear_of_a_hang(self, node: int, message: dict[str, Any]) -> None:
+    def _hear_of_a_hang(self, node: int, message: Message) -> None:
         failed = self.cause and not self.saved and not self._hangs()
         if self.hang is None or (failed and not self._me):  # what waits for ranks that have failed does not hang
             return
-        for reply in self.hang.hear(node, message):
+        if reply := self.hang.hear(node, message):
             self._tell_all(reply)
         self.cause = self.cause or self.hang.begun
 
@@ -307,7 +330,7 @@ class Control:
         """End the run on all nodes, unless it is ending already."""
         if not self.cause and not self.stopped:
             self._end(finding)
-            self._pass_on({"failed": finding._asdict()})
+            self._pass_on(Failed(finding))
 
     def _end(self, finding: Finding) -> None:
         """The run has failed elsewhere: this node's ranks would wait for the others for ever."""
@@ -315,20 +338,21 @@ class Control:
         print(f"dray: this node's ranks are stopped: {finding}", file=sys.stderr, flush=True)
         self._children.end(_GRACE)
 
-    def _pass_on(self, message: dict[str, Any]) -> None:
+    def _pass_on(self, message: Message) -> None:
         if self._me == 0:
             self._tell_all(message)
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
-        for one in self._open.values():
-            try:
-                one.send(message)
-            except OSError:  # it is gone, which is read next
-                continue
+    def _tell_all(self, message: Message) -> None:
+        for connection in self._open.values():
+            with suppress(OSError):  # it is gone, which is read next
+                connection.send(message)
 
     def _forget(self, node: int) -> None:
         if node == 0:  # it ends last, unless its image is gone: no rank of this node can go on, or save, without it
             self._children.end(_GRACE)
-        one = self._open.pop(node)
-        self._children.forget(one.line.fileno())
-        one.close()
+        self._close(node)
+
+    def _close(self, node: int) -> None:
+        connection = self._open.pop(node)
+        self._children.forget(connection.line.fileno())
+        connection.line.close()

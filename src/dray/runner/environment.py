@@ -8,11 +8,11 @@ from typing import Any
 
 from dray.contract import heartbeat
 from dray.runner import cores
-from dray.runner.restart_ticket import RestartTicket
+from dray.runner.protocol import Restart
 
 
 def of(
-    plan: Mapping[str, Any], me: int, store: tuple[str, int], start: RestartTicket, gloo: Mapping[str, str]
+    plan: Mapping[str, Any], me: int, store: tuple[str, int], start: Restart, gloo: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables on this node, with the store at this address and port."""
     world = plan["world"]

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 from dray.contract import exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
 from dray.runner import record, stack_groups
-from dray.runner.culprit import culprit
+from dray.runner.culprit import Seen, culprit
 from dray.runner.heartbeats import Heartbeats, Late
-from dray.runner.stack_groups import StackGroups
+from dray.runner.protocol import Hung, Message, Progress, Stacks
 
 if TYPE_CHECKING:
     from threading import Thread
 
-MESSAGES = ("beat", "late", "hang", "seen", "looked")
 _LOOK_S, _TELL_S, _LATE_S = 1.0, 5.0, 2.0  # seconds between looks, and between messages to the first node
 _EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
 
@@ -48,10 +47,10 @@ class Hang:
         self._late: Late | None = None
         self._deadline = 0.0
         self._threads: list[Thread] = []
-        self._groups = StackGroups()
+        self._seen: dict[int, Seen] = {}
         self._answered: set[int] = set()
 
-    def look(self) -> list[dict[str, Any]]:
+    def look(self) -> list[Message]:
         """The messages to send: about every second, and at once after a hang."""
         now = time.monotonic()
         if self.open:
@@ -62,31 +61,31 @@ class Hang:
         late = self._beats.look(now)
         self._progress = max(self._progress, self._beats.progress)
         if not self._me:
-            return self._judge(late, now) if late else []
-        messages: list[dict[str, Any]] = []
+            hung = self._judge(late, now) if late else None
+            return [hung] if hung else []
+        messages: list[Message] = []
         if self._progress > self._told and now >= self._tells_at:
             self._told, self._tells_at = self._progress, now + _TELL_S
-            messages.append({"beat": round(now - self._progress, 3)})
+            messages.append(Progress(round(now - self._progress, 3)))
         if late and now >= self._late_at:
             self._late_at = now + _LATE_S
-            messages.append({"late": list(late)})
+            messages.append(late)
         return messages
 
-    def hear(self, node: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Take a message of MESSAGES."""
+    def hear(self, node: int, message: Message) -> Hung | None:
+        """Take another node's message; return what the first node tells all others of it."""
         now = time.monotonic()
-        if self._me:
-            if "hang" in message and not self.open:
-                self._begin(Finding(**message["hang"]), now)
-        elif "beat" in message:
-            self._progress = max(self._progress, now - message["beat"])
-        elif "late" in message and not self.open:
-            return self._judge(Late(*message["late"]), now)
-        elif "seen" in message:
-            self._groups.hear(message)
-        elif "looked" in message:
-            self._answered.add(node)
-        return []
+        match message:
+            case Hung(finding) if not self.open:
+                self._begin(finding, now)
+            case Progress(ago):
+                self._progress = max(self._progress, now - ago)
+            case Late() if not self.open:
+                return self._judge(message, now)
+            case Stacks(groups):
+                self._seen |= stack_groups.each(groups)
+                self._answered.add(node)
+        return None
 
     def _ranks(self, node: int) -> range:
         return range(node * self._each, (node + 1) * self._each)
@@ -94,16 +93,16 @@ class Hang:
     def _node(self, rank: int) -> str:
         return str(self._names[rank // self._each]) if 0 <= rank < self._each * len(self._names) else ""
 
-    def _judge(self, late: Late, now: float) -> list[dict[str, Any]]:
+    def _judge(self, late: Late, now: float) -> Hung | None:
         """As the first node, decide whether this late rank proves a hang."""
         if not late.alone and now - self._progress <= late.limit:
-            return []
+            return None
         self._late = late
         name = self._node(late.rank)
         problem = f"hang: rank {late.rank} on {name} has made no progress for {_ago(late)}"
         finding = Finding(problem, code=exit_codes.RETRY, node=name, rank=late.rank)
         self._begin(finding, now)
-        return [{"hang": finding._asdict()}]
+        return Hung(finding)
 
     def _begin(self, finding: Finding, now: float) -> None:
         """Save what this node's ranks do; each has a thread, since one that is stopped answers nothing."""
@@ -115,19 +114,19 @@ class Hang:
         print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
 
         def save(at: stacks.Place) -> None:
-            self._groups.add(stacks.save(at, self._beats.of(at.rank), now))
+            self._seen[at.rank] = stacks.save(at, self._beats.of(at.rank), now)
 
         places = stacks.places(self._plan, self._restart, self._names[self._me], self._ranks(self._me))
         self._threads = [Thread(target=save, args=(at,), daemon=True) for at in places]
         for thread in self._threads:
             thread.start()
 
-    def _collected(self, now: float) -> list[dict[str, Any]]:
-        """This node's reports, once all its ranks are saved; the first node names the rank once all have reported."""
+    def _collected(self, now: float) -> list[Message]:
+        """This node's report, once all its ranks are saved; the first node names the rank once all have reported."""
         if self._me not in self._answered and not any(thread.is_alive() for thread in self._threads):
             self._answered.add(self._me)
             if self._me:
-                return [*self._groups.messages(), {"looked": self._me}]
+                return [Stacks(stack_groups.grouped(self._seen.values()))]
         if not self._me and (len(self._answered) == len(self._names) or now > self._deadline):
             self._name()
         return []
@@ -135,7 +134,8 @@ class Hang:
     def _name(self) -> None:
         """Name the rank to blame: the finding, and a record older than those of the ranks that dray then ended."""
         assert self._late is not None
-        seen = self._groups.all({rank: self._node(rank) for rank in range(self._each * len(self._names))})
+        ranks = range(self._each * len(self._names))
+        seen = [self._seen.get(rank) or Seen(rank, self._node(rank), state="unseen") for rank in ranks]
         found, what = culprit(seen)
         who = f"rank {found.rank} on {found.node} " if found else ""
         problem = f"hang: {who}{what}; rank {self._late.rank} made no progress for {_ago(self._late)}"

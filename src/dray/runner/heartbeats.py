@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -61,13 +60,7 @@ class Heartbeats:
 
     def of(self, rank: int) -> Beat:
         """The rank's last heartbeat; an empty one if it has no file yet."""
-        try:
-            with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
-                data = file.read(heartbeat.SIZE)
-        except OSError:
-            return Beat()
-        if len(data) < heartbeat.SIZE:
-            return Beat()
+        data = read(self._scratch, rank)
         step, phase, limit, time = heartbeat.BEAT.unpack_from(data, heartbeat.BEAT_AT)
         phase = phase if 0 <= phase < len(heartbeat.PHASES) else heartbeat.STEP
         step, limit = (min(max(0, number), _MOST) for number in (step, limit))  # any program may write it
@@ -98,13 +91,19 @@ class Heartbeats:
         return Late(rank, beat.step, beat.phase, round(seconds, 1), limit)
 
 
-def program(scratch: str, rank: int) -> int:
-    """The process id of this rank's program; 0 before it runs, negative once it has ended."""
+def read(scratch: str, rank: int) -> bytes:
+    """The content of this rank's file; zeros before there is one, or if it is none."""
     try:
         with open(heartbeat.path(scratch, rank), "rb", buffering=0) as file:
-            return int(heartbeat.PROGRAM.unpack(file.read(heartbeat.PROGRAM.size))[0])
-    except (OSError, struct.error):
-        return 0
+            data = file.read(heartbeat.SIZE)
+    except OSError:
+        data = b""
+    return data if len(data) == heartbeat.SIZE else bytes(heartbeat.SIZE)
+
+
+def program(scratch: str, rank: int) -> int:
+    """The process id of this rank's program; 0 before it runs, negative once it has ended."""
+    return int(heartbeat.PROGRAM.unpack_from(read(scratch, rank))[0])
 
 
 def _cpu_s(process: int) -> float:

@@ -19,7 +19,6 @@ from dray.contract import files, run_folder
 from dray.runner.heartbeats import program
 from dray.runner.save_request import below
 
-MESSAGE = "joined"
 _FIRST_S, _LONGEST_S = 1.0, 60.0  # between two looks; the time doubles with each
 _ESTABLISHED = "01"
 _ANSWER_S = 5.0
@@ -50,10 +49,6 @@ class Joined:
             seen = {rank for rank in self._unseen if _holds(program(self._scratch, rank), connections)}
             self.ranks |= seen
             self._unseen -= seen
-
-    def hear(self, ranks: list[int]) -> None:
-        """Add the ranks of another node."""
-        self.ranks |= {*ranks}
 
     def record(self, folder: str, store: tuple[str, int]) -> None:
         """Write a file if the process group is smaller than the world."""

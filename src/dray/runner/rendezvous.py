@@ -1,8 +1,8 @@
 """All nodes find and check one another before anything is launched.
 
 The first node binds a port and writes it to rendezvous.json; the others connect, prove the run's secret and say which
-node they are and what they hold. The first node answers all at once: go, or what is wrong. So a missing node, a second
-one with the same number or one with another plan or image stops the run early. `control` keeps the connections.
+node they are and what they hold. The first node answers all at once: welcome, or what is wrong. So a missing node, a
+second one with the same number or one with another plan or image stops the run early. `control` keeps the connections.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, Finding, UnfitError, error
 from dray.runner import address as address_of
-from dray.runner import channel, check, record, rendezvous_server
-from dray.runner.channel import Channel
+from dray.runner import check, hub, record
 from dray.runner.hello import StoppedError, make_hello
-from dray.runner.restart_ticket import RestartTicket
+from dray.runner.hub import Connection
+from dray.runner.protocol import BrokenError, Hello, Refusal, Restart
+from dray.runner.rendezvous_server import Rendezvous
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
 _LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
 _ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_TRY_S, _LATER_S = 10.0, 5.0  # to connect; and for the first node's answer, whose own deadline may be later
 _ENDING_S = 30  # a launcher that does not end is killed within 10
 
 
@@ -51,11 +53,11 @@ def meet(
     plan: Mapping[str, Any],
     me: int,
     digest: str,
-    start: RestartTicket = RestartTicket(),  # noqa: B008  it cannot be changed
+    start: Restart = Restart(),  # noqa: B008  it cannot be changed
     at: tuple[str, int] | None = None,
     listener: socket.socket | None = None,
     unfit: Finding | None = None,
-) -> tuple[dict[int, Channel], tuple[str, int], socket.socket | None]:
+) -> tuple[dict[int, Connection], tuple[str, int], socket.socket | None]:
     """Wait for all nodes; return the connections, the first node's address and port, and on it the listening socket.
 
     Before a restart the others know the first node's address and port, `at`. An `unfit` node comes too, so that all
@@ -76,101 +78,95 @@ def meet(
         if several and world["shared_folder"]:
             publish(plan, listener)
     if unfit and not several:
-        record.failing_nodes(plan["folder"], [own["name"]])
+        record.failing_nodes(plan["folder"], [own.name])
         raise error(unfit)
-    guests = rendezvous_server.gather(plan, own, key, listener) if several else {}
+    guests = Rendezvous(plan, own, key, listener).gather() if several else {}
     return guests, listener.getsockname(), listener
 
 
-def publish(plan: Mapping[str, Any], listener: socket.socket, name: str = run_folder.RENDEZVOUS) -> None:
+def publish(plan: Mapping[str, Any], listener: socket.socket) -> None:
     """Tell the other nodes where the first one listens."""
-    address, port = listener.getsockname()
-    _write(plan, name, address=address, port=port)
+    _write(plan, listener.getsockname())
 
 
-def clocked(
-    plan: Mapping[str, Any], me: int, start: RestartTicket, at: tuple[str, int], clock: Mapping[str, float]
-) -> None:
+def clocked(plan: Mapping[str, Any], me: int, start: Restart, at: tuple[str, int], clock: Mapping[str, float]) -> None:
     """As the first node: add to rendezvous.json when the runner began, all nodes had met and ranks were launched."""
     if me or start.number:
         return
     times = {name: round(seconds, 3) for name, seconds in {**clock, "launched": time.time()}.items()}
-    others = len(plan["world"]["nodes"]) > 1
     try:
-        _write(plan, run_folder.RENDEZVOUS, **({"address": at[0], "port": at[1]} if others else {}), times=times)
+        _write(plan, at if len(plan["world"]["nodes"]) > 1 else (), times=times)
     except OSError as error:  # no run ends for it
         print(f"dray: {run_folder.RENDEZVOUS} cannot be written: {error.strerror}", flush=True)
 
 
-def _write(plan: Mapping[str, Any], name: str, **told: object) -> None:
-    told |= {"attempt": plan["attempt"]}
-    files.write_atomic(f"{plan['folder']}/{name}", json.dumps(told))
+def _write(plan: Mapping[str, Any], at: Sequence[object], **told: object) -> None:
+    fields = {**dict(zip(("address", "port"), at, strict=False)), **told, "attempt": plan["attempt"]}
+    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 
 
-def published(plan: Mapping[str, Any], name: str = run_folder.RENDEZVOUS) -> tuple[str, int] | None:
+def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
     """The address and port of this attempt's first node; None before it has written them."""
     world, folder = plan["world"], plan["folder"]
     if not world["shared_folder"]:
         return world["master"], world["port"]
     try:
         # Listing the folder makes an NFS client ask again for a file that it remembers as missing.
-        if name not in os.listdir(folder):
+        if run_folder.RENDEZVOUS not in os.listdir(folder):
             return None
-        with open(f"{folder}/{name}", "rb") as file:
-            told = json.loads(file.read(_LONGEST))
-        address, port, attempt = told["address"], told["port"], told["attempt"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        told = json.loads(files.read(f"{folder}/{run_folder.RENDEZVOUS}", limit=_LONGEST))
+        return (told["address"], told["port"]) if told["attempt"] == plan["attempt"] else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    known = attempt == plan["attempt"] and isinstance(address, str) and type(port) is int and 0 < port < 1 << 16
-    return (address, port) if known else None
 
 
 def join(
-    plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, at: tuple[str, int] | None = None
-) -> tuple[Channel, tuple[str, int]]:
+    plan: Mapping[str, Any], own: Hello, key: bytes, at: tuple[str, int] | None = None
+) -> tuple[Connection, tuple[str, int]]:
     """As any other node: the connection to the first one, and its address and port, once all nodes are there."""
-    world = plan["world"]
-    deadline = time.monotonic() + world["rendezvous_timeout_s"]
+    nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
+    deadline, pause = time.monotonic() + limit, _PAUSE_S
     broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
-    nodes, pause = len(world["nodes"]), _PAUSE_S
     time.sleep(first_wait(nodes))
     while time.monotonic() < deadline:
-        address = at or published(plan)
-        if address:
-            try:
-                line = socket.create_connection(address, timeout=max(0.01, min(10, deadline - time.monotonic())))
-            except (OSError, ValueError) as error:  # not listening yet, name not there yet or none
-                reason = str(error)
-            else:
-                try:
-                    first = channel.greet(line, key, min(deadline, time.monotonic() + channel.proof_s(nodes)))
-                    first.send({**own, "time": time.time()})
-                    # The first node knows who is missing. It may have come later, and so may its deadline.
-                    reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
-                    refused = None if "go" in reply else Finding(**reply["refused"])
-                except OSError as error:
-                    line.close()
-                    if not broken or time.monotonic() < deadline:  # our own deadline in mid-answer proves nothing
-                        reason = broken = str(error)
-                else:
-                    if refused:
-                        raise StoppedError(
-                            "the first node stopped the launch",
-                            found=refused,
-                            fix=f"see {run_folder.FAILURES}",
-                            code=refused.code,
-                        )
-                    return first, (line.getpeername()[0], address[1])
+        try:
+            if address := at or published(plan):
+                first = _connect(address, own, key, nodes, deadline, limit)
+                return first, (first.line.getpeername()[0], address[1])
+        except BrokenError as error:
+            broken = broken or str(error)
+        except (OSError, ValueError) as error:  # not listening yet, name not there yet or none
+            reason = str(error)
         time.sleep(max(0.0, min(jittered(pause), deadline - time.monotonic())))
         pause = longer(pause, nodes)
-    who = f"node {own['node']} ({own['name']})"
     raise UnfitError(
-        f"{who} could not reach the first node in {world['rendezvous_timeout_s']} s",
+        f"node {own.node} ({own.name}) could not reach the first node in {limit} s",
         wanted=f"a connection to {address[0]} port {address[1]}" if address else "the address of the first node",
         found=broken or reason,
         fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, or may be on "
         "a network that this node does not reach",
     )
+
+
+def _connect(address: tuple[str, int], own: Hello, key: bytes, nodes: int, deadline: float, limit: float) -> Connection:
+    """The connection to the first node, once it has let all nodes in. BrokenError: it is another's, or has ended."""
+    line = socket.create_connection(address, timeout=max(0.01, min(_TRY_S, deadline - time.monotonic())))
+    try:
+        first = hub.greet(line, key, min(deadline, time.monotonic() + hub.proof_s(nodes)))
+        first.send(own._replace(time=time.time()))
+        # The first node knows who is missing. It may have come later, and so may its deadline.
+        answer = first.receive_first(time.monotonic() + limit + _LATER_S)
+    except OSError:
+        line.close()
+        raise
+    if isinstance(answer, Refusal):
+        raise StoppedError(
+            "the first node stopped the launch",
+            found=answer.finding,
+            fix=f"see {run_folder.FAILURES}",
+            code=answer.finding.code,
+        )
+    return first
 
 
 def first_wait(nodes: int) -> float:

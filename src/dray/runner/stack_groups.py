@@ -1,45 +1,30 @@
-"""Groups hung ranks by identical stack: each node sends each of its stacks once, however many of its ranks share it."""
+"""Groups hung ranks by identical stack: a node sends each of its stacks once, however many of its ranks share it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dray.contract import cores
 from dray.contract.hostnames import compress
-from dray.runner.culprit import Entered, Seen
+from dray.runner.culprit import Seen
 
 _ENTERED = 64  # collectives of one kind of ranks, in seen.jsonl
+Groups = tuple[tuple[Seen, list[int]], ...]
 
 
-class StackGroups:
-    """What was seen of this node's ranks; on the first node, of all ranks."""
+def grouped(ranks: Iterable[Seen]) -> Groups:
+    """What was seen, each with the ranks that do the same."""
+    groups: dict[Seen, list[int]] = {}
+    for seen in ranks:
+        groups.setdefault(seen._replace(rank=0), []).append(seen.rank)
+    return tuple(groups.items())
 
-    def __init__(self) -> None:
-        self._seen: dict[int, Seen] = {}
 
-    def add(self, seen: Seen) -> None:
-        """Add what this node has seen of one of its ranks."""
-        self._seen[seen.rank] = seen
-
-    def messages(self) -> list[dict[str, Any]]:
-        """A message for each group of ranks that do the same."""
-        groups: dict[Seen, list[int]] = {}
-        for seen in self._seen.values():
-            groups.setdefault(seen._replace(rank=0), []).append(seen.rank)
-        return [{"seen": seen._asdict(), "ranks": sorted(ranks)} for seen, ranks in groups.items()]
-
-    def hear(self, message: Mapping[str, Any]) -> None:
-        """Take such a message of another node."""
-        fields = message["seen"]
-        flight = tuple(Entered(*entered) for entered in fields["flight"])
-        seen = Seen(**{**fields, "frames": tuple(fields["frames"]), "flight": flight})
-        self._seen |= {rank: seen._replace(rank=rank) for rank in message["ranks"]}
-
-    def all(self, names: Mapping[int, str]) -> list[Seen]:
-        """What was seen of each rank; `names` has the node of each."""
-        return [self._seen.get(rank) or Seen(rank, node, state="unseen") for rank, node in names.items()]
+def each(groups: Groups) -> dict[int, Seen]:
+    """What was seen of each rank."""
+    return {rank: seen._replace(rank=rank) for seen, ranks in groups for rank in ranks}
 
 
 def lines(seen: Iterable[Seen]) -> Iterator[dict[str, Any]]:

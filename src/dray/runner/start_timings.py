@@ -14,10 +14,10 @@ from typing import Any
 
 from dray.contract import files, heartbeat, run_folder, startup
 from dray.contract.findings import Finding
+from dray.runner import heartbeats
 
-MESSAGE = "startup"
 _EACH_S = 1.0  # between two looks at the heartbeats
-_WRITES_S, _TIMES = 2.0, 20  # at least between two writes, and times as long as the last one took
+_WRITES_S = 2.0  # between two writes
 _NS = 1_000_000_000
 _LOADED = time.clock_gettime(time.CLOCK_BOOTTIME)  # as the runner begins
 
@@ -36,16 +36,13 @@ class StartTimings:
         self._path = f"{plan['folder']}/{run_folder.STARTUP}"
         self._head = {"attempt": plan["attempt"], "step": startup.step(told)}
         self._scratch, self._me = plan["scratch"], me
-        trains = plan.get("recipe", {}).get("train")  # of a program of the user's own nobody knows its steps
         first = me * world["ranks_per_node"]
+        trains = plan.get("recipe", {}).get("train")  # of a program of the user's own nobody knows its steps
         self._ranks = range(first, first + world["ranks_per_node"] if trains else first)
         self._nodes: list[dict[str, float] | None] = [None] * len(world["nodes"])
         self._since, self._launched = began, 0.0
         self._looks_at = self._writes_at = 0.0
-        self._told: dict[str, float] = {}
-        self._unwritten = False
-        self.open = True
-        """Whether ranks of this node have still to report times."""
+        self._unwritten = self._told = self._whole = False
 
     def lap(self, part: str) -> None:
         """Count the time since the last lap to this part."""
@@ -69,27 +66,27 @@ class StartTimings:
 
     def launched(self) -> None:
         """Note that the launcher starts."""
-        if not self._launched:
-            self._launched = now()
+        self._launched = self._launched or now()
 
-    def look(self, *, last: bool = False) -> list[dict[str, Any]]:
-        """New times for the first node, which writes them down itself; `last`: the launcher has ended."""
-        messages: list[dict[str, Any]] = []
-        if self.open and (last or time.monotonic() >= self._looks_at):
+    def look(self, *, last: bool = False) -> dict[str, float]:
+        """What another node tells the first one: its times before the launch, then all of them; mostly nothing.
+
+        `last`: the launcher has ended.
+        """
+        news: dict[str, float] = {}
+        if not self._whole and (last or time.monotonic() >= self._looks_at):
             self._looks_at = time.monotonic() + _EACH_S
             ranks, whole = self._of_ranks()
-            self.open = not (whole or last)
-            parts = startup.clean({**self.parts, **ranks})
-            if parts != self._told and (not self._told or not self.open):
-                self._told = parts
-                messages.append({MESSAGE: parts})
+            self._whole = whole or last
+            if self._whole or not self._told:
+                news, self._told = startup.clean({**self.parts, **ranks}), True
         if self._me:
-            return messages
-        for message in messages:
-            self.hear(0, message[MESSAGE])
-        if self._unwritten and time.monotonic() >= self._writes_at:
+            return news
+        if news:
+            self.hear(0, news)
+        if time.monotonic() >= self._writes_at:
             self.write()
-        return []
+        return {}
 
     def hear(self, node: int, parts: dict[str, float]) -> None:
         """Store the times of a node."""
@@ -99,40 +96,25 @@ class StartTimings:
         """As the first node: write startup.json if there is news. With thousands of nodes one write has many news."""
         if not self._unwritten:
             return
-        begun, self._unwritten = time.monotonic(), False
+        self._unwritten, self._writes_at = False, time.monotonic() + _WRITES_S
         try:
             files.write_atomic(self._path, json.dumps({**self._head, "nodes": self._nodes}))
         except OSError as error:  # no run ends for it
             print(f"dray: {run_folder.STARTUP} cannot be written: {error.strerror}", flush=True)
-        ended = time.monotonic()
-        self._writes_at = ended + max(_WRITES_S, _TIMES * (ended - begun))
 
     def _of_ranks(self) -> tuple[dict[str, float], bool]:
         """The times of the last rank to finish its imports, for which the others waited; whether all are at step 1."""
         told = [self._marks(rank) for rank in self._ranks]
-        if not all(marks[heartbeat.IMPORTED] for marks in told):
-            return {}, False
-        if not told:
-            return {}, True
-        last = max(told, key=lambda marks: marks[heartbeat.IMPORTED])
-        parts = {startup.IMPORT: last[heartbeat.IMPORTED] / _NS - self._launched}
-        parts |= {
-            name: last[mark] / _NS
-            for mark, name in enumerate(startup.RANK)
-            if mark != heartbeat.IMPORTED and last[mark]
-        }
+        last = max(told, key=lambda marks: marks[heartbeat.IMPORTED], default=None)
+        if last is None or not all(marks[heartbeat.IMPORTED] for marks in told):
+            return {}, last is None
+        parts = {name: last[mark] / _NS for mark, name in enumerate(startup.RANK) if last[mark]}
+        parts[startup.IMPORT] -= self._launched
         return parts, all(marks[heartbeat.FIRST_STEP] for marks in told)
 
     def _marks(self, rank: int) -> list[int]:
         """The times that the rank has written so far; any program may write the file."""
-        try:
-            with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
-                data = file.read(heartbeat.SIZE)
-        except OSError:
-            data = b""
-        if len(data) < heartbeat.SIZE:
-            data = bytes(heartbeat.SIZE)
-        size = heartbeat.MARK.size
+        data, size = heartbeats.read(self._scratch, rank), heartbeat.MARK.size
         return [heartbeat.MARK.unpack_from(data, heartbeat.MARKS_AT + mark * size)[0] for mark in heartbeat.MARKS]
 
 

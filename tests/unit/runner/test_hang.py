@@ -12,19 +12,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError, Finding
-from dray.runner import channel, control, hang, heartbeats, process_group, stacks
+from dray.runner import hang, heartbeats, hub, stacks
+from dray.runner.children import Loop
 from dray.runner.culprit import Entered, Seen, culprit
 from dray.runner.heartbeats import Beat, Heartbeats
+from dray.runner.protocol import Progress
 from dray.runs import local, write
 from helpers import ROOT, python
-from nodes import Start, ended
+from nodes import Start, control, ended
 
 # A program that beats as docs/survive.md shows, waits for the others by files as in a collective, and does once what
 # the test says.
@@ -296,28 +297,26 @@ def test_a_process_that_is_no_rank_of_this_node_is_left_alone(tmp_path: Path, wh
 def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(plan: dict[str, Any]) -> None:
     """One rank tokenizes for an hour, and all others wait for it."""
     watch = hang.Hang(plan, 0, 0, no_log)
-    late = {"late": [2, 0, heartbeat.START, 4000.0, 3600.0]}
-    assert watch.hear(1, {"beat": 5.0}) == []
-    assert watch.hear(1, late) == []
+    late = heartbeats.Late(2, 0, heartbeat.START, 4000.0, 3600.0)
+    assert watch.hear(1, Progress(5.0)) is None
+    assert watch.hear(1, late) is None
     assert not watch.open
     watch._progress -= 3700
-    (told,) = watch.hear(1, late)
-    assert told["hang"]["problem"] == "hang: rank 2 on node2 has made no progress for 4000 s (limit 3600 s)"
+    told = watch.hear(1, late)
+    assert told
+    assert told.finding.problem == "hang: rank 2 on node2 has made no progress for 4000 s (limit 3600 s)"
 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_what_waits_for_ranks_that_have_failed_does_not_hang(plan: dict[str, Any], failed: bool) -> None:
     """What a node has told of its ranks may come once the first node knows why the run ends."""
     first, other = socket.socketpair()
-    children = SimpleNamespace(watch=lambda *_: None)
     with first, other:
-        joined = process_group.Joined(plan, 0, 0)
-        channels = {1: channel.Channel(first)}
-        links = control.Control(plan["world"], 0, children, channels, joined, hang=hang.Hang(plan, 0, 0, no_log))
+        links = control(plan, {1: hub.Connection(first)}, loop := Loop())
         if failed:
             links.cause = Finding("rank 0 has failed", code=1)
-        channel.Channel(other).send({"late": [2, 1, heartbeat.STEP, 9.0, 1.0]})
-        links._read(1)
+        hub.Connection(other).send(heartbeats.Late(2, 1, heartbeat.STEP, 9.0, 1.0))
+        loop.look(1.0)
     assert (links.hang.open, links.cause.code) == ((False, 1) if failed else (True, 75))
 
 

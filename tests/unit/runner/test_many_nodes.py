@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import address, channel, rendezvous, rendezvous_server
+from dray.runner import address, hub, rendezvous, rendezvous_server
 from dray.runner.hello import make_hello
+from dray.runner.protocol import Hello, Message, Welcome
 from nodes import SECRET
 
 pytestmark = pytest.mark.hostile("rendezvous")
@@ -31,7 +32,7 @@ class First:
     def _gather(self) -> None:
         try:
             own = make_hello(self.plan, 0, "digest")
-            self.guests = rendezvous_server.gather(self.plan, own, KEY, self.listener)
+            self.guests = rendezvous_server.Rendezvous(self.plan, own, KEY, self.listener).gather()
         except DrayError as error:
             self.error = error
 
@@ -39,14 +40,18 @@ class First:
         self._thread.join(30)
         self.listener.close()
         for guest in self.guests.values():
-            guest.close()
+            guest.line.close()
         return self.error
 
 
-def come(first: First, hello: dict[str, Any]) -> channel.Channel:
-    one = channel.greet(socket.create_connection(first.listener.getsockname()), KEY, time.monotonic() + 10)
+def come(first: First, hello: Hello) -> hub.Connection:
+    one = hub.greet(socket.create_connection(first.listener.getsockname()), KEY, time.monotonic() + 10)
     one.send(hello)
     return one
+
+
+def answer(one: hub.Connection) -> Message:
+    return one.receive_first(time.monotonic() + 10)
 
 
 @pytest.fixture
@@ -61,22 +66,22 @@ def test_a_node_that_lost_its_connection_comes_again(three: dict[str, Any]) -> N
     hello = make_hello(three, 1, "digest")
     before, after = come(first, hello), come(first, hello)
     with pytest.raises(OSError, match="closed"):
-        before.receive_one(time.monotonic() + 10)
-    before.close()
+        answer(before)
+    before.line.close()
     last = come(first, make_hello(three, 2, "digest"))
-    assert [one.receive_one(time.monotonic() + 10) for one in (after, last)] == [{"go": True}] * 2
-    after.close()
-    last.close()
+    assert [type(answer(one)) for one in (after, last)] == [Welcome] * 2
+    after.line.close()
+    last.line.close()
     assert first.end() is None
 
 
 def test_another_runner_with_its_number_stops_the_launch(three: dict[str, Any]) -> None:
     first = First(three)
     both = [come(first, make_hello(three, 1, "digest")) for _ in range(2)]
-    told = [one.receive_one(time.monotonic() + 10)["refused"]["problem"] for one in both]
+    told = [answer(one).finding.problem for one in both]
     assert told == ["two nodes have the number 1"] * 2
     for one in both:
-        one.close()
+        one.line.close()
     assert first.end()
 
 
@@ -92,51 +97,17 @@ def test_the_missing_are_named_exactly(plan: dict[str, Any]) -> None:
     )
 
 
-def test_a_list_that_no_message_can_hold_is_in_the_log(plan: dict[str, Any], capsys) -> None:
-    names = [f"n{number}-{'x' * (number % 7)}{number * 7919}" for number in range(5000)]
-    plan["world"]["nodes"] = [{"name": name, "address": "127.0.0.1"} for name in names]
-    plan["world"]["rendezvous_timeout_s"] = 0.2
-    error = First(plan).end()
-    assert error
-    assert len(error.finding.found) < 9000
-    assert error.finding.found.endswith(" ..., all in logs/node-0.log")
-    told = capsys.readouterr().out
-    assert told.startswith("dray: missing: n")
-    assert all(f"{name.partition(chr(45))[0]}-" in told for name in names[1:])
-
-
-def test_too_few_files_are_said_before_anybody_waits(plan: dict[str, Any], monkeypatch) -> None:
-    plan["world"]["nodes"] *= 2000
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("nothing is raised"))
+def test_too_few_files_are_said_before_anybody_waits(monkeypatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
     with pytest.raises(UnfitError) as refused:
-        rendezvous_server.allow_files({**plan["world"], "nodes": plan["world"]["nodes"] * 2})
+        rendezvous_server.require_files(8000, "node1")
     assert str(refused.value).splitlines() == [
         "the first node may open 4096 files, too few for 8000 nodes",
         "  where:  node1",
         "  wanted: a hard limit of 8128 open files: one for each node and some more",
-        "  found:  ulimit -Hn: 4096",
-        "  fix:    ask the administrators to raise it (LimitNOFILE of slurmd), or ask for 3968 nodes at most",
+        "  found:  ulimit -n: 4096",
+        "  fix:    ask the administrators to raise it (LimitNOFILE of slurmd), or ask for 3968 nodes",
     ]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "limits", "raised", "unproved"),
-    [
-        (2, (1024, 4096), None, 512),
-        (1024, (1024, 1 << 20), 2112, 1024),
-        (10_000, (1024, 1 << 20), 20_064, 10_000),
-        (10_000, (1024, 10_200), 10_200, 136),
-        (10_000, (1024, resource.RLIM_INFINITY), 20_064, 10_000),
-        (10_000, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, 10_000),
-    ],
-)
-def test_the_limit_is_raised_as_far_as_it_goes(monkeypatch, nodes: int, limits, raised, unproved: int) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(resource, "setrlimit", lambda _, both: asked.append(both[0]))
-    assert rendezvous_server.allow_files({"nodes": [{"name": "n"}] * nodes}) == unproved
-    assert asked == ([raised] if raised else [])
 
 
 @pytest.mark.parametrize(("nodes", "longest"), [(2, 0.05), (100, 0.05), (1024, 0.512), (10_000, 5.0), (10**6, 5.0)])

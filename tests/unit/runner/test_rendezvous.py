@@ -13,18 +13,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dray.contract.findings import UnfitError
+from dray.contract.findings import Finding, UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, channel, control, process_group, rendezvous_server
+from dray.runner import address, hub, protocol
 from dray.runner import rendezvous as meeting
+from dray.runner.children import Loop
+from dray.runner.culprit import Entered, Seen
+from dray.runner.heartbeats import Late
 from dray.runner.hello import make_hello
-from dray.runner.restart_ticket import RestartTicket
-from nodes import SECRET, Start, ended, free_port, rendezvous
+from dray.runner.protocol import (
+    Ended,
+    Failed,
+    Idle,
+    Message,
+    Reports,
+    Restart,
+    Save,
+    Stacks,
+    StartTimes,
+    Stop,
+    Welcome,
+)
+from dray.runner.rendezvous_server import Rendezvous
+from nodes import SECRET, Start, control, ended, free_port, rendezvous
 
 pytestmark = pytest.mark.hostile("rendezvous")
 
@@ -35,12 +50,12 @@ def greeting(secret: bytes) -> bytes:
     """What a node of the run sends to prove the secret, as somebody on the network sees it."""
     node, first = socket.socketpair()
     with node, first:
-        nonce = os.urandom(channel.NONCE)
+        nonce = os.urandom(hub.NONCE)
         first.sendall(nonce)
-        thread = threading.Thread(target=channel.greet, args=(node, secret, time.monotonic() + 5))
+        thread = threading.Thread(target=hub.greet, args=(node, secret, time.monotonic() + 5))
         thread.start()
-        seen = first.recv(channel.GREETING)
-        assert channel.answer(first, secret, nonce, seen)
+        seen = first.recv(hub.GREETING)
+        first.sendall(hub.proof(secret, b"host", seen[: hub.NONCE], nonce))
         thread.join()
     return seen
 
@@ -81,14 +96,14 @@ def slow(where: tuple[str, int]) -> Iterator[None]:
 
 def wrong_secret(where: tuple[str, int]) -> Iterator[None]:
     with socket.create_connection(where) as line, pytest.raises(OSError, match="secret"):
-        channel.greet(line, b"another", time.monotonic() + 5)
+        hub.greet(line, b"another", time.monotonic() + 5)
     yield
 
 
 def replay(where: tuple[str, int]) -> Iterator[None]:
     seen = greeting(SECRET.encode())
     with socket.create_connection(where, timeout=5) as line:
-        assert len(line.recv(channel.NONCE)) == channel.NONCE
+        assert len(line.recv(hub.NONCE)) == hub.NONCE
         line.sendall(seen)
         assert line.recv(64) == b""
     yield
@@ -172,7 +187,7 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
         time.sleep(0.5)
         own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="1 of 3 nodes did not reach the first one in 4 s") as missing:
-            rendezvous_server.gather(plan, own, SECRET.encode(), listener)
+            Rendezvous(plan, own, SECRET.encode(), listener).gather()
     code, said = ended(early)
     assert (code, f"  found:  {missing.value.finding.problem}" in said) == (69, True), said
     assert not (tmp_path / "failures").exists()
@@ -188,7 +203,7 @@ def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, sta
         select.select([listener], [], [])
         own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="without this run's secret were closed"):
-            rendezvous_server.gather(plan, own, SECRET.encode(), listener)
+            Rendezvous(plan, own, SECRET.encode(), listener).gather()
         code, said = ended(second)
     assert (code, "does not have this run's secret" in said) == (69, True)
 
@@ -199,16 +214,16 @@ def test_a_run_without_its_secret_does_not_start(plan, start: Start, tmp_path: P
     assert (code, said.splitlines()[0]) == (78, "the run's secret cannot be read")
 
 
-def knock(where: tuple[str, int], secret: bytes = SECRET.encode()) -> channel.Channel:
+def knock(where: tuple[str, int], secret: bytes = SECRET.encode()) -> hub.Connection:
     """A connection that has proved the secret."""
-    return channel.greet(socket.create_connection(where, timeout=30), secret, time.monotonic() + 30)
+    return hub.greet(socket.create_connection(where, timeout=30), secret, time.monotonic() + 30)
 
 
 def shown_out(line: socket.socket) -> bool:
     """Whether the first node ends the connection."""
     line.settimeout(30)
     try:
-        while line.recv(channel.NONCE):
+        while line.recv(hub.NONCE):
             pass
     except TimeoutError:
         return False
@@ -224,12 +239,12 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
     where = rendezvous(plan)
     other = make_hello(plan, 1, "another digest")
     with socket.create_connection(where) as line:
-        line.sendall(json.dumps(other).encode().ljust(channel.GREETING) + b"\n")
+        line.sendall(json.dumps(other).encode().ljust(hub.GREETING) + b"\n")
         assert shown_out(line)
     with socket.create_connection(where) as line:
-        nonce = channel.read(line, channel.NONCE, time.monotonic() + 30)
-        line.sendall(nonce + channel._proof(b"another secret", b"guest", nonce, nonce))
-        channel.Channel(line).send(other)
+        nonce = hub._read(line, hub.NONCE, time.monotonic() + 30)
+        line.sendall(nonce + hub.proof(b"another secret", b"guest", nonce, nonce))
+        hub.Connection(line).send(other)
         assert shown_out(line)
     assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
 
@@ -250,7 +265,7 @@ def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Star
             assert time.monotonic() < deadline
             try:
                 line.sendall(b"x")
-                gone = len(line.recv(channel.NONCE)) == 0
+                gone = len(line.recv(hub.NONCE)) == 0
             except TimeoutError:
                 continue
             except ConnectionError:
@@ -258,20 +273,7 @@ def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Star
     assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
 
 
-TOLD = (
-    "",
-    "null",
-    "[1]",
-    "[" * 4000,
-    '{"attempt": 1}',
-    '{"attempt": 1, "port": [5], "address": "n1"}',
-    '{"attempt": 1, "port": true, "address": "n1"}',
-    '{"attempt": 1, "port": "5", "address": "n1"}',
-    '{"attempt": 1, "port": 99999999999, "address": "n1"}',
-    f'{{"attempt": 1, "port": {"9" * 12_000}, "address": "n1"}}',
-    '{"attempt": 1, "port": 5, "address": ["n1"]}',
-    '{"attempt": "1", "port": 5, "address": "n1"}',
-)
+TOLD = ("", "null", "[1]", '{"attempt": 1}', '{"attempt": "1", "port": 5, "address": "n1"}')
 
 
 @pytest.mark.parametrize("text", TOLD)
@@ -324,31 +326,31 @@ def test_a_name_that_is_loopback_on_its_own_machine_is_another_address_for_other
     assert address.addresses({**world, "interfaces": ["lo"]}) == ["127.0.0.1"]
 
 
-class TestChannel:
+class TestConnection:
     """Messages after the proof."""
 
     @pytest.fixture
-    def ends(self) -> Iterator[tuple[channel.Channel, channel.Channel]]:
+    def ends(self) -> Iterator[tuple[hub.Connection, hub.Connection]]:
         host, guest = socket.socketpair()
         with host, guest:
-            yield channel.Channel(host), channel.Channel(guest)
+            yield hub.Connection(host), hub.Connection(guest)
 
     def test_messages_come_in_their_order(self, ends) -> None:
         host, guest = ends
         for number in range(3):
-            host.send({"number": number})
-        assert guest.receive() == [{"number": 0}, {"number": 1}, {"number": 2}]
+            host.send(Idle((number,)))
+        assert guest.receive() == [Idle((0,)), Idle((1,)), Idle((2,))]
 
     def test_what_is_right_behind_the_awaited_message_stays_readable(self, ends) -> None:
         host, guest = ends
-        for message in ({"go": True}, {"stop": 15}, {"ask": 1}):
+        for message in (Welcome(), Stop(), Save()):
             host.send(message)
-        assert guest.receive_one(time.monotonic() + 10) == {"go": True}
+        assert isinstance(guest.receive_first(time.monotonic() + 10), Welcome)
         assert select.select([guest.line], [], [], 0)[0]
-        assert guest.receive() == [{"stop": 15}, {"ask": 1}]
+        assert [type(message) for message in guest.receive()] == [Stop, Save]
 
     @pytest.fixture
-    def crossing(self) -> Iterator[tuple[channel.Channel, channel.Channel, list[dict[str, Any]]]]:
+    def crossing(self) -> Iterator[tuple[hub.Connection, hub.Connection, list[Message]]]:
         """Two ends over TCP, of which each has told what the other has not read; most of the host's waits in its
         kernel."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -358,70 +360,60 @@ class TestChannel:
             there, _ = listener.accept()
         there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
         with line, there:
-            host, guest = channel.Channel(there), channel.Channel(line)
-            told = [{"number": number, "filled": "x" * 4000} for number in range(30)]
+            host, guest = hub.Connection(there), hub.Connection(line)
+            told: list[Message] = [Failed(Finding(f"{number}{'x' * 4000}")) for number in range(30)]
             for message in told:
                 host.send(message)
-            guest.send({"idle": 1})
+            guest.send(Idle(()))
             yield host, guest, told
 
     @staticmethod
-    def parting(one: channel.Channel) -> threading.Thread:
-        """Its own limit is no way out of the test."""
-        thread = threading.Thread(target=channel.part, args=({1: one}, 600.0), daemon=True)
-        thread.start()
-        return thread
+    def parting(plan: dict[str, Any], *ends: hub.Connection) -> list[threading.Thread]:
+        """Their own limit is no way out of the test."""
+        threads = [
+            threading.Thread(target=control(plan, {1: one}, Loop())._part, args=(600.0,), daemon=True) for one in ends
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
 
     @staticmethod
-    def over(*threads: threading.Thread) -> None:
+    def over(threads: list[threading.Thread]) -> None:
         for thread in threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
 
-    def test_the_last_word_arrives_though_something_is_unread(self, crossing) -> None:
+    @pytest.mark.parametrize("last", [Restart, Ended])
+    def test_the_last_word_arrives_though_something_is_unread(self, crossing, plan, last: type) -> None:
         """Else a node takes the first one for lost, which has just called all to a restart."""
         host, guest, told = crossing
-        parting = self.parting(host)
-        heard: list[dict[str, Any]] = []
-        while len(heard) < len(told):
-            heard += guest.receive()
-        assert (heard, guest.line.recv(1)) == (told, b"")
-        assert parting.is_alive()
-        guest.close()
-        self.over(parting)
-
-    @pytest.mark.parametrize("last", ["restart", "ended"])
-    def test_the_first_node_parts_so(self, crossing, plan, last: str) -> None:
-        host, guest, told = crossing
-        joined = process_group.Joined(plan, 0, 0)
-        links = control.Control(plan["world"], 0, SimpleNamespace(watch=lambda *_: None), {1: host}, joined)
-        say = links.close if last == "ended" else lambda: links.restart(RestartTicket(1, "ab" * 32, 5))
+        links = control(plan, {1: host}, Loop())
+        say = links.close if last is Ended else lambda: links.restart(Restart(1, "ab" * 32, 5))
         parting = threading.Thread(target=say, daemon=True)
         parting.start()
-        heard: list[dict[str, Any]] = []
+        heard: list[Message] = []
         while len(heard) <= len(told):
             heard += guest.receive()
-        assert list(heard[-1]) == [last]
-        assert guest.line.recv(1) == b""
-        guest.close()
-        self.over(parting)
+        assert (heard[:-1], type(heard[-1]), guest.line.recv(1)) == (told, last, b"")
+        guest.line.close()
+        self.over([parting])
 
-    def test_who_reads_nothing_is_not_waited_for(self, crossing) -> None:
+    def test_who_reads_nothing_is_not_waited_for(self, crossing, plan) -> None:
         host, _, _ = crossing
-        left = {1: host}
-        channel.part(left, 0.2)
-        assert left == {1: host}
+        links = control(plan, {1: host}, Loop())
+        links._part(0.2)
+        assert links._open == {1: host}
 
-    def test_two_that_part_at_once(self, crossing) -> None:
+    def test_two_that_part_at_once(self, crossing, plan) -> None:
         host, guest, _ = crossing
-        self.over(self.parting(host), self.parting(guest))
+        self.over(self.parting(plan, host, guest))
         assert [host.line.fileno(), guest.line.fileno()] == [-1, -1]
 
-    def test_one_that_was_killed(self, crossing) -> None:
+    def test_one_that_was_killed(self, crossing, plan) -> None:
         """Its kernel resets the connection."""
         host, guest, _ = crossing
-        guest.close()
-        self.over(self.parting(host))
+        guest.line.close()
+        self.over(self.parting(plan, host))
         assert host.line.fileno() == -1
 
     def test_a_message_without_an_end_ends_the_connection(self, ends) -> None:
@@ -434,7 +426,44 @@ class TestChannel:
         threading.Thread(target=flood, daemon=True).start()
         with pytest.raises(OSError, match="a message is too long"):
             list(iter(guest.receive, None))
-        guest.close()
+        guest.line.close()
+
+
+SEEN = Seen(3, "n1", 5, "step", "runs", ("a.py:1 f",), (Entered("0", 9, "all_gather", waits=True),))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        make_hello({"world": {"nodes": [{"name": "n1"}], "identity": {"image": "X"}}}, 0, "digest"),
+        Failed(Finding("it failed", found="x\ny", code=75, rank=3)),
+        Late(1, 2, 3, 4.5, 6.5),
+        Stacks(((SEEN, [3, 4]),)),
+        Reports(({"rank": 1, "finding": {"problem": "p"}},)),
+        StartTimes({"import": 1.5}),
+        Restart(1, "ab", 5),
+    ],
+)
+def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
+    found = protocol.decode(protocol.encode(message))
+    assert type(found) is type(message)
+    assert json.dumps(protocol._named(found)) == json.dumps(protocol._named(message))
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"5", b"null", b"[1]", b'{"Nothing": []}', b'{"Stop": [1, 2]}', b'{"Stop": 5}', b"[" * 9999]
+)
+def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop = Loop()
+        links = control(plan, {1: hub.Connection(ours)}, loop)
+        theirs.sendall(line + b"\n")
+        loop.look(1.0)
+    assert links.cause.problem == "node 1 (node2) is gone"
+    assert links.cause.found.startswith("malformed message: ")
+    assert capsys.readouterr().err.count("malformed message") == 1
+    assert ours.fileno() == -1
 
 
 # What runners tell one another while their launchers run.

@@ -9,16 +9,16 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dray.contract.findings import RetryError
-from dray.runner import channel, control, evidence, locks, process_group, record
-from dray.runner.restart_ticket import RestartTicket
+from dray.runner import evidence, hub, locks, record
+from dray.runner.children import Loop
+from dray.runner.protocol import Idle, Restart
 from helpers import ROOT
-from nodes import SECRET, Start, ended, free_port
+from nodes import SECRET, Start, control, ended, free_port
 
 pytestmark = pytest.mark.hostile("restarts")
 
@@ -262,15 +262,12 @@ def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, mon
 def test_a_node_that_stands_still_holds_up_no_call_to_a_restart(plan: dict[str, Any]) -> None:
     """It hears of it later: its connection stays open."""
     ours, theirs = socket.socketpair()
-    joined = process_group.Joined(plan, 0, 0)
-    links = control.Control(
-        plan["world"], 0, SimpleNamespace(watch=lambda *_: None), {1: channel.Channel(ours)}, joined
-    )
-    channel.Channel(theirs).send({"idle": 1})  # unread, for which the kernel would drop the call
+    links = control(plan, {1: hub.Connection(ours)}, Loop())
+    hub.Connection(theirs).send(Idle(()))  # unread, for which the kernel would drop the call
     began = time.monotonic()
-    links.restart(RestartTicket(1, "ab", 5))
+    links.restart(Restart(1, "ab", 5))
     assert time.monotonic() - began < 3
-    assert list(channel.Channel(theirs).receive()[0]) == ["restart"]
+    assert hub.Connection(theirs).receive() == [Restart(1, "ab", 5)]
     links.drop()
     assert ours.fileno() == -1
     theirs.close()
@@ -278,7 +275,7 @@ def test_a_node_that_stands_still_holds_up_no_call_to_a_restart(plan: dict[str, 
 
 def test_each_start_has_a_key_of_its_own() -> None:
     secret = SECRET.encode()
-    first = RestartTicket()
+    first = Restart()
     second, other = first.following(5), first.following(5)
     assert first.key(secret) == secret
     third = second._replace(number=2)

@@ -23,6 +23,7 @@ from dray.runner import __main__ as runner
 from dray.runner import address, cores, evidence, locks
 from dray.runner import rank as rank_module
 from dray.runner.hello import why_refused
+from dray.runner.protocol import Hello
 from helpers import PYTHON
 from nodes import UNBOUND, Start, ended, free_port, rendezvous
 
@@ -372,20 +373,18 @@ def test_two_nodes_of_one_host_name_are_refused_where_nodes_are_machines(plan, s
     assert ended(guest)[0] == 78
 
 
-def hello(**changes: object) -> dict[str, Any]:
-    said = {"node": 1, "name": "n2", "host": "n2", "plan": "p", "image": "i", "dray": "1", "time": 1000.0}
-    return {**said, **changes}
+HELLO = Hello(1, "n2", "n2", "r", plan="p", dray="1", image="i", unfit="", time=1000.0)
 
 
 def test_a_clock_that_is_far_away_is_unfit() -> None:
-    mine = hello(node=0, name="n1", host="n1")
-    assert why_refused(hello(time=1007.0), mine, {}, None) is None
-    refusal = why_refused(hello(time=990.0), mine, {}, None)
+    mine = HELLO._replace(node=0, name="n1", host="n1")
+    assert why_refused(HELLO._replace(time=1007.0), mine, {}, None) is None
+    refusal = why_refused(HELLO._replace(time=990.0), mine, {}, None)
     assert (refusal.finding.code, str(refusal).splitlines()[0]) == (
         69,
         "the clock of node 1 (n2) is 10 s away from the first node's",
     )
-    other = why_refused(hello(dray="2"), mine, {}, None)
+    other = why_refused(HELLO._replace(dray="2"), mine, {}, None)
     assert (other.finding.code, str(other).splitlines()[0]) == (78, "node 1 (n2) has a different dray")
 
 

@@ -141,20 +141,20 @@ class TestOfANode:
         one.lap(startup.RENDEZVOUS)
         one.launched()
         rendezvous = one.parts[startup.RENDEZVOUS]
-        assert one.look() == [{"startup": {"rendezvous": rendezvous}}]
+        assert one.look() == {"rendezvous": rendezvous}
         since = int(one._launched * SECOND)
         beat(tmp_path / "own", 2, since + 3 * SECOND, SECOND // 2, SECOND, 0, 4 * SECOND, 2 * SECOND)
-        assert one.look(last=False) == []  # a second has not passed
+        assert one.look() == {}  # a second has not passed
         one._looks_at = 0
-        assert one.look() == []  # rank 3 still imports
+        assert one.look() == {}  # rank 3 still imports
         beat(tmp_path / "own", 3, since + 5 * SECOND, SECOND // 4, SECOND // 8)
         one._looks_at = 0
-        assert one.look() == []
+        assert one.look() == {}
         beat(tmp_path / "own", 3, since + 5 * SECOND, SECOND // 4, SECOND // 8, 0, 3 * SECOND, 2 * SECOND)
         one._looks_at = 0
         parts = {"rendezvous": rendezvous, "import": 5.0, "process_groups": 0.25, "model": 0.125}
-        assert one.look() == [{"startup": {**parts, "compile": 3.0, "first_step": 2.0}}]
-        assert (one.open, one.look(last=True)) == (False, [])
+        assert one.look() == {**parts, "compile": 3.0, "first_step": 2.0}
+        assert one.look(last=True) == {}
 
     def test_what_no_trainer_writes(self, plan, monkeypatch, tmp_path: Path) -> None:
         """Marks before the launch, negative ones, and half a file."""
@@ -163,7 +163,7 @@ class TestOfANode:
         one.launched()
         beat(tmp_path / "own", 0, 1, -5, 1 << 62, SECOND, 0, -1)
         beat(tmp_path / "own", 1, 1, -5, 1 << 62, SECOND, 0, -1)
-        assert one.look() == []
+        assert one.look() == {}
         assert json.loads((tmp_path / "startup.json").read_text())["nodes"] == [{"checkpoint": 1.0}, None]
         (tmp_path / "own" / "beat-0").write_bytes(b"x" * 70)
         assert one._of_ranks() == ({}, False)
@@ -171,8 +171,7 @@ class TestOfANode:
     def test_a_program_of_the_user_s_own_tells_no_more(self, plan, monkeypatch) -> None:
         one = node(plan, 1, monkeypatch, f"boot={BOOT} began=1.00")
         one.launched()
-        (message,) = one.look()
-        assert ([*message["startup"]], one.open) == (["container"], False)
+        assert ([*one.look()], one.look(last=True)) == (["container"], {})
 
     def test_a_restart_is_no_part_of_it(self, plan, monkeypatch) -> None:
         one = node(plan, 1, monkeypatch)

@@ -1,0 +1,170 @@
+"""What the runners of a run tell one another: a class for each message, one encoder and one decoder.
+
+Messages come over connections which have proved the run's secret, from this same program: their fields are believed.
+They are named tuples, since the import of dataclasses would double the time of the runner's start.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dray.contract.findings import Finding
+from dray.runner.culprit import Entered, Seen
+from dray.runner.heartbeats import Late
+
+_NONCE = 32
+Message = tuple[Any, ...]
+
+
+class BrokenError(OSError):
+    """The peer is gone, or has sent something invalid."""
+
+
+class _Plain(NamedTuple):
+    """A message that says all by its name."""
+
+
+class _Reason(NamedTuple):
+    """A message with a finding."""
+
+    finding: Finding
+
+
+class Hello(NamedTuple):
+    """A node's first message: who it is, what all nodes must hold alike, and why its own check found it unfit."""
+
+    node: int
+    name: str
+    host: str
+    runner: str
+    """Random: a runner that comes again is told from another with its number."""
+    plan: str
+    dray: str
+    image: str
+    unfit: str
+    time: float
+
+
+class Welcome(_Plain):
+    """All nodes have come, and may start."""
+
+
+class Refusal(_Reason):
+    """Why no node may start."""
+
+
+class Stop(NamedTuple):
+    """All ranks have to end; `now`: without time to save."""
+
+    now: bool = False
+
+
+class Save(_Plain):
+    """All ranks are asked to save and end."""
+
+
+class Saved(_Reason):
+    """The ranks of a node have saved and ended, as they were asked to."""
+
+
+class Failed(_Reason):
+    """Why the run fails."""
+
+
+class Progress(NamedTuple):
+    """The ranks of a node have made progress so many seconds ago."""
+
+    ago: float
+
+
+class Hung(_Reason):
+    """The run hangs: all nodes save what their ranks do."""
+
+
+class Stacks(NamedTuple):
+    """What the ranks of a node did, each with the ranks that did the same."""
+
+    groups: tuple[tuple[Seen, list[int]], ...]
+
+
+class StartTimes(NamedTuple):
+    """How long each part of a node's start took."""
+
+    parts: dict[str, float]
+
+
+class Reports(NamedTuple):
+    """How the preflight ended on a node: a report of each rank, or none if all have passed."""
+
+    reports: tuple[dict[str, Any], ...]
+
+
+class Idle(NamedTuple):
+    """No process of a node's ranks is left; these ranks had joined the store."""
+
+    ranks: tuple[int, ...]
+
+
+class Restart(NamedTuple):
+    """A start of all ranks, with a key, a port and a store of its own; number 0 is the first. None of it is secret."""
+
+    number: int = 0
+    nonce: str = ""
+    port: int = 0
+
+    def key(self, secret: bytes) -> bytes:
+        """The key by which a node proves that it belongs to this start; made with the run's secret."""
+        if not self.number:
+            return secret
+        return hmac.digest(secret, f"dray restart {self.number} {self.nonce}".encode(), "sha256")
+
+    def following(self, port: int) -> Restart:
+        """The next start, made by the first node."""
+        return Restart(self.number + 1, os.urandom(_NONCE).hex(), port)
+
+
+class Ended(_Plain):
+    """A node's last message: it has ended by itself, and was not lost."""
+
+
+_KINDS: dict[str, Callable[..., object]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Hello, Welcome, Refusal, Stop, Save, Saved, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports, Idle),
+        *(Restart, Ended, Finding, Seen, Entered),
+    )
+}
+
+
+def encode(message: Message) -> bytes:
+    """The message as a line of JSON; each named tuple in it is an object, `{NAME: [FIELD, ...]}`."""
+    return json.dumps(_named(message)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message of a line. BrokenError: it is none."""
+    try:
+        message = json.loads(line, object_hook=_built)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BrokenError(f"malformed message: {error}") from error
+    if not isinstance(message, tuple):
+        raise BrokenError(f"malformed message: {line[:80]!r}")
+    return message
+
+
+def _named(value: object) -> object:
+    if isinstance(value, tuple | list):
+        fields = [_named(field) for field in value]
+        return {type(value).__name__: fields} if hasattr(value, "_fields") else fields
+    return value
+
+
+def _built(fields: dict[str, Any]) -> object:
+    for name, values in fields.items():
+        if name in _KINDS:
+            return _KINDS[name](*(tuple(value) if isinstance(value, list) else value for value in values))
+    return fields
