@@ -188,6 +188,7 @@ class Server:
             return
         if messages and guest.connection:
             del self._guests[guest.line.fileno()]
+            self.loop.forget(guest.line.fileno())
             self._came(guest.connection, messages[0])
 
     def _drop(self, guest: Guest) -> None:

@@ -69,7 +69,6 @@ class Rendezvous:
         twin = None if self._world["one_machine"] else self._hosts.get(hello.host)
         if refusal := why_refused(hello, self._own._replace(time=time.time()), self._here, twin):
             self._refusal = refusal
-            self._server.loop.forget(connection.line.fileno())
             self._refused.append(connection)
             return
         self._note(hello)
