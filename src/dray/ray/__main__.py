@@ -102,8 +102,8 @@ def _run(argv: list[str], *, below: bool = False) -> int:
                 children.ask()
                 continue
             for child in children.running:
-                started = Path(f"/proc/{child}/task/{child}/children").read_text().split() if below else []
-                for process in started or [child]:
+                started = Path(f"/proc/{child}/task/{child}/children").read_text() if below else ""
+                for process in started.split() or [str(child)]:
                     with suppress(ProcessLookupError):
                         os.kill(int(process), signal.SIGTERM)
     return events.ended.popitem()[1]
