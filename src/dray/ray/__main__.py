@@ -102,10 +102,10 @@ def _run(argv: list[str], *, below: bool = False) -> int:
                 children.ask()
                 continue
             for child in children.running:
-                started = Path(f"/proc/{child}/task/{child}/children").read_text().split() if below else []
-                for process in map(int, started or [str(child)]):
+                started = Path(f"/proc/{child}/task/{child}/children").read_text() if below else ""
+                for process in started.split() or [str(child)]:
                     with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGTERM)
+                        os.kill(int(process), signal.SIGTERM)
     return events.ended.popitem()[1]
 
 
