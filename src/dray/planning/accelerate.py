@@ -20,7 +20,7 @@ _DECIDED = (
     *("enable_cpu_affinity", "mpirun_config"),
 )
 # In a user's file these leave the value open.
-_OPEN = (None, "", {}, 0, -1)
+_OPEN: tuple[object, ...] = (None, "", {}, 0, -1)
 
 
 def files(recipe: Recipe, folder: str) -> dict[str, str]:
