@@ -51,9 +51,9 @@ class Command(Spec):
     @field_validator("argv")
     @classmethod
     def _shows_no_secret(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        if words := secrets.in_command(argv):
+        if tokens := secrets.in_command(argv):
             raise SecretError(
-                f"{', '.join(words)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
+                f"{', '.join(tokens)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
                 "export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
                 "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
             )
