@@ -66,10 +66,10 @@ plan::inside() { # COMMAND...: run in the image, which sees the checkout, the re
 
 plan::attempt() { # [key=value ...]: plans, in two starts of the image at most; a third where only an adopted image that bash could
   # not guess tells which layer fits it. Sets all that plan::answer names
-  local facts answer line image_digest="" tries
+  local facts answer line image_digest=""
   local -a variables=()
   attempt=""
-  for tries in 1 2 3; do
+  for _ in 1 2 3; do
     facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
     facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$image_digest"$'\n'"lost=${lost[*]}"
     ! adopt::is "$image" || facts+=$'\n'"image_file=$(stat --dereference --format="$adopt__facts" -- "$image")"
