@@ -6,7 +6,8 @@
 readonly node__grace_s=10 # from SIGTERM to SIGKILL
 
 node::start() { # COMMAND...
-  local engine="" early="" heard code
+  local engine="" early="" heard code started
+  local -a own words
   for heard in TERM INT HUP USR1; do
     # shellcheck disable=SC2064 # now, not then
     trap "node::heard $heard" "$heard"
@@ -15,8 +16,16 @@ node::start() { # COMMAND...
   # first process, once: beside it in the group is what has mounted the image, without which ranks die of SIGBUS.
   set -m
   "$@" &
-  engine=$!
+  started=$!
   set +m
+  # Until the child is the engine, it is a copy of this bash, whose handler would take a signal that nobody looks at later.
+  mapfile -d '' -t own </proc/$$/cmdline
+  words=("${own[@]}")
+  while [[ "${words[*]}" == "${own[*]}" ]]; do
+    words=()
+    mapfile -d '' -t words <"/proc/$started/cmdline" || true # it has ended
+  done 2>/dev/null
+  engine=$started
   [[ -z "$early" ]] || node::heard "$early"
   while :; do # a signal ends the wait, and not the engine
     code=0
