@@ -206,7 +206,7 @@ class TestTheJob:
     def test_bash_knows_the_same_as_python(self) -> None:
         text = (ROOT / "slurm" / "engines.sh").read_text()
         assert f"engine__variants=({' '.join(get_args(Variant))})\n" in text
-        assert f"[engine]='{ENGINES.replace(' ', '|')}'" in (ROOT / "slurm" / "plan.sh").read_text()
+        assert f"engine__names=({ENGINES})\n" in (ROOT / "slurm" / "engine_table.sh").read_text()
         names = [name for name in engines.names("slurm") if name != "bare"]
         assert sorted(ENGINES.split()) == sorted(names)
         sites = get_args(Site.model_fields["engine"].annotation)
