@@ -56,6 +56,7 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in (folder / "failures").glob("*.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
 def test_fit_nodes_leave_a_report(begin: Begin, tmp_path: Path) -> None:

@@ -175,7 +175,6 @@ def test_nobody_can_tell_without_a_store(tmp_path: Path) -> None:
     assert not (tmp_path / "process_group.json").exists()
 
 
-
 @pytest.mark.slow
 def test_torchrun_s_ranks_start_again_with_a_store_of_their_own(plan, start: Start, tmp_path: Path) -> None:
     """One rank of the second node fails once. And since anybody may write into torch's store, no pickle is read."""
