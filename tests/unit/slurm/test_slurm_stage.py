@@ -35,7 +35,13 @@ def test_the_node_s_script() -> None:
         ({"spares": ("n4",)}, "/tmp/dray-7-r.sif", None),
         ({"sha256": ""}, "", "not copied to the nodes: there is no record beside the image with its digest"),
         ({"lost": ("n4",)}, "", "not copied to the nodes again, since the job has lost one"),
-        ({"scheduler": "hosts", "nodelist": "n1,n2,n3"}, "", ""),
+        (
+            {"scheduler": "hosts", "nodelist": "n1,n2,n3"},
+            "",
+            "not copied to the nodes: without Slurm there is no sbcast",
+        ),
+        ({"engine": "podman-hpc"}, "", "not copied to the nodes: podman-hpc cannot start a copy"),
+        ({"engine": "pyxis"}, "", "not copied to the nodes: pyxis cannot start a copy"),
         ({"disk": "off"}, "", ""),
     ],
 )
