@@ -113,6 +113,10 @@ def _half(node: Node) -> None:
     node.copy.write_bytes(IMAGE[:999])
 
 
+def _changed(node: Node) -> None:
+    node.copy.write_bytes(IMAGE[::-1])
+
+
 def _open(node: Node) -> None:
     node.copy.write_bytes(IMAGE)
     node.disk.chmod(0o777)
@@ -137,7 +141,8 @@ ROOTS = pytest.mark.skipif(os.geteuid() != 0, reason="root makes another user's 
         (_nothing, "is not there"),
         (_link, "is not there"),
         (_folder, "is not there"),
-        (_half, f"has another digest, {hashlib.sha256(IMAGE[:999]).hexdigest()}"),
+        (_half, "is not whole"),
+        (_changed, f"has another digest, {hashlib.sha256(IMAGE[::-1]).hexdigest()}"),
         (_open, "could be changed by another user"),
         pytest.param(_theirs, "could be changed by another user", marks=ROOTS),
         pytest.param(_their_folder, "could be changed by another user", marks=ROOTS),
@@ -145,12 +150,26 @@ ROOTS = pytest.mark.skipif(os.geteuid() != 0, reason="root makes another user's 
 )
 @pytest.mark.hostile("node")
 def test_else_it_starts_the_shared_image_and_says_why(node: Node, harm: Callable[[Node], None], why: str) -> None:
+    """And what filled the disk is gone, before the node is checked for room."""
     harm(node)
-    ended = node.run()
+    ended = node.run(f"ls -A {shlex.quote(str(node.disk))}")
     told = f"dray: the image is read from the shared file: the copy on this node, {node.copy}, {why}\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{node.image}\n", told)
-    assert list(node.disk.iterdir()) == []
     assert node.image.read_bytes() == IMAGE
+
+
+def test_it_removes_what_killed_jobs_have_left(node: Node) -> None:
+    """A run that has started holds its copy open, and one that is about to start has a young one."""
+    node.copy.write_bytes(IMAGE)
+    mine, minutes = f"dray-{os.getuid()}", {"-old.sif": 70, "-young.sif": 50, "9-old.sif": 70, "-old": 70}
+    for name, age in minutes.items():
+        (node.disk / f"{mine}{name}").touch()
+        os.utime(node.disk / f"{mine}{name}", (time.time() - age * 60,) * 2)
+    (node.disk / f"{mine}-folder.sif").mkdir()
+    os.utime(node.disk / f"{mine}-folder.sif", (0, 0))
+    assert node.run().stdout == f"{node.copy}\n"
+    kept = {path.name.removeprefix(mine) for path in node.disk.iterdir()}
+    assert kept == {"-young.sif", "9-old.sif", "-old", "-folder.sif"}
 
 
 def test_tmp_is_a_folder_for_copies(node: Node) -> None:
