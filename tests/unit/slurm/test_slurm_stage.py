@@ -232,8 +232,13 @@ def test_one_command_copies_it_to_all_nodes(batch: Batch) -> None:
 
 
 def test_a_spare_node_keeps_none(batch: Batch) -> None:
-    """No node.sh runs there. One that takes another's place later reads the shared image."""
+    """No node.sh runs there. One that takes another's place later reads the shared image. The start waits for none."""
+    batch.tool("srun", f"#!/bin/bash\nuntil [[ -e go ]]; do sleep 0.1; done\n{CALL}")
     batch.lines("n3,n4")
+    (batch.folder / "go").touch()
+    deadline = time.monotonic() + 60
+    while len(batch.calls()) < 15 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert batch.calls()[3:] == [
         "srun", "--overlap", "--export=ALL", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpu-bind=none",
         "--nodelist=n3,n4", "rm", "--force", "--", "/local/dray-7-r.sif",
@@ -243,10 +248,10 @@ def test_a_spare_node_keeps_none(batch: Batch) -> None:
 def test_where_it_fails_the_nodes_read_the_shared_file(batch: Batch) -> None:
     error = "sbcast: error: REQUEST_FILE_BCAST(n2): No space left on device"
     batch.tool("sbcast", f"#!/bin/bash\necho '{error}' >&2\nexit 1\n")
-    assert batch.lines() == [f"image: the nodes read the shared file: sbcast ended with 1: {error}"]
+    assert batch.lines() == [f"image: nodes without a whole copy read the shared file: sbcast ended with 1: {error}"]
     (batch.folder / "bin" / "sbcast").unlink()
     (line,) = batch.lines()
-    assert line.startswith("image: the nodes read the shared file: sbcast ended with 127: timeout: ")
+    assert line.startswith("image: nodes without a whole copy read the shared file: sbcast ended with 127: timeout: ")
 
 
 def test_nothing_is_copied_where_the_plan_has_no_copy(batch: Batch) -> None:
@@ -254,12 +259,25 @@ def test_nothing_is_copied_where_the_plan_has_no_copy(batch: Batch) -> None:
     assert not (batch.folder / "calls").exists()
 
 
-def test_it_has_a_limit(batch: Batch) -> None:
-    batch.tool("timeout", '#!/bin/bash\necho "$1" >>limits; shift; exec /usr/bin/timeout 0.2 "$@"\n')
-    batch.tool("sbcast", "#!/bin/bash\nexec sleep 600\n")
-    (line,) = batch.lines()
-    assert line.startswith("image: the nodes read the shared file: sbcast ended with 124: ")
-    assert (batch.folder / "limits").read_text() == "900\n"
+DEAF = "trap '' TERM; exec sleep 30"
+
+
+@pytest.mark.parametrize(
+    ("sbcast", "inner"),
+    [("exec sleep 30", ""), (DEAF, ""), ("", f'[[ "$3" != sbcast ]] || {{ {DEAF}; }}')],
+    ids=["a slow disk", "it does not hear SIGTERM", "SIGKILL does not end it, nor the timeout that waits for it"],
+)
+def test_it_has_a_limit(batch: Batch, sbcast: str, inner: str) -> None:
+    faster = 'exec /usr/bin/timeout "${1}e-3" "${2}e-3" "${@:3}"'
+    batch.tool("timeout", f'#!/bin/bash\necho "$*" >>limits\n{inner}\n{faster}\n')
+    batch.tool("sbcast", f"#!/bin/bash\n{sbcast}\n")
+    with batch.begin() as job:
+        line, last = job.communicate(timeout=20)[0].splitlines()  # bash itself says on stderr what was killed
+    assert re.match(r"image: nodes without a whole copy read the shared file: sbcast ended with (124|137): ", line)
+    assert (job.returncode, last) == (0, "on")
+    own = "timeout --kill-after=10 900 sbcast /my images/i.sif /local/dray-7-r.sif"
+    limits = [f"--kill-after=20 920 {own}", own.removeprefix("timeout ")]
+    assert (batch.folder / "limits").read_text().splitlines() == limits
 
 
 @pytest.mark.parametrize("by", ["a signal", "dray stop"])
