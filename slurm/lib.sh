@@ -222,7 +222,9 @@ lib::kept() { # refuses a folder of runs in which everybody may rename what is t
 lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the plan says so; without it they read the shared file
   [[ -n "$stage" ]] || return 0
   local pid code=0 began=$SECONDS
-  timeout "$lib__sbcast_s" sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
+  # No signal ends what hangs on a dead disk, nor does the timeout that waits for it: the outer one kills that.
+  timeout --kill-after=20 "$((lib__sbcast_s + 20))" \
+    timeout --kill-after=10 "$lib__sbcast_s" sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
   pid=$!
   while kill -0 "$pid" 2>/dev/null; do # a run that is to end, by a signal or dray stop, does not wait for it
     [[ -z "$stopped_by" && ! -s stop ]] || kill "$pid" 2>/dev/null || true
@@ -232,14 +234,14 @@ lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the 
   if ((code == 0)); then
     echo "image: sbcast has copied it to $SLURM_JOB_NUM_NODES nodes in $((SECONDS - began)) s"
   else
-    echo "image: the nodes read the shared file: sbcast ended with $code: $(tail --lines=1 logs/sbcast.log)"
+    echo "image: nodes without a whole copy read the shared file: sbcast ended with $code: $(tail --lines=1 logs/sbcast.log)"
   fi
   [[ -n "$spares" ]] || return 0
-  # sbcast copies to all nodes of a job; no node.sh runs on these, and takes the copy away.
+  # sbcast copies to all nodes of a job; no node.sh runs on these, and takes the copy away. The others do not wait for it.
   local -a nodes
   IFS=, read -ra nodes <<<"$spares"
-  timeout 20 srun --overlap --export=ALL --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --cpu-bind=none \
-    --nodelist="$spares" rm --force -- "$stage" </dev/null >>logs/sbcast.log 2>&1 || true
+  timeout --kill-after=5 20 srun --overlap --export=ALL --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --cpu-bind=none \
+    --nodelist="$spares" rm --force -- "$stage" </dev/null >>logs/sbcast.log 2>&1 &
 }
 
 lib::start() { # one task on each node; rank 0's lines are this job's output

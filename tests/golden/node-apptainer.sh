@@ -84,6 +84,7 @@ node::start() { # COMMAND...
   mapfile -d '' -t own </proc/$$/cmdline
   words=("${own[@]}")
   while [[ "${words[*]}" == "${own[*]}" ]]; do
+    sleep 0.01 # the disk with the engine's program may be slow
     words=()
     mapfile -d '' -t words <"/proc/$started/cmdline" || true # it has ended
   done 2>/dev/null
@@ -101,8 +102,11 @@ node::start() { # COMMAND...
 
 # shellcheck disable=SC2317 # a trap calls it
 node::heard() { # SIGNAL
-  early="$1"
-  [[ -z "$engine" ]] || kill "-$1" "$engine" 2>/dev/null || true
+  if [[ -z "$engine" ]]; then
+    early="$1"
+  else
+    kill "-$1" "$engine" 2>/dev/null || true
+  fi
 }
 
 # Nothing of the run outlives this script. The runner has ended all, unless it was killed, as by a scancel: Slurm signals
