@@ -323,7 +323,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   lib::uptime
   began_at="$now"
   lib::listen lib::heard
-  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" choices="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then

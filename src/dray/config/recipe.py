@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import Field, field_validator, model_validator
 
@@ -131,6 +131,13 @@ class Recipe(Spec):
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
     analog: Analog | None = None
+
+    @property
+    def choices(self) -> list[str]:
+        """`key=value` of each key with a few words to choose from: bash reads them without quoting."""
+        fields = type(self).model_fields.items()
+        names = [name for name, field in fields if get_origin(field.annotation) is Literal and name != "version"]
+        return [f"{name}={getattr(self, name)}" for name in names]
 
     @property
     def replaces_nodes(self) -> bool:
