@@ -112,6 +112,9 @@ class Recipe(Spec):
     with the same global batch. 0: the run ends."""
     max_requeues: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often dray requeues the job, if it has saved steps. 0: never. See docs/survive.md."""
+    requeue: Literal["normal", "expedite"] = "normal"
+    """normal: Slurm starts a requeued job after two minutes. expedite: at once, where Slurm is 25.11 or later and
+    allows it; `dray submit` asks for it (sbatch --requeue=expedite)."""
     grace_s: Annotated[int, Field(ge=1, le=65_535)] | None = None
     """Seconds before the time limit at which Slurm asks the run to save and end. Default: the site's, else 120."""
     hang_timeout_s: HangTimeout | None = None
