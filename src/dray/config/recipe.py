@@ -115,6 +115,9 @@ class Recipe(Spec):
     requeue: Literal["normal", "expedite"] = "normal"
     """normal: Slurm starts a requeued job after two minutes. expedite: at once, where Slurm is 25.11 or later and
     allows it; `dray submit` asks for it (sbatch --requeue=expedite)."""
+    drain: Literal["stay", "leave"] = "stay"
+    """leave: where Slurm drains a node of the job, the run saves and ends with 75 within about a minute, so that
+    max_requeues brings it back on other nodes. stay: it goes on until the job ends."""
     grace_s: Annotated[int, Field(ge=1, le=65_535)] | None = None
     """Seconds before the time limit at which Slurm asks the run to save and end. Default: the site's, else 120."""
     hang_timeout_s: HangTimeout | None = None
