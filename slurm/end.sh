@@ -104,7 +104,7 @@ end::is_requeued() { # whether the job that is `shown` is back in the queue; its
   [[ "$(end::field JobState)" == PENDING || "$(end::field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ]]
 }
 
-end::stays_out() { # a job of sbatch --requeue=expedite that fails would stay in Slurm's queue, held, though it is not to run again
+end::stays_out() { # Slurm 26.05 would keep a job of sbatch --requeue=expedite that fails in the queue, held (REQUEUE_HOLD)
   local -r code=$?
   local shown
   ((code != 0)) && [[ "${ENVIRONMENT:-}" == BATCH ]] || return 0
