@@ -190,6 +190,20 @@ lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadli
   kill -KILL "$nodes_pid" 2>/dev/null
 }
 
+lib::drained() { # each minute: where Slurm drains a node of the job, the run is to save and leave
+  local node reason
+  while :; do
+    for _ in {1..60}; do sleep 1; done # one long sleep would outlive this
+    # --all: also a hidden partition's. A node that the run has lost is not left again.
+    while read -r node reason; do
+      [[ " ${lost[*]} " != *" $node "* ]] || continue
+      echo "dray: Slurm drains $node ($reason): the run is asked to save and leave (drain = leave)" >&2
+      kill -USR1 $$
+      return
+    done < <(timeout 20 sinfo --all --Node --noheader --nodes="$SLURM_JOB_NODELIST" --states=drain --format='%N %E' 2>/dev/null)
+  done
+}
+
 lib::blind() { # whether nodes do not see the run's folder; their names go into the record of the failure
   local names verb="does" folder="${attempt%/*/*}" line
   names="$(sed -n "s/^srun: error: \([^ ]*\): tasks\{0,1\} .*: Exited with exit code $lib__blind\$/\1/p" logs/srun.log |
@@ -245,7 +259,8 @@ lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the 
 }
 
 lib::start() { # one task on each node; rank 0's lines are this job's output
-  local code=0 tail_pid watch_pid=""
+  local code=0 tail_pid
+  local -a watches=()
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
   [[ -O . && -O .. ]] || lib::die 78 "the run folder belongs to another user, who decides what is in it" "where:  $attempt" \
@@ -274,14 +289,18 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   tail_pid=$!
   if [[ " ${options[*]} " == *" --no-kill "* ]]; then
     lib::lost &
-    watch_pid=$!
+    watches+=($!)
+  fi
+  if [[ " ${choices:-} " == *" drain=leave "* ]]; then
+    lib::drained &
+    watches+=($!)
   fi
   while kill -0 "$nodes_pid" 2>/dev/null; do # a signal ends the wait, and not srun
     wait "$nodes_pid" || true
   done
   lib::listen lib::late # what follows is short, and what a signal asks for
   wait "$nodes_pid" || code=$?
-  [[ -z "$watch_pid" ]] || kill "$watch_pid" 2>/dev/null || true
+  ((${#watches[@]} == 0)) || kill "${watches[@]}" 2>/dev/null || true
   wait "$tail_pid" || true
   ! lib::blind || code=78
   ((code != 0)) || stopped_by="" # the run ended well before it heard
@@ -325,7 +344,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   lib::uptime
   began_at="$now"
   lib::listen lib::heard
-  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" choices="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then

@@ -192,7 +192,8 @@ class TestTheJob:
             "engine=/tmp/evil", "engine=bash", "engine=apptainer;id", "image=../../tmp/evil", "image=X",
             "attempt=/tmp/evil/attempt-1", "attempt=RUNS/../attempt-1", "attempt=RUNS/a/../evil/attempt-1",
             "attempt=RUNS/x/evil", "attempt=RUNS/.x/attempt-1", "attempt=-x", "stage=/home/me/.bashrc",
-            "grace_s=1 --wrap=x", "spares=-w", "layer=x", "image_digest=x", "PATH=/tmp/evil", "x[$(touch PWNED)]=1", "",
+            "grace_s=1 --wrap=x", "spares=-w", "layer=x", "image_digest=x", "PATH=/tmp/evil",
+            "x[$(touch PWNED)]=1", "choices=gpus=$(id)", "choices=", "",
         ],
     )  # fmt: skip
     def test_an_answer(self, job: Job, answer: str) -> None:
