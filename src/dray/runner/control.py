@@ -257,7 +257,7 @@ class Control:
                 elif "ended" in message:
                     self._forget(node)
                     return
-        except OSError as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:  # it is broken, or the message is
             self._lost(node, str(error))
 
     def _hear_of_a_stop(self, message: dict[str, Any]) -> None:
