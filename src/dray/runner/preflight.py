@@ -197,7 +197,9 @@ def finding(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], *, 
 def _hung(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) -> DrayError:
     """The ranks for which the others waited: those whose runner is silent, that came least far, or cannot end."""
     waiting = {number: rank for number, rank in ranks.items() if rank["phase"] != "done"}
-    furthest = max(waiting.values(), key=lambda rank: int(rank["order"]), default={"phase": "done", "order": 0})
+    furthest: Mapping[str, Any] = max(
+        waiting.values(), key=lambda rank: int(rank["order"]), default={"phase": "done", "order": 0}
+    )
     least = min((int(rank["order"]) for rank in waiting.values()), default=0)
     expired = [rank for rank in waiting.values() if rank["expired"]]
     limit = max(expired, key=lambda rank: int(rank["order"]))["limit"] if expired else _limit(plan)
