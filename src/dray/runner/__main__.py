@@ -257,6 +257,8 @@ def restart(
     swept, late = supervised.close(_ENDING_S)
     if links.stopped:  # and the first node had called to the next start already
         late.append(signal.SIGTERM)
+    if links.asked:
+        late.append(signal.SIGUSR1)
     if not swept:
         raise UnfitError(
             "the ranks cannot be started again",

@@ -51,8 +51,13 @@ class Channel:
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. OSError: the peer is gone, or does not read."""
-        self.line.sendall(json.dumps(message).encode() + b"\n")
+        """Send a message. OSError: the peer is gone, or does not read; then the connection is over for both."""
+        try:
+            self.line.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:  # perhaps in the middle of a line, to which the next message would be appended
+            with suppress(OSError):  # it is closed already
+                self.line.shutdown(socket.SHUT_RDWR)
+            raise
 
     def receive(self, most: int = _CHUNK) -> list[dict[str, Any]]:
         """The messages that have arrived on a readable connection. OSError: it is broken."""

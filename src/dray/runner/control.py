@@ -65,6 +65,7 @@ class Control:
         self._idle: set[int] = set()
         self.preflight: dict[int, list[dict[str, Any]]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
+        self.report_wanted = False
         self._file_watch = watch
         self.joined, self.hang, self._startup = joined, hang, startup
         self._names = [node["name"] for node in world["nodes"]]
@@ -163,10 +164,16 @@ class Control:
         self._tell_all({"failed": finding._asdict()})
 
     def report_preflight(self, reports: list[dict[str, Any]]) -> None:
-        """Report to the first node how this node's ranks ended; nothing if all have passed."""
-        self.preflight[self._me] = reports
+        """Report to the first node how far this node's ranks have come; nothing if all have passed."""
+        self.report_wanted, self.preflight[self._me] = False, reports
         if self._me:
             self._tell_all({"preflight": reports})
+
+    def ask_preflight(self) -> None:
+        """As the first node, ask for new reports of all nodes whose ranks have not passed, and forget the old ones."""
+        self.preflight = {node: [] for node, reports in self.preflight.items() if not reports}
+        self.report_wanted = True
+        self._tell_all({"preflight": "wanted"})
 
     def may_restart(self) -> bool:
         """Whether all ranks may be started again; only the first node decides that."""
@@ -257,7 +264,7 @@ class Control:
                 elif "ended" in message:
                     self._forget(node)
                     return
-        except OSError as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:  # it is broken, or the message is
             self._lost(node, str(error))
 
     def _hear_of_a_stop(self, message: dict[str, Any]) -> None:
@@ -266,11 +273,13 @@ class Control:
         self._stop(signal.SIGTERM, now="now" in message)
 
     def _gathers(self, node: int, message: dict[str, Any]) -> bool:
-        """Take a report that the first node gathers; False: the message is none."""
+        """Take a report that the first node gathers, or asks for; False: the message is none."""
         if JOINED in message:
             self.joined.hear(message[JOINED])
         elif MESSAGE in message and self._startup:
             self._startup.hear(node, message[MESSAGE])
+        elif "preflight" in message and self._me:
+            self.report_wanted = True
         elif "preflight" in message:
             self.preflight[node] = message["preflight"]
         else:

@@ -20,7 +20,7 @@ import pytest
 
 from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, channel, control, process_group, rendezvous_server
+from dray.runner import address, channel, control, hang, process_group, rendezvous_server
 from dray.runner import rendezvous as meeting
 from dray.runner.hello import make_hello
 from dray.runner.restart_ticket import RestartTicket
@@ -346,6 +346,29 @@ class TestChannel:
         assert guest.receive_one(time.monotonic() + 10) == {"go": True}
         assert select.select([guest.line], [], [], 0)[0]
         assert guest.receive() == [{"stop": 15}, {"ask": 1}]
+
+    def test_a_connection_is_over_once_a_message_could_not_be_sent(self, ends) -> None:
+        """It may be cut in the middle, and the next one would be appended to it."""
+        host, guest = ends
+        host.line.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            host.send({"filled": "x" * 10_000_000})
+        while guest.line.recv(1 << 16):
+            pass
+        assert host.line.recv(1) == b""
+
+    @pytest.mark.parametrize(
+        "line", ['{"failed": {"pro{"idle": 1}', '{"failed": {"reason": "none"}}', "7", '{"late": 1}']
+    )
+    def test_a_node_that_sends_no_message_is_lost(self, ends, plan, line: str) -> None:
+        host, guest = ends
+        joined = process_group.Joined(plan, 0, 0)
+        supervised = SimpleNamespace(watch=lambda *_: None, forget=lambda _: None, end=lambda _: None)
+        watch = hang.Hang(plan, 0, 0, lambda _: 0)
+        links = control.Control(plan["world"], 0, supervised, {1: host}, joined, hang=watch)
+        guest.line.sendall(f"{line}\n".encode())
+        links._read(1)
+        assert (links.cause.problem, links.cause.code) == ("node 1 (node2) is gone", 75)
 
     @pytest.fixture
     def crossing(self) -> Iterator[tuple[channel.Channel, channel.Channel, list[dict[str, Any]]]]:
