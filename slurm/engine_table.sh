@@ -17,11 +17,13 @@ engine::traits() {
 }
 
 engine::argv() { # sets `argv`, which starts a program in the image
+  local -a keep=(--userns=keep-id)
+  ((UID != 0)) || keep=() # Podman refuses it for root
   case "$engine" in
     apptainer) argv=(apptainer --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd="$where" "$image") ;;
     singularity) argv=(singularity --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd="$where" "$image") ;;
     pyxis) argv=("${engine__srun[@]}" --container-image="$image" --container-mounts="$pairs" --container-workdir="$where" --no-container-mount-home --no-container-remap-root --container-writable) ;;
     edf) argv=("${engine__srun[@]}" --environment="$edf") ;;
-    podman-hpc) argv=(podman-hpc run --rm --init --interactive --label=dray.run=plan --network=host --user="$UID:$(id --group)" --userns=keep-id --shm-size=1g --env=DRAY_HOME --env=DRAY_SITES "${mounts[@]}" --workdir="$where" "$image") ;;
+    podman-hpc) argv=(podman-hpc run --rm --init --interactive --label=dray.run=plan --network=host --user="$UID:$(id --group)" "${keep[@]}" --shm-size=1g --env=DRAY_HOME --env=DRAY_SITES "${mounts[@]}" --workdir="$where" "$image") ;;
   esac
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 
@@ -27,6 +28,8 @@ engine::traits() {{
 }}
 
 engine::argv() {{ # sets `argv`, which starts a program in the image
+  local -a keep=(--userns=keep-id)
+  ((UID != 0)) || keep=() # Podman refuses it for root
   case "$engine" in
 {starts}  esac
 }}
@@ -34,7 +37,7 @@ engine::argv() {{ # sets `argv`, which starts a program in the image
 # What only the job knows, by the word that stands for it here.
 KNOWN = {
     "/FOLDER/edf.toml": '"$edf"', "/FOLDER": '"$where"', "/MOUNT:/MOUNT": '"$pairs"', "/IMAGE": '"$image"',
-    "1000:1000": '"$UID:$(id --group)"',
+    "1000:1000": '"$UID:$(id --group)"', "--userns=keep-id": '"${keep[@]}"',
 }  # fmt: skip
 CONTAINER = Container(
     run="plan", image="/IMAGE", accelerator="cpu", folder="/FOLDER", user="1000:1000",
@@ -88,3 +91,4 @@ def test_a_job_starts_the_planner_as_the_engine_says(engine: str) -> None:
     assert values > ({"/e f"} if engine == "edf" else {'/a "b"', "/my i"})
     assert ("--mount=x y" in words) == (engine in ("apptainer", "singularity", "podman-hpc"))
     assert ("--container-mounts=/a b:/a b" in words) == (engine == "pyxis")
+    assert ("--userns=keep-id" in words) == (engine == "podman-hpc" and os.getuid() != 0)
