@@ -30,6 +30,7 @@ _OLDEST = (2, 52)  # the first whose ports ask for a token
 _FIRST_PORT, _PORTS = 20_000, 10_000
 # Sockets below it have paths of at most 107 characters, and Ray adds some 70.
 _TEMPORARY = "/tmp/ray-"  # noqa: S108  the name goes on with what nobody can guess
+_ANSWER_S = 10.0  # a head that has stopped is refused at once; a busy one may need Linux's third try
 _PROGRAM = "--program"
 _OPEN = "r"  # what Ray makes, which it opens to all users; the folder above stays closed
 
@@ -55,15 +56,17 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
             *("--", sys.executable, "-m", "dray.ray", _PROGRAM, str(code_file), *command),
         ]
         ended = _run(argv, below=True)
-        if node and not _listens(head):  # the first node has stopped Ray, and returns the program's code
+        session = place / _OPEN / "session_latest"  # a worker makes it when the head has answered
+        if node and session.exists() and not _listens(head):  # the first node has stopped Ray, and returns the code
             return 0
         finished = code_file.exists()
         code = int(code_file.read_text()) if finished else exit_code(ended) or exit_codes.UNFIT
         if code:
             with suppress(OSError):
-                shutil.copytree(place / _OPEN / "session_latest" / "logs", logs, dirs_exist_ok=True)
+                shutil.copytree(session / "logs", logs, dirs_exist_ok=True)
         if ended >= 0 and not finished:
-            raise UnfitError("Ray ended before the program", where=logs, found=ended_with(ended))
+            unheard = "" if session.exists() else f", without an answer of Ray's head at {head[0]}:{head[1]}"
+            raise UnfitError("Ray ended before the program", where=logs, found=ended_with(ended) + unheard)
         return code
 
 
@@ -110,7 +113,7 @@ def _run(argv: list[str], *, below: bool = False) -> int:
 
 
 def _listens(head: tuple[str, int]) -> bool:
-    with suppress(OSError), socket.create_connection(head, 1.0):
+    with suppress(OSError), socket.create_connection(head, _ANSWER_S):
         return True
     return False
 
