@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dray.contract import exit_codes, files, run_folder
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import DrayError, RetryError, UnfitError
 from dray.runner import rendezvous
 from dray.runner.children import Children, ended_with, exit_code
 
@@ -42,8 +42,10 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
     if "OMP_NUM_THREADS" not in {variable["name"] for variable in plan["env"]}:
         os.environ.pop("OMP_NUM_THREADS", None)  # for one process a node; Ray sets it for each of its workers
     node, nodes, store = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    # No other run has this port of Ray's head, since none has this port of the store at the same time.
+    # Of the store's port, which all nodes know, and which a restart changes. Another program may have it.
     head = (socket.gethostbyname(os.environ["MASTER_ADDR"]), _FIRST_PORT + (store + _PORTS // 2) % _PORTS)
+    if not node:
+        _require_port(head[1])
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()
     with _private(f"{_TEMPORARY}{secret[:12]}") as place:
         _set_variables(node, place, secret[12:], f"{head[0]}:{head[1]}", plan["world"]["rendezvous_timeout_s"])
@@ -129,6 +131,18 @@ def _private(name: str) -> Iterator[Path]:
         yield Path(name)
     finally:
         shutil.rmtree(name, ignore_errors=True)
+
+
+def _require_port(port: int) -> None:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise RetryError(
+            f"the port of Ray's head, {port}, is busy on the first node",
+            wanted=f"port {port} free",
+            found=error.strerror,
+            fix="start the run again: Ray gets another port, unless the recipe has `port`; change that",
+        ) from error
 
 
 def _require_ray() -> None:

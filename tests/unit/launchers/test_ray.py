@@ -220,6 +220,19 @@ def test_a_head_that_answers_late_has_not_stopped() -> None:
         assert asked.result()
 
 
+def test_another_program_has_the_port_of_the_head(node, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 27_000)), node("true", port=42_000) as it:
+        _, err = it.communicate()
+    assert it.returncode == 75  # so max_restarts and max_requeues apply, and exclude no node
+    assert err == (
+        "dray: the port of Ray's head, 27000, is busy on the first node\n"
+        "  wanted: port 27000 free\n"
+        "  found:  Address already in use (while attempting to bind on address ('', 27000))\n"
+        "  fix:    start the run again: Ray gets another port, unless the recipe has `port`; change that\n"
+    )
+    assert not (tmp_path / "seen").exists()
+
+
 def test_the_program_hears_signals(node, tmp_path: Path) -> None:
     """SIGUSR1 would kill Ray, which does not handle it; and the program may take its time to end."""
     program = (
