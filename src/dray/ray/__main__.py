@@ -25,7 +25,7 @@ from dray.contract.findings import DrayError, RetryError, UnfitError
 from dray.runner import rendezvous
 from dray.runner.children import Children, ended_with, exit_code
 
-_OLDEST = (2, 52)  # the first whose ports ask for a token
+_OLDEST = (2, 54)  # 2.52 has a token, and 2.53: their nodes do not join
 # Below Linux's ephemeral ports, and above those of Ray's workers.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 # Sockets below it have paths of at most 107 characters, and Ray adds some 70.
@@ -153,7 +153,7 @@ def _require_ray() -> None:
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < _OLDEST:
         raise UnfitError(
             "launcher = ray, and the image lacks a new enough Ray",
-            wanted=f"ray {_OLDEST[0]}.{_OLDEST[1]} or newer, whose ports ask for a token",
+            wanted=f"ray {_OLDEST[0]}.{_OLDEST[1]} or newer, whose nodes join by `ray symmetric-run`",
             found=found,
             fix="dray image layer VARIANT --pip ray, and layer=ray",
         )

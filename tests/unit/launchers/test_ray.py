@@ -119,13 +119,13 @@ def test_an_image_without_ray(tmp_path: Path) -> None:
     assert ended.returncode == 69
     assert ended.stderr == (
         "dray: launcher = ray, and the image lacks a new enough Ray\n"
-        "  wanted: ray 2.52 or newer, whose ports ask for a token\n"
+        "  wanted: ray 2.54 or newer, whose nodes join by `ray symmetric-run`\n"
         "  found:  none\n"
         "  fix:    dray image layer VARIANT --pip ray, and layer=ray\n"
     )
 
 
-@pytest.mark.parametrize("version", ["2.51.2", "1.9.0", "2.9rc1"])
+@pytest.mark.parametrize("version", ["2.53.0", "1.9.0", "2.9rc1"])
 def test_an_older_ray(node, version: str) -> None:
     with node("true", ray=version) as started:
         _, err = started.communicate()
