@@ -72,19 +72,21 @@ end::decided() { # what dray finish has decided: nothing, back into the queue, o
 }
 
 end::requeue() { # [NODE...]: this job, without these nodes
-  local id answer
+  local id answer shown
   id="$(end::id)"
   local -r without="$(IFS=,; echo "$*")"
   local code=0
   answer="$(timeout 20 scontrol requeue "$id" 2>&1)" || code=$?
   if ((code == 0)); then
     [[ -z "$without" ]] || end::exclude "$id" "$without"
-    echo "requeued: job $id goes on in this run folder; Slurm starts it in two minutes at the earliest (BeginTime)"
+    local when="in two minutes at the earliest (BeginTime)"
+    end::show "$id"
+    [[ "$(end::field ExpeditedRequeue)" != Yes ]] || when="as soon as its nodes are free (--requeue=expedite)"
+    echo "requeued: job $id goes on in this run folder; Slurm starts it $when"
     return
   fi
-  local shown
-  shown="$(timeout 20 scontrol show job "$id" 2>/dev/null)" || true
-  if [[ "$(end::field JobState)" == PENDING || "$(end::field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ]]; then
+  end::show "$id"
+  if end::is_requeued; then
     echo "requeued: by Slurm itself; job $id goes on in this run folder"
   elif ((code == 124)) || [[ -z "$shown" ]]; then # a job beside one that was put back would do the same work
     echo "unknown whether job $id was requeued, since Slurm does not answer; look with squeue --job=$id"
@@ -93,6 +95,25 @@ end::requeue() { # [NODE...]: this job, without these nodes
     end::follow "$without"
   fi
 }
+
+end::show() { # ID: sets `shown`, all that Slurm says of the job; nothing where it does not answer
+  shown="$(timeout 20 scontrol show job "$1" 2>/dev/null)" || true
+}
+
+end::is_requeued() { # whether the job that is `shown` is back in the queue; its state is COMPLETING until this script has ended
+  [[ "$(end::field JobState)" == PENDING || "$(end::field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ]]
+}
+
+end::stays_out() { # Slurm 26.05 would keep a job of sbatch --requeue=expedite that fails in the queue, held (REQUEUE_HOLD)
+  local -r code=$?
+  local shown
+  ((code != 0)) && [[ "${ENVIRONMENT:-}" == BATCH ]] || return 0
+  end::show "$(end::id)"
+  [[ "$(end::field ExpeditedRequeue)" == Yes ]] && ! end::is_requeued || return 0
+  timeout 20 scontrol update job="$(end::id)" Requeue=0 >/dev/null ||
+    echo "warning: Slurm may keep this job in the queue, held: scancel $(end::id)"
+}
+trap end::stays_out EXIT # whatever ends this script
 
 end::field() { # NAME: of what scontrol shows of this job; nothing where it has none
   local value=""
@@ -103,7 +124,7 @@ end::field() { # NAME: of what scontrol shows of this job; nothing where it has 
 
 end::exclude() { # ID NODE,NODE...: for the next start of a job that waits in the queue
   local shown before
-  shown="$(timeout 20 scontrol show job "$1" 2>/dev/null)" || true
+  end::show "$1"
   before="$(end::field ExcNodeList)"
   timeout 20 scontrol update job="$1" ExcNodeList="${before:+$before,}$2" >/dev/null ||
     echo "warning: ExcNodeList cannot be set: Slurm may give this job $2 again"

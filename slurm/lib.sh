@@ -190,6 +190,20 @@ lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadli
   kill -KILL "$nodes_pid" 2>/dev/null
 }
 
+lib::drained() { # each minute: where Slurm drains a node of the job, the run is to save and leave
+  local node reason
+  while :; do
+    for _ in {1..60}; do sleep 1; done # one long sleep would outlive this
+    # --all: also a hidden partition's. A node that the run has lost is not left again.
+    while read -r node reason; do
+      [[ " ${lost[*]} " != *" $node "* ]] || continue
+      echo "dray: Slurm drains $node ($reason): the run is asked to save and leave (drain = leave)" >&2
+      kill -USR1 $$
+      return
+    done < <(timeout 20 sinfo --all --Node --noheader --nodes="$SLURM_JOB_NODELIST" --states=drain --format='%N %E' 2>/dev/null)
+  done
+}
+
 lib::blind() { # whether nodes do not see the run's folder; their names go into the record of the failure
   local names verb="does" folder="${attempt%/*/*}" line
   names="$(sed -n "s/^srun: error: \([^ ]*\): tasks\{0,1\} .*: Exited with exit code $lib__blind\$/\1/p" logs/srun.log |
@@ -222,7 +236,9 @@ lib::kept() { # refuses a folder of runs in which everybody may rename what is t
 lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the plan says so; without it they read the shared file
   [[ -n "$stage" ]] || return 0
   local pid code=0 began=$SECONDS
-  timeout "$lib__sbcast_s" sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
+  # No signal ends what hangs on a dead disk, nor does the timeout that waits for it: the outer one kills that.
+  timeout --kill-after=20 "$((lib__sbcast_s + 20))" \
+    timeout --kill-after=10 "$lib__sbcast_s" sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
   pid=$!
   while kill -0 "$pid" 2>/dev/null; do # a run that is to end, by a signal or dray stop, does not wait for it
     [[ -z "$stopped_by" && ! -s stop ]] || kill "$pid" 2>/dev/null || true
@@ -232,18 +248,19 @@ lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the 
   if ((code == 0)); then
     echo "image: sbcast has copied it to $SLURM_JOB_NUM_NODES nodes in $((SECONDS - began)) s"
   else
-    echo "image: the nodes read the shared file: sbcast ended with $code: $(tail --lines=1 logs/sbcast.log)"
+    echo "image: nodes without a whole copy read the shared file: sbcast ended with $code: $(tail --lines=1 logs/sbcast.log)"
   fi
   [[ -n "$spares" ]] || return 0
-  # sbcast copies to all nodes of a job; no node.sh runs on these, and takes the copy away.
+  # sbcast copies to all nodes of a job; no node.sh runs on these, and takes the copy away. The others do not wait for it.
   local -a nodes
   IFS=, read -ra nodes <<<"$spares"
-  timeout 20 srun --overlap --export=ALL --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --cpu-bind=none \
-    --nodelist="$spares" rm --force -- "$stage" </dev/null >>logs/sbcast.log 2>&1 || true
+  timeout --kill-after=5 20 srun --overlap --export=ALL --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --cpu-bind=none \
+    --nodelist="$spares" rm --force -- "$stage" </dev/null >>logs/sbcast.log 2>&1 &
 }
 
 lib::start() { # one task on each node; rank 0's lines are this job's output
-  local code=0 tail_pid watch_pid=""
+  local code=0 tail_pid
+  local -a watches=()
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
   [[ -O . && -O .. ]] || lib::die 78 "the run folder belongs to another user, who decides what is in it" "where:  $attempt" \
@@ -272,14 +289,18 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   tail_pid=$!
   if [[ " ${options[*]} " == *" --no-kill "* ]]; then
     lib::lost &
-    watch_pid=$!
+    watches+=($!)
+  fi
+  if [[ " ${choices:-} " == *" drain=leave "* ]]; then
+    lib::drained &
+    watches+=($!)
   fi
   while kill -0 "$nodes_pid" 2>/dev/null; do # a signal ends the wait, and not srun
     wait "$nodes_pid" || true
   done
   lib::listen lib::late # what follows is short, and what a signal asks for
   wait "$nodes_pid" || code=$?
-  [[ -z "$watch_pid" ]] || kill "$watch_pid" 2>/dev/null || true
+  ((${#watches[@]} == 0)) || kill "${watches[@]}" 2>/dev/null || true
   wait "$tail_pid" || true
   ! lib::blind || code=78
   ((code != 0)) || stopped_by="" # the run ended well before it heard
@@ -323,7 +344,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   lib::uptime
   began_at="$now"
   lib::listen lib::heard
-  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" choices="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then

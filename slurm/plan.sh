@@ -92,6 +92,7 @@ plan::answer() { # KEY VALUE: what the nodes need of the plan, or a fact that wa
     [attempt]='/.+/[^./][^/]*/attempt-[0-9]+' [checkpoints]='.*' [grace_s]='[0-9]{1,5}' [stage]='(/.+/dray-[^/]+\.sif)?'
     [spares]='([A-Za-z0-9][A-Za-z0-9._,-]*)?' [engine]="$(IFS='|' && echo "${engine__names[*]}")"
     [image]='[a-z0-9][a-z0-9_-]*|/[^[:cntrl:]]+' [image_digest]='()' [layer]='/[^[:cntrl:]]+' [variables]='.*'
+    [choices]='([a-z_]+=[a-z0-9_]+ ?)+'
   )
   [[ -n "$key" && "$value" =~ ^(${like["$key"]:-.^})$ && ("$key" != attempt || "${value%/*/*}" == "$runs") ]] ||
     plan::unknown "$key" "$value"

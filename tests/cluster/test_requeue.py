@@ -132,6 +132,30 @@ def test_a_node_that_is_unfit_is_left_out(queue: Queue, cluster) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_leaves_a_node_that_is_drained(queue: Queue, cluster) -> None:
+    """Slurm starts it on the other node."""
+    leaves = """[[ ! -e $DRAY_RUN/left ]] || exit 0
+        touch "$DRAY_RUN/left"; trap 'exit 75' USR1; while :; do sleep 0.1; done"""
+    queue.submit(
+        "--nodes=1", "slurm/singlenode.sh", "launcher=python", "drain=leave", "max_requeues=1", "--", "bash", "-c",
+        leaves,
+    )  # fmt: skip
+    queue.until(lambda: queue.attempt(1) and (queue.attempt(1).parent / "left").exists())
+    (node,) = json.loads((queue.attempt(1) / "plan.json").read_text())["world"]["nodes"]
+    update = ["scontrol", "update", f"NodeName={node['name']}"]
+    try:
+        assert cluster.exec([*update, "State=DRAIN", "Reason=a test"], user="root").code == 0
+        first = queue.result(1)
+        assert (first["status"], first["exit_code"], first["reason"]) == ("stopped", 75, "SIGUSR1")
+        assert f"dray: Slurm drains {node['name']} (a test): the run is asked to save and leave" in queue.log()
+        queue.start_now()
+        queue.until(lambda: "JobState=COMPLETED" in queue.show())
+    finally:
+        cluster.exec([*update, "State=RESUME"], user="root")
+    assert (queue.result(2)["status"], queue.result(2)["hosts"] == first["hosts"]) == ("done", False)
+
+
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_stays_cancelled(queue: Queue, short) -> None:
     queue.submit("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, "train.steps=5000", "max_requeues=3")
     queue.until(lambda: queue.trains(1))

@@ -81,8 +81,8 @@ exit "$code"
     ("script", "output", "log"),
     [
         (FLIPS, "image: sbcast has copied it to 2 nodes in ", ", has another digest, "),
-        ("#!/bin/bash\necho full >&2\nexit 1\n", "image: the nodes read the shared file: sbcast ended with 1: full\n",
-         ", is not there\n"),
+        ("#!/bin/bash\necho full >&2\nexit 1\n",
+         "image: nodes without a whole copy read the shared file: sbcast ended with 1: full\n", ", is not there\n"),
     ],
 )  # fmt: skip
 def test_without_a_right_copy_the_nodes_read_the_shared_file(

@@ -68,7 +68,8 @@ scratch=/tmp/dray-7-r copy=''
 readonly node__grace_s=10 # from SIGTERM to SIGKILL
 
 node::start() { # COMMAND...
-  local engine="" early="" heard code
+  local engine="" early="" heard code started
+  local -a own words
   for heard in TERM INT HUP USR1; do
     # shellcheck disable=SC2064 # now, not then
     trap "node::heard $heard" "$heard"
@@ -77,8 +78,17 @@ node::start() { # COMMAND...
   # first process, once: beside it in the group is what has mounted the image, without which ranks die of SIGBUS.
   set -m
   "$@" &
-  engine=$!
+  started=$!
   set +m
+  # Until the child is the engine, it is a copy of this bash, whose handler would take a signal that nobody looks at later.
+  mapfile -d '' -t own </proc/$$/cmdline
+  words=("${own[@]}")
+  while [[ "${words[*]}" == "${own[*]}" ]]; do
+    sleep 0.01 # the disk with the engine's program may be slow
+    words=()
+    mapfile -d '' -t words <"/proc/$started/cmdline" || true # it has ended
+  done 2>/dev/null
+  engine=$started
   [[ -z "$early" ]] || node::heard "$early"
   while :; do # a signal ends the wait, and not the engine
     code=0
@@ -92,8 +102,11 @@ node::start() { # COMMAND...
 
 # shellcheck disable=SC2317 # a trap calls it
 node::heard() { # SIGNAL
-  early="$1"
-  [[ -z "$engine" ]] || kill "-$1" "$engine" 2>/dev/null || true
+  if [[ -z "$engine" ]]; then
+    early="$1"
+  else
+    kill "-$1" "$engine" 2>/dev/null || true
+  fi
 }
 
 # Nothing of the run outlives this script. The runner has ended all, unless it was killed, as by a scancel: Slurm signals

@@ -66,7 +66,8 @@ scratch=/tmp/dray-7-r copy='/local disk/dray-7-r.sif'
 readonly node__grace_s=10 # from SIGTERM to SIGKILL
 
 node::start() { # COMMAND...
-  local engine="" early="" heard code
+  local engine="" early="" heard code started
+  local -a own words
   for heard in TERM INT HUP USR1; do
     # shellcheck disable=SC2064 # now, not then
     trap "node::heard $heard" "$heard"
@@ -75,8 +76,17 @@ node::start() { # COMMAND...
   # first process, once: beside it in the group is what has mounted the image, without which ranks die of SIGBUS.
   set -m
   "$@" &
-  engine=$!
+  started=$!
   set +m
+  # Until the child is the engine, it is a copy of this bash, whose handler would take a signal that nobody looks at later.
+  mapfile -d '' -t own </proc/$$/cmdline
+  words=("${own[@]}")
+  while [[ "${words[*]}" == "${own[*]}" ]]; do
+    sleep 0.01 # the disk with the engine's program may be slow
+    words=()
+    mapfile -d '' -t words <"/proc/$started/cmdline" || true # it has ended
+  done 2>/dev/null
+  engine=$started
   [[ -z "$early" ]] || node::heard "$early"
   while :; do # a signal ends the wait, and not the engine
     code=0
@@ -90,8 +100,11 @@ node::start() { # COMMAND...
 
 # shellcheck disable=SC2317 # a trap calls it
 node::heard() { # SIGNAL
-  early="$1"
-  [[ -z "$engine" ]] || kill "-$1" "$engine" 2>/dev/null || true
+  if [[ -z "$engine" ]]; then
+    early="$1"
+  else
+    kill "-$1" "$engine" 2>/dev/null || true
+  fi
 }
 
 # Nothing of the run outlives this script. The runner has ended all, unless it was killed, as by a scancel: Slurm signals
@@ -212,6 +225,8 @@ node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, 
   local -r folder="${2%/*}"
   local wrong="" mode digest
   image="$1"
+  # What jobs left here that Slurm has killed. A run that has started holds its copy open, and no start takes an hour.
+  find "$folder/" -maxdepth 1 -name "dray-$UID-*.sif" -type f -user "$UID" -mmin +60 -delete 2>/dev/null || true
   mode="$(stat --dereference --format=%a -- "${folder:-/}")" || mode=777
   if [[ ! -f "$2" || -L "$2" ]]; then
     wrong="is not there"
@@ -219,6 +234,8 @@ node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, 
   elif [[ ! -O "$2" || ! "$(stat --dereference --format=%u -- "${folder:-/}")" =~ ^(0|$UID)$ ]] ||
     ((8#$mode & 8#22 && !(8#$mode & 8#1000))) || ! chmod 600 -- "$2"; then
     wrong="could be changed by another user"
+  elif [[ "$(stat --format=%s -- "$2")" != "$(stat --dereference --format=%s -- "$1")" ]]; then
+    wrong="is not whole"
   else
     digest="$(sha256sum <"$2")" || digest=""
     [[ "${digest%% *}" == "$3" ]] || wrong="has another digest, ${digest%% *}"
@@ -227,6 +244,7 @@ node::stage() { # IMAGE COPY SHA256: sets `image`: the copy, once it is proved, 
     image="$2"
   else
     echo "dray: the image is read from the shared file: the copy on this node, $2, $wrong" >&2
+    rm -rf -- "$2" 2>/dev/null || true # it fills the disk, or the memory, and then this node's check may fail
   fi
 }
 

@@ -18,7 +18,7 @@ from helpers import ROOT
 APPTAINER = """#!/bin/bash
 [[ "$1" != --version ]] || {{ echo apptainer version 1.4.0; exit; }}
 while [[ "$1" != *.sif ]]; do
-  [[ "$1" != --pwd ]] || {{ cd -- "$2" || exit; }}
+  [[ "$1" != --pwd=* ]] || {{ cd -- "${{1#*=}}" || exit; }}
   shift
 done
 shift

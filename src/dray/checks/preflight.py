@@ -32,15 +32,16 @@ class Rank:
         self._file = Path(plan["scratch"], run_folder.PREFLIGHT, f"rank-{self.number}.json")
         self.node = self.node_of(self.number)
         self.began = time.monotonic()
-        self.limit = 0
+        self.limit, self.ends = 0, 0.0
         self.seconds: dict[str, float] = {}
         self._phase = ""
         self._stack = (self.folder / f"rank-{self.number}.stack").open("w", encoding="utf-8")
 
     def deadline(self, seconds: int) -> None:
         """Set the deadline, counted from now, at which this rank writes its stack and ends."""
-        self.limit = seconds
+        self.limit, self.ends = seconds, time.monotonic() + seconds
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._stack)
+        self.report()
 
     def node_of(self, rank: int) -> str:
         """The name of a rank's node."""
@@ -56,8 +57,9 @@ class Rank:
 
     def report(self, **more: object) -> None:
         """Write how far this rank has come, for its node's runner."""
-        state: dict[str, object] = {"rank": self.number, "phase": self._phase, "pid": os.getpid(), "time": time.time()}
-        write_atomic(self._file, json.dumps({**state, "limit": self.limit, "order": len(self.seconds), **more}))
+        state: dict[str, object] = {"rank": self.number, "phase": self._phase or "its start", "time": time.time()}
+        state |= {"pid": os.getpid(), "limit": self.limit, "ends": self.ends, "order": len(self.seconds)}
+        write_atomic(self._file, json.dumps({**state, **more}))
 
 
 def main(path: str) -> int:
@@ -103,6 +105,7 @@ def _libraries(rank: Rank) -> None:
                 wanted=f"a library that the image can load ({rank.plan['site']})",
                 found="; ".join(library.problems),
                 fix="add what it needs to fabric.libraries, or use an image with its own libraries; see docs/sites.md",
+                node=rank.node,
             )
 
 

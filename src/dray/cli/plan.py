@@ -112,7 +112,7 @@ def _write(asked: Chosen, recipe: Recipe, seen: Facts, choice: Choice, runs: Pat
     decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run, beside=asked.beside)
     report(decided)
     print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}\ngrace_s={decided.grace_s}")
-    print(f"stage={decided.stage}\nspares={','.join(decided.world.spares)}")
+    print(f"stage={decided.stage}\nspares={','.join(decided.world.spares)}\nchoices={' '.join(decided.recipe.choices)}")
 
 
 def _read(name: str, site: str, gpu_memory: float | None) -> Facts:

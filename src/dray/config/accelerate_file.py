@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dray.config.model import validate
-from dray.config.recipe import Recipe
+from dray.config.recipe import Command, Recipe
 from dray.contract.findings import ConfigError, listed, nearest
 
 # What accelerate 1.15 reads; it ends on each node where there is another key.
@@ -48,8 +48,11 @@ def completed(recipe: Recipe, text: str, path: Path) -> Recipe:
         )  # fmt: skip
     if file.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise _refused(path, "compute_environment", "LOCAL_MACHINE", file["compute_environment"])
+    command = recipe.command
+    assert command is not None
+    precision = {} if command.precision else _precision(file, path)
     table = recipe.model_dump(exclude_unset=True)
-    table["command"] = {**_precision(file, path), **_strategy(file, path, recipe), **table["command"]}
+    table["command"] = {**precision, **_strategy(file, path, command), **table["command"]}
     table["accelerate"] = json.dumps(file)
     return validate(Recipe, table, what=f"the recipe with {path}")
 
@@ -96,12 +99,8 @@ def _precision(file: dict[str, Any], path: Path) -> dict[str, str]:
     return {"precision": _PRECISIONS[written.lower()]}
 
 
-def _strategy(file: dict[str, Any], path: Path, recipe: Recipe) -> dict[str, str]:
-    sections = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
-    kind = file.get("distributed_type")
-    if kind is None:  # a part of a file
-        kind = next((name for name, section in sections.items() if file.get(section)), None)
-    match kind:
+def _strategy(file: dict[str, Any], path: Path, command: Command) -> dict[str, str]:
+    match _type(file, command):
         case None:
             return {}
         case "NO" | "MULTI_GPU" | "MULTI_CPU":
@@ -110,16 +109,28 @@ def _strategy(file: dict[str, Any], path: Path, recipe: Recipe) -> dict[str, str
             _refuse_fsdp1(file.get("fsdp_config") or {}, path)
             return {"strategy": "fsdp"}
         case "DEEPSPEED":
-            return _deepspeed(file.get("deepspeed_config") or {}, path, recipe)
+            return _deepspeed(file.get("deepspeed_config") or {}, path, command)
         case other:
             raise _refused(path, "distributed_type", "MULTI_GPU, FSDP, DEEPSPEED", other)
 
 
-def _deepspeed(config: dict[str, Any], path: Path, recipe: Recipe) -> dict[str, str]:
-    command, stage, file = recipe.command, config.get("zero_stage"), config.get("deepspeed_config_file")
-    assert command is not None
+def _type(file: dict[str, Any], command: Command) -> object:
+    """The distributed_type: what [command] decides, else the file's own."""
+    if command.strategy:
+        return {"ddp": "MULTI_GPU", "fsdp": "FSDP"}.get(command.strategy, "DEEPSPEED")
+    if command.deepspeed:
+        return "DEEPSPEED"
+    kind = file.get("distributed_type")
+    if kind is None:  # a part of a file
+        sections = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
+        kind = next((name for name, section in sections.items() if file.get(section)), None)
+    return kind
+
+
+def _deepspeed(config: dict[str, Any], path: Path, command: Command) -> dict[str, str]:
+    stage, file = config.get("zero_stage"), config.get("deepspeed_config_file")
     table: dict[str, str] = {}
-    if stage is not None:
+    if stage is not None and not command.strategy:
         if stage not in (1, 2, 3):
             raise _refused(path, "deepspeed_config.zero_stage", "1, 2, 3", stage)
         table["strategy"] = f"zero{int(stage)}"

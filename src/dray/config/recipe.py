@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import Field, field_validator, model_validator
 
@@ -51,9 +51,9 @@ class Command(Spec):
     @field_validator("argv")
     @classmethod
     def _shows_no_secret(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        if words := secrets.in_command(argv):
+        if tokens := secrets.in_command(argv):
             raise SecretError(
-                f"{', '.join(words)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
+                f"{', '.join(tokens)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
                 "export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
                 "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
             )
@@ -112,6 +112,12 @@ class Recipe(Spec):
     with the same global batch. 0: the run ends."""
     max_requeues: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often dray requeues the job, if it has saved steps. 0: never. See docs/survive.md."""
+    requeue: Literal["normal", "expedite"] = "normal"
+    """normal: Slurm starts a requeued job after two minutes. expedite: at once, where Slurm is 25.11 or later and
+    allows it; `dray submit` asks for it (sbatch --requeue=expedite)."""
+    drain: Literal["stay", "leave"] = "stay"
+    """leave: where Slurm drains a node of the job, the run saves and ends with 75 within about a minute, so that
+    max_requeues brings it back on other nodes. stay: it goes on until the job ends."""
     grace_s: Annotated[int, Field(ge=1, le=65_535)] | None = None
     """Seconds before the time limit at which Slurm asks the run to save and end. Default: the site's, else 120."""
     hang_timeout_s: HangTimeout | None = None
@@ -131,6 +137,13 @@ class Recipe(Spec):
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
     analog: Analog | None = None
+
+    @property
+    def choices(self) -> list[str]:
+        """`key=value` of each key with a few words to choose from: bash reads them without quoting."""
+        fields = type(self).model_fields.items()
+        names = [name for name, field in fields if get_origin(field.annotation) is Literal and name != "version"]
+        return [f"{name}={getattr(self, name)}" for name in names]
 
     @property
     def replaces_nodes(self) -> bool:

@@ -8,9 +8,6 @@ from typing import ClassVar
 from dray.engines.base import DEVICES, MOUNTS, Container, Engine, Shell
 
 LABEL = "dray.run"
-# A script knows only then whether it has a terminal, which Docker refuses to make up.
-_TTY = [Shell("${tty:+--tty}")]
-_ROCM = ["--device=/dev/kfd", "--device=/dev/dri"]
 
 
 def network(run: str) -> str:
@@ -28,7 +25,11 @@ class Docker(Engine):
     read_only = "readonly"
     names_devices = True
     private_network = True
-    gpus: ClassVar[dict[str, list[str]]] = {"cpu": [], "cuda": ["--gpus=all"], "rocm": _ROCM}
+    gpus: ClassVar[dict[str, list[str]]] = {
+        "cpu": [],
+        "cuda": ["--gpus=all"],
+        "rocm": ["--device=/dev/kfd", "--device=/dev/dri"],
+    }
 
     def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
         node = container.name_variable
@@ -43,7 +44,8 @@ class Docker(Engine):
             "run",
             "--rm",
             "--init",
-            *(["--interactive", *_TTY] if container.terminal else []),
+            # A script knows only then whether it has a terminal, which Docker refuses to make up.
+            *(["--interactive", Shell("${tty:+--tty}")] if container.terminal else []),
             f"--label={LABEL}={container.run}",
             *(private if container.one_machine else ["--network=host"]),
             f"--user={container.user}",

@@ -68,8 +68,12 @@ def copy(site: Site, facts: Facts, engine: Engine, scratch: str) -> Choice[str]:
 
     Only the digest proves a copy, and nobody can guess its name before it is there. sbcast fails once a node is lost.
     """
-    if site.stage == "off" or facts.scheduler != "slurm" or engine.image != "file" or not engine.script_mounts:
+    if site.stage == "off":
         return Choice("", "")
+    if facts.scheduler != "slurm":
+        return Choice("", "not copied to the nodes: without Slurm there is no sbcast")
+    if engine.image != "file" or not engine.script_mounts:
+        return Choice("", f"not copied to the nodes: {engine.name} cannot start a copy")
     if not facts.image_sha256:
         return Choice("", "not copied to the nodes: there is no record beside the image with its digest")
     if facts.lost:

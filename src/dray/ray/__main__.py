@@ -21,15 +21,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dray.contract import exit_codes, files, run_folder
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import DrayError, RetryError, UnfitError
 from dray.runner import rendezvous
 from dray.runner.children import Children, ended_with, exit_code
 
-_OLDEST = (2, 52)  # the first whose ports ask for a token
+_OLDEST = (2, 54)  # 2.52 has a token, and 2.53: their nodes do not join
 # Below Linux's ephemeral ports, and above those of Ray's workers.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 # Sockets below it have paths of at most 107 characters, and Ray adds some 70.
 _TEMPORARY = "/tmp/ray-"  # noqa: S108  the name goes on with what nobody can guess
+_ANSWER_S = 10.0  # a head that has stopped is refused at once; a busy one may need Linux's third try
 _PROGRAM = "--program"
 _OPEN = "r"  # what Ray makes, which it opens to all users; the folder above stays closed
 
@@ -41,8 +42,10 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
     if "OMP_NUM_THREADS" not in {variable["name"] for variable in plan["env"]}:
         os.environ.pop("OMP_NUM_THREADS", None)  # for one process a node; Ray sets it for each of its workers
     node, nodes, store = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    # No other run has this port of Ray's head, since none has this port of the store at the same time.
+    # Of the store's port, which all nodes know, and which a restart changes. Another program may have it.
     head = (socket.gethostbyname(os.environ["MASTER_ADDR"]), _FIRST_PORT + (store + _PORTS // 2) % _PORTS)
+    if not node:
+        _require_port(head[1])
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()
     with _private(f"{_TEMPORARY}{secret[:12]}") as place:
         _set_variables(node, place, secret[12:], f"{head[0]}:{head[1]}", plan["world"]["rendezvous_timeout_s"])
@@ -55,15 +58,17 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
             *("--", sys.executable, "-m", "dray.ray", _PROGRAM, str(code_file), *command),
         ]
         ended = _run(argv, below=True)
-        if node and not _listens(head):  # the first node has stopped Ray, and returns the program's code
+        session = place / _OPEN / "session_latest"  # a worker makes it when the head has answered
+        if node and session.exists() and not _listens(head):  # the first node has stopped Ray, and returns the code
             return 0
         finished = code_file.exists()
         code = int(code_file.read_text()) if finished else exit_code(ended) or exit_codes.UNFIT
         if code:
             with suppress(OSError):
-                shutil.copytree(place / _OPEN / "session_latest" / "logs", logs, dirs_exist_ok=True)
+                shutil.copytree(session / "logs", logs, dirs_exist_ok=True)
         if ended >= 0 and not finished:
-            raise UnfitError("Ray ended before the program", where=logs, found=ended_with(ended))
+            unheard = "" if session.exists() else f", without an answer of Ray's head at {head[0]}:{head[1]}"
+            raise UnfitError("Ray ended before the program", where=logs, found=ended_with(ended) + unheard)
         return code
 
 
@@ -102,15 +107,15 @@ def _run(argv: list[str], *, below: bool = False) -> int:
                 children.ask()
                 continue
             for child in children.running:
-                started = Path(f"/proc/{child}/task/{child}/children").read_text().split() if below else []
-                for process in map(int, started or [str(child)]):
+                started = Path(f"/proc/{child}/task/{child}/children").read_text() if below else ""
+                for process in started.split() or [str(child)]:
                     with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGTERM)
+                        os.kill(int(process), signal.SIGTERM)
     return events.ended.popitem()[1]
 
 
 def _listens(head: tuple[str, int]) -> bool:
-    with suppress(OSError), socket.create_connection(head, 1.0):
+    with suppress(OSError), socket.create_connection(head, _ANSWER_S):
         return True
     return False
 
@@ -128,6 +133,18 @@ def _private(name: str) -> Iterator[Path]:
         shutil.rmtree(name, ignore_errors=True)
 
 
+def _require_port(port: int) -> None:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise RetryError(
+            f"the port of Ray's head, {port}, is busy on the first node",
+            wanted=f"port {port} free",
+            found=error.strerror,
+            fix="start the run again: Ray gets another port, unless the recipe has `port`; change that",
+        ) from error
+
+
 def _require_ray() -> None:
     try:
         found = importlib.metadata.version("ray")
@@ -136,7 +153,7 @@ def _require_ray() -> None:
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < _OLDEST:
         raise UnfitError(
             "launcher = ray, and the image lacks a new enough Ray",
-            wanted=f"ray {_OLDEST[0]}.{_OLDEST[1]} or newer, whose ports ask for a token",
+            wanted=f"ray {_OLDEST[0]}.{_OLDEST[1]} or newer, whose nodes join by `ray symmetric-run`",
             found=found,
             fix="dray image layer VARIANT --pip ray, and layer=ray",
         )

@@ -232,6 +232,8 @@ def restart(
     swept = supervised.sweep(_ENDING_S)
     if links.stopped:  # and the first node had called to the next start already: it ends that one
         os.kill(os.getpid(), signal.SIGTERM)
+    if links.asked:
+        os.kill(os.getpid(), signal.SIGUSR1)
     if not swept:
         raise UnfitError(
             "the ranks cannot be started again",

@@ -27,6 +27,7 @@ from dray.runner.protocol import (
     Idle,
     Message,
     Reports,
+    ReportsWanted,
     Restart,
     Save,
     Saved,
@@ -78,6 +79,7 @@ class Control:
         self._idle: set[int] = set()
         self.preflight: dict[int, list[dict[str, Any]]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
+        self.report_wanted = False
         self._file_watch, self._timings = watch, timings
         self.joined = Joined(plan, me, port)
         self.hang = Hang(plan, me, start.number, watch.size) if watched else None
@@ -174,10 +176,16 @@ class Control:
         self._tell_all(Failed(finding))
 
     def report_preflight(self, reports: list[dict[str, Any]]) -> None:
-        """Report to the first node how this node's ranks ended; nothing if all have passed."""
-        self.preflight[self._me] = reports
+        """Report to the first node how far this node's ranks have come; nothing if all have passed."""
+        self.report_wanted, self.preflight[self._me] = False, reports
         if self._me:
             self._tell_all(Reports(tuple(reports)))
+
+    def ask_preflight(self) -> None:
+        """As the first node, ask for new reports of all nodes whose ranks have not passed, and forget the old ones."""
+        self.preflight = {node: [] for node, reports in self.preflight.items() if not reports}
+        self.report_wanted = True
+        self._tell_all(ReportsWanted())
 
     def may_restart(self) -> bool:
         """Whether all ranks may be started again; only the first node decides that."""
@@ -288,12 +296,14 @@ class Control:
                 self._collect(node, message)
 
     def _collect(self, node: int, message: Message) -> None:
-        """Take what the first node collects of all nodes, and a hang."""
+        """Take what the first node collects of all nodes, or asks for, and a hang."""
         match message:
             case StartTimes(parts):
                 self._timings.hear(node, parts)
             case Reports(reports):
                 self.preflight[node] = list(reports)
+            case ReportsWanted():
+                self.report_wanted = True
             case Idle(ranks):
                 self.joined.ranks |= {*ranks}
                 self._idle.add(node)

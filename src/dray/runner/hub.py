@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from dray.runner.children import Loop
 from dray.runner.protocol import BrokenError, Message, decode, encode
@@ -39,8 +40,13 @@ class Connection:
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: Message) -> None:
-        """Send a message. OSError: the peer is gone, or does not read."""
-        self.line.sendall(encode(message))
+        """Send a message. OSError: the peer is gone, or does not read; then the connection is over for both."""
+        try:
+            self.line.sendall(encode(message))
+        except OSError:  # perhaps in the middle of a line, to which the next message would be appended
+            with suppress(OSError):  # it is closed already
+                self.line.shutdown(socket.SHUT_RDWR)
+            raise
 
     def receive(self, most: int = _CHUNK) -> list[Message]:
         """The messages that have arrived on a readable connection. OSError: it is broken."""

@@ -1,12 +1,13 @@
 """The preflight: after the node check and before the launch, all ranks prove in time that they can communicate.
 
-Each rank leaves its progress in a file of its own node. Once they have ended, each node sends their last reports to the
-first node, which judges by those of all nodes, and tells all.
+Each rank leaves its progress in a file of its own node. A node reports its ranks to the first node when one of them has
+failed, when all have passed, and when it is asked. The first node judges by the reports of all nodes, and tells all.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -15,14 +16,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from dray.contract import exit_codes, run_folder
-from dray.contract.findings import DrayError, UnfitError, error
+from dray.contract import run_folder
+from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
 from dray.runner import children, control
 from dray.runner.hello import StoppedError
 
-_GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves
+_GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves, and for an answer
 _LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"
-_OTHERS = 5.0  # seconds after the first failure in which the reports of all other ranks reach the first node
+_LOOK_S = 0.5  # from one look of the first node at all reports to the next: thousands may come at once
+_OTHERS = 5.0  # seconds after the first failure in which other ranks may fail too, or say why
 _STOOD = "see preflight/rank-*.stack and nccl-*.log in the run folder"
 
 
@@ -30,14 +32,12 @@ def check(
     plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str], links: control.Control
 ) -> None:
     """Return if all ranks can communicate, else raise why."""
-    began, world = time.monotonic(), plan["world"]
-    deadline = began + world["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"] + _GRACE
+    began = time.monotonic()
     try:
         for folder in (plan["scratch"], plan["folder"]):
             os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
         _start(plan, me, ranks, environ)
-        codes = _wait(ranks, deadline, links)
-        reports = _reports(plan, me, codes) if any(codes.values()) else []
+        _wait(plan, me, ranks, links, began + _limit(plan) + _GRACE)
     except OSError as wrong:
         raise UnfitError(
             "the preflight cannot start",
@@ -45,15 +45,15 @@ def check(
             found=wrong,
             fix="free space on that disk, and check your quota",
         ) from wrong
-    links.report_preflight(reports)
-    if not me:
-        _judge(plan, ranks, links, deadline + _GRACE)
-    elif reports:
-        _hear_judgement(ranks, links, deadline + 3 * _GRACE)
+    finally:
+        ranks.tell(signal.SIGKILL)
     if links.stopped:  # by a signal to another node
         sys.exit(128 + signal.SIGTERM)
     if links.cause:
-        raise StoppedError("the preflight has failed", wanted="all ranks fit", found=links.cause, code=links.cause.code)
+        wanted = "no failure on any node"
+        raise StoppedError(
+            "the run ends before this node's launch", wanted=wanted, found=links.cause, code=links.cause.code
+        )
     print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -68,94 +68,90 @@ def _start(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: 
     os.close(log)
 
 
-def _wait(ranks: children.Children, deadline: float, links: control.Control) -> dict[int, int]:
-    """Each rank's exit code, negative if a signal of others ended it; a rank that survives SIGKILL is left alone.
-
-    They end by themselves at a deadline, unless they hang. After a failure the others have some seconds for that, and
-    none once it is known why the run cannot start.
-    """
+def _wait(plan: Mapping[str, Any], me: int, ranks: children.Children, links: control.Control, deadline: float) -> None:
+    """Wait until this node's ranks, and on the first node all, have passed, or the run ends; raise what is wrong."""
     codes: dict[int, int] = {}
-    failed = killed = False
-    while ranks.running:
-        events = ranks.wait(deadline - time.monotonic())
-        _leave_at(events.signals, ranks)
-        known = bool(links.cause or links.stopped) or any(map(_explains, _all_reports(links)))
-        for rank, code in events.ended.items():
-            codes[rank] = exit_codes.UNFIT if code < 0 and (killed or known) else code
-        if not failed and (any(codes.values()) or _all_reports(links)):
-            failed = True
-            deadline = min(deadline, time.monotonic() + _OTHERS)
-        if time.monotonic() > deadline or (known and not killed):
-            if killed:
-                return {**codes, **dict.fromkeys(ranks.running.values(), exit_codes.UNFIT)}
-            ranks.tell(signal.SIGKILL)
-            deadline, killed = time.monotonic() + _GRACE, True
-    return codes
-
-
-def _leave_at(signals: list[int], ranks: children.Children) -> None:
-    """End at a signal: the run is stopped from outside, and that is no finding of this node's."""
-    if signals:
-        ranks.tell(signal.SIGKILL)
-        sys.exit(128 + signals[0])
-
-
-def _reports(plan: Mapping[str, Any], me: int, codes: Mapping[int, int]) -> list[dict[str, Any]]:
-    """How far each rank of this node came, and which signal ended it."""
-    found = []
-    for rank in _of_node(plan, me):
-        report: dict[str, Any] = {"rank": rank, "phase": "its start", "order": -1, "limit": 0, "time": 0.0}
-        with (
-            suppress(FileNotFoundError),
-            open(f"{plan['scratch']}/{run_folder.PREFLIGHT}/rank-{rank}.json", encoding="utf-8") as file,
-        ):
-            report = json.load(file)
-        stack = f"{plan['folder']}/{run_folder.PREFLIGHT}/rank-{rank}.stack"
-        report["expired"] = os.path.exists(stack) and os.path.getsize(stack) > 0
-        if codes[rank] < 0:
-            report["killed"] = signal.Signals(-codes[rank]).name
-        found.append(report)
-    return found
-
-
-def _judge(plan: Mapping[str, Any], ranks: children.Children, links: control.Control, deadline: float) -> None:
-    """As the first node: wait for the reports of all nodes; raise what is wrong, if anything is."""
-    failed = False
-    while not links.cause and not links.stopped:
-        if not failed and _all_reports(links):
-            failed, deadline = True, min(deadline, time.monotonic() + _OTHERS)
-        whole = len(links.preflight) == len(plan["world"]["nodes"])
-        if whole and not failed:
+    reports: dict[int, dict[str, Any]] = {}
+    """Of the ranks that have ended."""
+    own, judge = _of_node(plan, me), Judge(plan, links, deadline)
+    while True:
+        events = ranks.wait(_LOOK_S)
+        if events.signals:  # the run is stopped from outside, and that is no finding of this node's
+            sys.exit(128 + events.signals[0])
+        if links.cause or links.stopped:  # ranks that have ended since then were killed for it
             return
-        last = whole or time.monotonic() > deadline
-        if found := finding(plan, _each_rank(plan, links), last=last):
-            raise found
-        _leave_at(ranks.wait(deadline - time.monotonic()).signals, ranks)
+        codes |= events.ended
+        reports |= {rank: _report(plan, rank, code) for rank, code in events.ended.items()}
+        passed = len(codes) == len(own) and not any(codes.values())
+        if links.report_wanted or (events.ended and (passed or any(codes.values()))):
+            links.report_preflight([] if passed else [reports.get(rank) or _report(plan, rank) for rank in own])
+        if passed if me else judge.passed():
+            return
+        if me and time.monotonic() > deadline + 3 * _GRACE:
+            name = plan["world"]["nodes"][0]["name"]
+            raise UnfitError(
+                f"the first node ({name}) does not answer",
+                wanted="its judgement of the preflight",
+                found=f"nothing for {3 * _GRACE:.0f} s after the deadline",
+                fix=f"leave that node out (sbatch --exclude); see {run_folder.node_log(0)}",
+                node=name,
+            )
 
 
-def _hear_judgement(ranks: children.Children, links: control.Control, deadline: float) -> None:
-    """As another node on which a rank has failed: wait until the first node says what is wrong."""
-    while not links.cause and not links.stopped:
-        if time.monotonic() > deadline:
-            raise _unknown()
-        _leave_at(ranks.wait(deadline - time.monotonic()).signals, ranks)
+def _report(plan: Mapping[str, Any], rank: int, code: int | None = None) -> dict[str, Any]:
+    """How far a rank of this node has come, and how it ended if it has."""
+    report: dict[str, Any] = {"phase": "its start", "order": -1, "limit": 0, "time": 0.0, "ends": math.inf}
+    path = f"{plan['scratch']}/{run_folder.PREFLIGHT}/rank-{rank}.json"
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        report = json.load(file)
+    late = time.monotonic() > report.pop("ends")
+    explained = "finding" in report or "crashed" in report
+    report |= {"rank": rank, "stuck": late and code is None, "expired": late and bool(code) and not explained}
+    if code and code < 0:
+        report["killed"] = signal.Signals(-code).name
+    elif code and not explained and not late:
+        report["crashed"] = f"exit code {code}"
+    return report
 
 
-def _all_reports(links: control.Control) -> list[dict[str, Any]]:
-    """The reports of all nodes on which a rank has failed."""
-    return [report for reports in links.preflight.values() for report in reports]
+class Judge:
+    """The first node's judgement by the reports of all nodes."""
+
+    def __init__(self, plan: Mapping[str, Any], links: control.Control, deadline: float) -> None:
+        self._plan, self._links, self._deadline = plan, links, deadline
+        self._failed = self._asked = False
+        self._before: dict[int, list[dict[str, Any]]] = {}
+        """The reports from before all were asked."""
+        self._looks_at = 0.0
+
+    def passed(self) -> bool:
+        """Whether all ranks of all nodes have passed. DrayError: why they have not."""
+        now, new = time.monotonic(), self._links.preflight
+        whole = len(new) == len(self._plan["world"]["nodes"])
+        if whole and not any(new.values()):
+            return True
+        if now < self._looks_at:
+            return False
+        self._looks_at = now + _LOOK_S
+        reports = {**self._before, **new}
+        if not self._failed and any(reports.values()):
+            self._failed, self._deadline = True, min(self._deadline, now + _OTHERS)
+        over = now > self._deadline
+        if self._failed or over:
+            ranks = _each_rank(self._plan, reports)
+            if found := finding(self._plan, ranks, last=self._asked and (whole or over)):
+                raise found
+        if over:  # ranks that began later may be in order: all nodes say how far theirs have come by now
+            self._asked, self._deadline, self._before = True, now + _GRACE, reports
+            self._links.ask_preflight()
+        return False
 
 
-def _explains(report: Mapping[str, Any]) -> bool:
-    """Whether the rank knows why the run cannot start: what other ranks report cannot change that."""
-    return "finding" in report or "killed" in report
-
-
-def _each_rank(plan: Mapping[str, Any], links: control.Control) -> dict[int, dict[str, Any]]:
-    """How far each rank came, of all nodes that have reported it."""
-    passed = [node for node, reports in links.preflight.items() if not reports]
-    done = {rank: {"rank": rank, "phase": "done", "expired": False} for node in passed for rank in _of_node(plan, node)}
-    return {**done, **{report["rank"]: report for report in _all_reports(links)}}
+def _each_rank(plan: Mapping[str, Any], reports: Mapping[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """How far each rank has come, of all nodes that have reported it."""
+    done = {"phase": "done", "expired": False}
+    ranks = {rank: {"rank": rank, **done} for node in reports if not reports[node] for rank in _of_node(plan, node)}
+    return {**ranks, **{report["rank"]: report for node in reports.values() for report in node}}
 
 
 def _of_node(plan: Mapping[str, Any], node: int) -> range:
@@ -167,11 +163,22 @@ def _node(plan: Mapping[str, Any], rank: int) -> str:
     return str(plan["world"]["nodes"][rank // plan["world"]["ranks_per_node"]]["name"])
 
 
+def _limit(plan: Mapping[str, Any]) -> int:
+    """Seconds that all ranks have together for the rendezvous and the collectives."""
+    return int(plan["world"]["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"])
+
+
+def _all_nodes(plan: Mapping[str, Any]) -> str:
+    """The node of a finding which does not say whose fault it is: else the first node would name itself."""
+    return listed(node["name"] for node in plan["world"]["nodes"])
+
+
 def finding(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], *, last: bool) -> DrayError | None:
     """What went wrong, by how far each rank came; None while a later report may still change it."""
     for rank in ranks.values():
         if "finding" in rank:
-            return error(rank["finding"])
+            found = Finding(**rank["finding"])
+            return error(found._replace(node=found.node or _all_nodes(plan)))
         if "killed" in rank:
             return _of(plan, rank, f"was killed by {rank['killed']}", f"in: {rank['phase']}")
     ended = {
@@ -181,50 +188,42 @@ def finding(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], *, 
     crashed = [rank for rank in ranks.values() if "crashed" in rank]
     if not last and (silent or crashed):
         return None
-    expired = [rank for rank in ranks.values() if rank["expired"]]
-    if expired:
-        return _hung(plan, ranks, expired, silent)
-    if crashed:
+    if crashed and not any(rank["expired"] for rank in ranks.values()):
         first = min(crashed, key=lambda rank: (rank["order"], rank["time"]))
         return _of(plan, first, "failed", f"{first['crashed']}, in: {first['phase']}")
-    return _unknown()
+    return _hung(plan, ranks)
 
 
-def _unknown() -> DrayError:
-    log = run_folder.preflight_log("*")
-    return UnfitError(
-        "the preflight failed without a report", wanted="a report of each rank", found="none", fix=f"see {log}"
-    )
-
-
-def _hung(
-    plan: Mapping[str, Any],
-    ranks: Mapping[int, Mapping[str, Any]],
-    expired: list[Mapping[str, Any]],
-    silent: list[int],
-) -> DrayError:
-    """The ranks for which the others waited: those that never began, came least far, or could not report."""
-    limit = max(expired, key=lambda rank: int(rank["order"]))
+def _hung(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) -> DrayError:
+    """The ranks for which the others waited: those whose runner is silent, that came least far, or cannot end."""
     waiting = {number: rank for number, rank in ranks.items() if rank["phase"] != "done"}
-    furthest = max(waiting.values(), key=lambda rank: int(rank["order"]))
-    never = [number for number in silent if number not in ranks]
-    slowest = [number for number, rank in waiting.items() if rank["order"] < furthest["order"]]
-    guilty = never or slowest or [number for number in silent if number in ranks]
+    furthest: Mapping[str, Any] = max(
+        waiting.values(), key=lambda rank: int(rank["order"]), default={"phase": "done", "order": 0}
+    )
+    least = min((int(rank["order"]) for rank in waiting.values()), default=0)
+    expired = [rank for rank in waiting.values() if rank["expired"]]
+    limit = max(expired, key=lambda rank: int(rank["order"]))["limit"] if expired else _limit(plan)
+    silent = [number for number in range(plan["world"]["size"]) if number not in ranks]
+    slowest = [number for number, rank in waiting.items() if rank["order"] == least < furthest["order"]]
+    stuck = [number for number, rank in waiting.items() if rank.get("stuck")]
+    guilty = silent or slowest or (stuck if len(stuck) < len(waiting) else [])
     if not guilty:
         nodes = " ".join(sorted({_node(plan, number) for number in ranks}))
         return UnfitError(
-            f"{furthest['phase']} did not end within {limit['limit']} s on any rank",
+            f"{furthest['phase']} did not end within {limit} s on any rank",
             wanted=_LIMITS,
             found=f"all ranks hang in it, on {nodes}",
             fix=f"{_STOOD}, for where each rank stood and what NCCL reported",
+            node=_all_nodes(plan),
         )
-    known = ranks.get(guilty[0], {"phase": "its start"})
+    where = "its node's runner does not answer" if silent else f"stopped in: {ranks[guilty[0]]['phase']}"
+    others = f"the others waited in: {furthest['phase']}" if waiting else "the others have passed"
     return UnfitError(
         ", ".join(f"rank {number} on {_node(plan, number)}" for number in guilty[:4])
         + (f" and {len(guilty) - 4} more" if guilty[4:] else "")
-        + f" did not answer in {limit['limit']} s",
+        + f" did not answer in {limit} s",
         wanted=_LIMITS,
-        found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
+        found=f"{where}; {others}",
         fix=f"leave that node out (sbatch --exclude); {_STOOD}, for where each rank stood",
         node=_node(plan, guilty[0]),
         rank=guilty[0],

@@ -98,9 +98,13 @@ class StartTimes(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """How the preflight ended on a node: a report of each rank, or none if all have passed."""
+    """How far a node's ranks have come in the preflight: a report of each rank, or none if all have passed."""
 
     reports: tuple[dict[str, Any], ...]
+
+
+class ReportsWanted(_Plain):
+    """The first node asks how far the ranks of all nodes have come."""
 
 
 class Idle(NamedTuple):
@@ -134,8 +138,8 @@ class Ended(_Plain):
 _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Welcome, Refusal, Stop, Save, Saved, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports, Idle),
-        *(Restart, Ended, Finding, Seen, Entered),
+        *(Hello, Welcome, Refusal, Stop, Save, Saved, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports),
+        *(ReportsWanted, Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }
 
@@ -151,7 +155,7 @@ def decode(line: bytes) -> Message:
         message = json.loads(line, object_hook=_built)
     except (ValueError, TypeError, RecursionError) as error:
         raise BrokenError(f"malformed message: {error}") from error
-    if not isinstance(message, tuple):
+    if not isinstance(message, tuple) or (isinstance(message, _Reason) and not isinstance(message.finding, Finding)):
         raise BrokenError(f"malformed message: {line[:80]!r}")
     return message
 

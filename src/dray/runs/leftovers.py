@@ -99,7 +99,8 @@ def staged(folders: list[Path]) -> Iterator[Item]:
     for folder in folders:
         for image in sorted(folder.glob(f"dray-{os.geteuid()}-*.sif")):
             if own(image, folder=False):
-                yield item("staged", image, "an image's copy", used=image.stat().st_atime)
+                found = item("staged", image, "an image's copy", used=image.stat().st_atime)
+                yield found if found.age * 24 >= 1 else found.stays("a run may be about to start it")
 
 
 def builds(build: Path | None) -> Iterator[Item]:

@@ -16,7 +16,9 @@ from dray.contract.values import printable
 from dray.fitness import slurm_commands
 
 # squeue does not list ended jobs.
-_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+_WAITING = frozenset(
+    {"PENDING", "EXPEDITING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+)
 _COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last column may contain any character
 _ANSWER_S = 30.0
 JUST_S = 10.0  # until squeue lists a job after sbatch's answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError, DrayError, error
+from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.contract.values import control_characters
+from dray.fitness import slurm_commands
 from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import live, login, named, refusal, source, write
@@ -24,6 +26,7 @@ from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
 
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
+_EXPEDITE = "enable_expedited_requeue"
 
 
 class Asked(NamedTuple):
@@ -62,6 +65,11 @@ def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known 
     plan = write.decide(recipe, facts, choice, attempt)
     plan.refuse()
     own = options(recipe, choice.site, facts.gpus_per_node, asked.nodes)
+    if recipe.requeue == "expedite":
+        if why := normal_requeue(known.conf if known else slurm_commands.conf()):
+            plan = plan.model_copy(update={"findings": (*plan.findings, why)})
+        else:
+            own.append("--requeue=expedite")
     if asked.before is not None:
         own = [*asked.before, *(one for one in own if one.startswith(_SIZE))]
     argv = sbatch(
@@ -110,6 +118,20 @@ def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[st
         *([f"--nodes={nodes + recipe.spares}"] if nodes else []),
         *(["--no-kill"] if recipe.replaces_nodes else []),
     ]
+
+
+def normal_requeue(config: Mapping[str, str]) -> Finding | None:
+    """Why Slurm with this slurm.conf does not take --requeue=expedite; None if it does."""
+    version = re.match(r"(\d+)\.(\d+)", config.get("SLURM_VERSION", ""))
+    if version is None:
+        missing = "an answer of scontrol show config"
+    elif (int(version[1]), int(version[2])) < (25, 11):
+        missing = f"Slurm 25.11 or later, and this is {version[0]}"
+    elif _EXPEDITE not in config.get("SlurmctldParameters", "").split(","):
+        missing = f"SlurmctldParameters={_EXPEDITE} in slurm.conf"
+    else:
+        return None
+    return Finding(f"requeue = expedite needs {missing}; a requeued job waits two minutes", kind="note")
 
 
 def site_word(site: Site) -> str:

@@ -192,7 +192,8 @@ class TestTheJob:
             "engine=/tmp/evil", "engine=bash", "engine=apptainer;id", "image=../../tmp/evil", "image=X",
             "attempt=/tmp/evil/attempt-1", "attempt=RUNS/../attempt-1", "attempt=RUNS/a/../evil/attempt-1",
             "attempt=RUNS/x/evil", "attempt=RUNS/.x/attempt-1", "attempt=-x", "stage=/home/me/.bashrc",
-            "grace_s=1 --wrap=x", "spares=-w", "layer=x", "image_digest=x", "PATH=/tmp/evil", "x[$(touch PWNED)]=1", "",
+            "grace_s=1 --wrap=x", "spares=-w", "layer=x", "image_digest=x", "PATH=/tmp/evil",
+            "x[$(touch PWNED)]=1", "choices=gpus=$(id)", "choices=", "",
         ],
     )  # fmt: skip
     def test_an_answer(self, job: Job, answer: str) -> None:
@@ -206,7 +207,7 @@ class TestTheJob:
     def test_bash_knows_the_same_as_python(self) -> None:
         text = (ROOT / "slurm" / "engines.sh").read_text()
         assert f"engine__variants=({' '.join(get_args(Variant))})\n" in text
-        assert f"[engine]='{ENGINES.replace(' ', '|')}'" in (ROOT / "slurm" / "plan.sh").read_text()
+        assert f"engine__names=({ENGINES})\n" in (ROOT / "slurm" / "engine_table.sh").read_text()
         names = [name for name in engines.names("slurm") if name != "bare"]
         assert sorted(ENGINES.split()) == sorted(names)
         sites = get_args(Site.model_fields["engine"].annotation)

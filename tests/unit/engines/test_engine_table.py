@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 
@@ -15,7 +16,7 @@ ENGINES = [name for name in engines.names("slurm") if name != "bare"]
 TABLE = """\
 #!/usr/bin/env bash
 # What src/dray/engines says of the engines of a job; tests/unit/engines/test_engine_table.py writes this file.
-# shellcheck disable=SC2034,SC2054,SC2154
+# shellcheck disable=SC2034,SC2054,SC2154,SC2207
 
 readonly -a engine__names=({names})
 
@@ -34,7 +35,7 @@ engine::argv() {{ # sets `argv`, which starts a program in the image
 # What only the job knows, by the word that stands for it here.
 KNOWN = {
     "/FOLDER/edf.toml": '"$edf"', "/FOLDER": '"$where"', "/MOUNT:/MOUNT": '"$pairs"', "/IMAGE": '"$image"',
-    "1000:1000": '"$UID:$(id --group)"',
+    "1000:1000": '"$UID:$(id --group)"', "--userns=keep-id": "$( ((UID == 0)) || echo --userns=keep-id)",
 }  # fmt: skip
 CONTAINER = Container(
     run="plan", image="/IMAGE", accelerator="cpu", folder="/FOLDER", user="1000:1000",
@@ -88,3 +89,4 @@ def test_a_job_starts_the_planner_as_the_engine_says(engine: str) -> None:
     assert values > ({"/e f"} if engine == "edf" else {'/a "b"', "/my i"})
     assert ("--mount=x y" in words) == (engine in ("apptainer", "singularity", "podman-hpc"))
     assert ("--container-mounts=/a b:/a b" in words) == (engine == "pyxis")
+    assert ("--userns=keep-id" in words) == (engine == "podman-hpc" and os.getuid() != 0)  # Podman refuses it for root

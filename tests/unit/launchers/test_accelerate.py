@@ -316,7 +316,43 @@ def test_what_the_plan_decides_is_a_note(tmp_path: Path, line: str, shown: str) 
     assert not {"num_processes", "gpu_ids", "use_cpu", "mpirun_config"} & {*configuration}
 
 
+@pytest.mark.parametrize(
+    ("words", "file", "kind"),
+    [
+        (
+            ("command.strategy=fsdp",),
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n", "FSDP",
+        ),
+        (("command.strategy=ddp",), "deepspeed_config: {deepspeed_config_file: [1]}\n", "MULTI_GPU"),
+        (("command.strategy=ddp",), FSDP1, "MULTI_GPU"),
+        (("command.strategy=ddp",), "distributed_type: MEGATRON_LM\n", "MULTI_GPU"),
+        (("command.strategy=fsdp",), "distributed_type: MEGATRON_LM\n", "FSDP"),
+        (
+            ("command.strategy=zero2",), "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}\n",
+            "DEEPSPEED",
+        ),
+        (("command.deepspeed=ds.json",), FSDP1, "DEEPSPEED"),
+        (("command.precision=bf16",), "mixed_precision: tf32\n", "MULTI_GPU"),
+    ],
+)  # fmt: skip
+def test_what_command_overrides_may_be_anything(tmp_path: Path, words: tuple[str, ...], file: str, kind: str) -> None:
+    """Also what would be refused without [command]."""
+    found = recipe(tmp_path, "image=cuda", *words, file=file, deepspeed={"zero_optimization": {"stage": 2}})
+    assert found.command
+    assert (found.command.deepspeed is not None) == ("command.deepspeed=ds.json" in words)
+    assert files(found)["accelerate.json"]["distributed_type"] == kind
+
+
+def test_the_deepspeed_file_of_a_file_stays_beside_the_strategy(tmp_path: Path) -> None:
+    file = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 3}\n"
+    found = recipe(tmp_path, "command.strategy=zero2", file=file, deepspeed={"zero_optimization": {"stage": "auto"}})
+    assert files(found)["deepspeed.json"]["zero_optimization"] == {"stage": 2}
+    with pytest.raises(ConfigError, match="the file is for FSDP1"):
+        recipe(tmp_path, "command.strategy=fsdp", file=FSDP1)
+
+
 def test_what_says_the_same_as_the_plan_is_no_note(tmp_path: Path) -> None:
+    # `accelerate config` writes rdzv_backend and same_network to every file.
     same = (
         "num_machines: 2\nnum_processes: 8\nmachine_rank: 0\nmain_process_ip:\nmain_process_port: 29500\n"
         "rdzv_backend: c10d\ngpu_ids: all\nuse_cpu: false\nmpirun_config: {}\nenable_cpu_affinity: false\n"

@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -43,11 +45,14 @@ variables = {name: value for name, value in os.environ.items() if name.startswit
 told = {"options": options, "variables": variables, "token": token.read_text(), "ray": shutil.which("ray"),
         "modes": [oct(path.stat().st_mode & 0o777) for path in (token, token.parent)]}
 pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(told))
-if "--temp-dir" not in names:
-    sys.exit(print("Failed to start Ray: Command 'ray start' returned non-zero exit status 1."))  # its code is 0
-logs = pathlib.Path(options[-1].partition("=")[2], "session_latest", "logs")
+if "UNHEARD" in os.environ:
+    sys.exit("Error: Timed out waiting for head node to start.")
+folder = options[-1].partition("=")[2] if "--temp-dir" in names else token.parent / "r"  # the head's, by its answer
+logs = pathlib.Path(folder, "session_latest", "logs")
 logs.mkdir(parents=True)
 (logs / "gcs_server.err").write_text("busy")
+if "--temp-dir" not in names:
+    sys.exit(print("Failed to start Ray: Command 'ray start' returned non-zero exit status 1."))  # its code is 0
 if "FAILS" in os.environ:
     sys.exit(int(os.environ["FAILS"]))
 subprocess.run(program)
@@ -114,13 +119,13 @@ def test_an_image_without_ray(tmp_path: Path) -> None:
     assert ended.returncode == 69
     assert ended.stderr == (
         "dray: launcher = ray, and the image lacks a new enough Ray\n"
-        "  wanted: ray 2.52 or newer, whose ports ask for a token\n"
+        "  wanted: ray 2.54 or newer, whose nodes join by `ray symmetric-run`\n"
         "  found:  none\n"
         "  fix:    dray image layer VARIANT --pip ray, and layer=ray\n"
     )
 
 
-@pytest.mark.parametrize("version", ["2.51.2", "1.9.0", "2.9rc1"])
+@pytest.mark.parametrize("version", ["2.53.0", "1.9.0", "2.9rc1"])
 def test_an_older_ray(node, version: str) -> None:
     with node("true", ray=version) as started:
         _, err = started.communicate()
@@ -178,14 +183,54 @@ def test_ray_does_not_start_on_the_first_node(node, tmp_path: Path, code: str) -
     assert (logs / "gcs_server.err").read_text() == "busy"
 
 
-def test_a_worker_ends_with_the_first_node_and_not_before_it(node) -> None:
-    with node("true", rank=1) as it:
+def test_a_worker_ends_with_the_first_node_and_not_before_it(node, tmp_path: Path) -> None:
+    with node("true", rank=1, port=41_000) as it:
         _, err = it.communicate()
     assert (it.returncode, err) == (0, "")  # nobody listens: the first node has stopped Ray
-    with socket.create_server(("127.0.0.1", 25_000)), node("true", rank=1) as it:
+    with socket.create_server(("127.0.0.1", 26_000)), node("true", rank=1, port=41_000) as it:
+        _, err = it.communicate()
+    logs = tmp_path / "attempt-1/logs/ray-1"
+    assert it.returncode == 69
+    assert err == f"dray: Ray ended before the program\n  where:  {logs}\n  found:  exit code 0\n"
+    assert (logs / "gcs_server.err").read_text() == "busy"
+
+
+def test_a_worker_that_never_hears_the_head(node, tmp_path: Path) -> None:
+    """As behind a firewall: that nobody listens there tells nothing then."""
+    with node("true", rank=1, port=41_000, UNHEARD="1") as it:
         _, err = it.communicate()
     assert it.returncode == 69
-    assert "dray: Ray ended before the program\n" in err
+    assert err.endswith(
+        "dray: Ray ended before the program\n"
+        f"  where:  {tmp_path}/attempt-1/logs/ray-1\n"
+        "  found:  exit code 1, without an answer of Ray's head at 127.0.0.1:26000\n"
+    )
+
+
+@pytest.mark.seconds
+def test_a_head_that_answers_late_has_not_stopped() -> None:
+    """Its queue is full, so the kernel drops the first try to connect, which Linux repeats after a second."""
+    with socket.socket() as head, socket.socket() as waits, ThreadPoolExecutor() as pool:
+        head.bind(("127.0.0.1", 0))
+        head.listen(0)
+        waits.connect(head.getsockname())
+        asked = pool.submit(ray._listens, head.getsockname())
+        time.sleep(0.2)
+        head.accept()[0].close()
+        assert asked.result()
+
+
+def test_another_program_has_the_port_of_the_head(node, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 27_000)), node("true", port=42_000) as it:
+        _, err = it.communicate()
+    assert it.returncode == 75  # so max_restarts and max_requeues apply, and exclude no node
+    assert err == (
+        "dray: the port of Ray's head, 27000, is busy on the first node\n"
+        "  wanted: port 27000 free\n"
+        "  found:  Address already in use (while attempting to bind on address ('', 27000))\n"
+        "  fix:    start the run again: Ray gets another port, unless the recipe has `port`; change that\n"
+    )
+    assert not (tmp_path / "seen").exists()
 
 
 def test_the_program_hears_signals(node, tmp_path: Path) -> None:

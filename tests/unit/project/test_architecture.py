@@ -108,7 +108,7 @@ def test_only_these_rooms_import_torch() -> None:
     users = {
         room(path) for path in modules() if {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}
     }
-    assert users == {"checks", "ray", "tcp_store", "train"}
+    assert users == {"checks", "tcp_store", "train"}
 
 
 def test_nothing_is_unpickled_but_by_the_file_that_vets_it() -> None:

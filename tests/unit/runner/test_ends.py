@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_the_node_s_script_ends_what_a_killed_runner_has_left(tmp_path: Path) ->
     "before",
     [
         'set() { [[ $1 != -m ]] || kill -TERM $$; builtin set "$@"; }',
-        """set -T; trap '[[ "$BASH_COMMAND" != "engine=\\$!" ]] || kill -TERM $$' DEBUG""",  # it has no name yet
+        """set -T; trap '[[ "$BASH_COMMAND" != "started=\\$!" ]] || kill -TERM $$' DEBUG""",  # it has no name yet
     ],
 )
 def test_a_signal_while_the_engine_starts_reaches_it(tmp_path: Path, before: str) -> None:
@@ -213,3 +214,27 @@ def test_a_signal_while_the_engine_starts_reaches_it(tmp_path: Path, before: str
     code = script(tmp_path, "sleep 30", before).returncode  # -15: the script was killed itself
     assert (code, time.monotonic() - started < 20) == (128 + signal.SIGTERM, True)
     assert not (tmp_path / "own").exists()
+
+
+def test_the_engine_gets_a_signal_once(tmp_path: Path) -> None:
+    """Also one that comes when the engine has just started, before those are looked at that came earlier."""
+    before = """kill() { [[ "$1" != -TERM ]] || echo sent >>sent; builtin kill "$@"; }
+        set -T; trap '[[ "$BASH_COMMAND" != "[[ -z \\"\\$early\\" ]]" ]] || builtin kill -TERM $$' DEBUG"""
+    assert script(tmp_path, "sleep 30", before).returncode == 128 + signal.SIGTERM
+    assert (tmp_path / "sent").read_text() == "sent\n"
+
+
+def test_an_engine_that_starts_slowly_costs_no_core(tmp_path: Path) -> None:
+    """Its program may be on a disk that stalls."""
+    before = 'slow() { sleep 0.5; exec true; }; mapfile() { echo round >>rounds; builtin mapfile "$@"; }'
+    assert script(tmp_path, "slow", before).returncode == 0
+    assert len((tmp_path / "rounds").read_text().splitlines()) < 200
+
+
+@pytest.mark.slow
+def test_no_signal_is_lost_while_an_engine_starts(tmp_path: Path) -> None:
+    """On a busy machine 1 of 50 came to the copy of bash that was to be the engine, whose handler took it."""
+    before = 'set() { [[ $1 != -m ]] || kill -TERM $$; builtin set "$@"; }'
+    with ThreadPoolExecutor(3) as several:
+        ended = [*several.map(lambda _: script(tmp_path, "sleep 0.3", before).returncode, range(180))]
+    assert ended == [128 + signal.SIGTERM] * 180

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +19,13 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError, Finding
-from dray.runner import hang, heartbeats, hub, stacks
+from dray.runner import file_watch, hang, heartbeats, hub, stacks
 from dray.runner.children import Loop
 from dray.runner.culprit import Entered, Seen, culprit
 from dray.runner.heartbeats import Beat, Heartbeats
 from dray.runner.protocol import Progress
 from dray.runs import local, write
-from helpers import ROOT, python
+from helpers import ROOT, python, until
 from nodes import Start, control, ended
 
 # A program that beats as docs/survive.md shows, waits for the others by files as in a collective, and does once what
@@ -243,6 +244,34 @@ def test_a_rank_without_a_heartbeat_makes_progress_while_it_writes(tmp_path: Pat
     assert looked(beats, 5, 10) is None
     late = beats.look(11.0)
     assert (late.rank, late.seconds) == (0, 6.0)
+
+
+def test_time_in_which_the_shared_disk_stalls_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log may grow then, and nobody sees it."""
+    stalls, stat = threading.Event(), os.stat
+
+    def stalled(path: Any, *more: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith("rank-0.log") and stalls.is_set():
+            until(lambda: not stalls.is_set())
+        return stat(path, *more, **named)
+
+    monkeypatch.setattr(os, "stat", stalled)
+    monkeypatch.setattr(file_watch, "_LOOK_S", 0.05)
+    monkeypatch.setattr(file_watch, "_STALL_S", 0.5, raising=False)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("step 1\n")
+    watch = file_watch.FileWatch()
+    beats = Heartbeats(str(tmp_path), str(tmp_path), range(1), 5, 0.0, watch.size)
+    wrote(tmp_path, 0, 0, 0, 0, 0, program=os.getpid())
+    assert looked(beats, 0, 3) is None
+    until(lambda: watch.size(f"{tmp_path}/logs/rank-0.log") == 7)
+    stalls.set()
+    time.sleep(1)
+    assert looked(beats, 3, 20) is None
+    stalls.clear()
+    until(lambda: watch.size(f"{tmp_path}/logs/rank-0.log") == 7)
+    assert looked(beats, 20, 25) is None
+    assert looked(beats, 25, 28).rank == 0
 
 
 @pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 64, bytes(range(192, 256)), b"\0" * 64])

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,14 +29,21 @@ Begin = Callable[..., "list[subprocess.Popen[str]]"]
 def begin(plan: dict[str, Any], start: Start, tmp_path: Path) -> Begin:
     """Start the nodes of a plan with a preflight; the Python of each first runs what is planted in it."""
 
-    def nodes(*planted: str, each: int = 1, count: int = 2, rendezvous_timeout_s: int = 240, **wanted: object) -> Any:
+    def nodes(
+        *planted: str,
+        each: int = 1,
+        count: int = 2,
+        rendezvous_timeout_s: int = 240,
+        launcher=("true",),
+        **wanted: object,
+    ) -> Any:
         names = [f"node{number + 1}" for number in range(count)]
         fabric = {"kind": "unknown", "strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"]}
         plan["fabric"] = {**fabric, "min_bus_bandwidth_gb_s": 0.0}
         plan["world"] |= {"nodes": [{"name": name, "address": "127.0.0.1"} for name in names]}
         plan["world"] |= {"ranks_per_node": each, "size": each * count, "rendezvous_timeout_s": rendezvous_timeout_s}
         limits = {"timeout_s": 60, "megabytes": 1, "free_gb": 0, "shared_memory_gb": 0, "memory_gb": 0}
-        plan.update({"variant": "cpu", "site": "site s", "launcher": ["true"], "preflight": {**limits, **wanted}})
+        plan.update({"variant": "cpu", "site": "site s", "launcher": [*launcher], "preflight": {**limits, **wanted}})
         started = []
         for number, name in enumerate(names):
             site = tmp_path / f"site-{number}"
@@ -56,6 +64,7 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in (folder / "failures").glob("*.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
 def test_fit_nodes_leave_a_report(begin: Begin, tmp_path: Path) -> None:
@@ -202,6 +211,107 @@ def test_a_node_that_is_lost_is_to_blame_and_no_other(begin: Begin, tmp_path: Pa
     assert (found["node-0-lost-1.json"]["node"], found["node-0-lost-1.json"]["lost"]) == ("node2", True)
 
 
+RANK, RUNNER = ("dray.checks.preflight", "dray.runner")
+"""The programs which `planted_in` can tell."""
+
+
+def planted_in(program: str, lines: str) -> str:
+    """These lines of Python, of this program alone."""
+    return f"import sys\nif {program!r} in sys.orig_argv:\n{textwrap.indent(lines, '    ')}\n"
+
+
+@pytest.mark.seconds
+def test_a_rank_that_ends_without_a_report_is_named(begin: Begin, tmp_path: Path) -> None:
+    """As where the loader finds no library. The first node, which is well, took its own name for the record."""
+    waits, _ = suite("time.sleep(600)")
+    for code, shown in all_ended(begin(waits, planted_in(RANK, "import os\nos._exit(127)"), timeout_s=300)):
+        assert code == 69, shown
+        assert "rank 1 on node2 failed\n" in shown
+        assert "found:  exit code 127, in: its start\n" in shown
+    (found,) = records(tmp_path).values()
+    assert (found["node"], found["rank"]) == ("node2", 1)
+
+
+@pytest.mark.seconds
+def test_a_finding_without_a_node_is_not_the_first_node_s(begin: Begin, tmp_path: Path) -> None:
+    """Each rank finds that the sum is wrong, and none knows who made it so: no node is left out for it."""
+    line = "if rank.number == 1: raise UnfitError('the sum is wrong')\n    time.sleep(600)"
+    for code, shown in all_ended(begin(*suite(line), timeout_s=300)):
+        assert (code, "the sum is wrong" in shown) == (69, True), shown
+    (found,) = records(tmp_path).values()
+    assert found["node"] == "node1, node2"
+
+
+STOPS = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.seconds
+def test_a_node_whose_ranks_began_later_is_not_blamed(begin: Begin, tmp_path: Path) -> None:
+    """Its image was read from a slow disk, and its own deadline is not over."""
+    line = "if rank.number != 2: rank.phase('bandwidth')\n    time.sleep(600)"
+    well, hangs = suite(line)
+    later = f"{well}\n{planted_in(RANK, 'time.sleep(7)')}"
+    for code, shown in all_ended(begin(well, later, hangs.replace("time.sleep(600)", STOPS), count=3, timeout_s=3)):
+        assert code == 69, shown
+        assert "rank 2 on node3 did not answer in 3 s\n" in shown
+        assert "stopped in: all-reduce; the others waited in: bandwidth" in shown
+
+
+@pytest.mark.seconds
+def test_a_rank_that_is_killed_is_named_though_its_neighbours_hang(begin: Begin) -> None:
+    """All ranks of the first node failed of it, and the node of the rank waited for its neighbours."""
+    line = (
+        "if rank.number < 2: raise RuntimeError('the other side is gone')\n"
+        "    time.sleep(2)\n"
+        "    if rank.number == 3: os.kill(os.getpid(), 11)\n"
+        "    time.sleep(600)"
+    )
+    for code, shown in all_ended(begin(*suite(line), each=2, timeout_s=300)):
+        assert code == 69, shown
+        assert "rank 3 on node2 was killed by SIGSEGV\n" in shown
+
+
+SILENT = """
+import os, signal
+from dray.runner import control, preflight
+preflight._GRACE = 1.0
+STOPPED
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.seconds
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_runner_that_says_nothing_is_named(begin: Begin, tmp_path: Path, silent: int) -> None:
+    """It is stopped, or waits for the shared disk, and its connection lives."""
+    stopped = "control.Control.report_preflight = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)"
+    runners = [planted_in(RUNNER, SILENT.replace("STOPPED", stopped * (node == silent))) for node in range(2)]
+    well, other = suite("pass" if silent else "time.sleep(600 * rank.number)")
+    nodes = begin(f"{well}\n{runners[0]}", f"{other}\n{runners[1]}", rendezvous_timeout_s=6, timeout_s=2)
+    until(lambda: records(tmp_path) != {})
+    nodes[silent].kill()
+    code, shown = ended(nodes[1 - silent])
+    assert code == 69, shown
+    assert records(tmp_path)[f"node-{1 - silent}.json"]["node"] == f"node{silent + 1}"
+    if silent:
+        assert "rank 1 on node2 did not answer in 8 s\n" in shown
+        assert "its node's runner does not answer; the others have passed" in shown
+    else:
+        assert "the first node (node1) does not answer\n" in shown
+
+
+@pytest.mark.seconds
+def test_a_launch_that_fails_elsewhere_is_no_failed_preflight(plan: dict[str, Any], begin: Begin) -> None:
+    """The first node still waits for its ranks, or for reports, when others launch."""
+    nodes = begin(
+        *suite("time.sleep(4 * (rank.number == 0))"), launcher=["sh", "-c", "exit $((5 * $0))", "{node_rank}"]
+    )
+    (first, shown), (second, _) = all_ended(nodes)
+    assert (first, second) == (5, 5), shown
+    assert "the run ends before this node's launch\n" in shown
+    assert "found:  the launcher ended: exit code 5" in shown
+
+
 COUNTS = """
 import builtins
 opens = builtins.open
@@ -223,7 +333,8 @@ def test_a_node_reads_no_reports_of_other_nodes(begin: Begin, tmp_path: Path) ->
         assert code == 69, shown
     for node, ranks in ((0, (0, 1)), (1, (2, 3))):
         reads = (tmp_path / f"reads-{node}").read_text().splitlines()
-        assert reads == [f"{tmp_path}/own/preflight/rank-{rank}.json" for rank in ranks]
+        assert {*reads} == {f"{tmp_path}/own/preflight/rank-{rank}.json" for rank in ranks}
+        assert len(reads) <= 6  # at the end of each rank, and when the first node asks
 
 
 @pytest.mark.seconds
@@ -253,7 +364,10 @@ def test_machines_that_share_no_disk_hear_of_it_too(plan: dict[str, Any], begin:
 class TestWhoIsToBlame:
     """By what each rank of two nodes with two ranks has said."""
 
-    PLAN: ClassVar[dict[str, Any]] = {"world": {"nodes": NODES, "ranks_per_node": 2, "size": 4, "shared_folder": True}}
+    PLAN: ClassVar[dict[str, Any]] = {
+        "world": {"nodes": NODES, "ranks_per_node": 2, "size": 4, "shared_folder": True, "rendezvous_timeout_s": 60},
+        "preflight": {"timeout_s": 30},
+    }
     ORDER = ("import torch", "rendezvous", "all-reduce", "all-gather", "done")
 
     def ranks(self, *phases: str, **changes: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -270,7 +384,7 @@ class TestWhoIsToBlame:
         return refusal and (str(refusal).splitlines()[0], refusal.finding.node, refusal.finding.rank)
 
     def test_who_stopped_in_the_same_collective_as_all_others(self) -> None:
-        ranks = self.ranks(*["all-reduce"] * 4, r2={"expired": False})
+        ranks = self.ranks(*["all-reduce"] * 4, r2={"expired": False, "stuck": True})
         assert self.blame(ranks, last=False) is None
         assert self.blame(ranks) == ("rank 2 on node2 did not answer in 60 s", "node2", 2)
 
@@ -312,8 +426,19 @@ class TestWhoIsToBlame:
         ranks = self.ranks("all-reduce", "rendezvous", "all-reduce", "all-reduce", r0=lost, r1=lost, r2=lost, r3=lost)
         assert self.blame(ranks) == ("rank 1 on node1 failed", "node1", 1)
 
-    def test_without_any_word(self) -> None:
-        assert self.blame({}) == ("the preflight failed without a report", "", None)
+    def test_whose_runner_says_nothing(self) -> None:
+        ranks = self.ranks("done", "done")
+        assert self.blame(ranks, last=False) is None
+        hang = preflight.finding(self.PLAN, ranks, last=True)
+        assert str(hang).splitlines()[0] == "rank 2 on node2, rank 3 on node2 did not answer in 90 s"
+        assert hang.finding.found == "its node's runner does not answer; the others have passed"
+
+    def test_not_who_began_later(self) -> None:
+        """It has time left in the collective in which the others have waited in vain."""
+        ranks = self.ranks(
+            *["all-reduce"] * 4, r1={"expired": False, "stuck": False}, r3={"expired": False, "stuck": True}
+        )
+        assert self.blame(ranks) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
 
 
 # Lines as the libraries write them; each log ends in what is decisive.
@@ -438,6 +563,7 @@ class TestLibraries:
             wanted="a library that the image can load (site s)",
             found="does not exist",
             code=69,
+            node="node2",
         )
         self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so", local="1")  # the first has said it
 

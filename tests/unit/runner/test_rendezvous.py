@@ -31,6 +31,7 @@ from dray.runner.protocol import (
     Idle,
     Message,
     Reports,
+    ReportsWanted,
     Restart,
     Save,
     Stacks,
@@ -349,6 +350,33 @@ class TestConnection:
         assert select.select([guest.line], [], [], 0)[0]
         assert [type(message) for message in guest.receive()] == [Stop, Save]
 
+    def test_a_connection_is_over_once_a_message_could_not_be_sent(self, ends) -> None:
+        """It may be cut in the middle, and the next one would be appended to it."""
+        host, guest = ends
+        host.line.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            host.send(Failed(Finding("x" * 10_000_000)))
+        while guest.line.recv(1 << 16):
+            pass
+        assert host.line.recv(1) == b""
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            '{"Failed": [{"Fin{"Idle": [[]]}',
+            '{"Failed": [{"reason": "none"}]}',
+            '{"Failed": ["none"]}',
+            "7",
+            '{"Late": [1]}',
+        ],
+    )
+    def test_a_node_that_sends_no_message_is_lost(self, ends, plan, line: str) -> None:
+        host, guest = ends
+        links = control(plan, {1: host}, Loop())
+        guest.line.sendall(f"{line}\n".encode())
+        links._read(1)
+        assert (links.cause.problem, links.cause.code) == ("node 1 (node2) is gone", 75)
+
     @pytest.fixture
     def crossing(self) -> Iterator[tuple[hub.Connection, hub.Connection, list[Message]]]:
         """Two ends over TCP, of which each has told what the other has not read; most of the host's waits in its
@@ -440,6 +468,7 @@ SEEN = Seen(3, "n1", 5, "step", "runs", ("a.py:1 f",), (Entered("0", 9, "all_gat
         Late(1, 2, 3, 4.5, 6.5),
         Stacks(((SEEN, [3, 4]),)),
         Reports(({"rank": 1, "finding": {"problem": "p"}},)),
+        ReportsWanted(),
         StartTimes({"import": 1.5}),
         Restart(1, "ab", 5),
     ],

@@ -250,6 +250,36 @@ def test_a_signal_to_one_node_between_two_starts_ends_the_run(
     assert {name.split()[1] for name in starts(plan)} <= {"0/2", "1/2"}
 
 
+ASKED = """
+import os, sys
+if 'dray.runner' in sys.orig_argv:
+    from dray.runner import control
+    lead = control.Control.lead
+    def asked(self, explain):
+        code = lead(self, explain)
+        if self.next and self.next.number == 1:
+            self.ask()  # by a signal before the first node's call was read
+        return code
+    control.Control.lead = asked
+"""
+
+
+@pytest.mark.seconds
+def test_a_node_that_was_asked_to_save_between_two_starts_saves(
+    plan: dict[str, Any], start: Start, tmp_path: Path
+) -> None:
+    """The first node has decided by then that all start again, and reads nothing more of this start."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(ASKED)
+    saves = "trap 'exit 75' USR1; [ $again = 0 ] || while :; do sleep 0.05; done"
+    ranks(plan, before=saves, most=1)
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2", PYTHONPATH=path)]
+    (first, said), (second, _) = [ended(node) for node in nodes]
+    assert (first, second) == (75, 0), said
+    assert {name.split()[1] for name in starts(plan)} == {"0/1", "1/1"}
+
+
 def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes move hang.json, and on a slow disk it was there when they looked."""
     (tmp_path / "failures").mkdir()

@@ -173,11 +173,18 @@ def test_staged_images(tmp_path: Path) -> None:
     disk.mkdir()
     for name in (f"dray-{uid}-aa.sif", f"dray-{uid}-bb.sif", f"dray-{uid}9-aa.sif", "thesis.sif", f"dray-{uid}-aa"):
         (disk / name).touch()
+    (disk / f"dray-{uid}-cc.sif").touch()
     (disk / f"dray-{uid}-folder.sif").mkdir()
     (disk / f"dray-{uid}-link.sif").symlink_to(paths.plan)
     old(disk, 90)
-    found = looked(tmp_path / "runs", "staged")
-    assert sorted(found) == [f"dray-{uid}-aa.sif", f"dray-{uid}-bb.sif"]
+    (disk / f"dray-{uid}-cc.sif").touch()  # of a run in another folder of runs, which has not started yet
+    found = looked(tmp_path / "runs", "staged", days=0)
+    kept = {name: item.kept for name, item in found.items()}
+    assert kept == {
+        f"dray-{uid}-aa.sif": "",
+        f"dray-{uid}-bb.sif": "",
+        f"dray-{uid}-cc.sif": "a run may be about to start it",
+    }
     assert clean.remove(found[f"dray-{uid}-aa.sif"]) == ""
     assert not (disk / f"dray-{uid}-aa.sif").exists()
 

@@ -117,6 +117,11 @@ def test_it_never_goes_back_into_the_queue(
             ["scancel --state=PENDING 18"],
             "the job was waiting in the queue and was cancelled; it never started",
         ),
+        (
+            "EXPEDITING",
+            ["scancel --state=PENDING 18"],
+            "the job was waiting in the queue and was cancelled; it never started",
+        ),
         ("CONFIGURING", ["scancel 18"], "the job was cancelled before training began: job 18, CONFIGURING"),
     ],
 )

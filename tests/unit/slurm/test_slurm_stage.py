@@ -35,7 +35,13 @@ def test_the_node_s_script() -> None:
         ({"spares": ("n4",)}, "/tmp/dray-7-r.sif", None),
         ({"sha256": ""}, "", "not copied to the nodes: there is no record beside the image with its digest"),
         ({"lost": ("n4",)}, "", "not copied to the nodes again, since the job has lost one"),
-        ({"scheduler": "hosts", "nodelist": "n1,n2,n3"}, "", ""),
+        (
+            {"scheduler": "hosts", "nodelist": "n1,n2,n3"},
+            "",
+            "not copied to the nodes: without Slurm there is no sbcast",
+        ),
+        ({"engine": "podman-hpc"}, "", "not copied to the nodes: podman-hpc cannot start a copy"),
+        ({"engine": "pyxis"}, "", "not copied to the nodes: pyxis cannot start a copy"),
         ({"disk": "off"}, "", ""),
     ],
 )
@@ -107,6 +113,10 @@ def _half(node: Node) -> None:
     node.copy.write_bytes(IMAGE[:999])
 
 
+def _changed(node: Node) -> None:
+    node.copy.write_bytes(IMAGE[::-1])
+
+
 def _open(node: Node) -> None:
     node.copy.write_bytes(IMAGE)
     node.disk.chmod(0o777)
@@ -131,7 +141,8 @@ ROOTS = pytest.mark.skipif(os.geteuid() != 0, reason="root makes another user's 
         (_nothing, "is not there"),
         (_link, "is not there"),
         (_folder, "is not there"),
-        (_half, f"has another digest, {hashlib.sha256(IMAGE[:999]).hexdigest()}"),
+        (_half, "is not whole"),
+        (_changed, f"has another digest, {hashlib.sha256(IMAGE[::-1]).hexdigest()}"),
         (_open, "could be changed by another user"),
         pytest.param(_theirs, "could be changed by another user", marks=ROOTS),
         pytest.param(_their_folder, "could be changed by another user", marks=ROOTS),
@@ -139,12 +150,26 @@ ROOTS = pytest.mark.skipif(os.geteuid() != 0, reason="root makes another user's 
 )
 @pytest.mark.hostile("node")
 def test_else_it_starts_the_shared_image_and_says_why(node: Node, harm: Callable[[Node], None], why: str) -> None:
+    """And what filled the disk is gone, before the node is checked for room."""
     harm(node)
-    ended = node.run()
+    ended = node.run(f"ls -A {shlex.quote(str(node.disk))}")
     told = f"dray: the image is read from the shared file: the copy on this node, {node.copy}, {why}\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{node.image}\n", told)
-    assert list(node.disk.iterdir()) == []
     assert node.image.read_bytes() == IMAGE
+
+
+def test_it_removes_what_killed_jobs_have_left(node: Node) -> None:
+    """A run that has started holds its copy open, and one that is about to start has a young one."""
+    node.copy.write_bytes(IMAGE)
+    mine, minutes = f"dray-{os.getuid()}", {"-old.sif": 70, "-young.sif": 50, "9-old.sif": 70, "-old": 70}
+    for name, age in minutes.items():
+        (node.disk / f"{mine}{name}").touch()
+        os.utime(node.disk / f"{mine}{name}", (time.time() - age * 60,) * 2)
+    (node.disk / f"{mine}-folder.sif").mkdir()
+    os.utime(node.disk / f"{mine}-folder.sif", (0, 0))
+    assert node.run().stdout == f"{node.copy}\n"
+    kept = {path.name.removeprefix(mine) for path in node.disk.iterdir()}
+    assert kept == {"-young.sif", "9-old.sif", "-old", "-folder.sif"}
 
 
 def test_tmp_is_a_folder_for_copies(node: Node) -> None:
@@ -207,8 +232,13 @@ def test_one_command_copies_it_to_all_nodes(batch: Batch) -> None:
 
 
 def test_a_spare_node_keeps_none(batch: Batch) -> None:
-    """No node.sh runs there. One that takes another's place later reads the shared image."""
+    """No node.sh runs there. One that takes another's place later reads the shared image. The start waits for none."""
+    batch.tool("srun", f"#!/bin/bash\nuntil [[ -e go ]]; do sleep 0.1; done\n{CALL}")
     batch.lines("n3,n4")
+    (batch.folder / "go").touch()
+    deadline = time.monotonic() + 60
+    while len(batch.calls()) < 15 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert batch.calls()[3:] == [
         "srun", "--overlap", "--export=ALL", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpu-bind=none",
         "--nodelist=n3,n4", "rm", "--force", "--", "/local/dray-7-r.sif",
@@ -218,10 +248,10 @@ def test_a_spare_node_keeps_none(batch: Batch) -> None:
 def test_where_it_fails_the_nodes_read_the_shared_file(batch: Batch) -> None:
     error = "sbcast: error: REQUEST_FILE_BCAST(n2): No space left on device"
     batch.tool("sbcast", f"#!/bin/bash\necho '{error}' >&2\nexit 1\n")
-    assert batch.lines() == [f"image: the nodes read the shared file: sbcast ended with 1: {error}"]
+    assert batch.lines() == [f"image: nodes without a whole copy read the shared file: sbcast ended with 1: {error}"]
     (batch.folder / "bin" / "sbcast").unlink()
     (line,) = batch.lines()
-    assert line.startswith("image: the nodes read the shared file: sbcast ended with 127: timeout: ")
+    assert line.startswith("image: nodes without a whole copy read the shared file: sbcast ended with 127: timeout: ")
 
 
 def test_nothing_is_copied_where_the_plan_has_no_copy(batch: Batch) -> None:
@@ -229,12 +259,25 @@ def test_nothing_is_copied_where_the_plan_has_no_copy(batch: Batch) -> None:
     assert not (batch.folder / "calls").exists()
 
 
-def test_it_has_a_limit(batch: Batch) -> None:
-    batch.tool("timeout", '#!/bin/bash\necho "$1" >>limits; shift; exec /usr/bin/timeout 0.2 "$@"\n')
-    batch.tool("sbcast", "#!/bin/bash\nexec sleep 600\n")
-    (line,) = batch.lines()
-    assert line.startswith("image: the nodes read the shared file: sbcast ended with 124: ")
-    assert (batch.folder / "limits").read_text() == "900\n"
+DEAF = "trap '' TERM; exec sleep 30"
+
+
+@pytest.mark.parametrize(
+    ("sbcast", "inner"),
+    [("exec sleep 30", ""), (DEAF, ""), ("", f'[[ "$3" != sbcast ]] || {{ {DEAF}; }}')],
+    ids=["a slow disk", "it does not hear SIGTERM", "SIGKILL does not end it, nor the timeout that waits for it"],
+)
+def test_it_has_a_limit(batch: Batch, sbcast: str, inner: str) -> None:
+    faster = 'exec /usr/bin/timeout "${1}e-3" "${2}e-3" "${@:3}"'
+    batch.tool("timeout", f'#!/bin/bash\necho "$*" >>limits\n{inner}\n{faster}\n')
+    batch.tool("sbcast", f"#!/bin/bash\n{sbcast}\n")
+    with batch.begin() as job:
+        line, last = job.communicate(timeout=20)[0].splitlines()  # bash itself says on stderr what was killed
+    assert re.match(r"image: nodes without a whole copy read the shared file: sbcast ended with (124|137): ", line)
+    assert (job.returncode, last) == (0, "on")
+    own = "timeout --kill-after=10 900 sbcast /my images/i.sif /local/dray-7-r.sif"
+    limits = [f"--kill-after=20 920 {own}", own.removeprefix("timeout ")]
+    assert (batch.folder / "limits").read_text().splitlines() == limits
 
 
 @pytest.mark.parametrize("by", ["a signal", "dray stop"])

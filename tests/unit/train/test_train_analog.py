@@ -108,6 +108,7 @@ def test_input_ranges_follow_the_data_alike_everywhere_and_are_then_learnt(run) 
     assert float(learnt[ranges[0].replace("input_range", "input_range_update_idx")]) == 10
 
 
+@pytest.mark.slow
 def test_embeddings_stay_tied(run) -> None:
     found = run(1, *SEED, steps=2).end().weights()
     assert "cls.predictions.decoder.input_range" not in found

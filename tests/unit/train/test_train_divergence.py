@@ -64,7 +64,7 @@ def steps(run: Run) -> list[int]:
     return [event["step"] for event in run.events("step")]
 
 
-@pytest.mark.parametrize("log_every", [1, 7])
+@pytest.mark.parametrize("log_every", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_a_loss_that_is_not_finite_is_named_with_its_rank_and_samples(run: BEGUN, log_every: int) -> None:
     other = run(2, *FOUR, f"train.log_every={log_every}").end(1, NAN_AT="6", RANKS="1")
     assert (

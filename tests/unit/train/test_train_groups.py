@@ -66,7 +66,11 @@ def started(folder: Path, lazy: str, ranks: int) -> tuple[list[list[int]], list[
 @pytest.mark.parametrize(
     ("lazy", "ranks", "connections"),
     # 1, 2, 4 and 8 ranks before and behind, where 8 is the same; all others, in each of two groups.
-    [("1", 16, 7), ("1", 11, 8), ("0", 11, 2 * 10)],
+    [
+        pytest.param("1", 16, 7, marks=pytest.mark.slow),
+        ("1", 11, 8),
+        pytest.param("0", 11, 2 * 10, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_connects_to_few_others_and_hears_of_one_that_dies(
     tmp_path: Path, lazy: str, ranks: int, connections: int

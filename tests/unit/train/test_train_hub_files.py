@@ -71,6 +71,7 @@ def read(hub: str, home: Path, *names: str, **env: str) -> list[tuple[str, Any]]
     return [tuple(json.loads(line)) for line in ended.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_names_and_files_are_streamed(hub: str, tmp_path: Path) -> None:
     names = ["hub:me/texts", "hf://datasets/me/texts/data/*.jsonl", "hf://datasets/me/texts@v1/data"]
     names += ["json:hf://datasets/me/texts/data/*.jsonl"]

@@ -88,6 +88,7 @@ def test_the_models_own_weights_stay_and_the_sum_is_saved(run) -> None:
                 assert torch.allclose(weight, after[name], atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_same_and_its_checkpoints_are_small(run, folder) -> None:
     whole = run(2, *chats(folder), *LORA, "lora.dropout=0.1").end()
     kept = folder / "kept"

@@ -119,7 +119,14 @@ def test_ranks_and_passes_change_nothing(run: BEGUN, alone: Run, ranks: int, per
 
 
 @pytest.mark.parametrize(
-    ("strategy", "offload"), [("zero1", ""), ("zero2", ""), ("zero3", ""), ("zero2", "optimizer"), ("zero3", "all")]
+    ("strategy", "offload"),
+    [
+        pytest.param("zero1", "", marks=pytest.mark.slow),
+        ("zero2", ""),
+        pytest.param("zero3", "", marks=pytest.mark.slow),
+        pytest.param("zero2", "optimizer", marks=pytest.mark.slow),
+        ("zero3", "all"),
+    ],
 )
 @pytest.mark.deepspeed
 def test_deepspeeds_stages_are_the_same_training(zero: BEGUN, alone: Run, strategy: str, offload: str) -> None:
@@ -165,7 +172,7 @@ def test_on_a_cpu_the_bits_are_the_same_with_deterministic_and_without(run: BEGU
     assert all(torch.equal(weight, alone.weights()[name]) for name, weight in other.weights().items())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) -> None:
     resumed(run, strategy)
 
@@ -177,7 +184,7 @@ def test_a_resumed_run_with_master_weights_is_the_same_to_the_last_bit(run: BEGU
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_a_resumed_run_of_deepspeeds_is_the_same_to_the_last_bit(zero: BEGUN, strategy: str) -> None:
     resumed(zero, strategy)
 
@@ -224,7 +231,11 @@ def test_two_nodes_that_each_have_all_weights_hand_them_on(run: BEGUN, alone: Ru
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("ranks", "strategy", "others", "then"),
-    [(2, "zero3", 4, "zero2"), pytest.param(4, "zero1", 2, "ddp", marks=pytest.mark.slow), (1, "ddp", 2, "zero3")],
+    [
+        (2, "zero3", 4, "zero2"),
+        pytest.param(4, "zero1", 2, "ddp", marks=pytest.mark.slow),
+        pytest.param(1, "ddp", 2, "zero3", marks=pytest.mark.slow),
+    ],
 )
 def test_any_ranks_and_stages_go_on_from_any_others(
     zero: BEGUN, alone: Run, ranks: int, strategy: str, others: int, then: str
@@ -684,10 +695,9 @@ def test_a_checkpoint_of_another_order_is_refused(run: BEGUN, folder: Path) -> N
         assert f"  found:  {found}\n" in said
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
-)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_deepspeeds_bf16_is_near(zero: BEGUN, alone: Run, strategy: str) -> None:
     other = zero(2, f"train.strategy={strategy}", "train.precision=bf16", "batch.per_device=2").end()
     assert other.losses() == pytest.approx(alone.losses(), rel=2e-2)

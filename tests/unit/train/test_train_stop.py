@@ -47,7 +47,7 @@ def steps(other: Run) -> int:
         pytest.param(DDP, signal.SIGUSR1, id="ddp-SIGUSR1"),
         pytest.param(DDP, signal.SIGTERM, id="ddp-SIGTERM", marks=pytest.mark.slow),
         pytest.param(FSDP, signal.SIGUSR1, id="fsdp-SIGUSR1", marks=pytest.mark.slow),
-        pytest.param(FSDP, signal.SIGTERM, id="fsdp-SIGTERM"),
+        pytest.param(FSDP, signal.SIGTERM, id="fsdp-SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], number: signal.Signals) -> None:
