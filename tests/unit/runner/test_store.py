@@ -159,7 +159,9 @@ def test_who_has_joined(
             program = programs.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
             assert program.stdout
             assert program.stdout.readline() == b"ready\n"
-            Path(heartbeat.path(str(tmp_path), rank)).write_bytes(heartbeat.PROGRAM.pack(program.pid))
+            Path(heartbeat.path(str(tmp_path), rank)).write_bytes(
+                heartbeat.PROGRAM.pack(program.pid).ljust(heartbeat.SIZE, b"\0")
+            )
         joined.look()
     assert joined.ranks == {*came}
     joined.record(str(tmp_path), ("127.0.0.1", store.port))
