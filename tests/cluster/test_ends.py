@@ -90,6 +90,18 @@ def test_a_job_that_is_cancelled(sbatch, cluster, folder: Path, words, launcher:
     assert left(cluster, mark) == []
 
 
+@pytest.mark.parametrize("fails", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_ranks_of_the_other_node_may_save(sbatch, folder: Path, root: Path, fails: int) -> None:
+    """srun kills all nodes with the first one that fails, so that one waits until the others have ended."""
+    code = f"""
+        if [ "$RANK" = {fails} ]; then until [ -e up ]; do sleep 0.1; done; exit 3; fi
+        trap 'sleep 5; touch saved; exit 1' TERM; touch up; while :; do sleep 0.1; done"""
+    words = [f"{root}/slurm/multinode.sh", "preflight.when=never", "launcher=python", "--", "bash", "-c", code]
+    ended = sbatch(*words, workdir=WHERE)
+    assert ended.code == 3, ended.output
+    assert (folder / "saved").exists(), ended.output
+
+
 @pytest.mark.slow
 def test_a_run_that_is_stopped_now(sbatch, cluster, login, folder: Path, words) -> None:
     """In the grace, though it ignores SIGTERM, and with a result: KillWait has no part in it."""
