@@ -90,6 +90,7 @@ def test_a_job_that_is_cancelled(sbatch, cluster, folder: Path, words, launcher:
     assert left(cluster, mark) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_now(sbatch, cluster, login, folder: Path, words) -> None:
     """In the grace, though it ignores SIGTERM, and with a result: KillWait has no part in it."""
     mark = next(MARKS)

@@ -175,6 +175,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
     until(lambda: not processes(str(runs)), lambda: processes(str(runs)))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_path: Path) -> None:
     ended, folder = run(root, tmp_path / "runs", *ALONE, *SHORT, "model.config.n_layers=3")

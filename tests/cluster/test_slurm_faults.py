@@ -14,6 +14,7 @@ from helpers import until
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
     ended = sbatch(*RECIPE, "model.config.n_layers=3")
     assert ended.code == 78

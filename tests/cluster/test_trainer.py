@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cluster
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        ("accelerate", ("train.strategy=fsdp",)),
+        pytest.param("accelerate", ("train.strategy=fsdp",), marks=pytest.mark.slow),
         pytest.param("torchrun", ("train.strategy=zero2", "model.pad_to_multiple_of=128"), marks=pytest.mark.slow),
         pytest.param(
             "deepspeed",

@@ -154,6 +154,7 @@ def test_a_run_that_others_may_write_is_not_taken(slurm: Slurm, tmp_path: Path) 
         submit("--run=mine")
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.torch
 def test_a_run_of_this_machine(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def generate(runs, forks: Forks) -> Callable[..., tuple[int, str]]:
     return made
 
 
+@pytest.mark.slow
 def test_the_prompt_comes_first_and_then_as_many_tokens(runs, generate) -> None:
     ended = dray(runs["causal"], "one: the", "--tokens", "5")
     assert (ended.returncode, ended.stderr) == (0, "")
