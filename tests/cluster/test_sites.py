@@ -147,13 +147,15 @@ def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, cluster) -> No
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, cluster) -> None:
-    look = ["pgrep", "-o", "-f", "dray.checks.preflight"]
+    # The file of its stack is open once it has heard "go".
+    look = ["bash", "-c", "ls -l /proc/[0-9]*/fd 2>&- | awk '/^.proc/ {where = $1} /rank-1.stack/ {print where}'"]
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "rendezvous_timeout_s=20", *SHORT)
         deadline = time.monotonic() + 60
-        while not (process := cluster.exec(look, node="n2").out.strip()):
+        while not (place := cluster.exec(look, node="n2").out.strip()):
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        process = place.split("/")[2]
         assert cluster.exec(["kill", "-STOP", process], node="n2").code == 0
         ended = job.result()
     assert ended.code == 69, ended.output

@@ -16,7 +16,7 @@ from dray.contract.findings import UnfitError
 from dray.contract.output import unprinted
 
 if TYPE_CHECKING:
-    from dray.checks.preflight import Rank
+    from dray.checks.rank import Rank
 
 _GROUPS = 5
 _ROUNDS = 3

@@ -23,9 +23,9 @@ def results() -> Iterator[Finding]:
     """The results for each device, or one that says why there is none."""
     count = torch.cuda.device_count()
     if not count:
-        yield check("device", _none)
+        yield check("device", why_none)
     elif accelerator() in ("cuda", "rocm"):
-        yield check("driver", _driver)
+        yield check("driver", driver)
     for index in range(count):
         yield check(f"device {index}", partial(works, index))
         yield check(f"products {index}", partial(right, index))
@@ -37,7 +37,8 @@ def accelerator() -> str:
     return "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
 
 
-def _driver() -> str:
+def driver() -> str:
+    """The driver's version. UnfitError: the image needs a newer one; Skip: it is not known."""
     return drivers.require(image.declared().driver, node.driver(accelerator()), accelerator())
 
 
@@ -157,7 +158,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _none() -> str:
+def why_none() -> str:
+    """Raise why torch sees no GPU."""
     wanted = image.declared().accelerator
     if wanted is not None and wanted != accelerator():
         raise UnfitError(

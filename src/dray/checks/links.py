@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from dray.checks.preflight import Rank
+    from dray.checks.rank import Rank
 
 FEWEST = 3  # nodes, or ranks of a node: two have one link, which the all-reduce measures
 _BYTES = 16 << 20

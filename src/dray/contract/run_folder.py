@@ -72,18 +72,13 @@ def node(number: int | str) -> str:
 
 
 def node_log(node: int | str) -> str:
-    """What the runner and the launcher of a node write."""
+    """What the runner, the preflight's ranks and the launcher of a node write."""
     return f"{LOGS}/node-{node}.log"
 
 
 def rank_log(rank: int | str) -> str:
     """Both streams of a rank."""
     return f"{LOGS}/rank-{rank}.log"
-
-
-def preflight_log(node: int | str) -> str:
-    """What the preflight's ranks of a node write."""
-    return f"{LOGS}/preflight-{node}.log"
 
 
 def failure(name: str) -> str:

@@ -12,14 +12,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 from dray.contract.startup import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
-    check,
     children,
     control,
     environment,
@@ -37,6 +36,9 @@ from dray.runner.hello import StoppedError
 from dray.runner.process_group import Joined
 from dray.runner.restart_ticket import RestartTicket
 from dray.runner.start_timings import StartTimings
+
+if TYPE_CHECKING:
+    from dray.runner.preflight import Preflight
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -64,9 +66,7 @@ def main(path: str) -> int:
         node.require(plan, os.environ)
         lock = scratch.take(plan["scratch"])
         children.adopt()
-        if unfit := parts.checked(check.node, plan, me):
-            # Before the rendezvous: srun ends all nodes with the first one that ends.
-            _record(plan, number, unfit, why=str(unfit))
+        preflight, unfit = _check_node(plan, me, parts)
         start, at, listener, late = RestartTicket(), None, None, list[int]()
         watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
         while True:
@@ -80,7 +80,7 @@ def main(path: str) -> int:
             for signalled in late:  # it ends this start, and all nodes hear of it
                 os.kill(os.getpid(), signalled)
             links = _control(plan, me, supervised, channels, at[1], start, watch, parts)
-            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
+            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts, preflight)
             if not links.next and not links.may_restart():
                 _leave(plan, me, links, at)
                 return code
@@ -100,6 +100,20 @@ def main(path: str) -> int:
             links.close()
         if lock is not None:
             os.close(lock)
+
+
+def _check_node(plan: Mapping[str, Any], me: int, parts: StartTimings) -> tuple[Preflight | None, Finding | None]:
+    """The preflight, if the plan has one: its ranks wait for the other nodes; and why this node is unfit, if it is."""
+    if plan["preflight"] is None:
+        return None, None
+    from dray.runner.preflight import Preflight  # noqa: PLC0415  a run without it saves its import
+
+    preflight = Preflight(plan, me)
+    unfit = preflight.check_node(parts.parts)
+    parts.lap(PREFLIGHT)
+    if unfit:  # recorded before the rendezvous: srun ends all nodes with the first one that ends
+        _record(plan, str(me), unfit, why=str(unfit))
+    return preflight, unfit
 
 
 def _control(
@@ -138,6 +152,7 @@ def launch(
     gloo: Mapping[str, str],
     clock: Mapping[str, float],
     parts: StartTimings,
+    preflight: Preflight | None,
 ) -> int:
     """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
     world, since = plan["world"], time.time()
@@ -149,10 +164,8 @@ def launch(
         serve(supervised, listener, store, ended)
     elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch
         supervised.watch(listener.fileno(), lambda: serve(supervised, listener, store, ended, watched=True))
-    if plan["preflight"] is not None and not start.number:
-        from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
-
-        preflight.check(plan, me, supervised, environ, links)
+    if preflight and not start.number:
+        preflight.check_together(supervised, environ, links)
         parts.lap(PREFLIGHT)
     if environ.get("TORCH_EXTENSIONS_DIR"):
         from dray.runner import locks  # noqa: PLC0415

@@ -57,10 +57,13 @@ class Children:
         on_parent_death: int = signal.SIGTERM,
         session: bool = False,
         output: int | None = None,
+        dialogue: int | None = None,
         inherit: int | None = None,
         ended: Callable[[int], None] | None = None,
     ) -> None:
         """Start a program; it gets the signal `on_parent_death` if this process is killed. OSError: it cannot start.
+
+        `output` becomes its standard output and error, `dialogue`, a socket, its standard input and output.
 
         A `session` of its own keeps signals to this process's group away; this process passes them on. A child with
         `ended` serves the others: nobody waits for it, and it ends with this process. If it ends before them, `wait`
@@ -81,6 +84,9 @@ class Children:
                 if output is not None:
                     os.dup2(output, 1)
                     os.dup2(output, 2)
+                if dialogue is not None:
+                    os.dup2(dialogue, 0)
+                    os.dup2(dialogue, 1)
                 if inherit is not None:
                     os.set_inheritable(inherit, True)
                 for number in STOPS:
@@ -179,15 +185,18 @@ class Children:
         return not left
 
     def close(self, limit: float) -> tuple[bool, list[int]]:
-        """Sweep, and give signals back to Python; return whether no child is left, and the signals for `wait`."""
-        swept = self.sweep(limit)
+        """Sweep and `release`; return whether no child is left, and the signals for `wait`."""
+        return self.sweep(limit), self.release()
+
+    def release(self) -> list[int]:
+        """Give signals back to Python, and return those for `wait`. Another object may take over what runs."""
         signal.set_wakeup_fd(-1)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         with open(self._pipe, "rb", buffering=0) as unread:
             late = [number for number in unread.read() or b"" if number in STOPS]
         os.close(self._wakeup)
-        return swept, late
+        return late
 
 
 def adopt() -> None:

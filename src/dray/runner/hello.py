@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray import __version__
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 
 _MOST_SKEW_S = 8.0
+_LONGEST_REASON = 256  # letters that the other nodes hear
 _HELD = (
     (
         "plan",
@@ -23,6 +24,16 @@ _HELD = (
 
 class StoppedError(DrayError):
     """The first node has refused the launch; the reason is recorded there, or by the unfit nodes."""
+
+
+def check_limit_s(world: Mapping[str, Any]) -> float:
+    """Seconds that a node's own check may take: half of the time for which the others wait in the rendezvous."""
+    return float(world["rendezvous_timeout_s"]) / 2
+
+
+def unfit_reason(unfit: Finding | None) -> str:
+    """Why this node is unfit, as one line for the other nodes; empty if it is fit."""
+    return " ".join(unfit.problem.split())[:_LONGEST_REASON] if unfit else ""
 
 
 def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> dict[str, Any]:

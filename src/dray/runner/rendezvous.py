@@ -17,9 +17,9 @@ from typing import Any
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, Finding, UnfitError, error
 from dray.runner import address as address_of
-from dray.runner import channel, check, record, rendezvous_server
+from dray.runner import channel, record, rendezvous_server
 from dray.runner.channel import Channel
-from dray.runner.hello import StoppedError, make_hello
+from dray.runner.hello import StoppedError, make_hello, unfit_reason
 from dray.runner.restart_ticket import RestartTicket
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
@@ -64,7 +64,7 @@ def meet(
     world = plan["world"]
     several = len(world["nodes"]) > 1
     key = start.key(secret_of(plan["folder"])) if several else b""
-    own = make_hello(plan, me, digest, check.line(unfit))
+    own = make_hello(plan, me, digest, unfit_reason(unfit))
     if start.number:  # the ranks before have to end first
         world = {**world, "rendezvous_timeout_s": world["rendezvous_timeout_s"] + _ENDING_S}
         plan = {**plan, "world": world}

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.hostnames import compress
-from dray.runner import channel, check, record
+from dray.runner import channel, record
 from dray.runner.channel import Channel
-from dray.runner.hello import StoppedError, why_refused
+from dray.runner.hello import StoppedError, check_limit_s, why_refused
 
 _UNPROVED = 512  # connections at least that have proved nothing yet
 _FEWEST_UNPROVED = 64
@@ -121,7 +121,7 @@ class _Server:
         """Note what a node's own check found; the others began theirs at the same time, and get as long again."""
         if hello["unfit"]:
             self.unfit[hello["node"]] = hello["unfit"]
-            self._deadline = min(self._deadline, time.monotonic() + check.limit(self._world))
+            self._deadline = min(self._deadline, time.monotonic() + check_limit_s(self._world))
 
     def unfit_names(self) -> list[str]:
         """The names of the unfit nodes, in the order of the plan."""

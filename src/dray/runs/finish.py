@@ -255,9 +255,9 @@ class _Left:
         return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:
-        """Remove files that a good run does not need: the preflight's rank files, and empty logs."""
-        logs = (*self.paths.logs.glob("preflight-*.log"), self.paths.logs / records.SRUN_LOG)
-        empty = (log for log in logs if log.exists() and not log.stat().st_size)
+        """Remove files that a good run does not need: the stacks of the preflight's ranks, and an empty log of srun."""
+        log = self.paths.logs / records.SRUN_LOG
+        empty = [log] if log.exists() and not log.stat().st_size else []
         for left in (*self.paths.preflight.glob("rank-*"), *empty):
             left.unlink()
 

@@ -6,18 +6,20 @@ import errno
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dray.checks import health
+from dray.checks import health, node_checks
 from dray.contract import node
 from dray.contract.findings import Finding
-from dray.runner import check, node_checks
+from dray.runner import hello, preflight
 from helpers import runs, until
 from nodes import Start, ended
 
@@ -120,88 +122,118 @@ def test_an_unfit_node_whose_first_node_never_came(plan: dict[str, Any], start: 
 
 HANGS = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    'print(\'{"phase": "%s"}\', flush=True)\ntime.sleep(600)'
+    'print(\'{"progress": {"phase": "%s"}}\', flush=True)\ntime.sleep(600)'
 )
-UNWISE = json.dumps({"finding": Finding("slow", found="hot")._asdict()})
-
-
-def part(code: str, name: str = "GPU 3") -> check.Part:
-    return check.Part(name, [sys.executable, "-S", "-E", "-c", code])
-
-
+WARNS = json.dumps({"finding": Finding("slow", found="hot")._asdict()})
+WAITS = "print('{\"ready\": true}', flush=True); print('heard', input(), flush=True)"
 LIMIT_S = 5.0  # in which a Python starts on a busy machine, too
 
 
-class TestParts:
-    """Processes that end in every way."""
+def rank(code: str, number: int = 3) -> preflight.RankCheck:
+    argv = [sys.executable, "-S", "-E", "-c", code]
+    return preflight.RankCheck(number, f"GPU {number}", argv, {**os.environ, "KNOWN": "1"})
 
-    def found(self, *codes: str, seconds: float = 60.0) -> list[list[Finding]]:
-        parts = [part(code) for code in codes]
-        check.run(parts, seconds)
-        return [one.found for one in parts]
+
+class TestRanks:
+    """Check processes that end in every way before the rendezvous."""
+
+    def run(self, *codes: str, seconds: float = 60.0) -> tuple[list[list[Finding]], dict[int, int]]:
+        ranks = [rank(code, 3 + number) for number, code in enumerate(codes)]
+        waiting = preflight.check_alone(ranks, seconds)
+        for one in ranks:
+            one.close()
+        return [one.errors for one in ranks], waiting
 
     @pytest.mark.seconds
-    def test_one_that_hangs_is_killed_and_named(self) -> None:
+    def test_one_that_hangs_is_killed_and_named(self, capsys: pytest.CaptureFixture[str]) -> None:
         begun = time.monotonic()
-        (found,), (other,) = self.found(HANGS % "matmul", f"print('{UNWISE}')", seconds=LIMIT_S)
+        (errors, others), waiting = self.run(HANGS % "matmul", f"print('{WARNS}')", seconds=LIMIT_S)
         assert time.monotonic() - begun < LIMIT_S + 10
-        assert found == Finding(
-            "GPU 3: no answer within 5 s",
-            wanted="a check that ends in time",
-            found="hangs in: matmul",
-            fix="leave this node out (sbatch --exclude), and tell the administrators",
-            code=69,
-        )
-        assert other == Finding("slow", found="hot")
+        assert errors == [
+            Finding(
+                "GPU 3: no answer within 5 s",
+                wanted="a check that ends in time",
+                found="hangs in: matmul",
+                fix="leave this node out (sbatch --exclude), and tell the administrators",
+                code=69,
+            )
+        ]
+        assert (others, waiting) == ([], {})
+        assert "dray: warning: slow\n  found:  hot\n" in capsys.readouterr().out
 
     @pytest.mark.seconds
     def test_what_it_has_started_is_killed_too(self, tmp_path: Path) -> None:
         file = tmp_path / "process"
         child = f"import subprocess; open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
-        self.found(child + HANGS % "health", seconds=LIMIT_S)
+        self.run(child + HANGS % "health", seconds=LIMIT_S)
         process = int(file.read_text())
         until(lambda: not runs(process))
 
     @pytest.mark.seconds
-    def test_a_slow_disk_is_no_fault_of_a_gpu(self) -> None:
-        ((found,),) = self.found(HANGS % check.LOADING, seconds=LIMIT_S)
-        assert (found.code, found.problem) == (0, "GPU 3 is not checked: torch was not loaded within 5 s")
+    def test_a_slow_disk_is_no_fault_of_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The import goes on, and the collectives wait for it."""
+        (errors,), waiting = self.run(HANGS % "import torch", seconds=LIMIT_S)
+        (process,) = waiting
+        assert (errors, waiting, runs(process)) == ([], {process: 0}, True)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        assert "dray: warning: GPU 3 is not checked: torch was not loaded within 5 s" in capsys.readouterr().out
+
+    @pytest.mark.seconds
+    def test_one_that_waits_hears_what_is_known_after_the_rendezvous(self, capsys: pytest.CaptureFixture[str]) -> None:
+        ranks = [rank(WAITS), rank("", 4)]
+        waiting = preflight.check_alone(ranks, 60)
+        assert list(waiting.values()) == [0]
+        running = preflight.children.Children()
+        running.running |= waiting
+        for one in ranks:
+            one.watch(running)
+            one.go({**os.environ, "KNOWN": "1", "MASTER_PORT": "7"})
+        ended: dict[int, int] = {}
+        while running.running:
+            ended |= running.wait(60).ended
+        running.close(1)
+        assert ended == {0: 0}
+        assert 'dray: GPU 3: heard {"MASTER_PORT": "7"}' in capsys.readouterr().out
 
     def test_one_that_dies(self, capsys: pytest.CaptureFixture[str]) -> None:
-        dies = 'print(\'{"phase": "device"}\', flush=True)\nimport os; os.kill(os.getpid(), 11)'
-        (killed,), (raised,) = self.found(dies, "print('[1]\\n{\\n[[[', flush=True); raise ImportError('libx.so')")
+        dies = 'print(\'{"progress": {"phase": "device"}}\', flush=True)\nimport os; os.kill(os.getpid(), 11)'
+        raises = 'print(\'{"progress": {"crashed": "ImportError: libx.so"}}\\n{\', flush=True); raise SystemExit(1)'
+        ((killed,), (raised,)), waiting = self.run(dies, raises)
         assert (killed.problem, killed.found) == ("GPU 3: the check ended: killed by SIGSEGV", "in: device")
-        assert (raised.problem, raised.code) == ("GPU 3: the check ended: exit code 1", 69)
-        assert raised.found == "in: its start: ImportError: libx.so"
-        assert "dray: GPU 3: ImportError: libx.so" in capsys.readouterr().out
+        assert (raised.problem, raised.code) == ("GPU 4: the check ended: exit code 1", 69)
+        assert (raised.found, waiting) == ("in: its start: ImportError: libx.so", {})
+        assert "dray: GPU 4: {" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        "said", ["[1]", "7", "null", '"x"', '{"finding": 3}', '{"finding": {"a": 1}}', '{"tflops": "x"}', "[" * 9999]
+        "line",
+        ["[1]", "7", "null", '"x"', "{}", '{"finding": 3}', '{"finding": {"a": 1}}', '{"tflops": "x"}', "[" * 9999],
     )
-    def test_what_is_no_word_of_a_check_is_for_the_log(self, capsys: pytest.CaptureFixture[str], said: str) -> None:
-        assert self.found(f"print({said!r})") == [[]]
-        assert f"dray: GPU 3: {said}" in capsys.readouterr().out
+    def test_what_no_check_tells_is_for_the_log(self, capsys: pytest.CaptureFixture[str], line: str) -> None:
+        assert self.run(f"print({line!r})") == ([[]], {})
+        assert f"dray: GPU 3: {line}" in capsys.readouterr().out
 
-    def test_the_slowest_gpu_is_the_node_s(self, plan, monkeypatch: pytest.MonkeyPatch) -> None:
-        told = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"tflops": NaN}', '{"tflops": -1}', '{"phase": "device"}')
-        monkeypatch.setattr(check, "parts", lambda _: [part(f"print({text!r})") for text in told])
+    def test_the_slowest_gpu_is_the_node_s(self, checked: dict[str, Any]) -> None:
+        lines = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"tflops": NaN}', '{"tflops": -1}', '{"progress": {}}')
+        node_check = preflight.Preflight(checked, 0)
+        node_check.ranks = [rank(f"print({line!r})", number) for number, line in enumerate(lines)]
         measured: dict[str, float] = {}
-        assert (check.node(plan, 0, measured), measured) == (None, {"tflops": 590.25})
+        assert (node_check.check_node(measured), measured) == (None, {"tflops": 590.25})
 
     def test_a_stop_from_outside_is_no_finding(self) -> None:
         code = (
-            "import os\nfrom dray.runner import check\n"
+            "import os\nfrom dray.runner import preflight\n"
             "kill = f'kill -TERM {os.getpid()}; sleep 600'\n"
-            "check.run([check.Part('x', ['bash', '-c', kill])], 60)"
+            "preflight.check_alone([preflight.RankCheck(0, 'x', ['bash', '-c', kill], os.environ)], 60)"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
         assert (done.returncode, done.stderr) == (143, "")
 
 
 def test_a_node_is_unfit_by_the_first_finding_and_tells_the_others_in_a_line() -> None:
-    assert check.line(None) == ""
-    assert check.line(Finding("a\n  b \x1b[2J" + "x" * 999))[:20] == "a b ?[2J" + "x" * 12
-    assert len(check.line(Finding("x" * 999))) == 256
+    assert hello.unfit_reason(None) == ""
+    assert hello.unfit_reason(Finding("a\n  b \x1b[2J" + "x" * 999))[:20] == "a b \x1b[2J" + "x" * 12
+    assert len(hello.unfit_reason(Finding("x" * 999))) == 256
 
 
 def names(plan: dict[str, Any]) -> list[str]:
@@ -224,8 +256,8 @@ def test_what_is_looked_at(several: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert names(several | {"variant": "cuda12"}) == [*every, "locked memory", "RDMA cards", "the kernel's log"]
     slingshot = {"variant": "rocm", "fabric": {"kind": "slingshot"}}
     assert names(several | slingshot) == [*every, "locked memory"]
-    gpus = [one.name for one in check.parts(several | {"variant": "cuda"})]
-    assert gpus == ["node", "GPU 0", "GPU 1"]
+    assert [one.report["part"] for one in preflight.Preflight(several, 1).ranks] == ["node", "rank 3"]
+    assert [one.report["part"] for one in preflight.Preflight(several | slingshot, 1).ranks] == ["node", "GPU 1"]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +289,7 @@ def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
         one
         for name, look in node_checks.checks(plan)
         if name == "locked memory"
-        for one in node_checks.found(name, look)
+        for one in node_checks.findings(name, look)
     ]
     assert [one.level for one in found] == ([level] if level else [])
     for one in found:
@@ -308,7 +340,7 @@ def test_a_wrong_network_variable_is_named_before_any_rank_starts(
 
 
 def test_a_folder_that_is_gone() -> None:
-    (found,) = node_checks.found("room in the run folder", lambda: node.free_space("/no/such", 1.0))
+    (found,) = node_checks.findings("room in the run folder", lambda: node.free_space("/no/such", 1.0))
     assert (found.problem, found.code) == ("room in the run folder: the check failed", 69)
     assert found.found == f"{os.strerror(errno.ENOENT)}: /no/such"
     written = node.writable("/proc/self")
@@ -467,11 +499,27 @@ def test_without_a_gpu_the_node_is_unfit(several: dict[str, Any], tmp_path: Path
     several["variant"] = "cuda"
     (tmp_path / "plan.json").write_text(json.dumps(several))
     (tmp_path / "own").mkdir()
-    found = check.node(several, 1)
+    found = preflight.Preflight(several, 1).check_node({})
     assert found
     assert (found.code, found.node) == (69, "node2")
     assert found.problem == "GPU 0: torch does not see this GPU, and 1 more finding"
     assert "GPU 1: torch does not see this GPU: 0" in found.found
+
+
+@pytest.mark.torch
+def test_a_gpu_goes_through_these_phases(several: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pytest.importorskip("dray.checks.gpu")
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_properties", lambda _: None)
+    for name in ("driver", "works", "right", "memory"):
+        monkeypatch.setattr(gpu.device, name, lambda *_: "")
+    monkeypatch.setattr(gpu.device, "quick_ceiling", lambda _: 512.345)
+    monkeypatch.setattr(gpu.health, "of", lambda _: [Finding("slow", found="hot")])
+    lines: list[Any] = []
+    stub = {"plan": several, "local": 1, "node": "node2", "phase": lines.append, "report": lines.append}
+    gpu.check(types.SimpleNamespace(**stub, tell=lambda **fields: lines.append(fields)))
+    phases = ["device", "matmul", "memory", "ceiling", {"tflops": 512.3}, "health"]
+    assert lines == [*phases, Finding("GPU 1: slow", found="hot", node="node2")]
 
 
 @pytest.mark.torch

@@ -1,22 +1,16 @@
-"""The node check apart from GPUs: a process that the runner can kill. Started by file, as rank.py is: 30 ms."""
+"""The checks of a node that need no torch: memory, disks, network interfaces and cards, the kernel's log."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-# By file, since -m would look for dray where -S and -E have forbidden it. What Python itself has comes first.
-if __name__ == "__main__":
-    sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
-
 import functools
-import json
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dray.checks import rdma
 from dray.contract import exit_codes, node
 from dray.contract.findings import Finding
-from dray.runner import rdma
 
 _NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 Check = Callable[[], "Finding | list[Finding]"]
@@ -44,30 +38,15 @@ def checks(plan: Mapping[str, Any]) -> Iterator[tuple[str, Check]]:
 
 
 def _interfaces(variable: str, value: str) -> Finding:
-    import socket  # noqa: PLC0415  5 ms, and few nodes have such a variable
-
     return node.interfaces(variable, value, [name for _, name in socket.if_nameindex()])
 
 
-def found(name: str, check: Check) -> list[Finding]:
+def findings(name: str, check: Check) -> list[Finding]:
     """The errors and warnings of a check; a check that cannot run is an error too."""
     try:
-        made = check()
+        result = check()
     except OSError as error:
         text = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-        made = Finding(f"{name}: the check failed", found=text, code=exit_codes.UNFIT)
-    return [one for one in (made if isinstance(made, list) else [made]) if one.level in ("error", "warning")]
-
-
-def main(path: str) -> None:
-    """Print the name of each check and its findings, one JSON object per line."""
-    with open(path, "rb") as file:
-        plan = json.load(file)
-    for name, check in checks(plan):
-        print(json.dumps({"phase": name}), flush=True)
-        for finding in found(name, check):
-            print(json.dumps({"finding": finding._asdict()}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        result = Finding(f"{name}: the check failed", found=text, code=exit_codes.UNFIT)
+    results = result if isinstance(result, list) else [result]
+    return [finding for finding in results if finding.level in ("error", "warning")]

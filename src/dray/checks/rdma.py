@@ -7,10 +7,10 @@ are the reasons.
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
@@ -54,9 +54,8 @@ def _finding(reason: str, devices: Iterable[str], usable: Iterable[str], *, need
 def _devices(sys: str) -> dict[str, str]:
     """The kernel's RDMA devices, such as ionic_0, each with the name of its file in /dev/infiniband."""
     found = {}
-    for path in sorted(glob.glob(f"{sys}/class/infiniband_verbs/uverbs*/ibdev")):
-        with open(path, encoding="ascii", errors="replace") as file:
-            found[file.read().strip()] = path.split("/")[-2]
+    for path in sorted(Path(sys, "class/infiniband_verbs").glob("uverbs*/ibdev")):
+        found[path.read_text(encoding="ascii", errors="replace").strip()] = path.parent.name
     return found
 
 
@@ -71,7 +70,7 @@ def _refused(device: str, warnings: Iterable[str]) -> str:
 
 
 def _absent(uverbs: str, warnings: Iterable[str]) -> str:
-    if not os.path.exists(f"/dev/infiniband/{uverbs}"):
+    if not Path("/dev/infiniband", uverbs).exists():
         return "the container's /dev/infiniband lacks them"
     unloaded = [told[0] for line in warnings if (told := _UNLOADED.search(line))]
     return "; ".join(unloaded) or "the image has no driver for the node's RDMA cards"
@@ -90,7 +89,7 @@ def _ask(library: str) -> tuple[list[str], list[str]]:
     finally:
         os.dup2(error_output, 2)
         os.close(error_output)
-    with open(output, encoding="utf-8", errors="replace") as file:
+    with os.fdopen(output, encoding="utf-8", errors="replace") as file:
         file.seek(0)
         lines = file.read().splitlines()
     names = [verbs.ibv_get_device_name(devices[number]) for number in range(count.value)] if devices else []
