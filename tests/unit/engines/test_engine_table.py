@@ -82,8 +82,8 @@ def test_a_job_starts_the_planner_as_the_engine_says(engine: str) -> None:
         'mounts=("--mount=x y"); engine::argv; printf "%s\\n" "${argv[@]}"'
     )
     env = {**PYTHON, "DRAY_HOME": str(ROOT)}
-    said = subprocess.run(["bash", "-c", script, "x", engine], env=env, capture_output=True, text=True, check=True)
-    words = said.stdout.splitlines()
+    ended = subprocess.run(["bash", "-c", script, "x", engine], env=env, capture_output=True, text=True, check=True)
+    words = ended.stdout.splitlines()
     assert words[0] == {"pyxis": "srun", "edf": "srun"}.get(engine, engine)
     values = {word.rpartition("=")[2] for word in words}
     assert values > ({"/e f"} if engine == "edf" else {'/a "b"', "/my i"})

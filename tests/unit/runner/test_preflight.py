@@ -391,8 +391,8 @@ class TestWhoIsToBlame:
     def test_who_came_less_far(self) -> None:
         ranks = self.ranks("all-gather", "all-reduce", "all-gather", "all-gather")
         assert self.blame(ranks, last=False) == ("rank 1 on node1 did not answer in 60 s", "node1", 1)
-        said = str(preflight.finding(self.PLAN, ranks, last=True))
-        assert "found:  stopped in: all-reduce; the others waited in: all-gather" in said
+        text = str(preflight.finding(self.PLAN, ranks, last=True))
+        assert "found:  stopped in: all-reduce; the others waited in: all-gather" in text
 
     def test_nobody_of_a_node_whose_ranks_have_passed(self) -> None:
         passed = {rank: {"rank": rank, "phase": "done", "expired": False} for rank in (0, 1)}
