@@ -23,16 +23,16 @@ _MOST = 4096  # packages, and letters of a text
 def look(accelerator: str, environ: Mapping[str, str], *, packages: bool = False) -> dict[str, Any]:
     """This machine, as a process with that environment sees it."""
     system = os.uname()
-    memory = re.search(r"^MemTotal: +(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal: +(\d+) kB$", read("/proc/meminfo"), re.MULTILINE)
     threads = environ.get("OMP_NUM_THREADS", "")
     found = {
         "host": system.nodename,
-        "cpu": _processor(_read("/proc/cpuinfo")) or system.machine,
+        "cpu": _processor(read("/proc/cpuinfo")) or system.machine,
         "cpus": os.cpu_count() or 0,
         "usable_cpus": cores.render(os.sched_getaffinity(0)),
         "cores_of_ranks": environ.get("DRAY_CORES", ""),
         "threads": int(threads) if threads.isdecimal() and len(threads) < 6 else None,
-        "numa": [_read(f"{_SYS}/{name}/cpulist").strip() for name in _numbered(_SYS, "node")],
+        "numa": [read(f"{_SYS}/{name}/cpulist").strip() for name in _numbered(_SYS, "node")],
         "memory_gb": round(int(memory[1]) * 1024 / 1e9, 1) if memory else None,
         "kernel": f"{system.sysname} {system.release}",
         "libc": _libc(),
@@ -60,10 +60,10 @@ def _libc() -> str:
 def _gpus(accelerator: str) -> list[str]:
     """By their makers' names, in the order of their addresses; also those that this job was not given."""
     if accelerator == "cuda":
-        texts = (_read(f"{_NVIDIA}/{name}/information") for name in _names(_NVIDIA))
+        texts = (read(f"{_NVIDIA}/{name}/information") for name in _names(_NVIDIA))
         return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.+)$", text, re.MULTILINE))]
     if accelerator == "rocm":
-        cards = (_read(f"{_AMD}/{name}/device/product_name").strip() for name in _numbered(_AMD, "card"))
+        cards = (read(f"{_AMD}/{name}/device/product_name").strip() for name in _numbered(_AMD, "card"))
         return [card for card in cards if card]
     return []
 
@@ -91,7 +91,7 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-def _read(path: str) -> str:
+def read(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(_CPUINFO)
