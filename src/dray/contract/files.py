@@ -90,9 +90,8 @@ def text(
     try:
         raw = read(path, limit=limit, own=own)
     except OSError as refused:
-        raise ConfigError(
-            f"{what} cannot be read", where=path, wanted=wanted, found=refused.strerror, fix=fix
-        ) from refused
+        problem = f"{what} cannot be read"
+        raise ConfigError(problem, where=path, wanted=wanted, found=refused.strerror, fix=fix) from refused
     name = shlex.quote(os.fspath(path))
     if raw.startswith(_UTF16_MARKS):
         raise ConfigError(
@@ -111,14 +110,6 @@ def text(
             found=f"byte 0x{wrong.object[wrong.start]:02x}",
             fix="save the file as UTF-8",
         ) from wrong
-    if "\r" in decoded and "\n" not in decoded:
-        raise ConfigError(
-            f"{what} has the wrong line endings",
-            where=path,
-            wanted="LF",
-            found="CR alone",
-            fix=f"tr '\\r' '\\n' < {name} > FILE, and use that FILE",
-        )
     return decoded
 
 
@@ -136,28 +127,19 @@ def parse_json(
         place, found = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
     except RecursionError:
         found = f"nested more than {DEPTH} levels deep"
-    except UnicodeEncodeError:
-        found = "a lone surrogate (half of a character)"
-    except ValueError:
-        found = "a number with thousands of digits"
+    except ValueError as wrong:  # half of a surrogate pair, or thousands of digits
+        found = str(wrong)
     if found:
         raise ConfigError(f"{what} is not valid JSON", where=place, found=found)
     return value
 
 
-def too_deep(value: object) -> bool:
-    """Whether tables and lists are nested deeper than DEPTH."""
-    level = [value]
-    for _ in range(DEPTH + 1):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return False
-    return True
+def too_deep(value: object, levels: int = DEPTH) -> bool:
+    """Whether tables and lists are nested in more levels."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not levels or any(too_deep(part, levels - 1) for part in inner)
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o644) -> None:

@@ -60,8 +60,9 @@ class Finding(NamedTuple):
 
     def data(self) -> dict[str, Any]:
         """The finding for JSON: its level and all fields that are not empty."""
-        fields = {name: value for name, value in self._asdict().items() if value not in ("", None)}
-        return {"level": self.level, **{name: fields[name] for name in fields if name not in ("code", "kind")}}
+        fields = self._asdict()
+        del fields["code"], fields["kind"]
+        return {"level": self.level, **{name: value for name, value in fields.items() if value not in ("", None)}}
 
     def __str__(self) -> str:
         details = self._details("where", "wanted", "found", "fix")

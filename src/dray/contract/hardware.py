@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import cores, node
+from dray.contract.node import proc_text
 
-_CPUINFO = 1 << 14  # bytes: the first processor's part; a large node has a megabyte
 _SYS = "/sys/devices/system/node"
 _NVIDIA = "/proc/driver/nvidia/gpus"
 _AMD = "/sys/class/drm"
@@ -23,16 +23,16 @@ _MOST = 4096  # packages, and letters of a text
 def look(accelerator: str, environ: Mapping[str, str], *, packages: bool = False) -> dict[str, Any]:
     """This machine, as a process with that environment sees it."""
     system = os.uname()
-    memory = re.search(r"^MemTotal: +(\d+) kB$", read("/proc/meminfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal: +(\d+) kB$", proc_text("/proc/meminfo"), re.MULTILINE)
     threads = environ.get("OMP_NUM_THREADS", "")
     found = {
         "host": system.nodename,
-        "cpu": _processor(read("/proc/cpuinfo")) or system.machine,
+        "cpu": _processor(proc_text("/proc/cpuinfo")) or system.machine,
         "cpus": os.cpu_count() or 0,
         "usable_cpus": cores.render(os.sched_getaffinity(0)),
         "cores_of_ranks": environ.get("DRAY_CORES", ""),
         "threads": int(threads) if threads.isdecimal() and len(threads) < 6 else None,
-        "numa": [read(f"{_SYS}/{name}/cpulist").strip() for name in _numbered(_SYS, "node")],
+        "numa": [proc_text(f"{_SYS}/{name}/cpulist").strip() for name in _numbered(_SYS, "node")],
         "memory_gb": round(int(memory[1]) * 1024 / 1e9, 1) if memory else None,
         "kernel": f"{system.sysname} {system.release}",
         "libc": _libc(),
@@ -60,10 +60,10 @@ def _libc() -> str:
 def _gpus(accelerator: str) -> list[str]:
     """By their makers' names, in the order of their addresses; also those that this job was not given."""
     if accelerator == "cuda":
-        texts = (read(f"{_NVIDIA}/{name}/information") for name in _names(_NVIDIA))
+        texts = (proc_text(f"{_NVIDIA}/{name}/information") for name in _names(_NVIDIA))
         return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.+)$", text, re.MULTILINE))]
     if accelerator == "rocm":
-        cards = (read(f"{_AMD}/{name}/device/product_name").strip() for name in _numbered(_AMD, "card"))
+        cards = (proc_text(f"{_AMD}/{name}/device/product_name").strip() for name in _numbered(_AMD, "card"))
         return [card for card in cards if card]
     return []
 
@@ -89,11 +89,3 @@ def _names(folder: str) -> list[str]:
         return sorted(os.listdir(folder or "."))
     except OSError:
         return []
-
-
-def read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(_CPUINFO)
-    except OSError:
-        return ""

@@ -6,6 +6,8 @@ clocks differ, and one that is set would make a part negative.
 
 from __future__ import annotations
 
+import re
+
 VARIABLE = "DRAY_STARTED"
 """`boot=ID step=N NAME=SECONDS ...`: the boot id of the clock, the number of Slurm's step, and the times."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -31,52 +33,40 @@ SBCAST = "sbcast"
 TFLOPS = "tflops"
 """Beside the parts: TFLOP/s of the node's slowest GPU in matrix products of 16 bits."""
 
-_MOST = {TFLOPS: 1e6}
 _LONGEST = 1e7  # seconds: four months, which no job lasts
 
 
 def clean(told: object) -> dict[str, float]:
     """The valid durations of a node's parts, without values that are negative, absurd, no numbers or unknown."""
-    if not isinstance(told, dict):
-        return {}
-    found = {}
-    for name in (*NODE, SBCAST, TFLOPS):
+    durations = {}
+    for name in (*NODE, SBCAST, TFLOPS) if isinstance(told, dict) else ():
         value = told.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST.get(name, _LONGEST):
-            found[name] = round(float(value), 3)
-    return found
+        if type(value) in (int, float) and 0 <= value < _LONGEST:
+            durations[name] = round(float(value), 3)
+    return durations
 
 
 def before(text: str, boot: str, runner: float) -> dict[str, float]:
     """The parts before the runner began (at `runner`), without those of another clock or in the wrong order."""
-    fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    fields = dict(re.findall(r"(\w+)=(\S+)", text))
     if not boot or fields.get("boot") != boot:
         return {}
-    at = {name: _seconds(fields.get(name, "")) for name in ("begun", "planned", "asked", "began", "staging", "staged")}
-    same_machine = fields.get("asked_boot") == boot
-    stage = _between(at["staging"], at["staged"])
-    whole = _between(at["began"], runner)
-    parts = {
-        "plan": _between(at["begun"], at["planned"]) if same_machine else None,
-        "srun": _between(at["asked"], at["began"]) if same_machine else None,
-        SBCAST: _between(at["planned"], at["asked"]) if same_machine and stage is not None else None,
-        STAGE: stage,
-        CONTAINER: None if whole is None or (stage or 0.0) > whole else whole - (stage or 0.0),
-    }
+    times = {name: float(value) for name, value in fields.items() if re.fullmatch(r"[0-9]{1,18}\.[0-9]+", value)}
+    times["runner"] = runner
+
+    def lasted(begin: str, end: str) -> float:
+        return times[end] - times[begin] if {begin, end} <= times.keys() else -1.0
+
+    stage = lasted("staging", "staged")
+    parts = {STAGE: stage, CONTAINER: lasted("began", "runner") - max(stage, 0.0)}
+    if fields.get("asked_boot") == boot:
+        parts |= {"plan": lasted("begun", "planned"), "srun": lasted("asked", "began")}
+        if stage >= 0:
+            parts[SBCAST] = lasted("planned", "asked")
     return clean(parts)
 
 
 def step(text: str) -> str:
     """The number of the Slurm step in which the node's script ran; empty if there was none."""
-    found = next((word[5:] for word in text.split() if word.startswith("step=")), "")
-    return found if found.isascii() and found.isdigit() and len(found) < 12 else ""
-
-
-def _between(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None or end < begin else end - begin
-
-
-def _seconds(text: str) -> float | None:
-    """As /proc/uptime has them."""
-    plain = text.isascii() and text.replace(".", "", 1).isdigit() and len(text) < 20
-    return float(text) if plain else None
+    number = re.search(r"(?:^| )step=([0-9]{1,11})(?: |$)", text)
+    return number[1] if number else ""

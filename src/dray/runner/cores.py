@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from dray.contract.cores import LIMIT, parse, render
-from dray.contract.hardware import read
+from dray.contract.node import proc_text
 
 Core = Sequence[int]
 
@@ -61,7 +61,7 @@ def physical(threads: Sequence[int], sys: str) -> list[Core]:
     """The cores of these threads, each with its threads."""
     cores: dict[int, list[int]] = {}
     for thread in threads:
-        siblings = parse(read(f"{sys}/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"))
+        siblings = parse(proc_text(f"{sys}/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"))
         cores.setdefault(min(siblings, default=thread), []).append(thread)
     return [*cores.values()]
 
@@ -87,7 +87,7 @@ def _homes(sys: str) -> dict[int, int]:
     """The NUMA node of each thread."""
     homes = {}
     for path in glob.glob(f"{sys}/devices/system/node/node[0-9]*"):
-        homes |= dict.fromkeys(parse(read(f"{path}/cpulist")), int(path.rpartition("node")[2]))
+        homes |= dict.fromkeys(parse(proc_text(f"{path}/cpulist")), int(path.rpartition("node")[2]))
     return homes
 
 
@@ -95,6 +95,6 @@ def _gpus(sys: str) -> list[int]:
     """The NUMA node of each GPU of this machine, in the order of the bus, which is that of CUDA and of ROCm."""
     nodes = []
     for path in sorted(glob.glob(f"{sys}/bus/pci/devices/*")):
-        if read(f"{path}/class")[:6] in _DISPLAYS and read(f"{path}/vendor").strip() in _VENDORS:
-            nodes.append(int(read(f"{path}/numa_node") or -1))
+        if proc_text(f"{path}/class")[:6] in _DISPLAYS and proc_text(f"{path}/vendor").strip() in _VENDORS:
+            nodes.append(int(proc_text(f"{path}/numa_node") or -1))
     return nodes

@@ -120,7 +120,7 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
         target = f"{folder}/{run_folder.failure(name)}"
         try:
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            with open(target, "w", encoding="ascii") as file:  # the log is read later
+            with open(target, "w", encoding="utf-8") as file:  # the log is read later
                 file.write(f'{{{known}, "why": {why}, "log": null, "last_lines": []}}\n')
         except OSError as refused:
             print(f"dray: {target} cannot be written: {refused}", file=sys.stderr, flush=True)
