@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shlex
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,41 +16,29 @@ from dray.contract.findings import ConfigError
 
 DEPTH = 64
 """The deepest nesting of tables and lists; Python itself fails at some hundreds."""
-_LIMIT, _USUAL = 16 << 20, 1 << 16
+_LIMIT = 16 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO, not a file",
     stat.S_IFCHR: "a device, not a file",
     stat.S_IFBLK: "a device, not a file",
 }
-_UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_UTF8_MARK = b"\xef\xbb\xbf"
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BufferedReader:
     """Open a regular file; OSError for anything else: a FIFO would wait for ever, and a device has no end."""
-    return open(_opened(path, link=link)[0], "rb")
-
-
-def _opened(path: str | os.PathLike[str], *, link: bool = True, own: bool = False) -> tuple[int, os.stat_result]:
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW)
     try:
-        handle = os.open(path, flags)
+        handle = os.open(path, _FLAGS if link else _FLAGS | os.O_NOFOLLOW)
     except ValueError:  # NUL or a lone surrogate
         raise OSError(errno.EINVAL, "not a path", os.fspath(path)) from None
-    except OSError as refused:
-        if refused.errno == errno.ENXIO:
-            refused.strerror = "a socket, not a file"
-        raise
-    found = os.fstat(handle)
-    kind = stat.S_IFMT(found.st_mode)
-    if kind != stat.S_IFREG:
-        os.close(handle)
-        raise OSError(errno.EINVAL, _KINDS.get(kind, "not a file"), os.fspath(path))
-    if own and found.st_uid not in (0, os.geteuid()):
-        os.close(handle)
-        raise OSError(errno.EPERM, f"a file of user {found.st_uid}", os.fspath(path))
-    return handle, found
+    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    if kind == stat.S_IFREG:
+        return open(handle, "rb")
+    os.close(handle)
+    raise OSError(errno.EINVAL, _KINDS.get(kind, "not a file"), os.fspath(path))
 
 
 def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False) -> bytes:
@@ -60,14 +47,12 @@ def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False
     One that decides what runs is read as `own`: in a folder that a group may write, any of its users could have put
     another run in the place of this one.
     """
-    handle, found = _opened(path, own=own)
-    try:
-        content = more = os.read(handle, min(limit + 1, _USUAL))  # for all that may come memory is mapped and unmapped
-        while more and len(content) <= limit and len(content) != found.st_size:  # /proc tells 0
-            more = os.read(handle, min(limit + 1 - len(content), max(_USUAL, len(content))))
-            content += more
-    finally:
-        os.close(handle)
+    with open_regular(path) as file:
+        found = os.fstat(file.fileno())
+        if own and found.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.EPERM, f"a file of user {found.st_uid}", os.fspath(path))
+        # For all that may come memory would be mapped and unmapped. /proc tells 0.
+        content = file.read(min(limit + 1, found.st_size or limit))
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", os.fspath(path))
     return content
@@ -75,12 +60,9 @@ def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False
 
 def end(path: str | os.PathLike[str], most: int) -> tuple[bytes, bool]:
     """The last bytes of a file, and whether they are all of it; OSError as from `read`."""
-    handle, found = _opened(path)
-    try:
-        begin = max(0, found.st_size - most)
-        return os.pread(handle, most, begin), not begin
-    finally:
-        os.close(handle)
+    with open_regular(path) as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - most)
+        return os.pread(file.fileno(), most, begin), not begin
 
 
 def text(
@@ -92,16 +74,8 @@ def text(
     except OSError as refused:
         problem = f"{what} cannot be read"
         raise ConfigError(problem, where=path, wanted=wanted, found=refused.strerror, fix=fix) from refused
-    name = shlex.quote(os.fspath(path))
-    if raw.startswith(_UTF16_MARKS):
-        raise ConfigError(
-            f"{what} is not UTF-8 text",
-            where=path,
-            found="UTF-16",
-            fix=f"iconv -f UTF-16 -t UTF-8 {name} > FILE, and use that FILE",
-        )
     try:
-        decoded = raw.removeprefix(_UTF8_MARK).decode()  # some editors write the mark
+        return raw.removeprefix(_UTF8_MARK).decode()  # some editors write the mark
     except UnicodeDecodeError as wrong:
         *before, row = wrong.object[: wrong.start].decode().split("\n")
         raise ConfigError(
@@ -110,7 +84,6 @@ def text(
             found=f"byte 0x{wrong.object[wrong.start]:02x}",
             fix="save the file as UTF-8",
         ) from wrong
-    return decoded
 
 
 def parse_json(
@@ -186,15 +159,15 @@ def is_own(path: str | os.PathLike[str]) -> bool:
 
 def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str:
     """Why a user other than this one and root could change it; empty if none could."""
-    found = os.lstat(path)
-    kind = "folder" if folder else "file"
-    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
-        return f"no {kind}" if not stat.S_ISLNK(found.st_mode) else f"a link in place of a {kind}"
+    found, kind = os.lstat(path), "folder" if folder else "file"
+    mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+    if stat.S_ISLNK(found.st_mode):
+        return f"a link in place of a {kind}"
+    if stat.S_IFMT(found.st_mode) != (stat.S_IFDIR if folder else stat.S_IFREG):
+        return f"no {kind}"
     if found.st_uid not in (os.geteuid(), 0):
-        return f"a {kind} of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
-    if found.st_mode & 0o022:
-        return f"a {kind} that others may write, mode {stat.S_IMODE(found.st_mode):04o}"
-    return ""
+        return f"a {kind} of user {found.st_uid}, {mode}"
+    return f"a {kind} that others may write, {mode}" if found.st_mode & 0o022 else ""
 
 
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
