@@ -101,12 +101,11 @@ def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
     With a wrong one every rank fails, in words that name no variable.
     """
     named = value.removeprefix("=").split(",")
-    if variable.startswith("GLOO"):
-        missing = [name for name in named if name not in present]
-    else:
-        whole = "" if value.startswith("=") else ".*"
-        fits = any(re.fullmatch(re.escape(name) + whole, own) for name in named for own in present)
-        missing = [] if fits or value.startswith("^") else named
+    missing = [name for name in named if name not in present]
+    if not variable.startswith("GLOO"):
+        begins = () if value.startswith("=") else tuple(named)
+        if len(missing) < len(named) or value.startswith("^") or any(own.startswith(begins) for own in present):
+            missing = []
     if not missing:
         return Finding(variable, found=value, kind="ok")
     return Finding(
@@ -138,13 +137,13 @@ def writable(folder: str) -> Finding:
     """Whether a file can be written there: a quota, a read-only mount or a bad disk may prevent it despite space."""
     path = f"{folder}/.check-{os.urandom(8).hex()}"  # containers may have the same name and number
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(file, bytes(_WRITTEN))
-            os.fsync(file)
-        finally:
-            os.close(file)
-            os.unlink(path)
+        with open(path, "xb") as file:
+            try:
+                file.write(bytes(_WRITTEN))
+                file.flush()
+                os.fsync(file.fileno())
+            finally:
+                os.unlink(path)
     except OSError as error:
         return Finding(
             f"this node cannot write in {folder}",

@@ -77,14 +77,13 @@ def _traceback(raised: BaseException, *, show: bool = False) -> str:
     import tempfile  # noqa: PLC0415
     import traceback  # noqa: PLC0415
 
-    text = secrets.redacted("".join(traceback.format_exception(raised)))
+    text = secrets.redacted("".join(traceback.format_exception(raised))).encode(errors="backslashreplace")
     if show or os.environ.get(TRACEBACK) == "1":
-        print(text.encode(errors="backslashreplace").decode(), file=sys.stderr)
+        print(text.decode(), file=sys.stderr)
         return "the traceback above"
     try:
-        file, path = tempfile.mkstemp(prefix="dray-defect-", suffix=".txt")
-        with open(file, "w", errors="backslashreplace", encoding="utf-8") as out:
-            out.write(text)
+        with tempfile.NamedTemporaryFile(prefix="dray-defect-", suffix=".txt", delete=False) as file:
+            file.write(text)
     except OSError:
         return f"the output of the same command with {TRACEBACK}=1 before it"
-    return path
+    return file.name

@@ -67,20 +67,17 @@ def physical(threads: Sequence[int], sys: str) -> list[Core]:
 
 
 def split(cores: Sequence[Core], ranks: int, homes: Mapping[int, int], gpus: Sequence[int]) -> list[list[Core]]:
-    """Equal shares in the order of NUMA nodes; beside the ranks' GPUs, if there is one GPU for each rank.
+    """Equal shares in the order of NUMA nodes; of those of the ranks' GPUs, if there is one GPU for each rank.
 
     `homes` has the NUMA node of each thread, `gpus` that of each GPU.
     """
-    near = [[core for core in cores if homes.get(core[0]) == node] for node in gpus]
-    if len(gpus) == ranks and all(len(beside) >= gpus.count(node) for node, beside in zip(gpus, near, strict=True)):
-        return [_part(near[rank], gpus[:rank].count(node), gpus.count(node)) for rank, node in enumerate(gpus)]
     ordered = sorted(cores, key=lambda core: homes.get(core[0], LIMIT))
-    return [_part(ordered, rank, ranks) for rank in range(ranks)]
-
-
-def _part(cores: Sequence[Core], number: int, parts: int) -> list[Core]:
-    size = len(cores) // parts
-    return list(cores[number * size : (number + 1) * size])
+    near = gpus if len(gpus) == ranks else [0] * ranks
+    size = len(ordered) // ranks
+    shares = {}
+    for place, rank in enumerate(sorted(range(ranks), key=lambda rank: near[rank])):
+        shares[rank] = ordered[place * size : (place + 1) * size]
+    return [shares[rank] for rank in range(ranks)]
 
 
 def _homes(sys: str) -> dict[int, int]:
