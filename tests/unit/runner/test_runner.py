@@ -328,8 +328,7 @@ def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp
         ("/gone/mytool", None, 0, [f"{_GONE}: /gone/mytool", "  wanted: a file /gone/mytool"]),
         ("mytool", None, 0, [f"{_GONE}: mytool", "  wanted: mytool on PATH (/usr/bin:/bin)"]),
         ("./tool", "true", 0o600, ["the program is not executable: ./tool", None, None, "  fix:    chmod +x {}"]),
-        ("./tool", "#!/opt/none/python3 -u\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/opt/none/python3 -u'"]),
-        ("./tool", "#!/usr/bin/env gone\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/usr/bin/env gone'"]),
+        ("./tool", "#!/opt/none/python3 -u\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/opt/none/python3'"]),
         ("./tool", "#!/bin/sh\r\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/bin/sh\\r'"]),
     ],
 )
