@@ -120,17 +120,19 @@ def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
 def shared_memory(wanted_gb: float, path: str = SHARED_MEMORY) -> Finding:
     """Whether data workers and NCCL have room to share memory."""
     status = os.statvfs(path)
+    size = status.f_frsize * status.f_blocks
     fix = "docker run --shm-size=1g; elsewhere ask the administrators. Data workers and NCCL need this memory"
-    size, wanted = status.f_frsize * status.f_blocks, f"{wanted_gb} GB (preflight.shared_memory_gb)"
-    return _room(path, f"{path} is too small", size, wanted_gb, wanted=wanted, fix=fix)
+    problem = Finding(f"{path} is too small", wanted=f"{wanted_gb} GB (preflight.shared_memory_gb)", fix=fix)
+    return _room(path, problem, size, wanted_gb)
 
 
 def free_space(folder: str, wanted_gb: float) -> Finding:
     """Whether a folder has free space."""
     status = os.statvfs(folder)
+    free = status.f_frsize * status.f_bavail
     fix = "delete files in it, or leave this node out (sbatch --exclude)"
-    free, wanted = status.f_frsize * status.f_bavail, f"{wanted_gb} GB free (preflight.free_gb)"
-    return _room(folder, f"{folder} is full", free, wanted_gb, wanted=wanted, fix=fix)
+    problem = Finding(f"{folder} is full", wanted=f"{wanted_gb} GB free (preflight.free_gb)", fix=fix)
+    return _room(folder, problem, free, wanted_gb)
 
 
 def writable(folder: str) -> Finding:
@@ -163,15 +165,20 @@ def memory(
 ) -> Finding:
     """Whether the job has enough memory here: available, and allowed by Slurm's cgroup."""
     found = re.search(r"^MemAvailable: +([0-9]+) kB$", proc_text(meminfo), re.MULTILINE)
-    available = int(found[1]) * 1024 if found else _NO_LIMIT
-    allowed = memory_limit(own, groups)
-    size, what = available, "available"
-    fix = "other processes use the memory: leave this node out (sbatch --exclude)"
-    if allowed < available:
-        fix, what = "ask Slurm for more: --mem=SIZE, or --mem=0 for all of a node's", "allowed by the job's cgroup"
-        size = allowed
-    wanted = f"{wanted_gb} GB (preflight.memory_gb)"
-    room = _room("memory", "the job has too little memory", size, wanted_gb, wanted=wanted, fix=fix)
+    size, what, fix = min(
+        (
+            int(found[1]) * 1024 if found else _NO_LIMIT,
+            "available",
+            "other processes use the memory: leave this node out (sbatch --exclude)",
+        ),
+        (
+            memory_limit(own, groups),
+            "allowed by the job's cgroup",
+            "ask Slurm for more: --mem=SIZE, or --mem=0 for all of a node's",
+        ),
+    )
+    problem = Finding("the job has too little memory", wanted=f"{wanted_gb} GB (preflight.memory_gb)", fix=fix)
+    room = _room("memory", problem, size, wanted_gb)
     return room._replace(found=f"{room.found} {what}")
 
 
@@ -209,8 +216,9 @@ def xids(path: str = _KERNEL_LOG) -> list[Finding]:
     ]
 
 
-def _room(name: str, problem: str, size: int, wanted_gb: float, *, wanted: str, fix: str) -> Finding:
+def _room(name: str, problem: Finding, size: int, wanted_gb: float) -> Finding:
+    """The problem, or how much room is there if that is enough."""
     found = f"{size / 1e9:.3f} GB"
     if size >= wanted_gb * 1e9:
         return Finding(name, found=found, kind="ok")
-    return Finding(problem, wanted=wanted, found=found, fix=fix, code=exit_codes.UNFIT)
+    return problem._replace(found=found, code=exit_codes.UNFIT)

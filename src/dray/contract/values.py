@@ -28,13 +28,11 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
                 fix="give another name or value",
                 code=exit_codes.CONFIG,
             )
-    elif isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from control_characters(name, f"{key or 'the'} names")
-            yield from control_characters(value, f"{key}.{name}" if key else str(name))
     elif isinstance(values, Iterable):
-        for number, value in enumerate(values):
-            yield from control_characters(value, f"{key}[{number}]")
+        is_table = isinstance(values, Mapping)
+        for name, value in values.items() if is_table else enumerate(values):
+            yield from control_characters(name, f"{key or 'the'} names")
+            yield from control_characters(value, f"{key}.{name}".lstrip(".") if is_table else f"{key}[{name}]")
 
 
 def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value

@@ -16,7 +16,7 @@ from dray.contract.node import proc_text
 
 Core = Sequence[int]
 
-_DISPLAYS = ("0x0300", "0x0302", "0x0380", "0x1200")  # PCI classes of GPUs: display, 3D, other, accelerator
+_CLASSES = ("0x03", "0x12")  # of PCI: displays, accelerators
 _VENDORS = ("0x10de", "0x1002")
 
 
@@ -92,6 +92,6 @@ def _gpus(sys: str) -> list[int]:
     """The NUMA node of each GPU of this machine, in the order of the bus, which is that of CUDA and of ROCm."""
     nodes = []
     for path in sorted(glob.glob(f"{sys}/bus/pci/devices/*")):
-        if proc_text(f"{path}/class")[:6] in _DISPLAYS and proc_text(f"{path}/vendor").strip() in _VENDORS:
+        if proc_text(f"{path}/class").startswith(_CLASSES) and proc_text(f"{path}/vendor").strip() in _VENDORS:
             nodes.append(int(proc_text(f"{path}/numa_node") or -1))
     return nodes

@@ -44,8 +44,7 @@ def _supervise(rank: str, command: list[str]) -> tuple[int, str]:
     """Run the command; return its exit code, and why it failed: empty if it did not, or was stopped."""
     _bind()
     if restarts := os.environ.pop("DRAY_RESTARTS", ""):  # the runners', and not the launcher's own, which are 0
-        count, _, most = restarts.partition("/")
-        os.environ |= {"TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": most}
+        os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts.split("/")
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     launcher = children.die_with_parent()
     started = children.Children()
