@@ -14,6 +14,7 @@ from typing import Any
 
 from dray.contract.findings import ConfigError
 
+AnyPath = str | os.PathLike[str]
 DEPTH = 64
 """The deepest nesting of tables and lists; Python itself fails at some hundreds."""
 _LIMIT = 16 << 20
@@ -28,7 +29,7 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BufferedReader:
+def open_regular(path: AnyPath, *, link: bool = True) -> BufferedReader:
     """Open a regular file; OSError for anything else: a FIFO would wait for ever, and a device has no end."""
     try:
         handle = os.open(path, _FLAGS if link else _FLAGS | os.O_NOFOLLOW)
@@ -41,7 +42,7 @@ def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> Buffered
     raise OSError(errno.EINVAL, _KINDS.get(kind, "not a file"), os.fspath(path))
 
 
-def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False) -> bytes:
+def read(path: AnyPath, *, limit: int = _LIMIT, own: bool = False) -> bytes:
     """The content of a file of at most `limit` bytes; OSError says what is wrong with it.
 
     One that decides what runs is read as `own`: in a folder that a group may write, any of its users could have put
@@ -58,16 +59,14 @@ def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False
     return content
 
 
-def end(path: str | os.PathLike[str], most: int) -> tuple[bytes, bool]:
+def end(path: AnyPath, most: int) -> tuple[bytes, bool]:
     """The last bytes of a file, and whether they are all of it; OSError as from `read`."""
     with open_regular(path) as file:
         begin = max(0, file.seek(0, os.SEEK_END) - most)
         return os.pread(file.fileno(), most, begin), not begin
 
 
-def text(
-    path: str | os.PathLike[str], what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT, own: bool = False
-) -> str:
+def text(path: AnyPath, what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT, own: bool = False) -> str:
     """The UTF-8 text of a user's file; `what` names the file in the ConfigError."""
     try:
         raw = read(path, limit=limit, own=own)
@@ -115,14 +114,14 @@ def too_deep(value: object, levels: int = DEPTH) -> bool:
     return not levels or any(too_deep(part, levels - 1) for part in inner)
 
 
-def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o644) -> None:
+def write_atomic(path: AnyPath, content: str | bytes, *, mode: int = 0o644) -> None:
     """Write to a temporary file, fsync, then rename: a reader sees the old content or the new one."""
     with replacing(path, mode=mode) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, mode: int = 0o644) -> Iterator[BufferedWriter]:
+def replacing(path: AnyPath, *, mode: int = 0o644) -> Iterator[BufferedWriter]:
     """As `write_atomic`, for content that comes in parts; if the block fails, nothing is replaced."""
     target = os.fspath(path)
     part = f"{target}.part-{os.getpid()}"
@@ -140,7 +139,7 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o644) -> Iterator[Bu
         raise
 
 
-def write_new(path: str | os.PathLike[str], content: str) -> None:
+def write_new(path: AnyPath, content: str) -> None:
     """Write a new file; if that fails, remove it again."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -151,13 +150,13 @@ def write_new(path: str | os.PathLike[str], content: str) -> None:
         raise
 
 
-def is_own(path: str | os.PathLike[str]) -> bool:
+def is_own(path: AnyPath) -> bool:
     """Whether it belongs to this user or root, and not everybody may write to it."""
     found = os.stat(path)
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
 
 
-def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str:
+def open_to_others(path: AnyPath, *, folder: bool = False) -> str:
     """Why a user other than this one and root could change it; empty if none could."""
     found, kind = os.lstat(path), "folder" if folder else "file"
     mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
@@ -170,7 +169,7 @@ def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str
     return f"a {kind} that others may write, {mode}" if found.st_mode & 0o022 else ""
 
 
-def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
+def tail(path: AnyPath, lines: int = 20) -> list[str]:
     """The last lines of a log; none if the log does not exist."""
     try:
         return end(path, 16384)[0].decode("utf-8", "replace").splitlines()[-lines:]

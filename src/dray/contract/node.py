@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from dray.contract import exit_codes
+from dray.contract.files import AnyPath
 from dray.contract.findings import Finding
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  its size alone is read
@@ -42,7 +43,7 @@ def has_gpu(accelerator: str) -> bool:
     return control is not None and os.access(control, os.R_OK | os.W_OK)
 
 
-def proc_text(path: str | os.PathLike[str]) -> str:
+def proc_text(path: AnyPath) -> str:
     """The beginning of a file of /proc or /sys; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -51,13 +52,13 @@ def proc_text(path: str | os.PathLike[str]) -> str:
         return ""
 
 
-def nvidia_driver(version_file: str | os.PathLike[str] = _NVIDIA) -> str | None:
+def nvidia_driver(version_file: AnyPath = _NVIDIA) -> str | None:
     """The kernel module's version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul ...`."""
     version = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", proc_text(version_file) + "\n")
     return version[1] if version else None
 
 
-def amdgpu_driver(version_file: str | os.PathLike[str] = _AMD) -> str | None:
+def amdgpu_driver(version_file: AnyPath = _AMD) -> str | None:
     """The kernel module's version, such as 6.10.5."""
     version = re.fullmatch(r"[\d.]*\d[\d.]*", proc_text(version_file).strip())
     return version[0] if version else None

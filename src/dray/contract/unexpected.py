@@ -14,14 +14,13 @@ TRACEBACK = "DRAY_TRACEBACK"
 """If it is 1, dray prints the traceback and writes no file."""
 DEFECT = "this is a defect of dray"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_SERVER = {
+MENDED = frozenset({
+    *_FULL, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS,
     errno.ESHUTDOWN,  # Lustre's, of a client that it has evicted
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT,
-}  # fmt: skip
-MENDED = frozenset({*_FULL, *_SERVER, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS})
+})  # fmt: skip
 """Errors of a machine or a file server that last until somebody repairs it, or until it is back."""
-_MACHINE = MENDED | {errno.EFBIG}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers, which are Rust, name it
 _SHOWN = 300
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -43,7 +42,7 @@ def error(raised: BaseException, *, log: bool = False) -> DrayError:
         fix = "make room on that disk, or in your quota, and try again"
     elif not log:
         fix = f"if the cause is not clear, send a bug report with {_traceback(raised)}"
-    code = exit_codes.UNFIT if number in _MACHINE else exit_codes.CONFIG
+    code = exit_codes.UNFIT if number in {*MENDED, errno.EFBIG} else exit_codes.CONFIG
     return DrayError(os.strerror(number), where=where, found=text[:_SHOWN], fix=fix, code=code)
 
 
