@@ -38,8 +38,10 @@ _LONGEST = 1e7  # seconds: four months, which no job lasts
 
 def clean(told: object) -> dict[str, float]:
     """The valid durations of a node's parts, without values that are negative, absurd, no numbers or unknown."""
+    if not isinstance(told, dict):
+        return {}
     durations = {}
-    for name in (*NODE, SBCAST, TFLOPS) if isinstance(told, dict) else ():
+    for name in (*NODE, SBCAST, TFLOPS):
         value = told.get(name)
         if type(value) in (int, float) and 0 <= value < _LONGEST:
             durations[name] = round(float(value), 3)

@@ -58,7 +58,8 @@ def _supervise(rank: str, command: list[str]) -> tuple[int, str]:
     os.pwrite(beat, heartbeat.PROGRAM.pack(*started.running), 0)
     if between:
         between.watch(started)
-    code, heard = 0, set()
+    heard: set[int] = set()
+    code = 0
     while started.running:
         events = started.wait()
         heard.update(events.signals)
