@@ -17,17 +17,17 @@ RANK = IMPORT, GROUPS, MODEL, CHECKPOINT, COMPILE, FIRST_STEP = (
     "import", "process_groups", "model", "checkpoint", "compile", "first_step",
 )  # fmt: skip
 """The parts that ranks of dray's trainer report, in the order of contract.heartbeat's marks."""
-NODE = ("plan", "srun", STAGE, CONTAINER, RENDEZVOUS, PREFLIGHT, *RANK)
-"""The parts of a node. Only the first node, where the job's script runs, knows the first two."""
-OWN = (STAGE, CONTAINER, IMPORT, MODEL, CHECKPOINT, COMPILE)
-"""The parts in which a node works alone; in the others it may wait for other nodes."""
-PARTS = ("queue", *NODE)
 NAMES = {
     "queue": "queue", "plan": "planning", "srun": "srun", STAGE: "image staged", CONTAINER: "container",
     RENDEZVOUS: "rendezvous", PREFLIGHT: "preflight", IMPORT: "launcher and imports", GROUPS: "process groups",
     MODEL: "datasets and model", CHECKPOINT: "checkpoint", COMPILE: "compile", FIRST_STEP: "first step",
 }  # fmt: skip
-"""Their names in messages and reports."""
+"""All parts, with their names in messages and reports."""
+PARTS = tuple(NAMES)
+NODE = PARTS[1:]
+"""The parts of a node. Only the first node, where the job's script runs, knows the first two."""
+OWN = (STAGE, CONTAINER, IMPORT, MODEL, CHECKPOINT, COMPILE)
+"""The parts in which a node works alone; in the others it may wait for other nodes."""
 SBCAST = "sbcast"
 """Beside the parts, for the first node: how long sbcast took to send the image to the disks of all nodes."""
 TFLOPS = "tflops"

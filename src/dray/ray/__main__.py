@@ -38,7 +38,7 @@ _ANSWER_S = 10.0  # a head that has stopped is refused at once; a busy one may n
 _KEEP_CODE = '"$@"; code=$?; printf $code >"$0"; exit $code'
 
 
-def main(folder: str, gpus: str, command: list[str]) -> int:
+def main(folder: str, gpus: str, *command: str) -> int:
     """Start Ray on this node; return the program's exit code on the first node, and 0 on the others."""
     _require_ray()
     plan = json.loads(files.read(f"{folder}/{run_folder.PLAN}", own=True))
@@ -67,7 +67,7 @@ def main(folder: str, gpus: str, command: list[str]) -> int:
             "RAY_USAGE_STATS_ENABLED": "0",
             "PATH": f"{place}:{os.environ['PATH']}",  # a layer may have `ray` elsewhere
         }
-        ended = _run(place, gpus, command, is_head)
+        ended = _run(place, gpus, [*command], is_head)
         code = (place / "code").read_text() if (place / "code").exists() else ""
         session = place / _OPEN / "session_latest"  # a worker makes it when the head has answered
         # Where nobody listens, the first node has stopped Ray, and returns the code.
@@ -131,7 +131,7 @@ def _require_ray() -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+        sys.exit(main(*sys.argv[1:]))
     except DrayError as error:
         print(f"dray: {error}", file=sys.stderr)
         sys.exit(error.finding.code)
