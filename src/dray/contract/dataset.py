@@ -56,13 +56,13 @@ class Named(NamedTuple):
 
 def parse(name: str) -> Named:
     """The parts of a name."""
-    found = _BUILDER.fullmatch(name)
-    builder, rest = (found[1], found[2]) if found else ("", name)
+    match = _BUILDER.fullmatch(name)
+    builder, rest = (match[1], match[2]) if match else ("", name)
     if builder == HUB:
         files, _, split = rest.partition(":")
         return Named(HUB, files, split)
-    found = _SPLIT.fullmatch(rest)
-    files, split = (found[1], found[2]) if found else (rest, "")
+    match = _SPLIT.fullmatch(rest)
+    files, split = (match[1], match[2]) if match else (rest, "")
     return Named(builder, files, split)
 
 

@@ -49,11 +49,11 @@ def read(path: AnyPath, *, limit: int = _LIMIT, own: bool = False) -> bytes:
     another run in the place of this one.
     """
     with open_regular(path) as file:
-        found = os.fstat(file.fileno())
-        if own and found.st_uid not in (0, os.geteuid()):
-            raise OSError(errno.EPERM, f"a file of user {found.st_uid}", os.fspath(path))
+        status = os.fstat(file.fileno())
+        if own and status.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.EPERM, f"a file of user {status.st_uid}", os.fspath(path))
         # For all that may come memory would be mapped and unmapped. /proc tells 0.
-        content = file.read(min(limit + 1, found.st_size or limit))
+        content = file.read(min(limit + 1, status.st_size or limit))
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", os.fspath(path))
     return content
@@ -94,15 +94,15 @@ def parse_json(
         value = json.loads(content, object_pairs_hook=pairs)
         if _ESCAPED_SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
-        found = f"nested more than {DEPTH} levels deep" if too_deep(value) else ""
+        problem = f"nested more than {DEPTH} levels deep" if too_deep(value) else ""
     except json.JSONDecodeError as wrong:
-        place, found = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
+        place, problem = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
     except RecursionError:
-        found = f"nested more than {DEPTH} levels deep"
+        problem = f"nested more than {DEPTH} levels deep"
     except ValueError as wrong:  # half of a surrogate pair, or thousands of digits
-        found = str(wrong)
-    if found:
-        raise ConfigError(f"{what} is not valid JSON", where=place, found=found)
+        problem = str(wrong)
+    if problem:
+        raise ConfigError(f"{what} is not valid JSON", where=place, found=problem)
     return value
 
 
@@ -152,21 +152,21 @@ def write_new(path: AnyPath, content: str) -> None:
 
 def is_own(path: AnyPath) -> bool:
     """Whether it belongs to this user or root, and not everybody may write to it."""
-    found = os.stat(path)
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
+    status = os.stat(path)
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
 
 
 def open_to_others(path: AnyPath, *, folder: bool = False) -> str:
     """Why a user other than this one and root could change it; empty if none could."""
-    found, kind = os.lstat(path), "folder" if folder else "file"
-    mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
-    if stat.S_ISLNK(found.st_mode):
+    status, kind = os.lstat(path), "folder" if folder else "file"
+    mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+    if stat.S_ISLNK(status.st_mode):
         return f"a link in place of a {kind}"
-    if stat.S_IFMT(found.st_mode) != (stat.S_IFDIR if folder else stat.S_IFREG):
+    if stat.S_IFMT(status.st_mode) != (stat.S_IFDIR if folder else stat.S_IFREG):
         return f"no {kind}"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"a {kind} of user {found.st_uid}, {mode}"
-    return f"a {kind} that others may write, {mode}" if found.st_mode & 0o022 else ""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"a {kind} of user {status.st_uid}, {mode}"
+    return f"a {kind} that others may write, {mode}" if status.st_mode & 0o022 else ""
 
 
 def tail(path: AnyPath, lines: int = 20) -> list[str]:

@@ -26,7 +26,7 @@ def look(accelerator: str, environ: Mapping[str, str], *, packages: bool = False
     system = os.uname()
     memory = re.search(r"^MemTotal: +(\d+) kB$", proc_text("/proc/meminfo"), re.MULTILINE)
     threads = environ.get("OMP_NUM_THREADS", "")
-    found = {
+    machine = {
         "host": system.nodename,
         "cpu": _processor(proc_text("/proc/cpuinfo")) or system.machine,
         "cpus": os.cpu_count() or 0,
@@ -41,7 +41,7 @@ def look(accelerator: str, environ: Mapping[str, str], *, packages: bool = False
         "gpus": _gpus(accelerator),
         "driver": node.driver(accelerator) or "",
     }
-    return {**found, "packages": _packages()} if packages else found
+    return {**machine, "packages": _packages()} if packages else machine
 
 
 def _processor(text: str) -> str:
@@ -54,8 +54,8 @@ def _processor(text: str) -> str:
 def _gpus(accelerator: str) -> list[str]:
     """By their makers' names, in the order of their addresses; also those that this job was not given."""
     files, pattern = _GPUS.get(accelerator, ("", ""))
-    found = (re.search(pattern, proc_text(path), re.MULTILINE) for path in _numbered(files))
-    return [name[1].strip() for name in found if name]
+    names = (re.search(pattern, proc_text(path), re.MULTILINE) for path in _numbered(files))
+    return [name[1].strip() for name in names if name]
 
 
 def _packages() -> dict[str, str]:

@@ -15,8 +15,8 @@ def compress(names: Iterable[str]) -> str:
     families: dict[tuple[str, str, int], set[int]] = {}
     plain: dict[str, None] = {}
     for name in names:
-        if found := _NUMBERED.fullmatch(name):
-            head, number, tail = found.groups()
+        if match := _NUMBERED.fullmatch(name):
+            head, number, tail = match.groups()
             width = len(number) if number[0] == "0" else 0
             families.setdefault((head, tail, width), set()).add(int(number))
         else:

@@ -165,10 +165,10 @@ def memory(
     groups: str = "/sys/fs/cgroup",
 ) -> Finding:
     """Whether the job has enough memory here: available, and allowed by Slurm's cgroup."""
-    found = re.search(r"^MemAvailable: +([0-9]+) kB$", proc_text(meminfo), re.MULTILINE)
+    available = re.search(r"^MemAvailable: +([0-9]+) kB$", proc_text(meminfo), re.MULTILINE)
     size, what, fix = min(
         (
-            int(found[1]) * 1024 if found else _NO_LIMIT,
+            int(available[1]) * 1024 if available else _NO_LIMIT,
             "available",
             "other processes use the memory: leave this node out (sbatch --exclude)",
         ),

@@ -61,20 +61,20 @@ def is_variable(name: str, value: str) -> bool:
 
 def in_command(argv: Iterable[str]) -> list[str]:
     """The arguments that hold a secret, named without it: `--token`, or `argument 3`."""
-    found: dict[str, None] = {}
+    places: dict[str, None] = {}
     before = ""
     for number, text in enumerate(argv, start=1):
-        known = len(found)
+        known = len(places)
         for word in text.split():  # what a shell is given to run is a command too
             name, equals, value = word.partition("=")
             if not equals:
                 name, value = before, word
             before = word if word.startswith("-") and not equals else ""
             if is_value(word) or _is_option(name, value.strip("'\"")):
-                found[name if _OPTION.fullmatch(name) and not is_value(name) else f"argument {number}"] = None
-        if is_value(text) and len(found) == known:
-            found[f"argument {number}"] = None
-    return [*found]
+                places[name if _OPTION.fullmatch(name) and not is_value(name) else f"argument {number}"] = None
+        if is_value(text) and len(places) == known:
+            places[f"argument {number}"] = None
+    return [*places]
 
 
 def _is_option(name: str, value: str) -> bool:

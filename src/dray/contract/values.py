@@ -38,7 +38,7 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
 def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
     """The value with escapes such as \\u001b for control characters, and for what JSON cannot hold."""
     if isinstance(value, str):
-        return value if value.isprintable() else _UNPRINTABLE.sub(lambda found: _escape(found[0]), value)
+        return value if value.isprintable() else _UNPRINTABLE.sub(lambda match: _escape(match[0]), value)
     if isinstance(value, dict):
         return {name: printable(part) for name, part in value.items()}
     return [*map(printable, value)] if isinstance(value, list) else value

@@ -27,17 +27,17 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sy
     per_rank = shares(world, count, sys)
     threads = [[*chain.from_iterable(share)] for share in per_rank]
     bound = ";".join(map(render, threads))
-    told, omp = bound or "not bound", count // ranks
+    text, omp = bound or "not bound", count // ranks
     if bound:  # where Slurm counts cores, so do OpenMP's threads
         omp = min(map(len, per_rank if 0 < count < sum(map(len, threads)) else threads))
     elif 0 < count < ranks:
-        told += f" ({count} for {ranks} ranks: ask for more with --cpus-per-task)"
+        text += f" ({count} for {ranks} ranks: ask for more with --cpus-per-task)"
     if any(len(core) > 1 for core in chain.from_iterable(per_rank)):
-        told += " (whole cores, with all their threads)"
+        text += " (whole cores, with all their threads)"
     variables = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, omp))}
     if bound:
         variables["DRAY_CORES"] = bound
-    print(f"dray: cores of each rank: {told}; OMP_NUM_THREADS={variables['OMP_NUM_THREADS']}", flush=True)
+    print(f"dray: cores of each rank: {text}; OMP_NUM_THREADS={variables['OMP_NUM_THREADS']}", flush=True)
     return variables
 
 
