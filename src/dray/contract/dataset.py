@@ -51,7 +51,7 @@ class Named(NamedTuple):
 
     def at(self, path: str) -> str:
         """The same dataset with its files elsewhere."""
-        return f"{f'{self.builder}:' * bool(self.builder)}{path}{f':{self.split}' * bool(self.split)}"
+        return ":".join(filter(None, (self.builder, path, self.split)))
 
 
 def parse(name: str) -> Named:

@@ -94,16 +94,17 @@ def parse_json(
         value = json.loads(content, object_pairs_hook=pairs)
         if _ESCAPED_SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
-        problem = f"nested more than {DEPTH} levels deep" if too_deep(value) else ""
+        if too_deep(value):
+            raise RecursionError
     except json.JSONDecodeError as wrong:
         place, problem = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
     except RecursionError:
         problem = f"nested more than {DEPTH} levels deep"
     except ValueError as wrong:  # half of a surrogate pair, or thousands of digits
         problem = str(wrong)
-    if problem:
-        raise ConfigError(f"{what} is not valid JSON", where=place, found=problem)
-    return value
+    else:
+        return value
+    raise ConfigError(f"{what} is not valid JSON", where=place, found=problem)
 
 
 def too_deep(value: object, levels: int = DEPTH) -> bool:

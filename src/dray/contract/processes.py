@@ -20,7 +20,7 @@ def mark(pid: int) -> list[Any]:
 
 def began(pid: int) -> str:
     """The process's start time; empty if it has ended, or is a zombie."""
-    state, *fields = proc_text(f"/proc/{pid}/stat").rpartition(")")[2].split() or "X"
+    state, *fields = proc_text(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
     return "" if state in "ZX" else fields[18]
 
 

@@ -103,10 +103,9 @@ def redacted_code(text: str, values: Mapping[str, str] | None = None) -> str:
     """As `redacted`, and with `[secret]` for each value that code assigns to a secret's name."""
 
     def replaced(given: re.Match[str]) -> str:
-        kind, name = ("text" if given["quote"] else "bare"), given["name"]
-        value = given[kind]
+        name, value = given["name"], given["text"] or given["bare"]
         # What is not in quotes is an expression, mostly; a shell's variable has a name in capitals and no space.
-        written = kind == "text" or (f"{name}={value}" in given[0] and name.isupper()) or _RANDOM.fullmatch(value)
+        written = given["text"] or (f"{name}={value}" in given[0] and name.isupper()) or _RANDOM.fullmatch(value)
         if not written or _ATTRIBUTE.fullmatch(value) or not _is_option(name, value):
             return given[0]
         return given[0].replace(value, "[secret]")

@@ -7,6 +7,7 @@ clocks differ, and one that is set would make a part negative.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 VARIABLE = "DRAY_STARTED"
 """`boot=ID step=N NAME=SECONDS ...`: the boot id of the clock, the number of Slurm's step, and the times."""
@@ -42,7 +43,7 @@ def clean(told: object) -> dict[str, float]:
         return {}
     durations = {}
     for name in (*NODE, SBCAST, TFLOPS):
-        value = told.get(name)
+        value: Any = told.get(name)
         if type(value) in (int, float) and 0 <= value < _LONGEST:
             durations[name] = round(float(value), 3)
     return durations

@@ -29,10 +29,10 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
                 code=exit_codes.CONFIG,
             )
     elif isinstance(values, Iterable):
-        is_table = isinstance(values, Mapping)
-        for name, value in values.items() if is_table else enumerate(values):
+        for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
             yield from control_characters(name, f"{key or 'the'} names")
-            yield from control_characters(value, f"{key}.{name}".lstrip(".") if is_table else f"{key}[{name}]")
+            place = f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}"
+            yield from control_characters(value, place.lstrip("."))
 
 
 def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value

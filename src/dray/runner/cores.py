@@ -82,7 +82,7 @@ def split(cores: Sequence[Core], ranks: int, homes: Mapping[int, int], gpus: Seq
 
 def _homes(sys: str) -> dict[int, int]:
     """The NUMA node of each thread."""
-    homes = {}
+    homes: dict[int, int] = {}
     for path in glob.glob(f"{sys}/devices/system/node/node[0-9]*"):
         homes |= dict.fromkeys(parse(proc_text(f"{path}/cpulist")), int(path.rpartition("node")[2]))
     return homes

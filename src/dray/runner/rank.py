@@ -18,10 +18,6 @@ if __name__ == "__main__":
 from dray.contract import cores, exit_codes, heartbeat, run_folder
 from dray.runner import children, ranks
 
-TYPE_CHECKING = False  # typing's own would cost more than all else here
-if TYPE_CHECKING:
-    from dray.runner import output
-
 
 def main(folder: str, world_size: str, node: str, *command: str) -> int:
     """Run the command with both streams in logs/rank-N.log; record it if it fails by itself."""
@@ -48,7 +44,11 @@ def _supervise(rank: str, command: list[str]) -> tuple[int, str]:
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     launcher = children.die_with_parent()
     started = children.Children()
-    between, beat = _filter(), _heartbeat(rank)
+    beat, between = _heartbeat(rank), None
+    if os.environ.get("DRAY_PASSED"):
+        from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
+
+        between = output.between()
     try:
         started.start(command, on_parent_death=signal.SIGKILL, output=between.writer if between else None)
     except OSError as error:
@@ -73,15 +73,6 @@ def _supervise(rank: str, command: list[str]) -> tuple[int, str]:
     if heard and code == exit_codes.RETRY:
         return code, "it was asked to save and end"
     return children.exit_code(code), children.ended_with(code)
-
-
-def _filter() -> output.Filter | None:
-    """The filter between the rank and its log, if pass_env names variables."""
-    if not os.environ.get("DRAY_PASSED"):
-        return None
-    from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
-
-    return output.between()
 
 
 def _heartbeat(rank: str) -> int:
