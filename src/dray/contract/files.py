@@ -142,13 +142,13 @@ def replacing(path: AnyPath, *, mode: int = 0o644) -> Iterator[BufferedWriter]:
 
 def write_new(path: AnyPath, content: str) -> None:
     """Write a new file; if that fails, remove it again."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        with open(file, "w", encoding="utf-8") as stream:
+    with open(path, "x", encoding="utf-8") as stream:
+        try:
             stream.write(content)
-    except BaseException:
-        os.unlink(path)
-        raise
+            stream.flush()
+        except OSError:
+            os.unlink(path)
+            raise
 
 
 def is_own(path: AnyPath) -> bool:

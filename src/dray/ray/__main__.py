@@ -85,25 +85,22 @@ def main(folder: str, gpus: str, *command: str) -> int:
 
 def _run(place: Path, gpus: str, command: list[str], is_head: bool) -> int:
     """How `ray symmetric-run` ended. What it has started hears signals in its place, so that it ends Ray in order."""
-    argv = [
-        *(*_RAY, "symmetric-run", f"--address={os.environ['RAY_ADDRESS']}", f"--num-gpus={gpus}"),
-        *(f"--min-nodes={os.environ['WORLD_SIZE']}", f"--num-cpus={len(os.sched_getaffinity(0))}"),
-    ]
+    argv = [*_RAY, "symmetric-run", f"--address={os.environ['RAY_ADDRESS']}", f"--num-gpus={gpus}"]
+    argv += [f"--min-nodes={os.environ['WORLD_SIZE']}", f"--num-cpus={len(os.sched_getaffinity(0))}"]
     if is_head:  # workers refuse these. The monitor is for clusters that grow, and reports each end as a failure
         argv += ["--include-dashboard=false", "--no-monitor", f"--temp-dir={place / _OPEN}"]
     else:  # seconds from the head's end to its own. The head connects to itself, and ends with Ray's own 60
         os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "10"  # noqa: SIM112  Ray's own name
     children = Children()
     children.start([*argv, "--", "sh", "-c", _KEEP_CODE, f"{place}/code", *command], session=True)
+    (ray,) = children.running
     while not (events := children.wait()).ended:
         for number in events.signals:
             if number == signal.SIGUSR1:  # for what handles it; it would kill the others
                 children.ask()
                 continue
-            hearing = [*children.running]
-            for _ in range(1 + is_head):  # on the first node the program, below a shell
-                hearing = [child for process in hearing for child in below(process)] or hearing
-            for process in hearing:
+            # The program, which is below a shell; on the other nodes what `ray start` has started.
+            for process in [child for parent in below(ray) for child in below(parent)] or [ray]:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGTERM)
     return events.ended[0]
