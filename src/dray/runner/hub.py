@@ -5,12 +5,10 @@ Before the proof nothing of a peer's is parsed: 64 bytes are compared. Later mes
 
 from __future__ import annotations
 
-import errno
 import hmac
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from dray.runner.children import Loop
@@ -18,12 +16,11 @@ from dray.runner.protocol import BrokenError, Message, decode, encode
 
 NONCE = 32
 GREETING = NONCE + 32  # the guest's nonce and its proof
-PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
-_CHUNK, _LONGEST = 1 << 16, 1 << 20  # bytes that are read at once, and of a message: the reports of a node's ranks
+_PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _PROVED_PER_S = 1000  # nodes that a busy first node proves
+_CHUNK = 1 << 16
 _AT_ONCE = 128  # accepted between two looks at those that are there
 _SEND_S = 5.0
-_FULL_S = 0.05
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4, socket.TCP_USER_TIMEOUT: 30_000}
 
 
@@ -48,29 +45,26 @@ class Connection:
                 self.line.shutdown(socket.SHUT_RDWR)
             raise
 
-    def receive(self, most: int = _CHUNK) -> list[Message]:
+    def receive(self) -> list[Message]:
         """The messages that have arrived on a readable connection. OSError: it is broken."""
-        data = self.line.recv(most)
+        data = self.line.recv(_CHUNK)
         if not data:
             raise BrokenError("the connection was closed")
         *lines, self._data = (self._data + data).split(b"\n")
-        if len(self._data) > _LONGEST:
-            raise BrokenError("a message is too long")
         return [decode(line) for line in lines]
 
     def receive_first(self, deadline: float) -> Message:
         """The first message. Later ones stay in the socket, which so remains readable."""
-        messages: list[Message] = []
-        while not messages:
-            end = _arrived(self.line, _CHUNK, deadline, socket.MSG_PEEK).find(b"\n") + 1
-            messages = self.receive(end or _CHUNK)
+        line = b""
+        while not line.endswith(b"\n"):
+            line += _read(self.line, 1, deadline)
         self.line.settimeout(_SEND_S)
-        return messages[0]
+        return decode(line)
 
 
 def proof_s(nodes: int) -> float:
     """Seconds in which each end must prove the secret: more if thousands of nodes connect at once."""
-    return PROOF_S + nodes / _PROVED_PER_S
+    return _PROOF_S + nodes / _PROVED_PER_S
 
 
 def greet(line: socket.socket, secret: bytes, deadline: float) -> Connection:
@@ -91,113 +85,89 @@ def _read(line: socket.socket, count: int, deadline: float) -> bytes:
     """Read exactly `count` bytes, all of them before the deadline."""
     data = b""
     while len(data) < count:
-        more = _arrived(line, count - len(data), deadline)
+        line.settimeout(max(0.001, deadline - time.monotonic()))
+        more = line.recv(count - len(data))
         if not more:
-            raise BrokenError("the other end closed the connection: it does not have this run's secret")
+            raise BrokenError("the first node closed the connection: it has ended, or does not have this run's secret")
         data += more
     return data
-
-
-def _arrived(line: socket.socket, most: int, deadline: float, flags: int = 0) -> bytes:
-    """What arrives next, before the deadline; nothing if the other end has closed the connection."""
-    line.settimeout(max(0.001, deadline - time.monotonic()))
-    try:
-        return line.recv(most, flags)
-    except TimeoutError as error:
-        raise BrokenError("the other end does not answer") from error
 
 
 class Guest:
     """A connection that has not yet proved the secret, or not yet said which node it is."""
 
-    def __init__(self, line: socket.socket, seconds: float) -> None:
+    def __init__(self, line: socket.socket, deadline: float) -> None:
         line.setblocking(False)
-        self.line, self.nonce, self.greeting = line, os.urandom(NONCE), b""
-        self.deadline = time.monotonic() + seconds
-        self.connection: Connection | None = None
+        self.line, self.deadline = line, deadline
+        self.nonce, self.data = os.urandom(NONCE), b""
+        self.proved = False
 
-    def hear(self, secret: bytes) -> list[Message]:
-        """Read a piece of the greeting, or, after the proof, messages. OSError: it is broken, or holds no secret."""
-        if self.connection:
-            return self.connection.receive()
-        data = self.line.recv(GREETING - len(self.greeting))  # later bytes are messages
-        self.greeting += data
-        if not data:
-            raise BrokenError("it left")
-        if len(self.greeting) == GREETING:
-            theirs = self.greeting[:NONCE]
-            if not hmac.compare_digest(self.greeting[NONCE:], proof(secret, b"guest", self.nonce, theirs)):
-                raise PermissionError("another run's, or nobody's")
-            self.line.sendall(proof(secret, b"host", theirs, self.nonce))
-            self.connection = Connection(self.line)
-        return []
+    def prove(self, secret: bytes) -> None:
+        """Check the proof in the greeting, and send the host's. PermissionError: it holds no secret."""
+        theirs, proved = self.data[:NONCE], self.data[NONCE:GREETING]
+        if not hmac.compare_digest(proved, proof(secret, b"guest", self.nonce, theirs)):
+            raise PermissionError("another run's, or nobody's")
+        self.line.sendall(proof(secret, b"host", theirs, self.nonce))
+        self.proved = True
 
 
 class Server:
-    """Calls `came` with the connection and the first message of each guest that has proved the secret."""
+    """The first node's end: the connection and the first message of each guest that has proved the secret."""
 
-    def __init__(
-        self, listener: socket.socket, secret: bytes, came: Callable[[Connection, Message], None], nodes: int
-    ) -> None:
-        self.loop, self.turned_away = Loop(), 0
-        self._listener, self._secret, self._came = listener, secret, came
+    def __init__(self, listener: socket.socket, secret: bytes, nodes: int) -> None:
+        self.turned_away = 0
+        self._loop, self._listener, self._secret = Loop(), listener, secret
         self._seconds = proof_s(nodes)
         self._guests: dict[int, Guest] = {}  # in the order of arrival, and so of their deadlines
-        self._knocks = False
+        self._proved: list[tuple[Connection, Message]] = []
         listener.setblocking(False)
-        self.loop.watch(listener.fileno(), self._knock)
+        self._loop.watch(listener.fileno(), self._accept)
 
-    def serve(self, deadline: float) -> None:
-        """Serve the guests until something has happened."""
-        now = time.monotonic()
-        while (oldest := self._oldest()) and now > oldest.deadline:
-            self._drop(oldest)
-        self.loop.look(min(deadline, oldest.deadline if oldest else deadline) - now)
-        if self._knocks:  # last, or a crowd would push out those that are there
-            self._accept()
-
-    def close(self) -> None:
-        """Close the connections that have proved nothing."""
-        for guest in list(self._guests.values()):
-            self._drop(guest)
-        self.loop.forget_all()
-
-    def _knock(self) -> None:
-        self._knocks = True
+    def serve(self, deadline: float) -> list[tuple[Connection, Message]]:
+        """Those that have proved the secret, and what they said first, once something has happened."""
+        self._proved = []
+        if oldest := self._oldest():
+            deadline = min(deadline, oldest.deadline)
+        self._loop.look(deadline - time.monotonic())
+        while (oldest := self._oldest()) and time.monotonic() > oldest.deadline:
+            self._forget(oldest).close()
+        return self._proved
 
     def _oldest(self) -> Guest | None:
         return next(iter(self._guests.values()), None)
 
     def _accept(self) -> None:
-        self._knocks = False
         for _ in range(_AT_ONCE):
             try:
                 line, _ = self._listener.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):  # the table of files is full
-                    oldest = self._oldest()
-                    self._drop(oldest) if oldest else time.sleep(_FULL_S)
+            except BlockingIOError:
                 return
-            guest = self._guests[line.fileno()] = Guest(line, self._seconds)
-            self.loop.watch(line.fileno(), lambda guest=guest: self._hear(guest))  # type: ignore[misc]
-            try:
+            except OSError:  # the table of files is full
+                if oldest := self._oldest():
+                    self._forget(oldest).close()
+                return
+            guest = self._guests[line.fileno()] = Guest(line, time.monotonic() + self._seconds)
+            self._loop.watch(line.fileno(), lambda guest=guest: self._hear(guest))  # type: ignore[misc]
+            with suppress(OSError):  # it is gone, which is read next
                 line.send(guest.nonce)
-            except OSError:
-                self._drop(guest)
 
     def _hear(self, guest: Guest) -> None:
+        """Read a piece of the greeting, or of the message behind it."""
         try:
-            messages = guest.hear(self._secret)
+            data = guest.line.recv(_CHUNK)
+            if not data:
+                raise BrokenError("it left")
+            guest.data += data
+            if not guest.proved and len(guest.data) >= GREETING:
+                guest.prove(self._secret)
+            message = guest.data[GREETING:]
+            if message.endswith(b"\n"):
+                self._proved.append((Connection(self._forget(guest)), decode(message)))
         except OSError as error:
             self.turned_away += isinstance(error, PermissionError)
-            self._drop(guest)
-            return
-        if messages and guest.connection:
-            del self._guests[guest.line.fileno()]
-            self.loop.forget(guest.line.fileno())
-            self._came(guest.connection, messages[0])
+            self._forget(guest).close()
 
-    def _drop(self, guest: Guest) -> None:
+    def _forget(self, guest: Guest) -> socket.socket:
         del self._guests[guest.line.fileno()]
-        self.loop.forget(guest.line.fileno())
-        guest.line.close()
+        self._loop.forget(guest.line.fileno())
+        return guest.line

@@ -6,9 +6,7 @@ They are named tuples, since the import of dataclasses would double the time of 
 
 from __future__ import annotations
 
-import hmac
 import json
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +14,6 @@ from dray.contract.findings import Finding
 from dray.runner.culprit import Entered, Seen
 from dray.runner.heartbeats import Late
 
-_NONCE = 32
 Message = tuple[Any, ...]
 
 
@@ -40,8 +37,6 @@ class Hello(NamedTuple):
     node: int
     name: str
     host: str
-    runner: str
-    """Random: a runner that comes again is told from another with its number."""
     plan: str
     dray: str
     image: str
@@ -65,10 +60,6 @@ class Stop(NamedTuple):
 
 class Save(_Plain):
     """All ranks are asked to save and end."""
-
-
-class Saved(_Reason):
-    """The ranks of a node have saved and ended, as they were asked to."""
 
 
 class Failed(_Reason):
@@ -108,27 +99,19 @@ class ReportsWanted(_Plain):
 
 
 class Idle(NamedTuple):
-    """No process of a node's ranks is left; these ranks had joined the store."""
+    """The launcher of a node has ended. These ranks had joined the store; can the node start its ranks again?"""
 
     ranks: tuple[int, ...]
+    can_restart: bool = True
 
 
 class Restart(NamedTuple):
-    """A start of all ranks, with a key, a port and a store of its own; number 0 is the first. None of it is secret."""
+    """A start of all ranks, with a store of its own at this port of the first node; number 0 is the first start."""
 
     number: int = 0
-    nonce: str = ""
     port: int = 0
-
-    def key(self, secret: bytes) -> bytes:
-        """The key by which a node proves that it belongs to this start; made with the run's secret."""
-        if not self.number:
-            return secret
-        return hmac.digest(secret, f"dray restart {self.number} {self.nonce}".encode(), "sha256")
-
-    def following(self, port: int) -> Restart:
-        """The next start, made by the first node."""
-        return Restart(self.number + 1, os.urandom(_NONCE).hex(), port)
+    why: str = ""
+    """Why the ranks before have ended."""
 
 
 class Ended(_Plain):
@@ -138,7 +121,7 @@ class Ended(_Plain):
 _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Welcome, Refusal, Stop, Save, Saved, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports),
+        *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports),
         *(ReportsWanted, Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }
@@ -153,9 +136,9 @@ def decode(line: bytes) -> Message:
     """The message of a line. BrokenError: it is none."""
     try:
         message = json.loads(line, object_hook=_built)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise BrokenError(f"malformed message: {error}") from error
-    if not isinstance(message, tuple) or (isinstance(message, _Reason) and not isinstance(message.finding, Finding)):
+    if not isinstance(message, tuple):
         raise BrokenError(f"malformed message: {line[:80]!r}")
     return message
 
