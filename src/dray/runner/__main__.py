@@ -30,7 +30,6 @@ from dray.runner import (
     record,
     rendezvous,
 )
-from dray.runner.file_watch import FileWatch
 from dray.runner.rendezvous import StoppedError
 from dray.runner.start_timings import StartTimings
 
@@ -69,6 +68,7 @@ class Runner:
         self.number, self.name = os.environ.get(identity["node"], "unknown"), os.environ.get(identity["name"], "")
         self.clock = {"runner": time.time()}
         self.unfit: Finding | None = None
+        self.log: output.Filter | None = None
 
     def run(self) -> int:
         """Meet the other nodes, and start the ranks until they end or must not be started again."""
@@ -102,14 +102,13 @@ class Runner:
         self.unfit = self.timings.checked(check.node, plan, self.me)
         if self.unfit:  # recorded before the rendezvous: srun ends all nodes with the first one that ends
             self.record(self.unfit)
-        watch = FileWatch("" if self.me else f"{self.folder}/{run_folder.STOP}")
         channels, self.store, self.listener = rendezvous.meet(plan, self.me, digest(plan), self.unfit)
         self.clock["met"] = time.time()
         self.timings.lap(RENDEZVOUS)
         own = channels[0].line.getsockname()[0] if self.me else self.store[0]
         self.gloo = address.gloo(own)
         self.supervised = children.Children()
-        self.links = control.Control(plan, self.me, self.supervised, channels, self.store[1], watch, self.timings)
+        self.links = control.Control(plan, self.me, self.supervised, channels, self.store[1], self.timings)
 
     def launch(self) -> int:
         """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
@@ -131,33 +130,31 @@ class Runner:
             from dray.runner import locks  # noqa: PLC0415
 
             locks.clear(extensions, began if self.start.number else None)
-        between = output.between()
         if not links.cause and not links.stopped:  # another node has started its ranks already
-            self.launch_ranks(environ, between.writer if between else None)
-        if between:
-            between.watch(self.supervised)
-
-        def explain(ended: int) -> Finding:
-            if between:
-                between.finish()  # its last lines may be the reason
-            return self.failure(ended)
-
-        code = self.lead(explain)
-        if between:
-            between.finish()
+            self.launch_ranks(environ)
+        code = self.lead(self.failure)
+        self.finish_log()
         return code
 
-    def launch_ranks(self, environ: Mapping[str, str], log: int | None) -> None:
+    def launch_ranks(self, environ: Mapping[str, str]) -> None:
         """Start the launcher, in a session of its own: what the engine's group hears, it would hear twice."""
         self.timings.launched()
         command = argv(self.plan, self.me, *self.store)
+        self.log = log = output.between()
         try:
-            self.supervised.start(command, env=environ, session=True, output=log)
+            self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
         except OSError as error:
             raise DrayError(f"the launcher cannot start: {command[0]}: {error.strerror}", code=127) from error
+        if log:
+            log.watch(self.supervised)
         if not self.me and not self.start.number:
             with suppress(OSError):  # no run ends for it
                 rendezvous.publish(self.plan, self.store, {**self.clock, "launched": time.time()})
+
+    def finish_log(self) -> None:
+        """Write the rest of the launcher's output."""
+        if self.log:
+            self.log.finish()
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
         """Wait for the end of all nodes' ranks, and record what no rank could; return this node's exit code."""
@@ -258,6 +255,7 @@ class Runner:
 
     def failure(self, code: int) -> Finding:
         """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
+        self.finish_log()  # its last lines may be the reason
         if first := first_failure.failure(self.plan, self.me):
             problem = f"rank {first['rank']} on {self.name}: {first['why']}"
             return Finding(problem, where=first["log"], code=first["code"], node=self.name, rank=first["rank"])

@@ -7,7 +7,6 @@ without a last message, its runner was killed or its node is gone.
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -60,12 +59,11 @@ class Control:
         children: Children,
         channels: Mapping[int, Connection],
         port: int,
-        watch: FileWatch,
         timings: StartTimings,
     ) -> None:
         """`port` is the store's."""
-        self._plan, self._me, self._children = plan, me, children
-        self._file_watch, self._timings = watch, timings
+        self._plan, self._me, self._children, self._timings = plan, me, children, timings
+        self._file_watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
         self._open = dict(channels)
         self.asked = False
         """Whether all ranks are to save and end."""
@@ -155,11 +153,11 @@ class Control:
             self._tell_all(StartTimes(parts))
 
     def ask(self) -> None:
-        """Ask the ranks of all nodes to save and end."""
+        """Ask the ranks of all nodes to save and end; those of a start that has begun since are asked too."""
+        self._children.ask()
         if not self.asked:
             self.asked = True
             print("dray: the ranks are asked to save and end", flush=True)
-            self._children.ask()
             self._tell_all(Save())
 
     def heard(self, number: int) -> None:
@@ -242,9 +240,6 @@ class Control:
         self._timings.write()
         self._tell_all(Ended())
         deadline, self._closing = time.monotonic() + seconds, True
-        for connection in self._open.values():
-            with suppress(OSError):  # it is gone, which is read next
-                connection.line.shutdown(socket.SHUT_WR)
         while self._open and (left := deadline - time.monotonic()) > 0:
             self._children.look(left)
         for node in list(self._open):
@@ -253,7 +248,7 @@ class Control:
     def _read(self, node: int) -> None:
         try:
             for message in self._open[node].receive():
-                if node in self._open and not self._closing:
+                if node in self._open:
                     self._hear(node, message)
         except OSError as error:
             if self._closing:
@@ -286,7 +281,6 @@ class Control:
             case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
                 if reply := self.hang.hear(node, message):
                     self._tell_all(reply)
-                self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
         self._forget(node)

@@ -21,10 +21,6 @@ class BrokenError(OSError):
     """The peer is gone, or has sent something invalid."""
 
 
-class _Plain(NamedTuple):
-    """A message that says all by its name."""
-
-
 class _Reason(NamedTuple):
     """A message with a finding."""
 
@@ -44,7 +40,7 @@ class Hello(NamedTuple):
     time: float
 
 
-class Welcome(_Plain):
+class Welcome(NamedTuple):
     """All nodes have come, and may start."""
 
 
@@ -58,7 +54,7 @@ class Stop(NamedTuple):
     now: bool = False
 
 
-class Save(_Plain):
+class Save(NamedTuple):
     """All ranks are asked to save and end."""
 
 
@@ -94,7 +90,7 @@ class Reports(NamedTuple):
     reports: tuple[dict[str, Any], ...]
 
 
-class ReportsWanted(_Plain):
+class ReportsWanted(NamedTuple):
     """The first node asks how far the ranks of all nodes have come."""
 
 
@@ -114,7 +110,7 @@ class Restart(NamedTuple):
     """Why the ranks before have ended."""
 
 
-class Ended(_Plain):
+class Ended(NamedTuple):
     """A node's last message: it has ended by itself, and was not lost."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from dray import __version__
 from dray.contract import exit_codes, files, run_folder
-from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError, error
+from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError
 from dray.contract.hostnames import compress
 from dray.runner import address as address_of
 from dray.runner import check, hub, record
@@ -67,21 +67,15 @@ def meet(
     """
     world = plan["world"]
     several = len(world["nodes"]) > 1
+    key = secret_of(plan["folder"]) if several else b""
     own = make_hello(plan, me, digest, check.line(unfit))
     if me > 0:
-        first, where = join(plan, own, secret_of(plan["folder"]))
-        return {0: first}, where, None
-    guests = {}
+        first, at = join(plan, own, key)
+        return {0: first}, at, None
     listener = address_of.listen(world)
-    if several:
-        key = secret_of(plan["folder"])
-        if world["shared_folder"]:
-            publish(plan, listener.getsockname())
-        guests = gather(plan, own, key, listener)
-    elif unfit:
-        record.failing_nodes(plan["folder"], [own.name])
-        raise error(unfit)
-    return guests, listener.getsockname(), listener
+    if several and world["shared_folder"]:
+        publish(plan, listener.getsockname())
+    return gather(plan, own, key, listener), listener.getsockname(), listener
 
 
 def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> Hello:
@@ -127,7 +121,7 @@ def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> tuple[Connection, t
             if address := published(plan):
                 line = socket.create_connection(address, timeout=_TRY_S)
                 first = hub.greet(line, key, min(deadline, time.monotonic() + hub.proof_s(nodes)))
-        except BrokenError as failed:
+        except (BrokenError, PermissionError) as failed:
             broken = str(failed)
         except (OSError, ValueError) as failed:  # not listening yet, name not there yet or none
             reason = str(failed)
@@ -178,7 +172,9 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     refused: list[Connection] = []
     refusal: DrayError | None = None
     while not refusal and len(came) < nodes and time.monotonic() < deadline:
-        for connection, message in server.serve(deadline):
+        server.accept()
+        while server.proved:
+            connection, message = server.proved.pop()
             hello = Hello(*message)
             twin = hosts.setdefault(hello.host, hello.name)
             if why := why_refused(hello, came, "" if world["one_machine"] else twin):

