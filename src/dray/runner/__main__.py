@@ -7,10 +7,9 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -117,10 +116,11 @@ class Runner:
         os.environ[evidence.BEFORE] = evidence.oom_kills()
         environ = environment.of(plan, self.me, self.store, self.start, self.gloo)
         record.this_node(plan, self.me, environ)
-        if self.listener and (self.world["size"] > 1 or "{ranks}" not in plan["launcher"]):
-            self.serve(self.listener)
-        elif listener := self.listener:  # most programs of one rank never ask, and each store costs an import of torch
-            self.supervised.watch(listener.fileno(), lambda: self.serve(listener, watched=True))
+        if self.listener:
+            self.supervised.watch(self.listener.fileno(), self.serve)
+            # Most programs of one rank never ask for the store, which costs an import of torch.
+            if self.world["size"] > 1 or "{ranks}" not in plan["launcher"]:
+                self.serve()
         if plan["preflight"] is not None and not self.start.number:
             from dray.runner import preflight  # noqa: PLC0415  10 ms of its own
 
@@ -132,9 +132,7 @@ class Runner:
             locks.clear(extensions, began if self.start.number else None)
         if not links.cause and not links.stopped:  # another node has started its ranks already
             self.launch_ranks(environ)
-        code = self.lead(self.failure)
-        self.finish_log()
-        return code
+        return self.lead()
 
     def launch_ranks(self, environ: Mapping[str, str]) -> None:
         """Start the launcher, in a session of its own: what the engine's group hears, it would hear twice."""
@@ -149,18 +147,18 @@ class Runner:
             log.watch(self.supervised)
         if not self.me and not self.start.number:
             with suppress(OSError):  # no run ends for it
-                rendezvous.publish(self.plan, self.store, {**self.clock, "launched": time.time()})
+                rendezvous.publish(self.plan, self.store, **self.clock, launched=time.time())
 
     def finish_log(self) -> None:
         """Write the rest of the launcher's output."""
         if self.log:
             self.log.finish()
 
-    def lead(self, explain: Callable[[int], Finding]) -> int:
+    def lead(self) -> int:
         """Wait for the end of all nodes' ranks, and record what no rank could; return this node's exit code."""
         links = self.links
-        code = links.lead(explain)
-        cause = links.cause
+        code, cause = links.lead(self.failure), links.cause
+        self.finish_log()
         if cause and not links.stopped:
             first_failure.failure(self.plan, self.me)
         if cause and not self.world["shared_folder"]:  # the record is on another machine
@@ -213,9 +211,9 @@ class Runner:
         """Tell all nodes why the ranks were not started; return the exit code once all have ended."""
         found = self.refuse(error)
         self.links.can_restart = False
-        if not isinstance(error, StoppedError):
+        if not self.links.cause:
             self.links.fail(found)
-        self.lead(lambda _: found)
+        self.lead()
         return found.code
 
     def refuse(self, error: DrayError) -> Finding:
@@ -227,15 +225,14 @@ class Runner:
             self.record(found)
         return found
 
-    def serve(self, listener: socket.socket, *, watched: bool = False) -> None:
-        """Start a process with torch that serves the store on this socket until the runner ends."""
-        if watched:
-            self.supervised.forget(listener.fileno())
-        argv = [sys.executable, "-m", "dray.tcp_store", self.store[0], str(self.store[1]), str(listener.fileno())]
-        self.supervised.start(
-            argv, on_parent_death=signal.SIGKILL, inherit=listener.fileno(), session=True, ended=self.store_ended
-        )
-        listener.close()
+    def serve(self) -> None:
+        """Start a process with torch that serves the store on the socket until the runner ends."""
+        assert self.listener
+        (host, port), file = self.store, self.listener.fileno()
+        self.supervised.forget(file)
+        argv = [sys.executable, "-m", "dray.tcp_store", host, str(port), str(file)]
+        self.supervised.start(argv, on_parent_death=signal.SIGKILL, inherit=file, session=True, ended=self.store_ended)
+        self.listener.close()
 
     def store_ended(self, code: int) -> None:
         """End the run of dray's trainer, which needs the store to save when asked; other programs may not need it."""
@@ -274,8 +271,7 @@ class Runner:
 
 def digest(plan: Mapping[str, Any]) -> str:
     """The digest of what all nodes must share of the plan: users and attempts differ between machines of a hostfile."""
-    same = {key: value for key, value in plan.items() if key not in ("user", "attempt")}
-    text = json.dumps(same, sort_keys=True)
+    text = json.dumps({**plan, "user": "", "attempt": 0}, sort_keys=True)
     for folder in (plan["folder"], plan["scratch"]):
         text = text.replace(json.dumps(folder)[1:-1], "")
     return hashlib.sha256(text.encode()).hexdigest()

@@ -138,7 +138,7 @@ class Children(Loop):
         """Send SIGUSR1 once to each process that handles it, and look at the children of the others: it kills those."""
         assert self._asked is not None
         for process in processes:
-            if not _handles(process, signal.SIGUSR1):
+            if not handles(process, signal.SIGUSR1):
                 self._ask(below(process))
             elif process not in self._asked:
                 self._asked.add(process)
@@ -220,7 +220,7 @@ def _signal_all(number: int, deadline: float, spared: Container[int] = ()) -> li
     return left
 
 
-def _handles(process: int, number: int) -> bool:
+def handles(process: int, number: int) -> bool:
     """Whether the process has a handler for this signal."""
     try:
         with open(f"/proc/{process}/status", "rb") as file:

@@ -97,7 +97,7 @@ class Control:
         start, code, deadline, idle = self.start, 0, 0.0, not self._me
         while self.start is start and (self._children.running or self._waits()):
             if self._ending and not (self.stopped and self._children.running):
-                deadline = deadline or time.monotonic() + _REST + (_FIRST_S if self._me else 0.0)
+                deadline = deadline or time.monotonic() + _REST + _FIRST_S * bool(self._me)
                 if time.monotonic() > deadline:
                     break
             events = self._children.wait(_COLLECTING_S if self._hangs else _LOOK_S)

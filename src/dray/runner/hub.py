@@ -17,7 +17,6 @@ from dray.runner.protocol import BrokenError, Message, decode, encode
 NONCE = 32
 GREETING = NONCE + 32  # a nonce and a proof
 _PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
-_PROVED_PER_S = 1000  # nodes that a busy first node proves
 _CHUNK = 1 << 16
 _LOOK_S = 0.01
 _SEND_S = 5.0
@@ -79,11 +78,6 @@ def proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
     return hmac.digest(secret, b"".join((b"dray ", role, *nonces)), "sha256")
 
 
-def proof_s(nodes: int) -> float:
-    """Seconds in which each end must prove the secret: more if thousands of nodes connect at once."""
-    return _PROOF_S + nodes / _PROVED_PER_S
-
-
 def _read(line: socket.socket, count: int, deadline: float) -> bytes:
     """Read exactly `count` bytes, all of them before the deadline."""
     data = b""
@@ -99,10 +93,10 @@ def _read(line: socket.socket, count: int, deadline: float) -> bytes:
 class Server:
     """The first node's end: the connection and the first message of each guest that has proved the secret."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, nodes: int) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self.proved: list[tuple[Connection, Message]] = []
         self.turned_away = 0
-        self._listener, self._secret, self._seconds = listener, secret, proof_s(nodes)
+        self._listener, self._secret = listener, secret
         listener.settimeout(_LOOK_S)
 
     def accept(self) -> None:
@@ -113,7 +107,7 @@ class Server:
 
     def _hear(self, line: socket.socket) -> None:
         try:
-            connection = greet(line, self._secret, time.monotonic() + self._seconds, host=True)
+            connection = greet(line, self._secret, time.monotonic() + _PROOF_S, host=True)
             while not (messages := connection.receive()):
                 pass
         except PermissionError:

@@ -23,14 +23,15 @@ from dray.contract.hostnames import compress
 from dray.runner import address as address_of
 from dray.runner import check, hub, record
 from dray.runner.hub import Connection
-from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
+from dray.runner.protocol import Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
 _LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
 _ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-_TRY_S, _LATER_S = 10.0, 5.0  # to connect; and for the first node's answer, whose own deadline may be later
+_TRY_S = 10.0  # to connect, and then to prove the secret to a first node that thousands reach at once
+_LATER_S = 5.0  # for the first node's answer, whose own deadline may be later
 _OTHER_FILES = 128  # of the runner's and its children's own, and of connections that have proved nothing yet
 _SHOWN = 20  # nodes in a message
 _MOST_SKEW_S = 8.0
@@ -70,8 +71,8 @@ def meet(
     key = secret_of(plan["folder"]) if several else b""
     own = make_hello(plan, me, digest, check.line(unfit))
     if me > 0:
-        first, at = join(plan, own, key)
-        return {0: first}, at, None
+        first = join(plan, own, key)
+        return {0: first}, first.line.getpeername(), None
     listener = address_of.listen(world)
     if several and world["shared_folder"]:
         publish(plan, listener.getsockname())
@@ -93,48 +94,47 @@ def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "
     )
 
 
-def publish(plan: Mapping[str, Any], at: tuple[str, int], times: Mapping[str, float] | None = None) -> None:
-    """Tell the other nodes where the first one listens; later, all who read it when the start has reached what."""
-    fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], **({"times": times} if times else {})}
+def publish(plan: Mapping[str, Any], at: tuple[str, int], **times: float) -> None:
+    """Tell the other nodes where the first one listens, and the report when this start has reached what."""
+    fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], "times": times}
     files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 
 
-def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The address and port of this attempt's first node; None, or an OSError, before it has written them."""
+def published(plan: Mapping[str, Any]) -> tuple[str, int]:
+    """The address and port of this attempt's first node. OSError: it has not written them yet."""
     world, folder = plan["world"], plan["folder"]
     if not world["shared_folder"]:
         return world["master"], world["port"]
     os.listdir(folder)  # makes an NFS client ask again for a file that it remembers as missing
     told = json.loads(files.read(f"{folder}/{run_folder.RENDEZVOUS}", limit=_LONGEST))
-    return (told["address"], told["port"]) if told["attempt"] == plan["attempt"] else None
+    if told["attempt"] != plan["attempt"]:
+        raise FileNotFoundError(f"{run_folder.RENDEZVOUS} is of another attempt")
+    return told["address"], told["port"]
 
 
-def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> tuple[Connection, tuple[str, int]]:
-    """As any other node: the connection to the first one, and its address and port, once all nodes are there."""
+def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> Connection:
+    """As any other node: the connection to the first one, once all nodes are there."""
     nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
-    deadline = time.monotonic() + limit
-    first, address, broken, reason = None, None, "", f"no {run_folder.RENDEZVOUS} of this attempt in {plan['folder']}"
+    deadline, wanted = time.monotonic() + limit, "the address of the first node"
     if nodes > _ONE_WAVE:
         time.sleep(pause(nodes) / 2)
-    while not first and time.monotonic() < deadline:
+    while True:
         try:
-            if address := published(plan):
-                line = socket.create_connection(address, timeout=_TRY_S)
-                first = hub.greet(line, key, min(deadline, time.monotonic() + hub.proof_s(nodes)))
-        except (BrokenError, PermissionError) as failed:
-            broken = str(failed)
-        except (OSError, ValueError) as failed:  # not listening yet, name not there yet or none
-            reason = str(failed)
-        if not first:
-            time.sleep(max(0.0, min(pause(nodes), deadline - time.monotonic())))
-    if not (first and address):
-        raise UnfitError(
-            f"node {own.node} ({own.name}) could not reach the first node in {limit} s",
-            wanted=f"a connection to {address[0]} port {address[1]}" if address else "the address of the first node",
-            found=broken or reason,
-            fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, or may "
-            "be on a network that this node does not reach",
-        )
+            address, port = published(plan)
+            wanted = f"a connection to {address} port {port}"
+            line = socket.create_connection((address, port), timeout=_TRY_S)
+            first = hub.greet(line, key, min(deadline, time.monotonic() + _TRY_S))
+            break
+        except (OSError, ValueError) as failed:  # not listening yet, name not there yet or none, another's
+            if time.monotonic() > deadline:
+                raise UnfitError(
+                    f"node {own.node} ({own.name}) could not reach the first node in {limit} s",
+                    wanted=wanted,
+                    found=failed,
+                    fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, "
+                    "or may be on a network that this node does not reach",
+                ) from failed
+        time.sleep(pause(nodes))
     try:
         first.send(own._replace(time=time.time()))
         # The first node knows who is missing. It may have come later, and so may its deadline.
@@ -145,7 +145,7 @@ def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> tuple[Connection, t
     if isinstance(answer, Refusal):
         found, fix = answer.finding, f"see {run_folder.FAILURES}"
         raise StoppedError("the first node stopped the launch", found=found, fix=fix, code=found.code)
-    return first, (first.line.getpeername()[0], address[1])
+    return first
 
 
 def pause(nodes: int) -> float:
@@ -165,7 +165,7 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     world = plan["world"]
     nodes = len(world["nodes"])
     require_files(nodes, own.name)
-    server = hub.Server(listener, key, nodes)
+    server = hub.Server(listener, key)
     deadline = time.monotonic() + (check.limit(world) if own.unfit else world["rendezvous_timeout_s"])
     came, hosts = {0: own}, {own.host: own.name}
     connections: dict[int, Connection] = {}
