@@ -21,7 +21,7 @@ from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError
 from dray.contract.hostnames import compress
 from dray.runner import address as address_of
-from dray.runner import check, hub, record
+from dray.runner import hub, record
 from dray.runner.hub import Connection
 from dray.runner.protocol import Hello, Refusal, Welcome
 
@@ -69,7 +69,7 @@ def meet(
     world = plan["world"]
     several = len(world["nodes"]) > 1
     key = secret_of(plan["folder"]) if several else b""
-    own = make_hello(plan, me, digest, check.line(unfit))
+    own = make_hello(plan, me, digest, unfit.problem if unfit else "")
     if me > 0:
         first = join(plan, own, key)
         return {0: first}, first.line.getpeername(), None
@@ -166,7 +166,8 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     nodes = len(world["nodes"])
     require_files(nodes, own.name)
     server = hub.Server(listener, key)
-    deadline = time.monotonic() + (check.limit(world) if own.unfit else world["rendezvous_timeout_s"])
+    limit = world["rendezvous_timeout_s"]
+    deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
     came, hosts = {0: own}, {own.host: own.name}
     connections: dict[int, Connection] = {}
     refused: list[Connection] = []
@@ -183,7 +184,7 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
                 continue
             came[hello.node], connections[hello.node] = hello, connection
             if hello.unfit:
-                deadline = min(deadline, time.monotonic() + check.limit(world))
+                deadline = min(deadline, time.monotonic() + limit / 2)
     refusal = refusal or _incomplete(plan, came, listener.getsockname(), server.turned_away)
     for connection in (*connections.values(), *refused):
         with suppress(OSError):  # it is gone, which is seen next
