@@ -156,7 +156,7 @@ class Control:
         """Ask the ranks of all nodes to save and end; those of a start that has begun since are asked too."""
         self._children.ask()
         if not self.asked:
-            self.asked = True
+            self.asked, self.can_restart = True, False
             print("dray: the ranks are asked to save and end", flush=True)
             self._tell_all(Save())
 
@@ -178,7 +178,7 @@ class Control:
         """End the ranks of all nodes: they may save as long as Slurm lets them; `now`, only within the grace."""
         if self._stops_now or (self.stopped and not now):
             return
-        self.stopped, self._stops_now = True, now
+        self.stopped, self._stops_now, self.can_restart = True, now, False
         if now:
             self._children.end(_GRACE)
         else:
@@ -220,10 +220,11 @@ class Control:
 
     def may_restart(self) -> bool:
         """As the first node: whether all ranks may be started again."""
-        if not self.cause or self.cause.code in _FINAL or self.asked or self.stopped or not self.can_restart:
+        world = self._plan["world"]
+        if not self.can_restart or not self.cause or self.cause.code in _FINAL:
             return False
-        others = len(self._plan["world"]["nodes"]) - 1
-        return self.start.number < self._plan["world"]["max_restarts"] and len(self._open) == len(self._idle) == others
+        others = len(world["nodes"]) - 1
+        return self.start.number < world["max_restarts"] and len(self._open) == len(self._idle) == others
 
     def restart(self, port: int) -> None:
         """As the first node: begin the next start on all nodes, with the store at this port."""

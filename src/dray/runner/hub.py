@@ -62,14 +62,17 @@ class Connection:
 
 
 def greet(line: socket.socket, secret: bytes, deadline: float, *, host: bool = False) -> Connection:
-    """Prove the secret to the other end, and check its proof; the guest is the end that connects."""
+    """Prove the secret to the other end, and check its proof; the guest, which has connected, proves it first."""
     role, other = (b"host", b"guest") if host else (b"guest", b"host")
     own = os.urandom(NONCE)
     line.sendall(own)
     theirs = _read(line, NONCE, deadline)
-    line.sendall(proof(secret, role, theirs, own))
+    if not host:
+        line.sendall(proof(secret, role, theirs, own))
     if not hmac.compare_digest(_read(line, 32, deadline), proof(secret, other, own, theirs)):
         raise PermissionError("the other end does not have this run's secret")
+    if host:
+        line.sendall(proof(secret, role, theirs, own))
     return Connection(line)
 
 
