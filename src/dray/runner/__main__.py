@@ -65,7 +65,7 @@ class Runner:
         self.plan, self.world, self.folder = plan, plan["world"], plan["folder"]
         identity = self.world["identity"]
         self.number, self.name = os.environ.get(identity["node"], "unknown"), os.environ.get(identity["name"], "")
-        self.clock = {"runner": time.time()}
+        self.began = time.time()
         self.unfit: Finding | None = None
         self.log: output.Filter | None = None
 
@@ -102,7 +102,7 @@ class Runner:
         if self.unfit:  # recorded before the rendezvous: srun ends all nodes with the first one that ends
             self.record(self.unfit)
         channels, self.store, self.listener = rendezvous.meet(plan, self.me, digest(plan), self.unfit)
-        self.clock["met"] = time.time()
+        self.met = time.time()
         self.timings.lap(RENDEZVOUS)
         own = channels[0].line.getsockname()[0] if self.me else self.store[0]
         self.gloo = address.gloo(own)
@@ -147,7 +147,7 @@ class Runner:
             log.watch(self.supervised)
         if not self.me and not self.start.number:
             with suppress(OSError):  # no run ends for it
-                rendezvous.publish(self.plan, self.store, **self.clock, launched=time.time())
+                rendezvous.publish(self.plan, self.store, runner=self.began, met=self.met, launched=time.time())
 
     def finish_log(self) -> None:
         """Write the rest of the launcher's output."""
@@ -230,8 +230,9 @@ class Runner:
         assert self.listener
         (host, port), file = self.store, self.listener.fileno()
         self.supervised.forget(file)
+        self.listener.set_inheritable(True)
         argv = [sys.executable, "-m", "dray.tcp_store", host, str(port), str(file)]
-        self.supervised.start(argv, on_parent_death=signal.SIGKILL, inherit=file, session=True, ended=self.store_ended)
+        self.supervised.start(argv, on_parent_death=signal.SIGKILL, session=True, ended=self.store_ended)
         self.listener.close()
 
     def store_ended(self, code: int) -> None:

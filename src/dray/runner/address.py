@@ -81,7 +81,7 @@ def gloo(address: str) -> dict[str, str]:
     """
     if address.startswith("127."):  # all of them are loopback's, which has one
         return {"GLOO_SOCKET_IFNAME": "lo"}
-    names = [name for _, name in socket.if_nameindex() if address and _address(name) == address]
+    names = [name for _, name in socket.if_nameindex() if _address(name) == address]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 

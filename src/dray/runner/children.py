@@ -77,7 +77,6 @@ class Children(Loop):
         on_parent_death: int = signal.SIGTERM,
         session: bool = False,
         output: int | None = None,
-        inherit: int | None = None,
         ended: Callable[[int], None] | None = None,
     ) -> None:
         """Start a program; it gets the signal `on_parent_death` if this process is killed. OSError: it cannot start.
@@ -86,7 +85,6 @@ class Children(Loop):
         `ended` serves the others: nobody waits for it, and it ends with this process. If it ends before them, `wait`
         calls `ended` with its code.
         """
-        here = os.getpid()
         failed, report = os.pipe2(os.O_CLOEXEC)
         # A signal between fork and exec would be lost, or wake the parent by the pipe that both have.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
@@ -94,15 +92,11 @@ class Children(Loop):
         if child == 0:
             try:
                 _prctl(_PR_SET_PDEATHSIG, on_parent_death)
-                if os.getppid() != here:  # it died before it was asked for
-                    os._exit(128 + on_parent_death)
                 if session:
                     os.setsid()
                 if output is not None:
                     os.dup2(output, 1)
                     os.dup2(output, 2)
-                if inherit is not None:
-                    os.set_inheritable(inherit, True)
                 for number in STOPS:
                     signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
