@@ -128,13 +128,13 @@ class Control:
     @property
     def _hangs(self) -> bool:
         """Whether the run hangs, and the first node has not yet named the cause."""
-        return self.hang is not None and self.hang.open
+        return self.hang is not None and self.hang.open and not self.stopped
 
     def _waits(self) -> bool:
         """Whether this node waits for others."""
         if self._me:
             return bool(self._open)
-        return (self._hangs and not self.stopped) or not self._idle.issuperset(self._open)
+        return self._hangs or not self._idle.issuperset(self._open)
 
     def _watch(self) -> None:
         """Watch whether the ranks make progress; if they hang, end them with the reason."""
