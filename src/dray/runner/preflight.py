@@ -19,7 +19,7 @@ from typing import Any
 from dray.contract import run_folder
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
 from dray.runner import children, control
-from dray.runner.hello import StoppedError
+from dray.runner.rendezvous import StoppedError
 
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves, and for an answer
 _LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"

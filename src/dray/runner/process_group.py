@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dray.contract import files, run_folder
+from dray.runner.children import below
 from dray.runner.heartbeats import program
-from dray.runner.save_request import below
 
 _FIRST_S, _LONGEST_S = 1.0, 60.0  # between two looks; the time doubles with each
 _ESTABLISHED = "01"

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dray.contract import heartbeat, run_folder
-from dray.runner import save_request
+from dray.runner import children
 from dray.runner.culprit import Entered, Seen
 from dray.runner.heartbeats import Beat
 
@@ -127,10 +127,10 @@ def _pythons(program: int) -> list[int]:
             name = os.path.basename(os.readlink(f"/proc/{process}/exe"))
         except OSError:  # it has ended
             continue
-        if name.startswith("python") and save_request.handles(process, signal.SIGABRT):
+        if name.startswith("python") and children.handles(process, signal.SIGABRT):
             found.append(process)
         else:
-            look += save_request.below(process)
+            look += children.below(process)
     return found
 
 
