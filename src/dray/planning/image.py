@@ -9,10 +9,10 @@ from dray.config.image import ACCELERATORS
 from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.contract.findings import counted
+from dray.contract.findings import counted, listed
 from dray.engines.base import Engine
 from dray.facts import Facts, Layer
-from dray.planning.choice import Choice
+from dray.planning.schema import Choice
 
 
 def variant(recipe: Recipe, site: Site, facts: Facts) -> Choice[str]:
@@ -53,30 +53,34 @@ def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
 
 def signers(recipe: Recipe, site: Site) -> tuple[str, ...]:
     """The keys of which one must have signed; if recipe and site both name keys, those in both lists."""
-    demanded = [keys for keys in (recipe.image_signers, site.image_signers) if keys]
-    return tuple(key for key in demanded[0] if all(key in keys for keys in demanded)) if demanded else ()
+    if recipe.image_signers and site.image_signers:
+        return tuple(key for key in recipe.image_signers if key in site.image_signers)
+    return recipe.image_signers or site.image_signers
 
 
 def layer_reason(layer: Layer) -> str:
     """The layer's packages and digest, in one line."""
-    names = ", ".join(list(layer.packages)[:3]) + (", ..." if len(layer.packages) > 3 else "")
+    names = listed(layer.packages, 3)
     return f"{counted(len(layer.packages), 'package')} after the image's own ({names}), {layer.digest[:19]}"
 
 
 def copy(site: Site, facts: Facts, engine: Engine, scratch: str) -> Choice[str]:
     """The file on each node's own disk to which Slurm's sbcast copies the image; empty if nodes read the shared file.
 
-    Only the digest proves a copy, and nobody can guess its name before it is there. sbcast fails once a node is lost.
+    Only the digest proves a copy, and nobody can guess its name before it is there.
     """
+    why = ""
     if site.stage == "off":
         return Choice("", "")
     if facts.scheduler != "slurm":
-        return Choice("", "not copied to the nodes: without Slurm there is no sbcast")
-    if engine.image != "file" or not engine.script_mounts:
-        return Choice("", f"not copied to the nodes: {engine.name} cannot start a copy")
-    if not facts.image_sha256:
-        return Choice("", "not copied to the nodes: there is no record beside the image with its digest")
-    if facts.lost:
-        return Choice("", "not copied to the nodes again, since the job has lost one")
-    file = str(PurePosixPath(site.stage) / f"{PurePosixPath(scratch).name}.sif")
+        why = "without Slurm there is no sbcast"
+    elif engine.image != "file" or not engine.script_mounts:
+        why = f"{engine.name} cannot start a copy"
+    elif not facts.image_sha256:
+        why = "there is no record beside the image with its digest"
+    elif facts.lost:
+        why = "sbcast fails once the job has lost a node"
+    if why:
+        return Choice("", f"not copied to the nodes: {why}")
+    file = f"{site.stage.rstrip('/')}/{PurePosixPath(scratch).name}.sif"
     return Choice(file, f"copied by sbcast to {file} of each node, else read from the shared file")

@@ -169,8 +169,8 @@ class TestPlan:
         ]
 
     def test_an_engine_that_binds_none(self) -> None:
-        wanted = "apptainer or singularity, since the recipe has a layer"
-        expected = [("docker cannot bind a layer", wanted, "layer = rl")]
+        wanted = "apptainer or singularity, since layer is set"
+        expected = [("docker cannot bind a layer", wanted, "engine docker")]
         assert refused(made(engine="docker", layer=None)) == expected
 
     def test_another_image_other_packages_another_digest(self) -> None:

@@ -16,7 +16,7 @@ from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files, parse, to_text
 from dray.fitness import doctor, slurm_commands
 from dray.planning import grace as planned
-from dray.planning.rule import Planned
+from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
 from dray.runs.paths import RunPaths
@@ -198,7 +198,8 @@ def found(
     made = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", recipe)
     files = Files(save_s=save, save_run="r1" if save else "", earlier=earlier)
     plan = Plan.model_construct(recipe=made)
-    return list(planned.advice(Planned(plan, SITE, facts(*options, **more), files)))
+    given = rules.Planned(plan, SITE, facts(*options, **more), files)
+    return [*rules._grace(given), *rules._preemption(given)]
 
 
 class TestBefore:

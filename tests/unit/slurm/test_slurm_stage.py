@@ -34,7 +34,7 @@ def test_the_node_s_script() -> None:
         ({"signers": ("A" * 40,)}, "/tmp/dray-7-r.sif", None),
         ({"spares": ("n4",)}, "/tmp/dray-7-r.sif", None),
         ({"sha256": ""}, "", "not copied to the nodes: there is no record beside the image with its digest"),
-        ({"lost": ("n4",)}, "", "not copied to the nodes again, since the job has lost one"),
+        ({"lost": ("n4",)}, "", "not copied to the nodes: sbcast fails once the job has lost a node"),
         (
             {"scheduler": "hosts", "nodelist": "n1,n2,n3"},
             "",
