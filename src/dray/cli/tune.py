@@ -131,7 +131,7 @@ def _divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[Value
     for override in overrides:
         key, _, text = override.partition("=")
         if key.strip() in KEYS and "," in text:
-            given[key.strip()] = tunings.values(key.strip(), text)
+            given[key.strip()] = tunings.values(text)
         else:
             settings.append(override)
     return settings, given

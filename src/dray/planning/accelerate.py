@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dray.config.recipe import Recipe
+from dray.config.recipe import Command, Recipe
 from dray.config.training import STRATEGIES
 
 FILE, _DEEPSPEED = "accelerate.json", "deepspeed.json"
@@ -18,13 +18,14 @@ def files(recipe: Recipe, folder: str) -> dict[str, str]:
 
     The number of machines and ranks and their addresses are options of its command line, which beat its file.
     """
-    command, given = recipe.command, json.loads(recipe.accelerate or "{}")
-    strategy = (command and command.strategy) or "ddp"
+    command = recipe.command or Command(argv=("train",))  # dray's own trainer configures itself
+    given = json.loads(recipe.accelerate or "{}")
+    strategy = command.strategy or "ddp"
     made: dict[str, Any] = {key: value for key, value in given.items() if key not in _LEFT_OUT} | {
         "compute_environment": "LOCAL_MACHINE",
         # MULTI_GPU also on CPUs: NO and MULTI_CPU start one process and say nothing.
         "distributed_type": "MULTI_GPU",
-        "mixed_precision": ((command and command.precision) or "no").replace("fp32", "no"),
+        "mixed_precision": (command.precision or "no").replace("fp32", "no"),
         "rdzv_backend": "dray",
         "same_network": False,
     }
@@ -49,7 +50,7 @@ def files(recipe: Recipe, folder: str) -> dict[str, str]:
         # Its default is pdsh, which starts the ranks by SSH and outside the container.
         "deepspeed_multinode_launcher": "standard",
     }
-    if not command or not command.deepspeed:
+    if not command.deepspeed:
         return {FILE: _text(made)}
     # These are in the DeepSpeed file, and accelerate refuses them here.
     del (

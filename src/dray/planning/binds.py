@@ -91,7 +91,7 @@ def _filled(wanted: SiteBind, site: Site, facts: Facts) -> str:
         raise ConfigError(
             f"the site binds {wanted.path}, which is no path in this job",
             where=where,
-            found=path if "$" not in path else "a variable that is not set",
+            found=path,
             fix="set the variable before you submit, or write a site file of your own without it (dray site show)",
         )
     if facts.home and PurePosixPath(facts.home).is_relative_to(path):

@@ -15,18 +15,16 @@ DEFAULT_S = 120
 """What the batch scripts ask for: #SBATCH --signal=B:USR1@120."""
 _SIGNAL = re.compile(r"--signal=(?:[RB]{1,2}:)?[A-Za-z0-9]+(?:@([0-9]{1,5}))?")
 _SLURM_S = 60  # of a --signal without a time
-# MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN or D-H:MIN:SEC
-_TIME = re.compile(r"(?:--time=|-t)((?:[0-9]{1,5}-)?[0-9]{1,6}(?::[0-9]{1,2}){0,2})")
 
 
-def _last(pattern: re.Pattern[str], options: Sequence[str]) -> re.Match[str] | None:
-    matches = [match for option in options if (match := pattern.fullmatch(option))]
+def _signal(options: Sequence[str]) -> re.Match[str] | None:
+    matches = [match for option in options if (match := _SIGNAL.fullmatch(option))]
     return matches[-1] if matches else None
 
 
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[int]:
     """Seconds before the time limit, and who set them; a job cannot see its own --signal."""
-    typed, signal = _last(_SIGNAL, facts.options), _last(_SIGNAL, site.sbatch)
+    typed, signal = _signal(facts.options), _signal(site.sbatch)
     if typed:
         return Choice(int(typed[1] or _SLURM_S), f"{typed[0]} of the command line")
     if recipe.grace_s:
@@ -41,16 +39,3 @@ def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[int]:
 def wanted(save_s: float) -> int:
     """The shortest grace that is safe: a step ends first, and a busy disk may be slower than it ever was."""
     return max(1, math.ceil(2 * save_s))
-
-
-def time_limit(facts: Facts) -> int | None:
-    """The time limit of the options, in seconds, where they have one."""
-    match = _last(_TIME, facts.options)
-    if not match:
-        return None
-    days, dash, clock = match[1].rpartition("-")
-    numbers = [int(number) for number in clock.split(":")]
-    if not dash and len(numbers) < 3:
-        numbers.insert(0, 0)
-    hours, minutes, seconds = [*numbers, 0, 0][:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

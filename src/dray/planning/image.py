@@ -44,11 +44,10 @@ def adopt_line(adopted: str) -> str:
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
     """The recipe with its variant."""
     choice = variant(recipe, site, facts)
-    if choice.value == recipe.image:
-        return Choice(recipe, f"{choice.value}: {choice.why}")
-    table = recipe.model_dump(exclude_unset=True)
-    whole = validate(Recipe, table, [f"image={choice.value}"], what=f"the recipe with image={choice.value}")
-    return Choice(whole, f"{choice.value}: {choice.why}")
+    if choice.value != recipe.image:
+        table, settings = recipe.model_dump(exclude_unset=True), [f"image={choice.value}"]
+        recipe = validate(Recipe, table, settings, what=f"the recipe with {settings[0]}")
+    return Choice(recipe, f"{choice.value}: {choice.why}")
 
 
 def signers(recipe: Recipe, site: Site) -> tuple[str, ...]:
@@ -69,18 +68,12 @@ def copy(site: Site, facts: Facts, engine: Engine, scratch: str) -> Choice[str]:
 
     Only the digest proves a copy, and nobody can guess its name before it is there.
     """
-    why = ""
     if site.stage == "off":
         return Choice("", "")
-    if facts.scheduler != "slurm":
-        why = "without Slurm there is no sbcast"
-    elif engine.image != "file" or not engine.script_mounts:
-        why = f"{engine.name} cannot start a copy"
-    elif not facts.image_sha256:
-        why = "there is no record beside the image with its digest"
-    elif facts.lost:
-        why = "sbcast fails once the job has lost a node"
-    if why:
+    if facts.scheduler != "slurm" or not engine.script_mounts or engine.image != "file" or not facts.image_sha256:
+        why = "it takes Slurm's sbcast, an engine that can start a copy, and the digest in the image's record"
         return Choice("", f"not copied to the nodes: {why}")
+    if facts.lost:
+        return Choice("", "not copied to the nodes: sbcast fails once the job has lost a node")
     file = f"{site.stage.rstrip('/')}/{PurePosixPath(scratch).name}.sif"
     return Choice(file, f"copied by sbcast to {file} of each node, else read from the shared file")

@@ -13,7 +13,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import STRATEGIES
-from dray.contract import exit_codes, sharding
+from dray.contract import exit_codes
 from dray.contract.findings import Finding, counted
 from dray.contract.values import control_characters
 from dray.engines.base import Engine
@@ -106,31 +106,17 @@ def _layer(given: Planned) -> Iterator[Finding]:
     recipe, layer = given.recipe, given.files.layer
     if layer is None:
         return
-    again = f"dray image layer {recipe.image}"
-    if layer.variant != recipe.image:
-        yield refusal(
-            "the layer is for another image",
-            where=layer.file,
-            wanted=f"a layer for {recipe.image}",
-            found=f"a layer for {layer.variant}",
-            fix=f"{again} --lock {shlex.quote(layer.file.removesuffix('.sif') + '.lock')}",
-        )
-    elif layer.changed:
-        yield refusal(
-            "the layer was made for other packages than the image has",
-            where=layer.file,
-            wanted="the versions that it was locked for",
-            found="\n".join(layer.changed),
-            fix=f"make it again: {again} --upgrade with the same --pip",
-        )
-    if recipe.layer_digest and layer.digest != recipe.layer_digest:
-        yield refusal(
-            "the layer has another digest",
-            where=layer.file,
-            wanted=f"{recipe.layer_digest} (layer_digest of the recipe)",
-            found=layer.digest,
-            fix=f"make the same bytes again from its lock: {again} --lock FILE",
-        )
+    again, lock = f"dray image layer {recipe.image}", shlex.quote(layer.file.removesuffix(".sif") + ".lock")
+    other = f"a layer for {recipe.image}", f"a layer for {layer.variant}", f"{again} --lock {lock}"
+    changed = "the versions that it was locked for", "\n".join(layer.changed), f"{again} --upgrade with the same --pip"
+    digest = recipe.layer_digest or layer.digest
+    for wrong, problem, (wanted, found, fix) in (
+        (layer.variant != recipe.image, "the layer is for another image", other),
+        (layer.changed, "the layer was made for other packages than the image has", changed),
+        (layer.digest != digest, "the layer has another digest", (digest, layer.digest, f"{again} --lock {lock}")),
+    ):
+        if wrong:
+            yield refusal(problem, where=layer.file, wanted=wanted, found=found, fix=fix)
 
 
 def _control_characters(given: Planned) -> Iterator[Finding]:
@@ -181,13 +167,11 @@ def _gpus(given: Planned) -> Iterator[Finding]:
     recipe, site, facts = given.recipe, given.site, given.facts
     if recipe.image == "cpu":
         if facts.gpus_per_node and recipe.gpus == "all" and facts.scheduler != "hosts":
-            named = "the adopted image has a torch for CPUs" if recipe.adopted else "image=cpu"
-            idle = "" if recipe.adopted else "image=cpu "
             yield refusal(
                 "the job has GPUs, and the cpu image cannot use them",
                 wanted="an image for these GPUs",
-                found=f"{counted(facts.gpus_per_node, 'GPU')} on each node, and {named}",
-                fix=f"image={site.image or 'cuda'}; or {idle}gpus=none ranks_per_node=N, to leave them idle",
+                found=f"{counted(facts.gpus_per_node, 'GPU')} on each node",
+                fix=f"image={site.image or 'cuda'}; or gpus=none ranks_per_node=N, to leave them idle",
             )
     elif ACCELERATORS[recipe.image] != ACCELERATORS[site.image or recipe.image]:
         yield refusal(
@@ -253,25 +237,12 @@ def _checkpoints(given: Planned) -> Iterator[Finding]:
         )
 
 
-def _compilation(given: Planned) -> Iterator[Finding]:
-    """Refuse a path that breaks torch.compile: Inductor does not quote torch's folder for the linker (torch 2.13)."""
-    train, path = given.recipe.train, given.facts.image
-    if train and train.compile and given.engine.image == "python" and " " in path:
-        yield refusal(
-            "train.compile needs torch in a folder without a space in its path",
-            where=path,
-            wanted="a path that torch.compile gives to the linker as one word",
-            found="a space, where the linker takes it for two",
-            fix="move the environment, or leave compilation out: train.compile=false",
-        )
-
-
 def _precision(given: Planned) -> Iterator[Finding]:
     """GPUs without tensor cores for bf16 emulate it: the run would be slow without a warning."""
     recipe, site = given.recipe, given.site
     if not recipe.train:
         return
-    if recipe.train.precision == "bf16" and trainer.emulates_bf16(recipe, site):
+    if recipe.train.precision == "bf16" and recipe.image != "cpu" and not site.bf16:
         yield refusal(
             "the GPUs of this site emulate bf16, without tensor cores",
             where=f"site {site.name}: {site.about}",
@@ -330,12 +301,11 @@ def _shards(given: Planned) -> Iterator[Finding]:
     train, nodes = given.recipe.train, len(given.plan.world.nodes)
     shard = train.fsdp_shard if train else "auto"
     if isinstance(shard, int) and nodes % shard:
-        known = sharding.nodes_of("auto", nodes)
         yield refusal(
             "train.fsdp_shard does not divide the number of nodes",
-            wanted=f"one of {', '.join(map(str, known))}, which divide {counted(nodes, 'node')} into equal groups",
+            wanted=f"a divisor of {counted(nodes, 'node')}",
             found=f"train.fsdp_shard = {shard}",
-            fix=f"train.fsdp_shard={max(count for count in known if count <= shard)}, or auto",
+            fix="train.fsdp_shard=auto",
         )
 
 
@@ -357,69 +327,53 @@ def _deterministic(given: Planned) -> Iterator[Finding]:
 
 def _silent_cpu(given: Planned) -> Iterator[Finding]:
     recipe, command = given.recipe, given.recipe.command
-    if recipe.image != "cpu" or not command:
-        return
-    name = {"ddp": "", "fsdp": "FSDP"}.get(command.strategy or "ddp", "DeepSpeed")
-    if recipe.launcher == "deepspeed":
-        name = "DeepSpeed"
-    if name:
+    deepspeed = recipe.launcher == "deepspeed"
+    if recipe.image == "cpu" and command and (deepspeed or command.strategy not in (None, "ddp")):
         yield Finding(
-            f"on a CPU transformers' Trainer and accelerate silently train without {name}",
+            "on a CPU transformers' Trainer and accelerate silently train without FSDP and DeepSpeed",
             wanted="GPUs",
             found="image = cpu",
             fix="image=cuda; or plain data parallelism, which it is on a CPU: command.strategy=ddp",
-            kind="note" if recipe.launcher == "deepspeed" else "warning",  # a program may use DeepSpeed itself
+            kind="note" if deepspeed else "warning",  # a program may use DeepSpeed itself
         )
 
 
 def _grace(given: Planned) -> Iterator[Finding]:
-    """Find a grace that is too short for the slowest checkpoint of an earlier run, or too long for the job."""
-    facts, save, run = given.facts, given.files.save_s, given.files.save_run
-    if facts.scheduler != "slurm" or given.recipe.train is None:
-        return
-    chosen, limit = grace.chosen(given.recipe, given.site, facts), grace.time_limit(facts)
-    if save is not None and chosen.value < (seconds := grace.wanted(save)):
+    """Find a grace that is too short for the slowest checkpoint of an earlier run."""
+    chosen, save = grace.chosen(given.recipe, given.site, given.facts), given.files.save_s
+    if given.facts.scheduler == "slurm" and save is not None and chosen.value < (seconds := grace.wanted(save)):
         yield Finding(
             "the grace is shorter than twice the slowest checkpoint",
-            wanted=f"{seconds} s or more: a checkpoint of run {run} took {save:.1f} s",
+            wanted=f"{seconds} s or more: a checkpoint of run {given.files.save_run} took {save:.1f} s",
             found=f"{chosen.value} s before the time limit ({chosen.why})",
             fix=f"grace_s={seconds} with dray submit; with sbatch itself --signal=B:USR1@{seconds}",
-        )
-    if limit and chosen.value >= limit:
-        yield Finding(
-            "the grace is as long as the job, so that Slurm would end the run at its start",
-            wanted=f"less than {limit} s, the time limit",
-            found=f"{chosen.value} s ({chosen.why})",
-            fix="set a longer --time, or a shorter grace_s",
         )
 
 
 def _preemption(given: Planned) -> Iterator[Finding]:
     """Find preemption that leaves no time to save, by what Slurm says of this partition."""
-    facts, save, run = given.facts, given.files.save_s, given.files.save_run
-    if facts.scheduler != "slurm" or given.recipe.train is None:
+    facts, save = given.facts, given.files.save_s
+    took = f"{save or 0:.1f} s, which a checkpoint of run {given.files.save_run} took"
+    if given.recipe.train is None:
         return
     left, kill = facts.preempt_grace_s or 0, facts.kill_wait_s or 0
     if any(mode in facts.preempt_mode for mode in _ENDING):
         seen = f"PreemptMode={facts.preempt_mode}, GraceTime {left} s, KillWait {kill} s"
+        fix = "save often (checkpoint.every), or use a partition without preemption"
         if save and save > left + kill:
-            yield Finding(
-                "a checkpoint takes longer than preemption allows",
-                wanted=f"{save:.1f} s, which a checkpoint of run {run} took",
-                found=seen,
-                fix="save often (checkpoint.every), or use a partition without preemption",
-            )
+            yield Finding("a checkpoint takes longer than preemption allows", wanted=took, found=seen, fix=fix)
         if not facts.preempt_signal and not given.files.earlier:
             yield note(
                 "on this partition preemption does not send the signal that asks a run to save",
                 wanted="PreemptParameters=send_user_signal, and a GraceTime, in slurm.conf",
-                found=f"{seen}, no send_user_signal: SIGTERM goes to all processes at once",
-                fix="save often (checkpoint.every), and ask the administrators for it",
+                found=f"{seen}: SIGTERM goes to all processes at once",
+                fix=fix,
             )
     if save and kill and save > kill:
         yield note(
             "scancel allows less time than a checkpoint takes",
-            found=f"KillWait {kill} s, and a checkpoint of run {run} took {save:.1f} s",
+            wanted=took,
+            found=f"KillWait {kill} s",
             fix="to end such a run with a checkpoint: scancel --batch --signal=USR1 JOB",
         )
 
@@ -460,7 +414,7 @@ def _plugin(given: Planned) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    _loss, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _signers, _checkpoints, _compilation,
+    _loss, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _signers, _checkpoints,
     _precision, _files, _memory, _shards, _deterministic,
     _silent_cpu, _grace, _preemption, _options, _launcher, _plugin,
 )  # fmt: skip

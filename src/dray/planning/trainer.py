@@ -40,7 +40,7 @@ def decide(
     recipe = recipe.with_values("train", compile=compiles.value)
     kind = loss(recipe, shares, files, world, memory.limit(site, facts) or 0.0)
     recipe = recipe.with_values("train", loss=kind.value)
-    multiple = vocabulary(recipe, files)
+    multiple = vocabulary(recipe)
     recipe = recipe.with_values("model", pad_to_multiple_of=multiple.value)
     divided = recipe.model_copy(update={"batch": shares})
     return recipe, {
@@ -65,16 +65,11 @@ def precision(recipe: Recipe, site: Site) -> Choice[Recipe]:
     train, on_cpu = recipe.train, recipe.image == "cpu"
     if train is None or "precision" in train.model_fields_set or (on_cpu and train.master_weights):
         return Choice(recipe, "")
-    if not on_cpu and not emulates_bf16(recipe, site):
+    if site.bf16 and not on_cpu:
         return Choice(recipe, "")
-    emulate = "many CPUs emulate" if on_cpu else f"the GPUs of site {site.name} emulate"
     changed = recipe.with_values("train", precision="fp32" if on_cpu else "fp16")
-    return Choice(changed, f" (the recipe sets none, and {emulate} bf16)")
-
-
-def emulates_bf16(recipe: Recipe, site: Site) -> bool:
-    """Whether the GPUs of the run emulate bf16."""
-    return not site.bf16 and recipe.image != "cpu"
+    processors = "many CPUs" if on_cpu else f"the GPUs of site {site.name}"
+    return Choice(changed, f" (the recipe sets none, and {processors} emulate bf16)")
 
 
 def compilation(recipe: Recipe) -> Choice[bool]:
@@ -130,7 +125,7 @@ def logit_changes(files: Files) -> str:
     return ", ".join(f"{name} = {raw[name]}" for name in _LOGIT_CHANGES if raw.get(name, 1) != 1)
 
 
-def vocabulary(recipe: Recipe, files: Files) -> Choice[int]:
+def vocabulary(recipe: Recipe) -> Choice[int]:
     """model.pad_to_multiple_of: in the head, GPUs multiply faster with a rounded size."""
     multiple, why = recipe.model.pad_to_multiple_of, _GIVEN
     if multiple == "auto":
@@ -143,26 +138,20 @@ def vocabulary(recipe: Recipe, files: Files) -> Choice[int]:
             why = "Triton's kernels take any size"
         else:
             multiple, why = _MULTIPLE, "GPUs are slow at products of other sizes"
-    if multiple <= 1:
-        return Choice(multiple, f"not padded: {why}")
-    size, model = "", model_shape.known(files)
-    if model:
-        padded = memory.padded(recipe.with_values("model", pad_to_multiple_of=multiple), model)
-        size = f" ({model.vocabulary:,} words -> {padded:,})"
-    return Choice(multiple, f"padded in the head to a multiple of {multiple}{size}: {why}")
+    padded = f"padded in the head to a multiple of {multiple}" if multiple > 1 else "not padded"
+    return Choice(multiple, f"{padded}: {why}")
 
 
 def _shards(recipe: Recipe, world: World) -> str:
     """Over how many nodes fsdp shards: with fewer, less is gathered between nodes. Empty if there is no choice."""
-    nodes, each, train = len(world.nodes), world.ranks_per_node, _train(recipe)
+    nodes, train = len(world.nodes), _train(recipe)
     if train.strategy != "fsdp" or nodes == 1:
         return ""
     if train.fsdp_shard == "auto":
         share = f"{sharding.SHARE:.0%} of each rank's memory"
         return f"over the fewest nodes whose ranks hold it in {share}, measured at the start; copies on the others"
     (count,) = sharding.nodes_of(train.fsdp_shard, nodes)
-    copies = f", {nodes // count} copies of the model" if count < nodes else ""
-    return f"over {sharding.text(count * each, count, nodes)}{copies}: train.fsdp_shard"
+    return f"over {sharding.text(count * world.ranks_per_node, count, nodes)}: train.fsdp_shard"
 
 
 def _training(recipe: Recipe, precision_why: str) -> str:

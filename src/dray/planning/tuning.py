@@ -1,15 +1,14 @@
 """What `dray tune` may change of a recipe, how it computes and never what it trains; and the search for the fastest.
 
-The search is a coordinate descent from the recipe's own setting. One key after another is changed alone, and a change
-stays if it is faster by more than both spreads. The micro-batch is followed in a direction as long as it is not slower;
-if a larger one does not fit, it is tried with each change that may make room. A round that changes nothing is the last.
+The search is a coordinate descent from the recipe's own setting. The micro-batch grows, or else shrinks, as long as
+that is not slower. Then one key after another is changed alone, and with larger micro-batches, if it makes room. A
+change stays if it is faster by more than both spreads. A round that changes nothing is the last.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -53,8 +52,7 @@ class Candidate(NamedTuple):
         return [pair for pair in self.values if pair not in other.values]
 
 
-@dataclass(frozen=True)
-class Space:
+class Space(NamedTuple):
     """All candidates of a recipe on so many ranks."""
 
     start: Candidate
@@ -75,18 +73,20 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     recipe, size, nodes = plan.recipe.model_copy(update={"batch": plan.batch}), plan.world.size, len(plan.world.nodes)
     start: dict[str, Any] = {key: attrgetter(key)(recipe) for key in KEYS}
     batch, deepspeed = attrgetter("batch.global_size", "train.deepspeed")(recipe)
-    known: dict[str, Sequence[Value]] = {**_CHOICES, ROWS: _divisors(batch // size)}
+    rows = batch // size
+    known: dict[str, Sequence[Value]] = {**_CHOICES, ROWS: [count for count in range(1, rows + 1) if rows % count == 0]}
+    for key, options in given.items():
+        if wrong := [value for value in options if value not in known[key]]:
+            raise ConfigError(
+                f"{key} cannot have this value", wanted=f"some of {', '.join(map(str, known[key]))}", found=wrong[0],
+                fix=f"batch.per_device divides the {rows} rows of a rank" if key == ROWS else "",
+            )  # fmt: skip
     if size == 1 or deepspeed:
         known[STRATEGY] = ()
     if recipe.image == "cpu":
         known[LOSS] = ("full", "chunked")
     if nodes in (1, size):
         known[SHARD] = ()
-    if wrong := [value for value in given.get(ROWS, ()) if value not in known[ROWS]]:
-        raise ConfigError(
-            f"global batch {batch} is not divisible by {size} ranks x {wrong[0]} per device",
-            where=ROWS, wanted=f"some of {', '.join(map(str, known[ROWS]))}", found=", ".join(map(str, given[ROWS])),
-        )  # fmt: skip
     chosen = {key: [start[key]] for key in KEYS}
     for key in keys:
         chosen[key] = list(dict.fromkeys([start[key], *given.get(key, known[key])]))
@@ -102,26 +102,16 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     return Space(Candidate(tuple(start.items())).changed({}), tuned)
 
 
-def _divisors(number: int) -> list[int]:
-    return [count for count in range(1, number + 1) if number % count == 0]
-
-
-def values(key: str, text: str) -> tuple[Value, ...]:
+def values(text: str) -> tuple[Value, ...]:
     """The values of a key to tune, which the text separates by commas."""
-    named = {str(choice).lower(): choice for choice in _CHOICES.get(key, ())}
-    chosen = []
-    for word in map(str.strip, text.split(",")):
-        value = int(word) if key == ROWS and re.fullmatch("[1-9][0-9]{0,8}", word) else named.get(word)
-        if value is None:
-            wanted = f"some of {', '.join(named)}" if named else "whole numbers from 1 on"
-            raise ConfigError(f"{key} cannot have this value", wanted=wanted, found=word or text)
-        chosen.append(value)
-    return tuple(chosen)
+    bools = {"true": True, "false": False}
+    texts = [word.strip() for word in text.split(",")]
+    return tuple(int(word) if re.fullmatch("[0-9]{1,9}", word) else bools.get(word, word) for word in texts)
 
 
 def keys(text: str) -> tuple[str, ...]:
     """The keys that --keys names, by their whole name or its last part."""
-    named = {**{key.partition(".")[2]: key for key in KEYS}, **{key: key for key in KEYS}}
+    named = {name: key for key in KEYS for name in (key, key.partition(".")[2])}
     asked = [word.strip() for word in text.split(",")]
     if wrong := [word for word in asked if word not in named]:
         raise ConfigError(
@@ -148,15 +138,10 @@ def tolerance(recipe: Recipe, configuration: Mapping[str, Any], *, exact: float)
     """
     model = model_shape.completed(configuration)
     precision, tf32 = attrgetter("train.precision", "train.tf32")(recipe)
-    noise = ""
-    if any("drop" in key and isinstance(value, int | float) and value for key, value in model.items()):
-        noise = "the model has dropout"
-    elif recipe.lora and recipe.has_lora and recipe.lora.dropout:
-        noise = "[lora] has dropout"
-    elif recipe.has_analog:
-        noise = "[analog] has noise"
-    if noise:
-        return 0.05, f"{noise}, whose random numbers depend on the micro-batch"
+    lora = recipe.has_lora and attrgetter("lora.dropout")(recipe)
+    dropout = any("drop" in key and isinstance(value, int | float) and value for key, value in model.items())
+    if lora or dropout or recipe.has_analog:
+        return 0.05, "dropout and noise have random numbers that depend on the micro-batch"
     if precision != "fp32":
         return 0.02, f"{precision} has few digits"
     if tf32 and recipe.image != "cpu":
@@ -193,55 +178,30 @@ def best(measured: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Cand
 
 def descend(space: Space, measure: Measure) -> None:
     """Measure candidates up to the fastest, from the recipe's own on, or the nearest candidate that runs."""
-    search = _Search(space, measure)
+    larger = list(space.axes.get(ROWS, [{ROWS: space.start.get(ROWS) or 1}]))
     before, current = None, next((candidate for candidate in space.every() if measure(candidate)), None)
     while current and current != before:
         before = current
-        for key, options in space.axes.items():
-            current = search.rows(current) if key == ROWS else search.fastest(current, options)
-        current = search.with_room(current)
+        current = _follow(current, larger, measure)
+        if current == before:
+            current = _follow(current, larger[::-1], measure)
+        for option in [option for key, options in space.axes.items() if key != ROWS for option in options]:
+            other = current.changed(option)
+            if measure(other):
+                current = _better(_follow(other, larger, measure), current, measure)
 
 
-class _Search:
-    def __init__(self, space: Space, measure: Measure) -> None:
-        self._space, self._measure = space, measure
+def _follow(current: Candidate, sizes: Sequence[Changes], measure: Measure) -> Candidate:
+    """The candidate with the next of these micro-batches, and the next, as long as it fits and is not slower."""
+    chosen = current
+    for size in sizes[sizes.index({ROWS: current.get(ROWS) or 1}) + 1 :]:
+        other = current.changed(size)
+        if _better(chosen, other, measure) == chosen:
+            break
+        chosen = _better(other, chosen, measure)
+    return chosen
 
-    def fastest(self, current: Candidate, options: Iterable[Changes]) -> Candidate:
-        """The candidate with the best of these changes."""
-        for option in options:
-            current = self._better(current.changed(option), current)
-        return current
 
-    def rows(self, current: Candidate) -> Candidate:
-        """The best micro-batch: larger ones as long as they are not slower, else smaller ones."""
-        sizes = list(self._space.axes.get(ROWS, ()))
-        place = len(sizes) - len(self._larger(current))
-        for direction in (sizes[place:], sizes[: place - 1][::-1]):
-            chosen = current
-            for size in direction:
-                other = current.changed(size)
-                if self._better(chosen, other) == chosen:
-                    break
-                chosen = self._better(other, chosen)
-            if chosen != current:  # the other direction is slower
-                return chosen
-        return current
-
-    def with_room(self, current: Candidate) -> Candidate:
-        """If the next larger micro-batch does not fit, the best of it with each single change that makes room."""
-        larger, best = self._larger(current)[:1], current
-        if larger and not self._measure(current.changed(larger[0])):
-            for options in self._space.axes.values():
-                for option in options:
-                    other = current.changed({**option, **larger[0]})
-                    if self._measure(other):
-                        best = self._better(self.rows(other), best)
-        return best
-
-    def _larger(self, current: Candidate) -> Sequence[Changes]:
-        sizes = self._space.axes.get(ROWS, ())
-        return sizes[sizes.index({ROWS: current.get(ROWS) or 0}) + 1 :] if sizes else ()
-
-    def _better(self, other: Candidate, current: Candidate) -> Candidate:
-        figure, known = self._measure(other), self._measure(current)
-        return other if figure and (known is None or beats(figure, known)) else current
+def _better(other: Candidate, current: Candidate, measure: Measure) -> Candidate:
+    figure, known = measure(other), measure(current)
+    return other if figure and (known is None or beats(figure, known)) else current

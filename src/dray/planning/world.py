@@ -29,14 +29,14 @@ SLURM: dict[Identity, str] = {
 # What a task of srun has and programs read. With SLURM_STEP_ID Open MPI 4 would take each rank for a task of srun that
 # lacks PMI, and end it.
 _TASK = (
-    *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME"),
-    *("SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_JOBID", "SLURM_JOB_ACCOUNT", "SLURM_JOB_CPUS_PER_NODE"),
-    *("SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"),
-    *("SLURM_JOB_PARTITION", "SLURM_JOB_START_TIME", "SLURM_JOB_USER", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID"),
-    *("SLURM_NNODES", "SLURM_NODELIST", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID"),
-    *("SLURM_RESTART_COUNT", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-    *("SLURM_SUBMIT_DIR", "SLURM_TASKS_PER_NODE"),
-)
+    "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME", "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS_ON_NODE", "SLURM_JOBID", "SLURM_JOB_ACCOUNT", "SLURM_JOB_CPUS_PER_NODE", "SLURM_JOB_END_TIME",
+    "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION",
+    "SLURM_JOB_START_TIME", "SLURM_JOB_USER", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID", "SLURM_NNODES",
+    "SLURM_NODELIST", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_RESTART_COUNT",
+    "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_SUBMIT_DIR",
+    "SLURM_TASKS_PER_NODE",
+)  # fmt: skip
 # What to type where the scheduler gave no GPU, or none was asked for before there is a job.
 _MORE_GPUS = {
     "slurm": "add --gpus-per-node=N (some sites want --gres=gpu:N) to sbatch",
@@ -76,8 +76,8 @@ def select(recipe: Recipe, facts: Facts) -> Facts:
             found=f"{' '.join(left) or 'none'}; {' '.join(facts.lost)} failed before",
             fix="submit again, with more spares, or with min_nodes (docs/survive.md)",
         )
-    chosen = {"nodelist": ",".join(left[:count]), "nodes": count}
-    return facts.model_copy(update={**chosen, "spares": tuple(left[count:]), "missing": whole - count})
+    chosen = {"nodelist": ",".join(left[:count]), "nodes": count, "missing": whole - count}
+    return facts.model_copy(update={**chosen, "spares": tuple(left[count:])})
 
 
 def fewer(recipe: Recipe, ranks_per_node: int, left: int) -> int:
@@ -105,13 +105,14 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
     if facts.missing:
         nodes += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})"
     interfaces = f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""
-    masks = f"{' '.join(site.cores)}: site {site.name}, whose jobs have whole nodes"
     reasons = {
         "nodes": nodes,
         "ranks_per_node": f"{ranks.value}: {ranks.why}",
         "master": f"{hosts[0]}: the first of {facts.nodelist}{interfaces}",
         "port": f"{port.value or 'any'}: {port.why}",
-        "cores": masks if site.cores else "each node divides its own among its ranks",
+        "cores": f"{' '.join(site.cores)}: site {site.name}, whose jobs have whole nodes"
+        if site.cores
+        else "each node divides its own among its ranks",
     }
     world = World(
         nodes=tuple(Node(name=host, address=facts.address or host) for host in hosts),

@@ -164,17 +164,16 @@ def test_the_users_file_decides_and_keeps_what_only_accelerate_knows(tmp_path: P
         }
     }
     made = planned(found)
-    assert [one for one in made.findings if "accelerate" in one.problem] == [cpu("FSDP")]
+    assert [one for one in made.findings if "accelerate" in one.problem] == [ON_A_CPU]
     assert made.files == accelerate.files(found, made.folder)
 
 
-def cpu(name: str) -> Finding:
-    return Finding(
-        f"on a CPU transformers' Trainer and accelerate silently train without {name}",
-        wanted="GPUs",
-        found="image = cpu",
-        fix="image=cuda; or plain data parallelism, which it is on a CPU: command.strategy=ddp",
-    )
+ON_A_CPU = Finding(
+    "on a CPU transformers' Trainer and accelerate silently train without FSDP and DeepSpeed",
+    wanted="GPUs",
+    found="image = cpu",
+    fix="image=cuda; or plain data parallelism, which it is on a CPU: command.strategy=ddp",
+)
 
 
 def test_a_json_file_and_bare_words_of_yaml(tmp_path: Path) -> None:
@@ -336,8 +335,8 @@ def test_the_deepspeed_file_of_a_file_stays_beside_the_strategy(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("command.strategy=zero2",), cpu("DeepSpeed")),
-        (("command.strategy=fsdp",), cpu("FSDP")),
+        (("command.strategy=zero2",), ON_A_CPU),
+        (("command.strategy=fsdp",), ON_A_CPU),
         (("command.strategy=fsdp", "image=cuda"), None),
         ((), None),
     ],

@@ -6,7 +6,7 @@ Numbers are bytes. Under autocast norms stay in 32 bits, and every product makes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dray.planning.estimates.model_shape import Shape
 
@@ -20,8 +20,7 @@ _SLICE = 1 << 27
 """Numbers of the logits' gradient that train/kernels/triton.py holds."""
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """How a recipe runs the model."""
 
     length: int

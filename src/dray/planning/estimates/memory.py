@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.config.training import STRATEGIES
+from dray.config.training import STRATEGIES, Train
 from dray.facts import Facts, Files
 from dray.planning.estimates import activations, model_shape
 from dray.planning.estimates.model_shape import Shape
@@ -39,8 +38,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Bytes on each GPU and on each node's host; in a run without GPUs all are on the host."""
 
     gpu: dict[str, float]
@@ -82,7 +80,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
         second, copies = "their 16-bit copies", half * model.parameters
     each = 4 if zero or lora else kept  # LoRA's are in 32 bits, and so is what DeepSpeed sums
     gradients = each * trained / (shards if stage >= 2 else 1)
-    kept_for_backward = _activations(recipe, model, shares.per_device or 1)
+    kept_for_backward = _activations(recipe, train, model, shares.per_device or 1)
     if ranks == 1 and not zero and shares.gradient_accumulation_steps == 1:
         # Made while activations go; at the beginning of the backward pass the head's alone is there.
         gradients = max(gradients - kept_for_backward, min(gradients, each * model.vocabulary * model.hidden))
@@ -99,8 +97,8 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     return Estimate({part: size for part, size in parts.items() if part not in away}, host)
 
 
-def use(recipe: Recipe, *, flex: bool) -> activations.Use:
-    """How the recipe runs the model; `flex`: the model has flex attention, which needs no mask tensor."""
+def use(recipe: Recipe, kind: str) -> activations.Use:
+    """How the recipe runs a model of this type."""
     train, attention = recipe.train, recipe.model.attn_implementation
     assert train is not None
     stage, deepspeed = STRATEGIES[train.strategy][:2]
@@ -116,15 +114,14 @@ def use(recipe: Recipe, *, flex: bool) -> activations.Use:
         compiled=train.compile is True,
         checkpointed=train.activation_checkpointing,
         eager=attention == "eager",
-        masked=recipe.data.document_mask and attention in (("sdpa",) if flex else ("sdpa", "auto")),
+        # flex attention needs no mask tensor
+        masked=recipe.data.document_mask and attention in ("sdpa", "auto" if kind in model_shape.WITHOUT_FLEX else ""),
     )
 
 
-def _activations(recipe: Recipe, model: Shape, rows: int) -> float:
+def _activations(recipe: Recipe, train: Train, model: Shape, rows: int) -> float:
     """Bytes of one micro-batch's activations, at the beginning of its backward pass."""
-    train = recipe.train
-    assert train is not None
-    how = use(recipe, flex=model.kind not in model_shape.WITHOUT_FLEX)
+    how = use(recipe, model.kind)
     row = activations.kept(model, how)
     if model.counted and not how.compiled:
         row = model.counted.checkpointed if how.checkpointed else model.counted.kept
@@ -145,8 +142,11 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
     """The estimate as text; the recipe's batch is divided among the ranks."""
     memory, model = limit(site, facts), model_shape.known(files)
     if model is None:
-        unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
-        return f"not estimated: {_unknown(recipe, files)}{unchecked}"
+        name = recipe.model.name or recipe.model.tokenizer or "the model"
+        missing = f"{name} is not downloaded; dray prefetch RECIPE downloads it"
+        if files.configuration:
+            missing = f"the size of model type {recipe.model.name or recipe.model.type} is not known"
+        return f"not estimated: {missing}"
     needed = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
     text = f"an estimate for {model.parameters:,} parameters"
     if model.counted and model.counted.trained < model.parameters:
@@ -161,15 +161,6 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
 def limit(site: Site, facts: Facts) -> float | None:
     """GB of memory on each GPU; None if unknown."""
     return site.gpu_memory_gb if facts.gpu_memory_gb is None else facts.gpu_memory_gb
-
-
-def _unknown(recipe: Recipe, files: Files) -> str:
-    name = recipe.model.name or recipe.model.tokenizer or "the model"
-    if files.configuration:
-        return f"the size of model type {recipe.model.name or recipe.model.type} is not known"
-    if name.startswith(("/", ".")):
-        return f"{name} has no config.json on this machine"
-    return f"{name} is not downloaded; dray prefetch RECIPE downloads it"
 
 
 def fitting(recipe: Recipe, model: Shape, world: World, most: float) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dray.contract.findings import ConfigError
 from dray.facts import Counted, Files
@@ -31,8 +30,7 @@ WITHOUT_FLEX = ("gpt2",)
 _HUGE = 1 << 62  # the product of some still fits into a float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """The sizes of a model, from its configuration."""
 
     kind: str
@@ -85,8 +83,7 @@ def of(raw: Mapping[str, Any]) -> Shape | None:
     width, shared = heads * each, size("num_key_value_heads", other=heads) * each
     experts = max(1, size("num_local_experts", "num_experts", "n_routed_experts"))
     expert_names = ("moe_intermediate_size",) if experts > 1 else ()
-    opt_names = ("ffn_dim",) if kind == "opt" else ()
-    inner = size(*expert_names, *opt_names, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
+    inner = size(*expert_names, "ffn_dim", "intermediate_size", "n_inner", other=4 * hidden)
     matrices = 3 if gated else 2
     block = 2 * hidden * (width + shared) + matrices * hidden * inner * experts
     block += 2 * hidden if gated else 4 * hidden + (hidden if kind == "gpt_neo" else 4 * hidden) + inner + hidden
@@ -115,7 +112,7 @@ def known(files: Files) -> Shape | None:
     """The sizes of the model, with what was counted in the model itself."""
     model, counted = of(files.configuration or {}), files.counted
     if model and counted:
-        return replace(model, counted=counted, parameters=counted.parameters, outside=counted.outside)
+        return model._replace(counted=counted, parameters=counted.parameters, outside=counted.outside)
     return model
 
 
