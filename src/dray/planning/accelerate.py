@@ -42,7 +42,7 @@ def files(recipe: Recipe, folder: str) -> dict[str, str]:
         return {FILE: _text(made)}
     stage = STRATEGIES[strategy].stage
     made["distributed_type"] = "DEEPSPEED"
-    made["deepspeed_config"] = {
+    config: dict[str, Any] = {
         "zero3_init_flag": stage == 3,
         "zero3_save_16bit_model": stage == 3,
         **(given.get("deepspeed_config") or {}),
@@ -50,15 +50,12 @@ def files(recipe: Recipe, folder: str) -> dict[str, str]:
         # Its default is pdsh, which starts the ranks by SSH and outside the container.
         "deepspeed_multinode_launcher": "standard",
     }
+    made["deepspeed_config"] = config
     if not command.deepspeed:
         return {FILE: _text(made)}
     # These are in the DeepSpeed file, and accelerate refuses them here.
-    del (
-        made["mixed_precision"],
-        made["deepspeed_config"]["zero_stage"],
-        made["deepspeed_config"]["zero3_save_16bit_model"],
-    )
-    made["deepspeed_config"]["deepspeed_config_file"] = f"{folder}/{_DEEPSPEED}"
+    del made["mixed_precision"], config["zero_stage"], config["zero3_save_16bit_model"]
+    config["deepspeed_config_file"] = f"{folder}/{_DEEPSPEED}"
     return {FILE: _text(made), _DEEPSPEED: command.deepspeed}
 
 

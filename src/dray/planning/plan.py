@@ -8,6 +8,7 @@ from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
+from dray.config.training import Batch
 from dray.contract import run_folder as names
 from dray.contract.findings import counted
 from dray.facts import Facts, Files
@@ -36,7 +37,8 @@ def plan(
     files, engine, folder = files or Files(), engines.get(facts.engine), str(run_folder / names.attempt(attempt))
     recipe, image_why = image.chosen(recipe, site, facts)
     ranks, world_reasons = world.decide(recipe, site, facts)
-    shares, training = None, {}
+    shares: Batch | None = None
+    training: dict[str, str] = {}
     if recipe.batch:
         at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
         shares = world.divide(recipe.batch, world_size=ranks.size, at_first=at_first)

@@ -51,7 +51,6 @@ class Planned(NamedTuple):
         return engines.get(self.facts.engine)
 
 
-Rule = Callable[[Planned], Iterator[Finding]]
 refusal, note = partial(Finding, code=exit_codes.CONFIG), partial(Finding, kind="note")
 
 
@@ -187,8 +186,8 @@ def _gpus(given: Planned) -> Iterator[Finding]:
 
 
 def _image(given: Planned) -> Iterator[Finding]:
-    """Refuse an image that is another one than the recipe says, or that lacks the launcher."""
-    recipe, facts = given.recipe, given.facts
+    """Refuse an image that is another one than the recipe says, that nobody can sign, or that lacks the launcher."""
+    recipe, site, facts = given.recipe, given.site, given.facts
     adopted = ""
     if recipe.adopted and facts.image and not image.is_adopted(recipe, facts):
         adopted = image.adopted(facts) or "an image that was not adopted, or does not exist"
@@ -202,18 +201,6 @@ def _image(given: Planned) -> Iterator[Finding]:
     ):
         if wanted and found not in ("", wanted):
             yield refusal(f"the image {problem}", where=facts.image, wanted=wanted, found=found, fix=fix)
-    if recipe.launcher in facts.adopted_lacks.split():
-        yield refusal(
-            f"the adopted image lacks the launcher {recipe.launcher}",
-            where=facts.adopted_from,
-            wanted=f"{recipe.launcher} in the image",
-            found=f"launcher={recipe.launcher}",
-            fix="launcher=torchrun; or use an image that has it, or one of dray's own with a layer",
-        )
-
-
-def _signers(given: Planned) -> Iterator[Finding]:
-    recipe, site = given.recipe, given.site
     if recipe.image_signers and site.image_signers and not given.plan.signers:
         yield refusal(
             "the recipe and the site have no key in common in image_signers",
@@ -221,6 +208,14 @@ def _signers(given: Planned) -> Iterator[Finding]:
             wanted=f"one of the site's image_signers: {', '.join(site.image_signers)}",
             found=f"the recipe's: {', '.join(recipe.image_signers)}",
             fix="add a key of the site to the recipe's image_signers",
+        )
+    if recipe.launcher in facts.adopted_lacks.split():
+        yield refusal(
+            f"the adopted image lacks the launcher {recipe.launcher}",
+            where=facts.adopted_from,
+            wanted=f"{recipe.launcher} in the image",
+            found=f"launcher={recipe.launcher}",
+            fix="launcher=torchrun; or use an image that has it, or one of dray's own with a layer",
         )
 
 
@@ -237,11 +232,19 @@ def _checkpoints(given: Planned) -> Iterator[Finding]:
         )
 
 
-def _precision(given: Planned) -> Iterator[Finding]:
-    """GPUs without tensor cores for bf16 emulate it: the run would be slow without a warning."""
-    recipe, site = given.recipe, given.site
+def _trainer(given: Planned) -> Iterator[Finding]:
+    """Find weights that are slow or hardly move, and groups of fsdp that are not equally large."""
+    recipe, site, nodes = given.recipe, given.site, len(given.plan.world.nodes)
     if not recipe.train:
         return
+    shard = recipe.train.fsdp_shard
+    if isinstance(shard, int) and nodes % shard:
+        yield refusal(
+            "train.fsdp_shard does not divide the number of nodes",
+            wanted=f"a divisor of {counted(nodes, 'node')}",
+            found=f"train.fsdp_shard = {shard}",
+            fix="train.fsdp_shard=auto",
+        )
     if recipe.train.precision == "bf16" and recipe.image != "cpu" and not site.bf16:
         yield refusal(
             "the GPUs of this site emulate bf16, without tensor cores",
@@ -294,18 +297,6 @@ def _memory(given: Planned) -> Iterator[Finding]:
             wanted=f"at most {most:g} GB on each GPU ({named})",
             found="\n".join(needed.lines()),
             fix=memory.fitting(recipe, model, world, most * memory.GB) or other,
-        )
-
-
-def _shards(given: Planned) -> Iterator[Finding]:
-    train, nodes = given.recipe.train, len(given.plan.world.nodes)
-    shard = train.fsdp_shard if train else "auto"
-    if isinstance(shard, int) and nodes % shard:
-        yield refusal(
-            "train.fsdp_shard does not divide the number of nodes",
-            wanted=f"a divisor of {counted(nodes, 'node')}",
-            found=f"train.fsdp_shard = {shard}",
-            fix="train.fsdp_shard=auto",
         )
 
 
@@ -413,9 +404,9 @@ def _plugin(given: Planned) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Rule, ...] = (
-    _loss, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _signers, _checkpoints,
-    _precision, _files, _memory, _shards, _deterministic,
+RULES: tuple[Callable[[Planned], Iterator[Finding]], ...] = (
+    _loss, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _checkpoints,
+    _trainer, _files, _memory, _deterministic,
     _silent_cpu, _grace, _preemption, _options, _launcher, _plugin,
 )  # fmt: skip
 """The first finding with a code ends the run."""

@@ -15,7 +15,8 @@ _NOTHING: dict[str, object] = {"strategy": "none", "libraries": (), "plugin": ""
 def fabric(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Choice[Fabric]:
     """The site's fabric, if the engine can add the host's libraries; else the image must have all that it needs."""
     fabric, brought = site.fabric, engine.slingshot.get(recipe.image)
-    changes, why = {}, " ".join(site.why.get("fabric", f"site {site.name}").split())
+    changes: dict[str, object] = {}
+    why = " ".join(site.why.get("fabric", f"site {site.name}").split())
     if facts.nodes == 1 and fabric.strategy != "none":
         changes, why = _NOTHING, "one node has no network between nodes"
     elif facts.nodes > 1 and fabric.kind == "slingshot" and brought:

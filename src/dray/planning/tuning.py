@@ -179,7 +179,8 @@ def best(measured: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Cand
 def descend(space: Space, measure: Measure) -> None:
     """Measure candidates up to the fastest, from the recipe's own on, or the nearest candidate that runs."""
     larger = list(space.axes.get(ROWS, [{ROWS: space.start.get(ROWS) or 1}]))
-    before, current = None, next((candidate for candidate in space.every() if measure(candidate)), None)
+    before: Candidate | None = None
+    current = next((candidate for candidate in space.every() if measure(candidate)), None)
     while current and current != before:
         before = current
         current = _follow(current, larger, measure)

@@ -102,7 +102,7 @@ def test_the_formula_has_the_mask_that_hides_other_documents(kind: str) -> None:
     shape = model_shape.of(raw)
     assert shape
     flex = kind not in model_shape.WITHOUT_FLEX
-    assert memory.use(recipe, flex=flex).masked == (kind == "gpt2")
+    assert memory.use(recipe, kind).masked == (kind == "gpt2")
     assert flex == _auto(kind)._supports_flex_attn
 
 
