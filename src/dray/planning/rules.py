@@ -16,7 +16,6 @@ from dray.config.training import STRATEGIES
 from dray.contract import exit_codes
 from dray.contract.findings import Finding, counted
 from dray.contract.values import control_characters
-from dray.engines.base import Engine
 from dray.facts import Facts, Files
 from dray.planning import environment, grace, image, trainer
 from dray.planning.estimates import memory, model_shape
@@ -45,40 +44,13 @@ class Planned(NamedTuple):
         """The recipe with every choice made."""
         return self.plan.recipe
 
-    @property
-    def engine(self) -> Engine:
-        """What starts the container."""
-        return engines.get(self.facts.engine)
-
 
 refusal, note = partial(Finding, code=exit_codes.CONFIG), partial(Finding, kind="note")
 
 
-def _loss(given: Planned) -> Iterator[Finding]:
-    """Triton multiplies on V100 without tensor cores, and out of registers that spill (seen with 3.5.1)."""
-    recipe, site, changes = given.recipe, given.site, trainer.logit_changes(given.files)
-    loss = recipe.train.loss if recipe.train else ""
-    if loss == "triton" and (recipe.image == "cpu" or not site.bf16):
-        yield refusal(
-            "train.loss = triton needs a GPU whose tensor cores Triton can use",
-            where="recipe [train]",
-            wanted="an image for GPUs, and NVIDIA A100 or AMD MI250X or newer",
-            found="image = cpu" if recipe.image == "cpu" else f"site {site.name}: {site.about} (bf16 = false)",
-            fix="train.loss=chunked",
-        )
-    if loss in ("chunked", "triton") and changes:
-        yield refusal(
-            f"train.loss = {loss} does not compute this model's loss",
-            where="recipe [train]",
-            wanted="a model that does not change logits after its head",
-            found=changes,
-            fix="train.loss=full",
-        )
-
-
 def _engine(given: Planned) -> Iterator[Finding]:
     """Refuse what an engine cannot do with its image."""
-    recipe, engine = given.recipe, given.engine
+    recipe, engine = given.recipe, engines.get(given.facts.engine)
     sif = engine.image == "file"
     for key, value, able, task in (
         ("layer", recipe.layer, engine.binds_layers, "bind a layer"),
@@ -127,7 +99,7 @@ def _control_characters(given: Planned) -> Iterator[Finding]:
 
 def _mounts(given: Planned) -> Iterator[Finding]:
     """Refuse paths that would break the engine's options. On a login node a site's paths still have variables."""
-    plan, engine = given.plan, given.engine
+    plan, engine = given.plan, engines.get(given.facts.engine)
     binds = [bind.path for bind in plan.binds if not (given.facts.login and bind.source.startswith("site "))]
     for path in dict.fromkeys((*binds, plan.where, plan.image)):
         if set(engine.unmountable) & set(path):
@@ -233,11 +205,30 @@ def _checkpoints(given: Planned) -> Iterator[Finding]:
 
 
 def _trainer(given: Planned) -> Iterator[Finding]:
-    """Find weights that are slow or hardly move, and groups of fsdp that are not equally large."""
+    """Find a loss, a precision and groups of fsdp that cannot be, or are slow.
+
+    Triton multiplies on V100 without tensor cores, and out of registers that spill (seen with 3.5.1).
+    """
     recipe, site, nodes = given.recipe, given.site, len(given.plan.world.nodes)
     if not recipe.train:
         return
-    shard = recipe.train.fsdp_shard
+    loss, shard, changes = recipe.train.loss, recipe.train.fsdp_shard, trainer.logit_changes(given.files)
+    if loss == "triton" and (recipe.image == "cpu" or not site.bf16):
+        yield refusal(
+            "train.loss = triton needs a GPU whose tensor cores Triton can use",
+            where="recipe [train]",
+            wanted="an image for GPUs, and NVIDIA A100 or AMD MI250X or newer",
+            found="image = cpu" if recipe.image == "cpu" else f"site {site.name}: {site.about} (bf16 = false)",
+            fix="train.loss=chunked",
+        )
+    if loss in ("chunked", "triton") and changes:
+        yield refusal(
+            f"train.loss = {loss} does not compute this model's loss",
+            where="recipe [train]",
+            wanted="a model that does not change logits after its head",
+            found=changes,
+            fix="train.loss=full",
+        )
     if isinstance(shard, int) and nodes % shard:
         yield refusal(
             "train.fsdp_shard does not divide the number of nodes",
@@ -271,7 +262,7 @@ def _files(given: Planned) -> Iterator[Finding]:
     variables = {variable.name: variable.value for variable in given.plan.env}
     if variables.get("HF_HUB_OFFLINE") != "1":
         return
-    for key, name in recipe.datasets().items() if recipe.train else ():
+    for key, name in recipe.datasets().items():
         if "hf://" in name:
             fix = 'set env.HF_HUB_OFFLINE = "0" in the recipe if the nodes reach the hub'
             yield note(f"{key} is read from the hub, and the job is offline", found=name, fix=fix)
@@ -405,8 +396,8 @@ def _plugin(given: Planned) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Planned], Iterator[Finding]], ...] = (
-    _loss, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _checkpoints,
-    _trainer, _files, _memory, _deterministic,
+    _trainer, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _checkpoints,
+    _files, _memory, _deterministic,
     _silent_cpu, _grace, _preemption, _options, _launcher, _plugin,
 )  # fmt: skip
 """The first finding with a code ends the run."""

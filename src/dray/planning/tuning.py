@@ -2,13 +2,15 @@
 
 The search is a coordinate descent from the recipe's own setting. The micro-batch grows, or else shrinks, as long as
 that is not slower. Then one key after another is changed alone, and with larger micro-batches, if it makes room. A
-change stays if it is faster by more than both spreads. A round that changes nothing is the last.
+change stays if it is faster by more than both spreads. If none is, two changes may make room for a larger micro-batch.
+A round that changes nothing is the last.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -178,24 +180,39 @@ def best(measured: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Cand
 
 def descend(space: Space, measure: Measure) -> None:
     """Measure candidates up to the fastest, from the recipe's own on, or the nearest candidate that runs."""
-    larger = list(space.axes.get(ROWS, [{ROWS: space.start.get(ROWS) or 1}]))
+    sizes = list(space.axes.get(ROWS, [{ROWS: space.start.get(ROWS) or 1}]))
+    options = [option for key in space.axes if key != ROWS for option in space.axes[key]]
     before: Candidate | None = None
     current = next((candidate for candidate in space.every() if measure(candidate)), None)
     while current and current != before:
         before = current
-        current = _follow(current, larger, measure)
+        current = _follow(current, sizes, measure)
         if current == before:
-            current = _follow(current, larger[::-1], measure)
-        for option in [option for key, options in space.axes.items() if key != ROWS for option in options]:
-            other = current.changed(option)
-            if measure(other):
-                current = _better(_follow(other, larger, measure), current, measure)
+            current = _follow(current, sizes[::-1], measure)
+        current = _fastest(current, options, sizes, measure)
+        larger = _beyond(current, sizes)
+        if current == before and larger:
+            pairs = [{**first, **second, **larger[0]} for first, second in combinations(options, 2)]
+            current = _fastest(current, pairs, sizes, measure)
+
+
+def _fastest(current: Candidate, options: Iterable[Changes], sizes: Sequence[Changes], measure: Measure) -> Candidate:
+    """The candidate with the best of these changes, each with its best micro-batch."""
+    for option in options:
+        other = current.changed(option)
+        if measure(other):
+            current = _better(_follow(other, sizes, measure), current, measure)
+    return current
+
+
+def _beyond(current: Candidate, sizes: Sequence[Changes]) -> Sequence[Changes]:
+    return sizes[sizes.index({ROWS: current.get(ROWS) or 1}) + 1 :]
 
 
 def _follow(current: Candidate, sizes: Sequence[Changes], measure: Measure) -> Candidate:
     """The candidate with the next of these micro-batches, and the next, as long as it fits and is not slower."""
     chosen = current
-    for size in sizes[sizes.index({ROWS: current.get(ROWS) or 1}) + 1 :]:
+    for size in _beyond(current, sizes):
         other = current.changed(size)
         if _better(chosen, other, measure) == chosen:
             break
