@@ -31,33 +31,27 @@ def files(recipe: Recipe, folder: str) -> dict[str, str]:
     }
     if strategy == "fsdp":
         own = given.get("fsdp_config") or {}
-        made["distributed_type"] = "FSDP"
-        made["fsdp_config"] = {
+        config = {
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             **{key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in own.items()},
             "fsdp_version": 2,  # accelerate's own default is 1
         }
-    if not STRATEGIES[strategy].deepspeed:
-        return {FILE: _text(made)}
-    stage = STRATEGIES[strategy].stage
-    made["distributed_type"] = "DEEPSPEED"
-    config: dict[str, Any] = {
-        "zero3_init_flag": stage == 3,
-        "zero3_save_16bit_model": stage == 3,
-        **(given.get("deepspeed_config") or {}),
-        "zero_stage": stage,
-        # Its default is pdsh, which starts the ranks by SSH and outside the container.
-        "deepspeed_multinode_launcher": "standard",
-    }
-    made["deepspeed_config"] = config
-    if not command.deepspeed:
-        return {FILE: _text(made)}
-    # These are in the DeepSpeed file, and accelerate refuses them here.
-    del made["mixed_precision"], config["zero_stage"], config["zero3_save_16bit_model"]
-    config["deepspeed_config_file"] = f"{folder}/{_DEEPSPEED}"
-    return {FILE: _text(made), _DEEPSPEED: command.deepspeed}
-
-
-def _text(configuration: dict[str, Any]) -> str:
-    return json.dumps(configuration, indent=1) + "\n"
+        made |= {"distributed_type": "FSDP", "fsdp_config": config}
+    if STRATEGIES[strategy].deepspeed:
+        stage = STRATEGIES[strategy].stage
+        config = {
+            "zero3_init_flag": stage == 3,
+            "zero3_save_16bit_model": stage == 3,
+            **(given.get("deepspeed_config") or {}),
+            "zero_stage": stage,
+            # Its default is pdsh, which starts the ranks by SSH and outside the container.
+            "deepspeed_multinode_launcher": "standard",
+        }
+        made |= {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
+        if command.deepspeed:
+            # These are in the DeepSpeed file, and accelerate refuses them here.
+            del made["mixed_precision"], config["zero_stage"], config["zero3_save_16bit_model"]
+            config["deepspeed_config_file"] = f"{folder}/{_DEEPSPEED}"
+    texts = {FILE: json.dumps(made, indent=1) + "\n"}
+    return {**texts, _DEEPSPEED: command.deepspeed} if command.deepspeed else texts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import PurePosixPath
 
 from dray.config.image import ACCELERATORS
@@ -34,11 +33,6 @@ def adopted(facts: Facts) -> str | None:
 def is_adopted(recipe: Recipe, facts: Facts) -> bool:
     """Whether the image is the adopted one that the recipe names, by name or file; or neither is adopted."""
     return recipe.adopted in ((adopted(facts), facts.adopted_from) if facts.adopted else (None,))
-
-
-def adopt_line(adopted: str) -> str:
-    """The command that adopts the image which a recipe names."""
-    return f"dray image adopt {shlex.quote(adopted)}" if "/" in adopted else f"dray image adopt SOURCE --name {adopted}"
 
 
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import dropwhile
 from typing import NamedTuple
 
 from dray import engines
@@ -163,7 +164,9 @@ def _image(given: Planned) -> Iterator[Finding]:
     adopted = ""
     if recipe.adopted and facts.image and not image.is_adopted(recipe, facts):
         adopted = image.adopted(facts) or "an image that was not adopted, or does not exist"
-    adopt = "unset DRAY_IMAGE" if facts.image_given else image.adopt_line(recipe.adopted or "")
+    source = recipe.adopted or ""
+    adopt = f"dray image adopt {shlex.quote(source)}" if "/" in source else f"dray image adopt SOURCE --name {source}"
+    adopt = "unset DRAY_IMAGE" if facts.image_given else adopt
     variant = f"image={facts.image_variant}; or unset DRAY_IMAGE, or set it to the file of the {recipe.image} image"
     digest = f"copy that image to {facts.image}, or set image_digest={facts.image_digest}"
     for problem, wanted, found, fix in (
@@ -375,8 +378,7 @@ def _launcher(given: Planned) -> Iterator[Finding]:
     """A launcher that is started as every rank starts its own ranks in each."""
     argv = given.recipe.command.argv if given.recipe.command else ()
     if launcher := _LAUNCHER.match(" ".join(argv)):
-        script = next((number for number, part in enumerate(argv) if part.endswith(".py")), len(argv))
-        program = shlex.join(argv[script:]) or "PROGRAM"
+        program = shlex.join(dropwhile(lambda part: not part.endswith(".py"), argv)) or "PROGRAM"
         yield Finding(
             "the command is a launcher, and would start its own ranks in every rank of this run",
             wanted="the program alone: dray starts it as every rank",

@@ -63,9 +63,7 @@ def _train(recipe: Recipe) -> Train:
 def precision(recipe: Recipe, site: Site) -> Choice[Recipe]:
     """The recipe with the type of its matrix products, and why it differs from the default."""
     train, on_cpu = recipe.train, recipe.image == "cpu"
-    if train is None or "precision" in train.model_fields_set or (on_cpu and train.master_weights):
-        return Choice(recipe, "")
-    if site.bf16 and not on_cpu:
+    if train is None or "precision" in train.model_fields_set or (train.master_weights if on_cpu else site.bf16):
         return Choice(recipe, "")
     changed = recipe.with_values("train", precision="fp32" if on_cpu else "fp16")
     processors = "many CPUs" if on_cpu else f"the GPUs of site {site.name}"

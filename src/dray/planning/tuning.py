@@ -80,9 +80,8 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     for key, options in given.items():
         if wrong := [value for value in options if value not in known[key]]:
             raise ConfigError(
-                f"{key} cannot have this value", wanted=f"some of {', '.join(map(str, known[key]))}", found=wrong[0],
-                fix=f"batch.per_device divides the {rows} rows of a rank" if key == ROWS else "",
-            )  # fmt: skip
+                f"{key} cannot have this value", wanted=f"some of {', '.join(map(str, known[key]))}", found=wrong[0]
+            )
     if size == 1 or deepspeed:
         known[STRATEGY] = ()
     if recipe.image == "cpu":
