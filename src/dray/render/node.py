@@ -12,8 +12,7 @@ from dray.config.image import ACCELERATORS
 from dray.contract import exit_codes, startup
 from dray.contract import run_folder as names
 from dray.engines.base import STAGED_IMAGE, Container, Engine, Mount, Shell
-from dray.planning.binds import Bind
-from dray.planning.schema import Plan
+from dray.planning.schema import Bind, Plan
 
 _DEVICES = """\
 # The fabric's devices, where this node has them.

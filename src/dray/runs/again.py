@@ -10,8 +10,8 @@ from dray import hostlist
 from dray.contract import exit_codes, files
 from dray.contract.findings import DrayError
 from dray.contract.hostnames import compress
-from dray.planning import node_selection
 from dray.planning.schema import Plan
+from dray.planning.world import fewer
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.recovery import Next
 from dray.runs.result import Attempt, Result, read
@@ -89,7 +89,7 @@ def _without(plan: Plan, failed: int) -> str:
     if failed <= len(world.spares):
         spares = " ".join(world.spares[:failed])
         return f"spare nodes: {spares} take their place" if failed > 1 else f"spare node: {spares} takes its place"
-    count = node_selection.fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
+    count = fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
     return f"fewer nodes: {count} of {len(world.nodes)} continue (min_nodes = {plan.recipe.min_nodes})" if count else ""
 
 

@@ -11,9 +11,7 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files
 from dray.contract.findings import ConfigError, DrayError
 from dray.interrupts import held_back, hurry_on_signals, stoppable
-from dray.planning import search
-from dray.planning.search import Figure
-from dray.planning.tuning import Candidate, Space, applied
+from dray.planning.tuning import Candidate, Figure, Space, applied, descend
 from dray.runs import measured, replay, space, tuned
 from dray.runs.measured import DIFFER, DONE, HANGS, LEFT_OUT, Row
 from dray.runs.tuned import Tuning
@@ -46,7 +44,7 @@ class Tuner:
                 for candidate in candidates.every():
                     self.figure(candidate)
             else:
-                search.descend(candidates, self.figure)
+                descend(candidates, self.figure)
         self._keep(self.tuning.model_copy(update={"complete": True}))
 
     def figure(self, candidate: Candidate) -> Figure | None:
@@ -78,7 +76,7 @@ class Tuner:
             made = applied(self._recipe, candidate, self._start, ranks=ranks)
             refused = self._where.refusal(made, self._folder)
         except ConfigError as wrong:
-            refused = wrong.problem
+            refused = space.reason(wrong.finding)
         if refused:
             return Row(values={}, state=LEFT_OUT, why=refused)
         name = f"{sum(bool(row.run) for row in self._known.values()) + 1:03}"

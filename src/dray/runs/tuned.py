@@ -14,9 +14,8 @@ from dray.config.recipe import Recipe
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
-from dray.planning import search
-from dray.planning.search import Figure
-from dray.planning.tuning import Candidate, applied
+from dray.planning import tuning as tunings
+from dray.planning.tuning import Candidate, Figure, applied
 from dray.runs import replay
 from dray.runs.measured import DONE, Row
 from dray.runs.paths import make_run_folder
@@ -56,7 +55,7 @@ class Tuning(BaseModel):
     def best(self) -> Row | None:
         """The fastest row; among rows equal within noise, the row with the fewest changes."""
         found = {candidate(row.values): row for row in self.rows if row.state == DONE}
-        chosen = search.best(((one, figure(row)) for one, row in found.items()), candidate(self.start))
+        chosen = tunings.best(((one, figure(row)) for one, row in found.items()), candidate(self.start))
         return found[chosen] if chosen else None
 
     def tuned(self, row: Row) -> Recipe:

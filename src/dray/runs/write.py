@@ -24,7 +24,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import variables
-from dray.planning import caches, image, node_selection, trainer
+from dray.planning import environment, image, trainer, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, live, lookup
@@ -140,7 +140,7 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
     """The plan of this recipe on these facts at this site, with its findings."""
     # The model's activations depend on the chosen variant and precision.
     chosen = trainer.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
-    hub = caches.hub(facts, PurePosixPath(paths.run.parent))
+    hub = environment.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
     runs = grace.earlier(paths.run.parent, recipe.name)
     seconds, run = grace.slowest(paths.run.parent, runs) or (None, "")
@@ -179,9 +179,9 @@ def begin(
 ) -> tuple[Plan, RunPaths]:  # fmt: skip
     """As `write`, at a site that is already chosen."""
     recipe = image.chosen(recipe, choice.site, facts).value
-    facts = node_selection.chosen(recipe, facts)
+    facts = world.select(recipe, facts)
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
-    _make_cache(Path(caches.kept(facts, PurePosixPath(paths.run.parent))), decided)
+    _make_cache(Path(environment.caches(facts, PurePosixPath(paths.run.parent))), decided)
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     write_atomic(paths.stop, "")

@@ -19,8 +19,8 @@ from dray.config.model import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.planning.batch import divide
 from dray.planning.plan import plan
+from dray.planning.world import divide
 from dray.runs import local
 from dray.runs import submit as queue
 from dray.runs.write import read_recipe
