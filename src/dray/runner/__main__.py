@@ -24,9 +24,9 @@ from dray.runner import (
     control,
     environment,
     evidence,
-    first_failure,
     node,
     output,
+    process_group,
     record,
     rendezvous,
 )
@@ -74,7 +74,7 @@ def main(path: str) -> int:
             parts.lap(RENDEZVOUS)
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = supervised or children.Children()
-            links = control.Control(plan, me, supervised, channels, start, at[1], watch, parts)
+            links = control.Control(plan, me, supervised, channels, start, watch, parts)
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
                 _leave(plan, me, links, at)
@@ -168,7 +168,7 @@ def _leave(plan: Mapping[str, Any], me: int, links: control.Control, store: tupl
     if not me and links.saved and not links.stopped and not links.lost:
         record.saved(plan["folder"])
     if not me and not links.stopped and (links.saved or not links.cause):
-        links.joined.record(plan["folder"], store)
+        process_group.record(plan["folder"], plan["world"]["size"], store)
 
 
 def _record_lost(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
@@ -208,7 +208,7 @@ def _sweep(supervised: children.Children) -> None:
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
     """Record what no rank could."""
     if links.cause and not links.stopped:
-        first_failure.failure(plan, me)
+        record.first_failure(plan, me)
     if links.cause and not plan["world"]["shared_folder"]:  # the record is on another machine
         if links.hang and links.hang.since:
             links.hang.write_record(links.cause)
@@ -291,7 +291,7 @@ def _store_ended(plan: Mapping[str, Any], me: int, links: control.Control, code:
 def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
     """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
     name = plan["world"]["nodes"][me]["name"]
-    if one := first_failure.failure(plan, me):
+    if one := record.first_failure(plan, me):
         problem = f"rank {one['rank']} on {name}: {one['why']}"
         return Finding(problem, where=one["log"], code=one["code"], node=name, rank=one["rank"])
     found = Finding(f"the launcher ended: {children.ended_with(code)}", code=children.exit_code(code), node=name)

@@ -20,7 +20,6 @@ from dray.runner.children import Children, exit_code
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
 from dray.runner.hub import Connection
-from dray.runner.process_group import Joined
 from dray.runner.protocol import (
     Ended,
     Failed,
@@ -63,11 +62,9 @@ class Control:
         children: Children,
         channels: Mapping[int, Connection],
         start: Restart,
-        port: int,
         watch: FileWatch,
         timings: StartTimings,
     ) -> None:
-        """`port` is the store's."""
         world, watched = plan["world"], plan.get("recipe", {}).get("hang_timeout_s") != 0
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
@@ -81,7 +78,6 @@ class Control:
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
         self.report_wanted = False
         self._file_watch, self._timings = watch, timings
-        self.joined = Joined(plan, me, port)
         self.hang = Hang(plan, me, start.number, watch.size) if watched else None
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
@@ -108,7 +104,6 @@ class Control:
             for number in events.signals:
                 self.heard(number)
             self._watch()
-            self.joined.look()
             self._tell_times(last=not self._children.running)
             for code in events.ended.values():
                 if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
@@ -118,7 +113,7 @@ class Control:
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
                 self._children.sweep(_KILLING_S)
-                self._tell_all(Idle(tuple(self.joined.ranks)))
+                self._tell_all(Idle())
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
@@ -304,17 +299,16 @@ class Control:
                 self.preflight[node] = list(reports)
             case ReportsWanted():
                 self.report_wanted = True
-            case Idle(ranks):
-                self.joined.ranks |= {*ranks}
+            case Idle():
                 self._idle.add(node)
             case _:
-                self._hear_of_a_hang(node, message)
+                self._hear_of_a_hang(message)
 
-    def _hear_of_a_hang(self, node: int, message: Message) -> None:
+    def _hear_of_a_hang(self, message: Message) -> None:
         failed = self.cause and not self.saved and not self._hangs()
         if self.hang is None or (failed and not self._me):  # what waits for ranks that have failed does not hang
             return
-        if reply := self.hang.hear(node, message):
+        if reply := self.hang.hear(message):
             self._tell_all(reply)
         self.cause = self.cause or self.hang.begun
 

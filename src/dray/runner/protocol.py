@@ -86,9 +86,9 @@ class Hung(_Reason):
 
 
 class Stacks(NamedTuple):
-    """What the ranks of a node did, each with the ranks that did the same."""
+    """What the ranks of a node did."""
 
-    groups: tuple[tuple[Seen, list[int]], ...]
+    ranks: tuple[Seen, ...]
 
 
 class StartTimes(NamedTuple):
@@ -107,10 +107,8 @@ class ReportsWanted(_Plain):
     """The first node asks how far the ranks of all nodes have come."""
 
 
-class Idle(NamedTuple):
-    """No process of a node's ranks is left; these ranks had joined the store."""
-
-    ranks: tuple[int, ...]
+class Idle(_Plain):
+    """No process of a node's ranks is left."""
 
 
 class Restart(NamedTuple):

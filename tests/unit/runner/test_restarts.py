@@ -293,7 +293,7 @@ def test_a_node_that_stands_still_holds_up_no_call_to_a_restart(plan: dict[str, 
     """It hears of it later: its connection stays open."""
     ours, theirs = socket.socketpair()
     links = control(plan, {1: hub.Connection(ours)}, Loop())
-    hub.Connection(theirs).send(Idle(()))  # unread, for which the kernel would drop the call
+    hub.Connection(theirs).send(Idle())  # unread, for which the kernel would drop the call
     began = time.monotonic()
     links.restart(Restart(1, "ab", 5))
     assert time.monotonic() - began < 3
