@@ -64,8 +64,8 @@ def culprit(seen: list[Seen]) -> tuple[Seen | None, str]:
     """The rank that holds up the others, and how it differs; None if no rank differs."""
     for difference, ranks in _differences(seen):
         if 0 < len(ranks) < len(seen):
-            return ranks[0], _sentence(difference, ranks, seen)
-    return None, _sentence("no rank differs from the others", seen, seen)
+            return ranks[0], _sentence(difference, ranks[0].place, seen)
+    return None, _sentence("no rank differs from the others", seen[0].place, seen)
 
 
 def _differences(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
@@ -108,17 +108,12 @@ def grouped(ranks: Iterable[Seen], key: Callable[[Seen], Any]) -> dict[Any, list
 
 def _rarest(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
     """The ranks with the rarest value; of two equally rare values, the later ranks."""
-    return min(reversed(grouped(seen, key).values()), key=len, default=[])
+    return min(reversed(grouped(seen, key).values()), key=len)
 
 
-def _sentence(difference: str, ranks: list[Seen], seen: list[Seen]) -> str:
-    """The difference with the place of the first of these ranks, and what the others do."""
-    text = difference
-    if ranks and ranks[0].place:
-        text += f": {ranks[0].place}"
-    named = {rank.rank for rank in ranks}
-    waits = Counter(rank.waits for rank in seen if rank.waits and rank.rank not in named)
-    if waits:
-        where = [f"{counted(count, 'rank')} in {name}" for name, count in waits.most_common(2)]
-        text += f"; waiting: {' and '.join(where)}"
+def _sentence(difference: str, place: str, seen: list[Seen]) -> str:
+    """The difference with the place of the rank, and where ranks wait."""
+    text = f"{difference}: {place}" if place else difference
+    for collective, count in Counter(rank.waits for rank in seen if rank.waits).most_common(2):
+        text += f"; waiting in {collective}: {counted(count, 'rank')}"
     return text

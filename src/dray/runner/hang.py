@@ -57,12 +57,11 @@ class Hang:
         late = self._beats.look(now)
         self._progress = max(self._progress, self._beats.progress)
         if not self._me:
-            hung = self._judge(late, now) if late else None
-            return [hung] if hung else []
+            return [hung] if late and (hung := self._judge(late, now)) else []
         messages: list[Message] = [late] if late else []
         if now >= self._tells_at and now - self._progress <= _TELL_S:
             self._tells_at = now + _TELL_S
-            messages.append(Progress(round(now - self._progress, 3)))
+            messages.append(Progress(now - self._progress))
         return messages
 
     def hear(self, message: Message) -> Hung | None:

@@ -18,14 +18,14 @@ _GAP = 5.0  # seconds between two looks after which this process itself was stop
 class Beat(NamedTuple):
     """The content of a rank's heartbeat file."""
 
-    program: int = 0
+    program: int
     """The program's process id; 0 before it runs, negative once it has ended."""
-    step: int = 0
-    phase: int = heartbeat.START
-    limit: int = 0
-    time: int = 0
+    step: int
+    phase: int
+    limit: int
+    time: int
     """0 until the program has written its first heartbeat."""
-    marks: tuple[int, ...] = (0,) * len(heartbeat.MARKS)
+    marks: tuple[int, ...]
     """How long the parts of its start took."""
 
 
@@ -60,7 +60,7 @@ class Heartbeats:
         if now - self._looked > _GAP:
             self._seen.clear()  # all begin anew
         self._looked = now
-        late = [found for rank in self._ranks if (found := self._late(rank, now))]
+        late = filter(None, [self._late(rank, now) for rank in self._ranks])
         return max(late, key=lambda rank: (rank.alone, rank.seconds - rank.limit), default=None)
 
     def _late(self, rank: int, now: float) -> Late | None:
@@ -78,7 +78,7 @@ class Heartbeats:
         self._seen[rank] = signs, since
         limit = beat.limit if beat.limit > 0 else self._limit
         if limit and now - since > limit:
-            return Late(rank, beat.phase == heartbeat.STEP, round(now - since, 1), limit)
+            return Late(rank, beat.phase == heartbeat.STEP, now - since, limit)
         return None
 
 

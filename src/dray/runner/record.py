@@ -36,9 +36,11 @@ def first_failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
         while (program := _unrecorded(plan, rank, path)) and time.monotonic() < deadline:
             time.sleep(0.02)
         if program and not processes.began(program):
-            name, log = plan["world"]["nodes"][me]["name"], f"{folder}/{run_folder.rank_log(rank)}"
-            why, last = "killed by SIGKILL, or its supervisor was", files.tail(log)
-            write(folder, f"rank-{rank}", node=name, rank=rank, code=137, why=why, log=log, last_lines=last, time=seen)
+            log = f"{folder}/{run_folder.rank_log(rank)}"
+            write(
+                folder, f"rank-{rank}", node=plan["world"]["nodes"][me]["name"], rank=rank, code=137,
+                why="killed by SIGKILL, or its supervisor was", log=log, last_lines=files.tail(log), time=seen,
+            )  # fmt: skip
         with suppress(FileNotFoundError), open(path, "rb") as file:
             records.append(json.load(file))
     first = min((record["time"] for record in records), default=0.0)

@@ -29,7 +29,7 @@ class StartTimings:
         started = os.environ.pop(startup.VARIABLE, "")
         self.parts = startup.before(started, processes.mark(os.getpid())[0], began)
         self._plan, self._me, self._step = plan, me, startup.step(started)
-        self._nodes: list[dict[str, float] | None] = [None] * len(plan["world"]["nodes"])
+        self._nodes: list[dict[str, float]] = [{}] * len(plan["world"]["nodes"])
         self._since, self._launched, self._looks_at = began, 0.0, 0.0
         self._restarted = self._unwritten = False
 
@@ -61,7 +61,7 @@ class StartTimings:
             return {}
         self._looks_at = _now() + _EACH_S
         parts = startup.clean({**self.parts, **self._of_ranks()})
-        news = parts != (self._nodes[self._me] or {})
+        news = parts != self._nodes[self._me]
         if news:
             self.hear(self._me, parts)
         self.write()

@@ -355,23 +355,24 @@ ODD = {
     "a stack in no collective": (
         [WAITS, {"frames": ("read (/y/data.py:3)", "main (/y/train.py:8)"), "step": 5}, WAITS],
         1,
-        "waits in no collective: at step 5, in read (/y/data.py:3), called by main (/y/train.py:8); waiting: 2 ranks "
-        "in all_reduce",
+        "waits in no collective: at step 5, in read (/y/data.py:3), called by main (/y/train.py:8); waiting in "
+        "all_reduce: 2 ranks",
     ),
     "in the backward pass, asleep, all but one": (
         [{"frames": (BACKWARD,)}, {"frames": (BACKWARD,)}, {"frames": (BACKWARD,), "state": "runs"}],
         2,
-        f"waits in no collective: in {BACKWARD}; waiting: 2 ranks in the backward pass",
+        f"waits in no collective: in {BACKWARD}; waiting in the backward pass: 2 ranks",
     ),
     "another collective": (
         [WAITS, {"frames": (GATHER.replace("all_reduce", "barrier"), "main (/y/train.py:9)"), "step": 5}],
         1,
-        f"waits in another collective: at step 5, {AT.replace('all_reduce', 'barrier')}; waiting: 1 rank in all_reduce",
+        f"waits in another collective: at step 5, {AT.replace('all_reduce', 'barrier')}; waiting in all_reduce: "
+        "1 rank; waiting in barrier: 1 rank",
     ),
     "a step behind": (
         [WAITS, {**WAITS, "step": 4}, WAITS],
         1,
-        f"is behind the others, which are at step 5: at step 4, {AT}; waiting: 2 ranks in all_reduce",
+        f"is behind the others, which are at step 5: at step 4, {AT}; waiting in all_reduce: 3 ranks",
     ),
     "the Flight Recorder knows best": (
         [
@@ -380,7 +381,7 @@ ODD = {
         ],
         1,
         "has last entered broadcast, collective 8 of group 0, and others all_reduce, collective 9: at step 6, "
-        f"{AT}; waiting: 1 rank in all_reduce",
+        f"{AT}; waiting in all_reduce: 2 ranks",
     ),
     "another collective of one number": (
         [
@@ -389,12 +390,12 @@ ODD = {
         ],
         1,
         "has last entered barrier, collective 9 of group 0, and others all_reduce, collective 9: at step 5, "
-        f"{AT}; waiting: 1 rank in all_reduce",
+        f"{AT}; waiting in all_reduce: 2 ranks",
     ),
     "a group in which nobody waits shows nothing": (
         [{**WAITS, "flight": (Entered("1", 9, "gather"),)}, {**WAITS, "flight": (Entered("1", 8, "gather"),)}],
         None,
-        f"no rank differs from the others: at step 5, {AT}",
+        f"no rank differs from the others: at step 5, {AT}; waiting in all_reduce: 2 ranks",
     ),
     "one that has ended a collective sooner is no culprit": (
         [
@@ -402,20 +403,23 @@ ODD = {
             {**WAITS, "flight": (Entered("0", 9, "all_reduce"),)},
         ],
         None,
-        f"no rank differs from the others: at step 5, {AT}",
+        f"no rank differs from the others: at step 5, {AT}; waiting in all_reduce: 2 ranks",
     ),
     "a node that does not answer": (
         [WAITS, {"state": "unseen"}, {"state": "unseen"}],
         1,
-        "was not seen: its node did not answer; waiting: 1 rank in all_reduce",
+        "was not seen: its node did not answer; waiting in all_reduce: 1 rank",
     ),
     "another phase": (
         [{"phase": "start", "step": 0}, {"phase": "checkpoint", "step": 5}],
         0,
         "is behind the others, which are at step 5: at step 0, in phase start",
     ),
-    "all alike": ([WAITS, WAITS], None, f"no rank differs from the others: at step 5, {AT}"),
-    "nobody": ([], None, "no rank differs from the others"),
+    "all alike": (
+        [WAITS, WAITS],
+        None,
+        f"no rank differs from the others: at step 5, {AT}; waiting in all_reduce: 2 ranks",
+    ),
 }
 
 

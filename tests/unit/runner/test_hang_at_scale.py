@@ -76,7 +76,7 @@ def test_the_odd_rank_is_named(tmp_path: Path) -> None:
     assert why.problem == (
         "hang: rank 1337 on n168 has last entered barrier, collective 8 of group 0, and others all_gather, collective "
         "9: at step 5, in read (/y/data.py:3), called by main (/y/train.py:40), called by main (/y/train.py:41); "
-        "waiting: 3199 ranks in all_gather; rank 1337 on n168 has made no progress for 700 s (limit 600 s)"
+        "waiting in all_gather: 3199 ranks; rank 1337 on n168 has made no progress for 700 s (limit 600 s)"
     )
     assert cluster.messages == 399
     assert cluster.bytes / 399 < 6000

@@ -163,7 +163,7 @@ class TestOfANode:
         beat(tmp_path / "own", 0, 1, -5, 1 << 62, SECOND, 0, -1)
         beat(tmp_path / "own", 1, 1, -5, 1 << 62, SECOND, 0, -1)
         assert one.look() == {}
-        assert json.loads((tmp_path / "startup.json").read_text())["nodes"] == [{"checkpoint": 1.0}, None]
+        assert json.loads((tmp_path / "startup.json").read_text())["nodes"] == [{"checkpoint": 1.0}, {}]
 
     def test_a_program_of_the_user_s_own_tells_no_more(self, plan, monkeypatch) -> None:
         one = node(plan, 1, monkeypatch, f"boot={BOOT} began=1.00")
@@ -187,7 +187,7 @@ class TestOfANode:
         first.hear(1, {"container": 1.5})
         first.write()
         assert (tmp_path / "startup.json").read_text() == (
-            '{"attempt": 1, "step": "4", "nodes": [null, {"container": 1.5}]}'
+            '{"attempt": 1, "step": "4", "nodes": [{}, {"container": 1.5}]}'
         )
 
     def test_a_disk_that_is_full_ends_nothing(self, plan, monkeypatch, tmp_path: Path, capsys) -> None:
