@@ -19,7 +19,7 @@ from dray.contract.hostnames import compress
 from dray.runner import record
 from dray.runner.culprit import Seen, culprit, grouped
 from dray.runner.heartbeats import Heartbeats, Late
-from dray.runner.protocol import Hung, Message, Progress, Stacks
+from dray.runner.protocol import Hung, Message, Progress
 
 _LOOK_S, _TELL_S = 1.0, 5.0  # seconds between looks, and between two messages of progress
 _EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
@@ -74,9 +74,8 @@ class Hang:
                 self._progress = max(self._progress, now - ago)
             case Late() if not self.open:
                 return self._judge(message, now)
-            case Stacks(ranks):
-                for seen in ranks:
-                    self._seen[seen.rank] = seen
+            case Seen(rank):
+                self._seen[rank] = message
         return None
 
     def _judge(self, late: Late, now: float) -> Hung | None:
@@ -105,14 +104,14 @@ class Hang:
             Thread(target=stacks.save, args=args, daemon=True).start()
 
     def _collected(self, now: float) -> list[Message]:
-        """This node's report, once all its ranks are saved; the first node names the rank once all have reported."""
+        """What was seen of this node's ranks, once all are saved; the first node names the culprit once it has all."""
         ranks = [self._seen[rank] for rank in self._ranks] if self._me else self._seen
         complete = all(rank.state != "unseen" for rank in ranks)
         if not self._me and (complete or now > self._deadline):
             self._name()
         elif complete and not self._reported:
             self._reported = True
-            return [Stacks(tuple(ranks))]
+            return [*ranks]
         return []
 
     def _name(self) -> None:

@@ -85,12 +85,6 @@ class Hung(_Reason):
     """The run hangs: all nodes save what their ranks do."""
 
 
-class Stacks(NamedTuple):
-    """What the ranks of a node did."""
-
-    ranks: tuple[Seen, ...]
-
-
 class StartTimes(NamedTuple):
     """How long each part of a node's start took."""
 
@@ -136,7 +130,7 @@ class Ended(_Plain):
 _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Welcome, Refusal, Stop, Save, Saved, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports),
+        *(Hello, Welcome, Refusal, Stop, Save, Saved, Failed, Progress, Late, Hung, StartTimes, Reports),
         *(ReportsWanted, Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }
