@@ -6,8 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from dray.contract import failures, files, hardware, processes, run_folder
@@ -77,23 +77,24 @@ def failing_nodes(folder: str, names: Iterable[str]) -> None:
 
 def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
     """Move failures/NAME.json to failures/restart-N: it is the reason for a restart, and did not end the run."""
-    for name in names:
-        target = f"{folder}/{run_folder.restart(restart)}/{name}.json"
-        with _writing(target), suppress(FileNotFoundError):  # there is none, or another node was first
-            os.replace(f"{folder}/{run_folder.failure(name)}", target)
+    target = f"{folder}/{run_folder.restart(restart)}"
+    try:
+        os.makedirs(target, exist_ok=True)
+        for name in names:
+            with suppress(FileNotFoundError):  # there is none, or another node was first
+                os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
+    except OSError as error:
+        _say(target, error)
 
 
 def put(target: str, text: str) -> None:
-    """Write a file of the run folder, or print why it cannot be written."""
-    with _writing(target):
-        files.write_atomic(target, text)
-
-
-@contextmanager
-def _writing(target: str) -> Iterator[None]:
-    """Make the file's folder; print why the file cannot be written: no run fails for that."""
+    """Write a file of the run folder, or print why it cannot be written: no run fails for that."""
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        yield
+        files.write_atomic(target, text)
     except OSError as error:
-        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+        _say(target, error)
+
+
+def _say(target: str, error: OSError) -> None:
+    print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
