@@ -79,7 +79,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
 def control(plan: dict[str, Any], connections: dict[int, Connection], loop: Loop) -> Control:
     """The first node's, without ranks."""
     loop.end = loop.ask = loop.tell = lambda *_: None  # type: ignore[attr-defined]
-    return Control(plan, 0, loop, connections, 0, StartTimings(plan, 0))  # type: ignore[arg-type]
+    return Control(plan, 0, loop, connections, StartTimings(plan, 0))  # type: ignore[arg-type]
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

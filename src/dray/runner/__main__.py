@@ -23,9 +23,9 @@ from dray.runner import (
     control,
     environment,
     evidence,
-    first_failure,
     node,
     output,
+    process_group,
     record,
     rendezvous,
 )
@@ -107,7 +107,7 @@ class Runner:
         own = channels[0].line.getsockname()[0] if self.me else self.store[0]
         self.gloo = address.gloo(own)
         self.supervised = children.Children()
-        self.links = control.Control(plan, self.me, self.supervised, channels, self.store[1], self.timings)
+        self.links = control.Control(plan, self.me, self.supervised, channels, self.timings)
 
     def launch(self) -> int:
         """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
@@ -157,7 +157,7 @@ class Runner:
         code, cause = links.lead(self.failure), links.cause
         self.finish_log()
         if cause and not links.stopped:
-            first_failure.failure(self.plan, self.me)
+            record.first_failure(self.plan, self.me)
         if cause and not self.world["shared_folder"]:  # the record is on another machine
             if links.hang and links.hang.since:
                 links.hang.write_record(cause)
@@ -194,7 +194,7 @@ class Runner:
             if links.saved and not links.lost:
                 record.saved(self.folder)
             if links.saved or not links.cause:
-                links.joined.record(self.folder, self.store)
+                process_group.record(self.folder, self.world["size"], self.store)
         if not self.supervised.sweep(_ENDING_S):
             found = Finding(
                 f"processes of this node did not end within {_ENDING_S:.0f} s of SIGKILL",
@@ -251,7 +251,7 @@ class Runner:
     def failure(self, code: int) -> Finding:
         """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
         self.finish_log()  # its last lines may be the reason
-        if first := first_failure.failure(self.plan, self.me):
+        if first := record.first_failure(self.plan, self.me):
             problem = f"rank {first['rank']} on {self.name}: {first['why']}"
             return Finding(problem, where=first["log"], code=first["code"], node=self.name, rank=first["rank"])
         problem = f"the launcher ended: {children.ended_with(code)}"

@@ -19,7 +19,6 @@ from dray.runner.children import Children, exit_code
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
 from dray.runner.hub import Connection
-from dray.runner.process_group import Joined
 from dray.runner.protocol import (
     Ended,
     Failed,
@@ -58,10 +57,8 @@ class Control:
         me: int,
         children: Children,
         channels: Mapping[int, Connection],
-        port: int,
         timings: StartTimings,
     ) -> None:
-        """`port` is the store's."""
         self._plan, self._me, self._children, self._timings = plan, me, children, timings
         self._file_watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
         self._open = dict(channels)
@@ -74,7 +71,7 @@ class Control:
         self.preflight: dict[int, list[dict[str, Any]]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
         self.report_wanted = False
-        self._begin(Restart(port=port))
+        self._begin(Restart())
         for node, connection in channels.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
 
@@ -85,7 +82,6 @@ class Control:
         self.saved = False
         """Whether the cause is that ranks have saved and ended, as they were asked to."""
         self._idle: set[int] = set()
-        self.joined = Joined(self._plan, self._me, start.port)
         watched = self._plan.get("recipe", {}).get("hang_timeout_s") != 0
         self.hang = Hang(self._plan, self._me, start.number, self._file_watch.size) if watched else None
 
@@ -105,7 +101,6 @@ class Control:
             for number in events.signals:
                 self.heard(number)
             self._watch()
-            self.joined.look()
             self._tell_times(last=not self._children.running)
             for code in events.ended.values():
                 if code and not self._ending and not self._hangs:
@@ -115,7 +110,7 @@ class Control:
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
                 self.can_restart = self._children.sweep(_KILLING_S) and self.can_restart
-                self._tell_all(Idle(tuple(self.joined.ranks), self.can_restart))
+                self._tell_all(Idle(self.can_restart))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
@@ -269,8 +264,7 @@ class Control:
                 self._begin(message)
             case Ended():
                 self._forget(node)
-            case Idle(ranks, can_restart):
-                self.joined.ranks |= {*ranks}
+            case Idle(can_restart):
                 self.can_restart = self.can_restart and can_restart
                 self._idle.add(node)
             case StartTimes(parts):
@@ -280,7 +274,7 @@ class Control:
             case ReportsWanted():
                 self.report_wanted = True
             case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
-                if reply := self.hang.hear(node, message):
+                if reply := self.hang.hear(message):
                     self._tell_all(reply)
 
     def _lost(self, node: int, why: str) -> None:

@@ -72,12 +72,6 @@ class Hung(_Reason):
     """The run hangs: all nodes save what their ranks do."""
 
 
-class Stacks(NamedTuple):
-    """What the ranks of a node did, each with the ranks that did the same."""
-
-    groups: tuple[tuple[Seen, list[int]], ...]
-
-
 class StartTimes(NamedTuple):
     """How long each part of a node's start took."""
 
@@ -95,9 +89,8 @@ class ReportsWanted(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """The launcher of a node has ended. These ranks had joined the store; can the node start its ranks again?"""
+    """The launcher of a node has ended; can the node start its ranks again?"""
 
-    ranks: tuple[int, ...]
     can_restart: bool = True
 
 
@@ -117,7 +110,7 @@ class Ended(NamedTuple):
 _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports),
+        *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, StartTimes, Reports),
         *(ReportsWanted, Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }

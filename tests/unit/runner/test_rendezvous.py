@@ -29,11 +29,11 @@ from dray.runner.protocol import (
     Failed,
     Idle,
     Message,
+    Progress,
     Reports,
     ReportsWanted,
     Restart,
     Save,
-    Stacks,
     StartTimes,
     Stop,
     Welcome,
@@ -322,8 +322,8 @@ class TestConnection:
     def test_messages_come_in_their_order(self, ends) -> None:
         host, guest = ends
         for number in range(3):
-            host.send(Idle((number,)))
-        assert guest.receive() == [Idle((0,)), Idle((1,)), Idle((2,))]
+            host.send(Progress(number))
+        assert guest.receive() == [Progress(0), Progress(1), Progress(2)]
 
     def test_what_is_right_behind_the_awaited_message_stays_readable(self, ends) -> None:
         host, guest = ends
@@ -358,7 +358,7 @@ class TestConnection:
             told: list[Message] = [Failed(Finding(f"{number}{'x' * 4000}")) for number in range(30)]
             for message in told:
                 host.send(message)
-            guest.send(Idle(()))
+            guest.send(Idle())
             yield host, guest, told
 
     @staticmethod
@@ -407,7 +407,7 @@ class TestConnection:
         assert host.line.fileno() == -1
 
 
-SEEN = Seen(3, "n1", 5, "step", "runs", ("a.py:1 f",), (Entered("0", 9, "all_gather", waits=True),))
+SEEN = Seen(3, "n1", 5, "step", "runs", ("f (a.py:1)",), (Entered("0", 9, "all_gather", waits=True),))
 
 
 @pytest.mark.parametrize(
@@ -415,8 +415,8 @@ SEEN = Seen(3, "n1", 5, "step", "runs", ("a.py:1 f",), (Entered("0", 9, "all_gat
     [
         make_hello({"world": {"nodes": [{"name": "n1"}], "identity": {"image": "X"}}}, 0, "digest"),
         Failed(Finding("it failed", found="x\ny", code=75, rank=3)),
-        Late(1, 2, 3, 4.5, 6.5),
-        Stacks(((SEEN, [3, 4]),)),
+        Late(1, True, 4.5, 6.5),
+        SEEN,
         Reports(({"rank": 1, "finding": {"problem": "p"}},)),
         ReportsWanted(),
         StartTimes({"import": 1.5}),
