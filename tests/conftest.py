@@ -280,7 +280,7 @@ def _library(
     at, total = begin + len(data), begin + len(data) + len(dynamic)
     head = b"\x7fELF\x02\x01\x01" + b"\0" * 9
     head += struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0)
-    headers = struct.pack("<IIQQQQQQ", 1, 5, 0, 0, 0, total, total, 4096)
+    headers = struct.pack("<IIQQQQQQ", 1, 7, 0, 0, 0, total, total, 4096)
     headers += struct.pack("<IIQQQQQQ", 2, 6, at, at, at, len(dynamic), len(dynamic), 8)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(head + headers + data + dynamic)

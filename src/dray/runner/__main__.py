@@ -12,14 +12,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 from dray.contract.startup import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
-    check,
     children,
     control,
     environment,
@@ -34,6 +33,9 @@ from dray.runner.file_watch import FileWatch
 from dray.runner.hello import StoppedError
 from dray.runner.protocol import Restart
 from dray.runner.start_timings import StartTimings
+
+if TYPE_CHECKING:
+    from dray.runner.preflight import Preflight
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -61,9 +63,7 @@ def main(path: str) -> int:
         node.require(plan, os.environ)
         lock = scratch.take(plan["scratch"])
         children.adopt()
-        if unfit := parts.checked(check.node, plan, me):
-            # Before the rendezvous: srun ends all nodes with the first one that ends.
-            _record(plan, number, unfit, why=str(unfit))
+        preflight, unfit = _check_node(plan, me, parts)
         start, at, listener = Restart(), None, None
         watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
         while True:
@@ -75,7 +75,7 @@ def main(path: str) -> int:
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = supervised or children.Children()
             links = control.Control(plan, me, supervised, channels, start, at[1], watch, parts)
-            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
+            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts, preflight)
             if not links.next and not links.may_restart():
                 _leave(plan, me, links, at)
                 return code
@@ -97,6 +97,21 @@ def main(path: str) -> int:
             os.close(lock)
 
 
+def _check_node(plan: Mapping[str, Any], me: int, parts: StartTimings) -> tuple[Preflight | None, Finding | None]:
+    """The preflight, if the plan has one: its ranks wait for the other nodes; and why this node is unfit, if it is."""
+    if plan["preflight"] is None:
+        return None, None
+    from dray.runner.preflight import Preflight  # noqa: PLC0415  a run without it saves its import
+
+    preflight = Preflight(plan, me)
+    preflight.start()
+    unfit = preflight.check_node(parts.parts)
+    parts.lap(PREFLIGHT)
+    if unfit:  # recorded before the rendezvous: srun ends all nodes with the first one that ends
+        _record(plan, str(me), unfit, why=str(unfit))
+    return preflight, unfit
+
+
 def allow_files() -> None:
     """Raise the limit of open files for this process, and so for the preflight, the launcher and all ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -116,6 +131,7 @@ def launch(
     gloo: Mapping[str, str],
     clock: Mapping[str, float],
     parts: StartTimings,
+    preflight: Preflight | None,
 ) -> int:
     """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
     world, since = plan["world"], time.time()
@@ -127,10 +143,8 @@ def launch(
         serve(supervised, listener, store, ended)
     elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch
         supervised.watch(listener.fileno(), lambda: serve(supervised, listener, store, ended, watched=True))
-    if plan["preflight"] is not None and not start.number:
-        from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
-
-        preflight.check(plan, me, supervised, environ, links)
+    if preflight and not start.number:
+        preflight.check_together(supervised, environ, links)
         parts.lap(PREFLIGHT)
     if environ.get("TORCH_EXTENSIONS_DIR"):
         from dray.runner import locks  # noqa: PLC0415

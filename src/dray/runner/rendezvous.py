@@ -17,7 +17,7 @@ from typing import Any
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, Finding, UnfitError, error
 from dray.runner import address as address_of
-from dray.runner import check, hub, record
+from dray.runner import hub, record
 from dray.runner.hello import StoppedError, make_hello
 from dray.runner.hub import Connection
 from dray.runner.protocol import BrokenError, Hello, Refusal, Restart
@@ -66,7 +66,7 @@ def meet(
     world = plan["world"]
     several = len(world["nodes"]) > 1
     key = start.key(secret_of(plan["folder"])) if several else b""
-    own = make_hello(plan, me, digest, check.line(unfit))
+    own = make_hello(plan, me, digest, unfit.problem if unfit else "")
     if start.number:  # the ranks before have to end first
         world = {**world, "rendezvous_timeout_s": world["rendezvous_timeout_s"] + _ENDING_S}
         plan = {**plan, "world": world}

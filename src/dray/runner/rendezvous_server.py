@@ -12,7 +12,7 @@ from typing import Any
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.hostnames import compress
-from dray.runner import check, hub, record
+from dray.runner import hub, record
 from dray.runner.hello import StoppedError, why_refused
 from dray.runner.hub import Connection
 from dray.runner.protocol import Hello, Message, Refusal, Welcome
@@ -81,7 +81,7 @@ class Rendezvous:
         """Note what a node's own check found; the others began theirs at the same time, and get as long again."""
         if hello.unfit:
             self._unfit[hello.node] = hello.unfit
-            self._deadline = min(self._deadline, time.monotonic() + check.limit(self._world))
+            self._deadline = min(self._deadline, time.monotonic() + self._world["rendezvous_timeout_s"] / 2)
 
     def _forget(self, node: int) -> None:
         """Close the connection of a node that is gone before all have come: it may come again."""

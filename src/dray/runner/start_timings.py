@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import files, heartbeat, run_folder, startup
-from dray.contract.findings import Finding
 from dray.runner import heartbeats
 
 _EACH_S = 1.0  # between two looks at the heartbeats
@@ -50,19 +49,6 @@ class StartTimings:
             at = now()
             self.parts[part] = round(self.parts.get(part, 0.0) + at - self._since, 3)
             self._since = at
-
-    def checked(
-        self,
-        check: Callable[[Mapping[str, Any], int, dict[str, float]], Finding | None],
-        plan: Mapping[str, Any],
-        me: int,
-    ) -> Finding | None:
-        """Run the node check, the first part of the preflight, if the plan has one; return its finding."""
-        if plan["preflight"] is None:
-            return None
-        found = check(plan, me, self.parts)
-        self.lap(startup.PREFLIGHT)
-        return found
 
     def launched(self) -> None:
         """Note that the launcher starts."""
