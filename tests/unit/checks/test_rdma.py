@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dray.contract.findings import Finding
-from dray.runner import rdma
+from dray.checks import rdma
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="gcc makes the library")
 
@@ -120,7 +120,8 @@ def test_what_the_image_cannot_drive(
     warnings: list[str],
     found: list[tuple[str, str, int]],
 ) -> None:
-    monkeypatch.setattr(rdma.os.path, "exists", lambda path: path == "/dev/infiniband/uverbs0")
+    (tmp_path / "uverbs0").touch()
+    monkeypatch.setattr(rdma, "_FILES", tmp_path)
     library, sys = verbs(usable, warnings), sysfs(tmp_path, there)
     wanted = [Finding(problem, wanted=WANTED, found=devices, fix=FIX, code=code) for problem, devices, code in found]
     assert rdma.cards(needed=True, sys=sys, library=library) == wanted
