@@ -13,7 +13,7 @@ CHIPS = {first: 48.0 if first % 2 else 200.0 for first in range(8)}
 
 
 def measured(nodes: int, each: int, slow: dict[tuple[int, int], float], usual: dict[int, float], *, inside: bool):
-    """The links by what their ranks reach: the slower of both links, 40 GB/s or as `usual` has it for the first rank."""
+    """The links by what their ranks reach: the slower of both, 40 GB/s or what is `usual` after this member."""
     rings = links.rings(nodes, each, inside=inside)
     reached = [1000.0] * (nodes * each)
     for ring in rings:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract.findings import Finding
 from dray.checks import rdma
+from dray.contract.findings import Finding
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="gcc makes the library")
 
