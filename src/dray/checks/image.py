@@ -7,12 +7,13 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from dray.checks.check import Skip, check, passed
 from dray.contract.findings import Finding, UnfitError
@@ -35,16 +36,14 @@ PACKAGES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Image:
+class Image(NamedTuple):
     """What image.json declares; empty if this Python is not in an image."""
 
     variant: str | None = None
-    dray: str | None = None
     accelerator: str | None = None
     driver: str | None = None
-    architectures: list[str] = field(default_factory=list)
-    packages: dict[str, str] = field(default_factory=dict)
+    architectures: Sequence[str] = ()
+    packages: Mapping[str, str] = MappingProxyType({})
 
     def lists(self, *distributions: str) -> bool:
         """Whether the image declares one of these packages."""
@@ -59,13 +58,8 @@ def path() -> Path:
 @cache
 def declared() -> Image:
     """Read image.json, and ignore keys of a newer dray."""
-    try:
-        content = json.loads(path().read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Image()
-    except ValueError:
-        raise UnfitError(f"{path()} is damaged", fix="build the image again") from None
-    return Image(**{name: content[name] for name in Image.__dataclass_fields__ if name in content})
+    content = json.loads(path().read_text(encoding="utf-8")) if path().exists() else {}
+    return Image(**{name: content[name] for name in Image._fields if name in content})
 
 
 def absent(module: str) -> bool:

@@ -8,7 +8,7 @@ slow if both of its ends are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -45,10 +45,10 @@ def find_slow(rank: Rank, device: torch.device) -> list[str]:
     lines = []
     if len(names) >= FEWEST:
         rank.phase("neighbours")
-        lines += slow(_measure(rank, device, rings(len(names), each, inside=False)), names, each)
+        lines += slow(_measure(rank, device, rings(len(names), each, inside=False)), names, each, inside=False)
     if each > 1 and max(each, len(names)) >= FEWEST:
         rank.phase("neighbours in the node")
-        lines += slow_inside(_measure(rank, device, rings(len(names), each, inside=True)), names, each)
+        lines += slow(_measure(rank, device, rings(len(names), each, inside=True)), names, each, inside=True)
     return lines
 
 
@@ -86,32 +86,32 @@ def joined(reached: Sequence[float], of: list[list[int]]) -> dict[Link, float]:
     return links
 
 
-def slow(links: Mapping[Link, float], names: Sequence[str], each: int) -> list[str]:
-    """Slow links between nodes: `n17 to n18: 0.4 GB/s, the others 20`. A node's slowest ring counts."""
+def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside: bool) -> list[str]:
+    """Slow links between nodes: `n17 to n18: 0.4 GB/s, the others 20`. A node's slowest ring counts.
+
+    In nodes: `n17: rank 131 to rank 132: 2 GB/s, the others 40`; others: the same pair on other nodes.
+    """
+    times = _SLOW_PAIRS if inside and len(names) < FEWEST else _SLOW
+
+    def kind(link: Link) -> object:
+        """What the links have in common with which this one is compared."""
+        if not inside:
+            return "between nodes"
+        return (link[0] % each, link[1] % each) if len(names) >= FEWEST else link[0] // each
+
+    alike: dict[object, list[float]] = {}
+    for link, gb_s in sorted(links.items(), key=lambda item: item[1]):
+        alike.setdefault(kind(link), []).append(gb_s)
     far: dict[tuple[str, str], Speed] = {}
-    for (a, b), speed in _far_below(links, lambda _: 0, _SLOW).items():
-        nodes = names[a // each], names[b // each]
-        far[nodes] = min(speed, far.get(nodes, speed))
+    for (a, b), gb_s in links.items():
+        speeds = alike[kind((a, b))]
+        usual = speeds[ceil(_USUAL * (len(speeds) - 1))]  # not the median: one slow node of four has two of four links
+        if gb_s * times < usual:
+            ends = names[a // each], names[b // each]
+            if inside:
+                ends = f"{ends[0]}: rank {a}", f"{ends[1]}: rank {b}"
+            far[ends] = min((gb_s, usual), far.get(ends, (gb_s, usual)))
     return _lines(far)
-
-
-def slow_inside(links: Mapping[Link, float], names: Sequence[str], each: int) -> list[str]:
-    """Slow links in nodes: `n17: rank 131 to rank 132: 2 GB/s, the others 40`; others: the same pair on other nodes."""
-    if len(names) >= FEWEST:
-        far = _far_below(links, lambda link: (link[0] % each, link[1] % each), _SLOW)
-    else:
-        far = _far_below(links, lambda link: link[0] // each, _SLOW_PAIRS)
-    return _lines({(f"{names[a // each]}: rank {a}", f"{names[b // each]}: rank {b}"): far[a, b] for a, b in far})
-
-
-def _far_below(links: Mapping[Link, float], group: Callable[[Link], object], times: float) -> dict[Link, Speed]:
-    """The links that are so many times slower than is usual in their group, which has links of one kind."""
-    groups: dict[object, list[float]] = {}
-    for link, gb_s in links.items():
-        groups.setdefault(group(link), []).append(gb_s)
-    # Not the median: one slow node of four has two of four links.
-    usual = {name: sorted(speeds)[ceil(_USUAL * (len(speeds) - 1))] for name, speeds in groups.items()}
-    return {link: (gb_s, usual[group(link)]) for link, gb_s in links.items() if gb_s * times < usual[group(link)]}
 
 
 def _lines(far: Mapping[tuple[str, str], Speed]) -> list[str]:

@@ -298,7 +298,7 @@ def test_no_image_and_a_damaged_one(image: Path) -> None:
     image.write_text("{")
     packages.declared.cache_clear()
     first, *_ = packages.results()
-    assert (first.level, first.found) == ("error", f"{image} is damaged")
+    assert (first.level, first.found[:16]) == ("error", "JSONDecodeError:")
 
 
 @pytest.mark.seconds

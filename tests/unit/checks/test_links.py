@@ -53,7 +53,7 @@ def test_each_link_is_measured_once(nodes: int, each: int, inside: bool) -> None
 def test_a_slow_link_between_nodes_is_named(nodes: int, slow: dict, told: list[str], each: int) -> None:
     """Also if it is slow for one local rank alone."""
     ranks = {(a * each, b * each): gb_s for (a, b), gb_s in slow.items()}
-    assert links.slow(measured(nodes, each, ranks, {}, inside=False), NAMES[:nodes], each) == told
+    assert links.slow(measured(nodes, each, ranks, {}, inside=False), NAMES[:nodes], each, inside=False) == told
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_a_slow_link_between_nodes_is_named(nodes: int, slow: dict, told: list[s
 )  # fmt: skip
 def test_a_slow_link_in_a_node_is_named(nodes: int, each: int, usual: dict, slow: dict, told: list[str]) -> None:
     """Held against the same two ranks of other nodes, where there are some."""
-    assert links.slow_inside(measured(nodes, each, slow, usual, inside=True), NAMES[:nodes], each) == told
+    assert links.slow(measured(nodes, each, slow, usual, inside=True), NAMES[:nodes], each, inside=True) == told
