@@ -61,13 +61,10 @@ def require(plan: Mapping[str, Any], node: str) -> None:
             )
 
 
-def check(
-    libraries: Sequence[Path], *, own: Sequence[str] | None = None, configured: str | None = None
-) -> list[Library]:
-    """Compare each library with the image and with the others; `own` are the image's library folders."""
-    entries = (os.environ.get("LD_LIBRARY_PATH", "") if configured is None else configured).split(":")
+def check(libraries: Sequence[Path]) -> list[Library]:
+    """Compare each library with the image and with the others."""
+    entries, folders = os.environ.get("LD_LIBRARY_PATH", "").split(":"), image_folders()
     library_path = [entry for entry in entries if entry and Path(entry) != INJECTED]
-    folders = image_folders() if own is None else own
     host = {str(INJECTED): None, **{str(path.parent): None for path in libraries}}
     rows = []
     for path in libraries:

@@ -15,7 +15,7 @@ from dray.contract import exit_codes
 from dray.contract.findings import Finding
 
 _LIBRARY = "libibverbs.so.1"
-_ABI = re.compile(r"Driver (\S+) does not support the kernel ABI of (\d+) \(supports (\d+) to (\d+)\) for device \S*/")
+_ABI = re.compile(r"Driver \S+ does not support the kernel ABI .*\)")
 _UNLOADED = re.compile(r"couldn't load driver .*")
 _FILES = Path("/dev/infiniband")
 
@@ -25,21 +25,19 @@ def cards(*, needed: bool, sys: str = "/sys", library: str = _LIBRARY) -> list[F
     files = {path.read_text().strip(): path.parent.name for path in Path(sys).glob("class/infiniband_verbs/*/ibdev")}
     if not files:
         return []
-    usable, warnings = list[str](), list[str]()
-    unloaded = ""
     try:
         usable, warnings = _ask(library)
     except OSError as error:
-        unloaded = f"the image cannot load libibverbs: {error}"
-    left = " ".join(usable)
+        usable, warnings = [], [f"couldn't load driver {error}"]
     reasons: dict[str, list[str]] = {}
     for device in sorted(files.keys() - usable):
-        refused = _refused(device, warnings)
+        refused = [match[0] for line in warnings if line.endswith(f"/{device}") and (match := _ABI.search(line))]
         if refused or not usable:  # else it is a card that nobody wanted
-            reasons.setdefault(unloaded or refused or _absent(files[device], warnings), []).append(device)
+            reasons.setdefault("; ".join(refused) or _absent(files[device], warnings), []).append(device)
+    left = " ".join(usable)
     return [
         Finding(
-            f"{reason}: RDMA would be off{' on these cards' if left else ''}",
+            f"RDMA would be off{' on some cards' if left else ''}: {reason}",
             wanted="a driver in the image for each RDMA card of the node",
             found=f"not usable: {' '.join(devices)}; usable: {left or 'none'}",
             fix="use an image whose drivers fit the node's kernel, or bind the node's own; see docs/sites.md",
@@ -49,18 +47,9 @@ def cards(*, needed: bool, sys: str = "/sys", library: str = _LIBRARY) -> list[F
     ]
 
 
-def _refused(device: str, warnings: list[str]) -> str:
-    line = next((line for line in warnings if line.endswith(f"/{device}")), "")
-    if match := _ABI.search(line):
-        driver, kernel, first, last = match.groups()
-        spoken = first if first == last else f"{first} to {last}"
-        return f"the image's driver for {driver} speaks ABI {spoken}, the node's kernel {kernel}"
-    return ""
-
-
 def _absent(file: str, warnings: list[str]) -> str:
     if not (_FILES / file).exists():
-        return "the container's /dev/infiniband lacks them"
+        return f"the container's {_FILES} lacks them"
     unloaded = [match[0] for line in warnings if (match := _UNLOADED.search(line))]
     return "; ".join(unloaded) or "the image has no driver for the node's RDMA cards"
 

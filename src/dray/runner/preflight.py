@@ -33,8 +33,10 @@ _LATE = 2.0  # from its deadline to the end of a rank that can end by itself
 _LOOK_S, _ALONE_LOOK_S = 0.5, 0.01
 _OTHERS = 5.0  # seconds after the first failure in which other ranks may fail too, or say why
 _LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"
-_STOOD = "see preflight/rank-*.stack and nccl-*.log in the run folder"
-_EXCLUDE = "leave that node out (sbatch --exclude)"
+_STOOD = (
+    "leave a node that is named out (sbatch --exclude); where each rank stood and what NCCL reported: "
+    "preflight/rank-*.stack and nccl-*.log in the run folder"
+)
 
 
 class RankCheck:
@@ -213,7 +215,7 @@ class Preflight:
                     f"the first node ({self._names[0]}) does not answer",
                     wanted="its judgement of the preflight",
                     found=f"nothing for {3 * _GRACE:.0f} s after the deadline",
-                    fix=f"{_EXCLUDE}; see {run_folder.node_log(0)}",
+                    fix=f"leave that node out (sbatch --exclude); see {run_folder.node_log(0)}",
                     node=self._names[0],
                 )
 
@@ -241,8 +243,8 @@ def finding(
     ranks = [rank for node in reports.values() for rank in node]
     for rank in ranks:
         if rank["findings"]:
-            found = Finding(**rank["findings"][0])  # without a node: whose fault it is, nobody knows
-            return error(found._replace(node=found.node or listed(names)))
+            told = Finding(**rank["findings"][0])  # without a node: whose fault it is, nobody knows
+            return error(told._replace(node=told.node or listed(names)))
         if rank["end"] == "killed":
             return _failed(rank, f"was killed by {rank['why']}", f"in: {rank['phase']}")
     silent = [name for number, name in enumerate(names) if number not in reports]
@@ -253,40 +255,27 @@ def finding(
         first = min(crashed, key=lambda rank: (rank["order"], rank["time"]))
         return _failed(first, "failed", f"{first['why']}, in: {first['phase']}")
     if silent:
-        return UnfitError(
-            f"the runner of {listed(silent)} does not answer",
-            wanted=_LIMITS,
-            found=f"no report within {limit} s",
-            fix=f"{_EXCLUDE}; see its log",
-            node=silent[0],
-        )
-    return _hung(names, [rank for rank in ranks if rank["end"] != "passed"])
+        return _hung(f"the runner of {listed(silent)} does not answer", f"no report within {limit} s", silent[0])
+    return _slowest(names, [rank for rank in ranks if rank["end"] != "passed"])
 
 
-def _hung(names: Sequence[str], ranks: Sequence[Mapping[str, Any]]) -> DrayError:
-    """The ranks for which the others waited: those that came least far, or could not end by themselves."""
-    furthest = max(ranks, key=lambda rank: int(rank["order"]))
-    least = min(rank["order"] for rank in ranks)
-    guilty = [rank for rank in ranks if rank["order"] == least < furthest["order"]]
-    guilty = guilty or [rank for rank in ranks if rank["end"] == "stuck"]
-    if len(guilty) in (0, len(ranks)):
-        return UnfitError(
-            f"{furthest['phase']} did not end within {furthest['limit']} s on any rank",
-            wanted=_LIMITS,
-            found=f"all ranks hang in it, on {' '.join(names)}",
-            fix=f"{_STOOD}, for where each rank stood and what NCCL reported",
-            node=listed(names),
-        )
+def _slowest(names: Sequence[str], waiting: Sequence[Mapping[str, Any]]) -> DrayError:
+    """The ranks for which the others waited: those that came least far, or that cannot end by themselves."""
+    furthest = max(waiting, key=lambda rank: int(rank["order"]))
+    least = min(rank["order"] for rank in waiting)
+    guilty = [rank for rank in waiting if rank["order"] == least < furthest["order"]]
+    guilty = guilty or [rank for rank in waiting if rank["end"] == "stuck"]
+    phase, seconds = furthest["phase"], furthest["limit"]
+    if len(guilty) in (0, len(waiting)):
+        problem = f"{phase} did not end within {seconds} s on any rank"
+        return _hung(problem, f"all ranks hang in it, on {' '.join(names)}", listed(names))
     who = listed((f"rank {rank['rank']} on {rank['node']}" for rank in guilty), 4)
-    first = guilty[0]
-    return UnfitError(
-        f"{who} did not answer in {furthest['limit']} s",
-        wanted=_LIMITS,
-        found=f"stopped in: {first['phase']}; the others waited in: {furthest['phase']}",
-        fix=f"{_EXCLUDE}; {_STOOD}, for where each rank stood",
-        node=first["node"],
-        rank=first["rank"],
-    )
+    found = f"stopped in: {guilty[0]['phase']}; the others waited in: {phase}"
+    return _hung(f"{who} did not answer in {seconds} s", found, guilty[0]["node"], guilty[0]["rank"])
+
+
+def _hung(problem: str, found: str, node: str, rank: int | None = None) -> DrayError:
+    return UnfitError(problem, wanted=_LIMITS, found=found, fix=_STOOD, node=node, rank=rank)
 
 
 def _failed(rank: Mapping[str, Any], how: str, found: str) -> DrayError:

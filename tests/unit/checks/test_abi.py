@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -24,7 +26,11 @@ def image(tmp_path: Path, library: Write) -> list[str]:
 
 
 def rows(image: list[str], *libraries: Path, configured: str = "") -> list[abi.Library]:
-    return abi.check(libraries, own=image, configured=configured)
+    with (
+        patch.object(abi, "image_folders", lambda: image),
+        patch.dict(os.environ, LD_LIBRARY_PATH=configured),
+    ):
+        return abi.check(libraries)
 
 
 @pytest.mark.parametrize(
