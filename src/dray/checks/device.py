@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dray.checks.rank import Rank
 
 _NO_CODE = ("no kernel image", "invalid device function")  # by CUDA, by HIP
-_LARGEST = 8192
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _ADMINISTRATORS = "leave this node out (sbatch --exclude), and tell the administrators"
 
@@ -176,25 +175,17 @@ def _half(device: torch.device) -> torch.dtype:
     return torch.float16 if maker and not maker.bf16 else torch.bfloat16
 
 
-def ceiling(device: torch.device, dtype: torch.dtype | None = None, seconds: float = 0.4) -> float:
-    """TFLOP/s of the largest square matrix products for which there is time, once the clock has settled."""
-    dtype = dtype or _half(device)
-    size, took = 256, 0.0
-    # Twice the size takes eight times as long, and there are three rounds at least.
-    while size < _LARGEST and 8 * 3 * took < seconds / 2:
-        size *= 2
-        square = torch.randn(size, size, device=device, dtype=dtype)
-        square @ square  # the first one of a size also looks for the kernel
-        took = _seconds(device, square, 1)
-    rounds = max(1, int(seconds / 8 / took))
-    return 2e-12 * size**3 * rounds / min(_seconds(device, square, rounds) for _ in range(3))
-
-
-def _seconds(device: torch.device, square: torch.Tensor, rounds: int) -> float:
-    began = now(device)
-    for _ in range(rounds):
-        square @ square
-    return now(device) - began
+def ceiling(device: torch.device, dtype: torch.dtype | None = None, size: int = 8192, rounds: int = 32) -> float:
+    """TFLOP/s of square matrix products, once the clock has settled: a fifth of a second on an H100, one on a V100."""
+    square = torch.randn(size, size, device=device, dtype=dtype or _half(device))
+    square @ square  # the first one also looks for the kernel
+    took = []
+    for _ in range(3):
+        began = now(device)
+        for _ in range(rounds):
+            square @ square
+        took.append(now(device) - began)
+    return 2e-12 * size**3 * rounds / min(took)
 
 
 def now(device: torch.device) -> float:

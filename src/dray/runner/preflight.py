@@ -42,9 +42,9 @@ _STOOD = (
 class RankCheck:
     """The check process of a rank, and its report."""
 
-    def __init__(self, rank: int, node: str, argv: list[str], env: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, node: str, log: str, argv: list[str], env: Mapping[str, str]) -> None:
         self.report: dict[str, Any] = {
-            "rank": rank, "node": node, "part": f"rank {rank}", "phase": "its start", "order": -1, "limit": 0,
+            "rank": rank, "node": node, "log": log, "part": f"rank {rank}", "phase": "its start", "order": -1, "limit": 0,
             "time": 0.0, "findings": [], "end": "", "why": "",
         }  # fmt: skip
         self.waits = False
@@ -148,7 +148,7 @@ class Preflight:
             rank = self._me * each + local
             env = {"OMP_NUM_THREADS": "1", **os.environ, "RANK": str(rank), "LOCAL_RANK": str(local)}
             env |= {"LOCAL_WORLD_SIZE": str(each), "WORLD_SIZE": str(size)}
-            self.ranks.append(RankCheck(rank, self._names[self._me], argv, env))
+            self.ranks.append(RankCheck(rank, self._names[self._me], run_folder.node_log(self._me), argv, env))
 
     def check_node(self, measured: dict[str, float]) -> Finding | None:
         """Why this node is unfit, if it is. `measured` gets the TFLOP/s of the slowest GPU.
@@ -283,7 +283,7 @@ def _failed(rank: Mapping[str, Any], how: str, found: str) -> DrayError:
         f"rank {rank['rank']} on {rank['node']} {how}",
         wanted="a rank that passes the preflight",
         found=found,
-        fix=f"see the node's log, {run_folder.LOGS}/node-*.log",
+        fix=f"see {rank['log']}",
         node=rank["node"],
         rank=rank["rank"],
     )

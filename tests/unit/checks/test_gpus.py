@@ -77,7 +77,7 @@ def test_the_measured_ceiling_stands_beside_the_makers_figure(monkeypatch: pytes
     torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
     from dray.checks import device
 
-    real = device.ceiling(torch.device("cpu"), torch.float32, seconds=0.003)
+    real = device.ceiling(torch.device("cpu"), torch.float32, size=64)
     assert 0 < real < 100
     monkeypatch.setattr(device, "ceiling", lambda _, half: {torch.bfloat16: 612.4, torch.float16: 90.0}[half])
     said = {}

@@ -142,7 +142,7 @@ class TestRankChecks:
         checks, measured = preflight.Preflight(self.plan, 0), dict[str, float]()
         for number, code in enumerate(codes, 3):
             argv = [sys.executable, "-S", "-E", "-c", code]
-            checks.ranks.append(preflight.RankCheck(number, "node1", argv, os.environ))
+            checks.ranks.append(preflight.RankCheck(number, "node1", "logs/node-0.log", argv, os.environ))
         found = checks.check_node(measured)
         for rank in checks.ranks:
             rank.process.kill()
