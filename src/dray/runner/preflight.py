@@ -44,8 +44,8 @@ class RankCheck:
 
     def __init__(self, rank: int, node: str, log: str, argv: list[str], env: Mapping[str, str]) -> None:
         self.report: dict[str, Any] = {
-            "rank": rank, "node": node, "log": log, "part": f"rank {rank}", "phase": "its start", "order": -1, "limit": 0,
-            "time": 0.0, "findings": [], "end": "", "why": "",
+            "rank": rank, "node": node, "log": log, "part": f"rank {rank}", "phase": "its start", "order": -1,
+            "limit": 0, "time": 0.0, "findings": [], "end": "", "why": "",
         }  # fmt: skip
         self.waits = False
         """Whether it waits for the other nodes, or has ended."""
