@@ -1,6 +1,6 @@
 """`python -m dray.checks.abi [LIBRARY...]`: check that the host's libraries fit this image, and which copy is loaded.
 
-The image's own loader says it (ld.so --list), which maps libraries and runs nothing of them. NCCL hides its errors.
+The image's own loader says it, which maps the libraries as for ldd, and runs nothing of them. NCCL hides its errors.
 """
 
 from __future__ import annotations
@@ -81,12 +81,15 @@ def _ask(library: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
     """What the loader says if it searches in these folders: why the library does not fit, and what is not found."""
     if not library.exists():
         return ["does not exist"], []
+    if _header(library) != _header(Path(sys.executable)):
+        return [f"is no library for {platform.machine()}"], []
     loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     loader = next(path for path in loaded if Path(path).name.startswith("ld-"))
     # A conda environment brings a newer one than the image's folders have, and this process has loaded it.
     preload = ":".join(path for path in loaded if Path(path).name.startswith("libstdc++"))
-    argv = [loader, "--preload", preload, "--library-path", ":".join(folders), "--list", str(library)]
-    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    argv = [loader, "--library-path", ":".join(folders), str(library)]
+    env = {"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": preload}  # as ldd does it, which not every image has
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
     output = done.stdout + done.stderr
     lacking = [
         f"needs {version} of {Path(copy).name}; {copy} lacks it"
@@ -97,6 +100,13 @@ def _ask(library: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
     if done.returncode and not lacking:
         lacking = [done.stderr.strip().rpartition("libraries: ")[2] or f"the loader ends with {done.returncode}"]
     return lacking, unresolved
+
+
+def _header(library: Path) -> bytes:
+    """The kind and the machine of an ELF file."""
+    with library.open("rb") as file:
+        start = file.read(20)
+    return start[:6] + start[18:]
 
 
 def image_folders() -> list[str]:
