@@ -29,16 +29,6 @@ def require(wanted: str | None, found: str | None, accelerator: str) -> str:
     return f"{module} {found}"
 
 
-def explain(accelerator: str, wanted: str | None) -> None:
-    """Raise if the driver is the reason for no device."""
-    if accelerator == "cpu":
-        raise Skip("this torch is built for the CPU")
-    if accelerator == "cuda":
-        explain_nvidia(wanted, node.nvidia_driver())
-    else:
-        explain_amd()
-
-
 def explain_nvidia(wanted: str | None, found: str | None, library: str = "libcuda.so.1") -> None:
     """Raise if the driver is the reason for no device; `found` is the kernel module's version."""
     try:

@@ -143,12 +143,11 @@ class Preflight:
         """Start a process for each rank."""
         # A check leaves no bytecode on a disk that may be full.
         argv = [sys.executable, "-B", "-m", "dray.checks.rank", f"{self._plan['folder']}/{run_folder.PLAN}"]
-        each, size = self._plan["world"]["ranks_per_node"], self._plan["world"]["size"]
+        each, log = self._plan["world"]["ranks_per_node"], run_folder.node_log(self._me)
         for local in range(each):
             rank = self._me * each + local
             env = {"OMP_NUM_THREADS": "1", **os.environ, "RANK": str(rank), "LOCAL_RANK": str(local)}
-            env |= {"LOCAL_WORLD_SIZE": str(each), "WORLD_SIZE": str(size)}
-            self.ranks.append(RankCheck(rank, self._names[self._me], run_folder.node_log(self._me), argv, env))
+            self.ranks.append(RankCheck(rank, self._names[self._me], log, argv, env))
 
     def check_node(self, measured: dict[str, float]) -> Finding | None:
         """Why this node is unfit, if it is. `measured` gets the TFLOP/s of the slowest GPU.
