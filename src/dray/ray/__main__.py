@@ -22,8 +22,7 @@ from pathlib import Path
 from dray.contract import files, run_folder
 from dray.contract.findings import DrayError, UnfitError
 from dray.runner import address, rendezvous
-from dray.runner.children import Children, ended_with
-from dray.runner.children import below
+from dray.runner.children import Children, below, ended_with
 
 _OLDEST = (2, 54)  # 2.52 has a token, and 2.53: their nodes do not join
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]

@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.contract.startup import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
-    check,
     children,
     control,
     environment,
@@ -31,6 +30,9 @@ from dray.runner import (
 )
 from dray.runner.rendezvous import StoppedError
 from dray.runner.start_timings import StartTimings
+
+if TYPE_CHECKING:
+    from dray.runner.preflight import Preflight
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -67,6 +69,7 @@ class Runner:
         self.number, self.name = os.environ.get(identity["node"], "unknown"), os.environ.get(identity["name"], "")
         self.began = time.time()
         self.unfit: Finding | None = None
+        self.preflight: Preflight | None = None
         self.log: output.Filter | None = None
 
     def run(self) -> int:
@@ -98,9 +101,8 @@ class Runner:
         node.require(plan, os.environ)
         scratch.take(plan["scratch"])
         children.adopt()
-        self.unfit = self.timings.checked(check.node, plan, self.me)
-        if self.unfit:  # recorded before the rendezvous: srun ends all nodes with the first one that ends
-            self.record(self.unfit)
+        if plan["preflight"] is not None:
+            self.check_node()
         channels, self.store, self.listener = rendezvous.meet(plan, self.me, digest(plan), self.unfit)
         self.met = time.time()
         self.timings.lap(RENDEZVOUS)
@@ -108,6 +110,17 @@ class Runner:
         self.gloo = address.gloo(own)
         self.supervised = children.Children()
         self.links = control.Control(plan, self.me, self.supervised, channels, self.timings)
+
+    def check_node(self) -> None:
+        """Check this node; the ranks of the preflight then wait for the other nodes."""
+        from dray.runner.preflight import Preflight  # noqa: PLC0415  a run without it saves its import
+
+        self.preflight = Preflight(self.plan, self.me)
+        self.preflight.start()
+        self.unfit = self.preflight.check_node(self.timings.parts)
+        self.timings.lap(PREFLIGHT)
+        if self.unfit:  # recorded before the rendezvous: srun ends all nodes with the first one that ends
+            self.record(self.unfit)
 
     def launch(self) -> int:
         """Hand the socket to the store, run the preflight and the launcher; return this node's exit code."""
@@ -121,10 +134,8 @@ class Runner:
             # Most programs of one rank never ask for the store, which costs an import of torch.
             if self.world["size"] > 1 or "{ranks}" not in plan["launcher"]:
                 self.serve()
-        if plan["preflight"] is not None and not self.start.number:
-            from dray.runner import preflight  # noqa: PLC0415  10 ms of its own
-
-            preflight.check(plan, self.me, self.supervised, environ, links)
+        if self.preflight and not self.start.number:
+            self.preflight.check_together(self.supervised, environ, links)
             self.timings.lap(PREFLIGHT)
         if extensions := environ.get("TORCH_EXTENSIONS_DIR"):
             from dray.runner import locks  # noqa: PLC0415

@@ -10,12 +10,11 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import heartbeat, processes, run_folder, startup
-from dray.contract.findings import Finding
-from dray.runner import heartbeats, record
+from dray.contract import heartbeat, run_folder, startup
+from dray.runner import heartbeats
 
 _EACH_S = 2.0  # between two looks at the heartbeats, and two writes
 _now = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)  # which node.sh reads too
@@ -38,14 +37,6 @@ class StartTimings:
         if not self._launched:
             self.parts[part] = round(self.parts.get(part, 0.0) + _now() - self._since, 3)
             self._since = _now()
-
-    def checked(self, check: Callable[..., Finding | None], plan: Mapping[str, Any], me: int) -> Finding | None:
-        """Run the node check, the first part of the preflight, if the plan has one; return its finding."""
-        if plan["preflight"] is None:
-            return None
-        finding = check(plan, me, self.parts)
-        self.lap(startup.PREFLIGHT)
-        return finding
 
     def launched(self) -> None:
         """Note that the launcher starts."""

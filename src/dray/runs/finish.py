@@ -255,11 +255,12 @@ class _Left:
         return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:
-        """Remove files that a good run does not need: the preflight's rank files, and empty logs."""
-        logs = (*self.paths.logs.glob("preflight-*.log"), self.paths.logs / records.SRUN_LOG)
-        empty = (log for log in logs if log.exists() and not log.stat().st_size)
-        for left in (*self.paths.preflight.glob("rank-*"), *empty):
+        """Remove files that a good run does not need: the preflight's rank files, and an empty log of srun."""
+        for left in self.paths.preflight.glob("rank-*"):
             left.unlink()
+        log = self.paths.logs / records.SRUN_LOG
+        if log.exists() and not log.stat().st_size:
+            log.unlink()
 
     def figures(self, saved: int | None) -> dict[str, Any]:
         """The result's figures from the metrics: steps, losses, speed, and seconds of training after step `saved`."""
