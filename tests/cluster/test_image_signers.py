@@ -42,7 +42,7 @@ number=N name=NAME N=1 NAME=n2
 source "$1/places.sh"
 source "$1/signed.sh"
 mkdir -p failures
-node::signed apptainer image "${@:2:1}.sif" '"code": 69' "${@:3}"
+node::signed apptainer image "${@:2:1}.sif" '"not signed"' "${@:3}"
 """
 
 

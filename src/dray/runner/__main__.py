@@ -50,6 +50,7 @@ def main(path: str) -> int:
     if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
         raise ConfigError("the plan is damaged", where=path, fix="submit the run again")
     world = plan["world"]
+    environment.merge(plan)
     os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     allow_files()
     number = os.environ.get(world["identity"]["node"], "unknown")

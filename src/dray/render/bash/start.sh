@@ -65,7 +65,7 @@ node::sweep() {
   done
 }
 
-node::left() { # the processes that have the run's folder on this node in their environment, but what looks for them
+node::left() { # the processes that have the run's folder on this node in their environment (DRAY_HEARTBEATS), but what looks for them
   local file
   for file in $(cd /proc && grep --files-with-matches --null-data --no-messages "=$scratch\(/.*\)\?$" [0-9]*/environ); do
     [[ ! -e "/proc/$file" ]] || echo "${file%/environ}"
