@@ -30,10 +30,13 @@ adopt::find() { # NAME|FILE: the image that was adopted under this name, or from
 adopt::names() { # the names that there are
   local image
   for image in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*/image.sif; do
-    adopt::is "$image" || continue
-    image="${image%/image.sif}"
-    printf '%s\n' "${image##*/dray-}"
+    ! adopt::is "$image" || adopt::called "$image"
   done
+}
+
+adopt::called() { # IMAGE: its name
+  local -r folder="${1%/image.sif}"
+  printf '%s\n' "${folder##*/dray-}"
 }
 
 adopt::image() { # NAME|FILE: its image, adopted on the way where it is a file; what was adopted must be unchanged
@@ -74,10 +77,7 @@ adopt::name() { # FILE: the file's own name, as a name of an image; with a numbe
 adopt::home() { # the folder for images that are adopted
   local home
   for home in "$DRAY_HOME/build" "$runs/.adopted"; do
-    if mkdir -p -- "$home" 2>/dev/null && [[ -w "$home" ]]; then
-      echo "$home"
-      return
-    fi
+    ! mkdir -p -- "$home" 2>/dev/null || [[ ! -w "$home" ]] || { echo "$home"; return; }
   done
   lib::die 78 "no folder can be written for an adopted image" "where:  $DRAY_HOME/build and $runs" \
     "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
@@ -139,6 +139,7 @@ adopt::make() ( # FILE NAME [FORCE]: prints the image. One rename gives its fold
 adopt::main() { # FILE [--name NAME] [--force]: at a login node
   local file="" name="" force="" image engine
   local -r runs="$(realpath -m -- "${DRAY_RUNS:-runs}")"
+  lib::given "$@"
   while (($#)); do
     case "$1" in
       --name=*) name="${1#*=}" ;;
@@ -147,20 +148,19 @@ adopt::main() { # FILE [--name NAME] [--force]: at a login node
         shift $(($# > 1))
         ;;
       --force) force=1 ;;
-      -*) lib::die 78 "unknown option $1" "wanted: FILE [--name NAME] [--force]" "fix:    slurm/dray image adopt FILE.sif" ;;
+      -*) file="" && break ;;
       *) file="$1" ;;
     esac
     shift
   done
-  lib::plain FILE "$file" --name "$name"
-  [[ -n "$file" ]] || lib::die 78 "no image is named" "fix:    slurm/dray image adopt /WHOLE/PATH/OF/A.sif"
+  [[ -n "$file" ]] || lib::die 78 "slurm/dray image adopt needs a file" "wanted: FILE [--name NAME] [--force]" ${1:+"found:  $1"} \
+    "fix:    slurm/dray image adopt /WHOLE/PATH/OF/A.sif"
   [[ "$file" != *://* ]] || lib::die 78 "slurm/dray adopts files" "found:  $file" \
     "fix:    apptainer pull x.sif $(printf %q "$file") && slurm/dray image adopt x.sif"
   file="$(realpath --no-symlinks -- "$file")"
   engine="$(engine::found)"
   if [[ -z "$name" ]] && image="$(adopt::find "$file")"; then
-    name="${image%/image.sif}"
-    name="${name##*/dray-}"
+    name="$(adopt::called "$image")"
     [[ -n "$force" ]] || { adopt::unchanged "$image" && echo "$image"; return; }
   fi
   name="${name:-$(adopt::name "$file")}"
