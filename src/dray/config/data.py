@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from dray.config.model import Natural, Spec
 from dray.contract import dataset, mix, secrets
@@ -96,15 +95,10 @@ class Data(Spec):
     cache_dir: str = ""
     """Folder in which a node keeps tokenized datasets for later runs. Left out: a folder in /tmp."""
 
-    @field_validator("config_kwargs")
-    @classmethod
-    def _are_the_builders_own(cls, kwargs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for builder, given in kwargs.items():
-            if taken := sorted({*given} & _TAKEN):
-                raise ValueError(f"{builder}.{taken[0]}: dray sets this argument itself")
-        return kwargs
-
     def contradictions(self) -> Iterator[str]:
+        for builder, kwargs in self.config_kwargs.items():
+            for name in _TAKEN.intersection(kwargs):
+                yield f"config_kwargs.{builder}.{name}: dray sets this argument itself"
         if self.mix and self.train != "builtin":
             yield (
                 f"data.train = {self.train} beside [data.mix]: a run trains on one of them; leave out data.train, or "
@@ -138,12 +132,10 @@ def with_text(named: str, text: str, path: Path) -> str:
     try:
         body = ast.parse(text, path.name).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(
             "the file of a function on rows is not valid Python",
-            where=f"{path}{line}",
-            wanted=f"Python {'.'.join(map(str, sys.version_info[:2]))}",
-            found=str(error).partition(" (")[0] or type(error).__name__,
+            where=path,
+            found=str(error) or type(error).__name__,
             fix="correct that file",
         ) from error
     functions = [statement.name for statement in body if isinstance(statement, ast.FunctionDef)]

@@ -85,15 +85,9 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
 
 def _fill(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **_: object) -> None:
     """Put stage and precision into it: beside a file of DeepSpeed's, accelerate refuses both in its own."""
-    _put(file, "zero_optimization", "stage", STRATEGIES[strategy].stage)
-    if precision:
-        for kind in ("fp16", "bf16"):
-            _put(file, kind, "enabled", kind == precision)
-
-
-def _put(file: dict[str, Any], name: str, key: str, value: object) -> None:
-    section = file.get(name)
-    file[name] = {**(section if isinstance(section, dict) else {}), key: value}
+    file.setdefault("zero_optimization", {})["stage"] = STRATEGIES[strategy].stage
+    for kind in ("fp16", "bf16") if precision else ():
+        file.setdefault(kind, {})["enabled"] = kind == precision
 
 
 def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value

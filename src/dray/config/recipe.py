@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -44,17 +44,12 @@ class Command(Spec):
     def contradictions(self) -> Iterator[str]:
         if self.deepspeed and self.precision == "fp8":
             yield "precision = fp8 is for accelerate alone; a DeepSpeed file takes bf16 and fp16"
-
-    @field_validator("argv")
-    @classmethod
-    def _shows_no_secret(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        if tokens := secrets.in_command(argv):
-            raise SecretError(
+        if tokens := secrets.in_command(self.argv):
+            yield (
                 f"{', '.join(tokens)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
                 "export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
                 "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
             )
-        return argv
 
 
 class Checkpoint(Spec):
@@ -100,6 +95,9 @@ class Checkpoint(Spec):
             yield "mirror copies checkpoints, but none is saved before the end; set checkpoint.every"
         if self.mirror and self.mirror == self.folder:
             yield "mirror is the checkpoint folder itself; name another place"
+        untils = [until or math.inf for until, _ in self.every]
+        if untils != sorted(set(untils)):
+            yield "every: expected pairs whose first numbers increase, such as [[100, 10], [0, 50]]; 0 is the end"
 
     @field_validator("every", mode="before", json_schema_input_type=Count | Every)
     @classmethod
@@ -109,16 +107,6 @@ class Checkpoint(Spec):
         if isinstance(value, list):
             return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
         return value
-
-    @field_validator("every")
-    @classmethod
-    def _ascending(cls, every: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        untils = [until or math.inf for until, _ in every]
-        if untils != sorted(set(untils)):
-            raise ValueError(
-                "expected pairs whose first numbers increase, such as [[100, 10], [0, 50]]; 0 stands for the end"
-            )
-        return every
 
 
 class Preflight(Spec):
@@ -225,10 +213,8 @@ class Recipe(Spec):
 
     @property
     def choices(self) -> list[str]:
-        """`key=value` of each key with a few words to choose from: bash reads them without quoting."""
-        fields = type(self).model_fields.items()
-        names = [name for name, field in fields if get_origin(field.annotation) is Literal and name != "version"]
-        return [f"{name}={getattr(self, name)}" for name in names]
+        """`key=value` of each key that the batch script reads; a word needs no quoting."""
+        return [f"drain={self.drain}"]
 
     @property
     def replaces_nodes(self) -> bool:
@@ -309,8 +295,17 @@ class Recipe(Spec):
             yield "[batch] and [train] are for dray's own trainer, which [command] replaces"
         if self.command and PurePosixPath(self.command.folder) == PurePosixPath("/"):
             yield "command.folder is /, which would hide the image's own files; name the program's folder"
-        if both := [name for name in self.pass_env if name in self.env]:
-            yield f"{', '.join(both)}: in env and in pass_env; leave it out of one"
+        for name in (*self.env, *self.pass_env):
+            if name in _OURS or name.startswith(("SLURM_", "DRAY_")):
+                yield f"{name}: the scheduler or the launcher sets this; leave it out of env and pass_env"
+        for name, value in self.env.items():
+            if name in self.pass_env:
+                yield f"{name}: in env and in pass_env; leave it out of one"
+            if secrets.is_variable(name, value):
+                yield (
+                    f"{name}: this looks like a secret, and every run folder holds its recipe; set it where you submit "
+                    "and name it in pass_env"
+                )
         if self.min_nodes > self.nodes:
             yield f"min_nodes = {self.min_nodes}: expected at most nodes, which is {self.nodes}"
 
@@ -395,22 +390,3 @@ class Recipe(Spec):
                 yield f"evaluate.{name}.stride = {evaluation.stride} must be less than data.sequence_length"
             if masked and (evaluation.stride or evaluation.last_word):
                 yield f"evaluate.{name}: stride and last_word are for models that predict the next token"
-
-    @field_validator("pass_env", "env")
-    @classmethod
-    def _refuse_ours(cls, variables: Iterable[str]) -> Iterable[str]:
-        ours = [name for name in variables if name in _OURS or name.startswith(("SLURM_", "DRAY_"))]
-        if ours:
-            raise ValueError(f"{', '.join(ours)}: the scheduler or the launcher sets this; leave it out")
-        return variables
-
-    @field_validator("env")
-    @classmethod
-    def _holds_no_secret(cls, env: dict[str, str]) -> dict[str, str]:
-        names = [name for name, value in env.items() if secrets.is_variable(name, value)]
-        if names:
-            raise ValueError(
-                f"{', '.join(names)}: this looks like a secret, and every run folder holds its recipe; set it where "
-                "you submit and name it in pass_env"
-            )
-        return env

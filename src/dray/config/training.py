@@ -185,17 +185,6 @@ class Train(Spec):
     """Trackers of accelerate that get the metrics too; offline, unless their own environment variables say otherwise.
     TensorBoard's files are always written."""
 
-    @field_validator("profile")
-    @classmethod
-    def _steps_to_profile(cls, profile: str) -> str:
-        """The first step is 1, as in metrics.jsonl."""
-        if profile and not _STEPS.fullmatch(profile):
-            raise ValueError("expected the first and the last step, the first being 1; set train.profile=10-12")
-        first, _, last = profile.partition("-")
-        if profile and int(first) > int(last):
-            raise ValueError(f"the first step is after the last; set train.profile={last}-{first}")
-        return profile
-
     def contradictions(self) -> Iterator[str]:
         if (self.steps is None) == (self.epochs is None):
             both = f"both are set: steps = {self.steps}, epochs = {self.epochs}"
@@ -203,9 +192,8 @@ class Train(Spec):
         if self.steps and self.warmup_steps > self.steps:
             shown = f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}"
             yield f"{shown}; set train.warmup_steps=0 too, or at most {self.steps}"
-        if self.steps and self.profile and int(self.profile.split("-")[1]) > self.steps:
-            shown = f"profile = {self.profile} is past steps = {self.steps}"
-            yield f"{shown}; set train.profile={self.steps}-{self.steps}, or earlier steps"
+        if self.profile:
+            yield from self._of_profile()
         wants = {"lr_power": "polynomial", "lr_cycles": "cosine_with_restarts"}
         for name, kind in wants.items():
             value = getattr(self, name)
@@ -222,6 +210,17 @@ class Train(Spec):
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.strategy not in stages and not unread:
             yield f"offload = {self.offload} needs strategy {stages}, but it is {self.strategy}"
+
+    def _of_profile(self) -> Iterator[str]:
+        """The first step is 1, as in metrics.jsonl."""
+        if not _STEPS.fullmatch(self.profile):
+            yield "profile: expected the first and the last step, the first being 1; set train.profile=10-12"
+        first, last = map(int, self.profile.split("-"))
+        if first > last:
+            yield f"profile: the first step is after the last; set train.profile={last}-{first}"
+        if self.steps and last > self.steps:
+            shown = f"profile = {self.profile} is past steps = {self.steps}"
+            yield f"{shown}; set train.profile={self.steps}-{self.steps}, or earlier steps"
 
 
 class Lora(Spec):

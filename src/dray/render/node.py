@@ -60,7 +60,11 @@ def _parts(plan: Plan, *, entering: bool) -> Iterator[str]:
         yield _file("clock")
     if prefix:
         yield _UNSET
-    yield "\n".join(_exports(plan, prefix, entering=entering))
+    exports = [
+        f"export {prefix}{variable.name}={shlex.quote(variable.value)}"
+        for variable in _exported(plan, entering=entering)
+    ]
+    yield "\n".join(["# plan.json says who has set them, and why.", *exports])
     if entering:
         yield _file("enter")
     elif plan.by_slurm:  # dray run waits for the nodes, and cleans up after them
@@ -166,13 +170,6 @@ def _file(name: str) -> str:
 def _exported(plan: Plan, *, entering: bool) -> list[Variable]:
     """The variables that the script sets. The runner sets the others; a shell that enters has no runner."""
     return [variable for variable in plan.env if entering or is_early(variable.name)]
-
-
-def _exports(plan: Plan, prefix: str, *, entering: bool) -> Iterator[str]:
-    for variable in _exported(plan, entering=entering):
-        # A site's text may hold a line break, and what follows it would be a command.
-        yield "# " + " ".join((variable.source + (f": {variable.why}" if variable.why else "")).split())
-        yield f"export {prefix}{variable.name}={shlex.quote(variable.value)}"
 
 
 def _places(plan: Plan, *, entering: bool) -> Iterator[str]:

@@ -29,7 +29,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
             ("recipe", _recipe(plan)),
             ("image", _image(plan)),
             *_reasons(plan, "stage"),
-            *_if(plan.signers, "signed", f"with one of {' '.join(plan.signers)}: each node checks"),
+            ("signed", f"with one of {' '.join(plan.signers)}: each node checks" if plan.signers else ""),
         ],
     )
     yield (
@@ -38,7 +38,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
             *_reasons(plan, "site", "nodes"),
             ("", " ".join(_name(node.name, node.address) for node in plan.world.nodes)),
             ("ranks", _ranks(plan)),
-            *_if("gpus" in plan.reasons, "GPUs", plan.reasons.get("gpus", "")),
+            ("GPUs", plan.reasons.get("gpus", "")),
             *_reasons(plan, "master", "port", "cores", "batch", "training", "attention", "compile", "hub"),
             *_reasons(plan, "preflight", "grace", "hang"),
         ],
@@ -50,8 +50,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         "variables of the job",
         [
             ("passed", " ".join(plan.pass_env) or "none (pass_env in the recipe names them)"),
-            *_if(plan.world.task, "Slurm's task", " ".join(plan.world.task)),
-            *_if(plan.left_outside, "left out", " ".join(plan.left_outside)),
+            ("Slurm's task", " ".join(plan.world.task)),
+            ("left out", " ".join(plan.left_outside)),
         ],
     )
     if engines.get(plan.engine).image == "python":
@@ -82,8 +82,8 @@ def summary(plan: Plan) -> str:
         *_reasons(plan, "nodes"),
         ("ranks", _ranks(plan)),
         *_reasons(plan, "batch", "training"),
-        *_if(estimate, "memory", "; ".join(filter(None, [estimate, " ".join(figures.split())]))),
-        *_if(command, "command", f"{shlex.join(command.argv if command else ())} in {plan.where}"),
+        ("memory", "; ".join(filter(None, [estimate, " ".join(figures.split())]))),
+        ("command", f"{shlex.join(command.argv)} in {plan.where}" if command else ""),
         ("launcher", f"{recipe.launcher}, in {plan.engine}"),
         ("folder", plan.run_folder),
     ]
@@ -91,12 +91,8 @@ def summary(plan: Plan) -> str:
 
 
 def _reasons(plan: Plan, *names: str) -> list[Row]:
-    """The choices of the plan that have these names, each with its reason."""
-    return [(name, plan.reasons[name]) for name in names if name in plan.reasons]
-
-
-def _if(condition: object, name: str, value: str) -> list[Row]:
-    return [(name, value)] if condition else []
+    """The choices of the plan with their reasons."""
+    return [(name, plan.reasons.get(name, "")) for name in names]
 
 
 def _lines(text: str) -> list[Row]:
@@ -130,8 +126,8 @@ def _fabric(plan: Plan) -> list[Row]:
     return [
         ("kind", f"{fabric.kind}, {whose[fabric.strategy]}: {' '.join(plan.reasons['fabric'].split())}"),
         *(("library", pattern) for pattern in fabric.libraries),
-        *_if(fabric.plugin, "plugin", fabric.plugin),
-        *_if(checked, "check", f"the preflight requires {proof} between nodes{bandwidth}"),
+        ("plugin", fabric.plugin),
+        ("check", f"the preflight requires {proof} between nodes{bandwidth}" if checked else ""),
     ]
 
 
@@ -150,6 +146,7 @@ def _variable(variable: Variable) -> str:
 
 
 def _table(rows: list[Row], indent: str = "") -> list[str]:
+    rows = [row for row in rows if row[1]]
     width = max((len(name) for name, _ in rows), default=0)
     gap = "  " if width else ""
     return [f"{indent}{name:<{width}}{gap}{value}".rstrip() for name, value in rows]

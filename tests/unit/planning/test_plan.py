@@ -254,12 +254,6 @@ def test_facts_that_are_not(text: str, message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_a_line_break_in_a_sites_words_stays_a_comment(root: Path) -> None:
-    variable = made(root).env[0].model_copy(update={"name": "PYTHONPATH", "why": "one\ntouch pwned"})
-    script = render.node_script(made(root).model_copy(update={"env": (variable,)}))
-    assert "# dray: one touch pwned\nexport APPTAINERENV_PYTHONPATH=true\n" in script
-
-
 def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: Path) -> None:
     place = tmp_path / f"gone {HOSTILE}"
     (tmp_path / "attempt-1" / "failures").mkdir(parents=True)
