@@ -13,7 +13,6 @@ from dray.contract import exit_codes, heartbeat, startup
 from dray.contract import run_folder as names
 from dray.contract.environment import is_early
 from dray.engines.base import STAGED_IMAGE, Container, Engine, Mount, Shell
-from dray.planning.binds import Bind
 from dray.planning.environment import Variable
 from dray.planning.schema import Plan
 
@@ -23,6 +22,10 @@ devices=()
 for device in /dev/infiniband /dev/cxi*; do
   [[ ! -e "$device" ]] || devices+=("--device=$device")
 done"""
+
+_MKDIR = """\
+# shellcheck disable=SC2174 # the folders above it keep the usual mode
+mkdir -p -m"""
 
 _SHARED = """\
 # The recipe shares the run with the group: runs.share = "group".
@@ -50,8 +53,7 @@ def _parts(plan: Plan, *, entering: bool) -> Iterator[str]:
     prefix = engine.env_prefix
     yield (
         "#!/usr/bin/env bash\n"
-        f"# {'Enters' if entering else 'Starts'} run {plan.run} on one node. "
-        f"dray {plan.dray} wrote it from plan.json: change the recipe instead.\n"
+        f"# Run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe instead.\n"
         "set -euo pipefail"
     )
     if plan.recipe.runs.share == "group":
@@ -69,7 +71,9 @@ def _parts(plan: Plan, *, entering: bool) -> Iterator[str]:
         yield _file("enter")
     elif plan.by_slurm:  # dray run waits for the nodes, and cleans up after them
         yield f"scratch={shlex.quote(plan.scratch)} copy={shlex.quote(plan.stage)}\n{_file('start')}"
-    yield "\n".join(_new_folders(plan))
+    # The recipe's folders outside of the run folder are as private as that one.
+    mode = names.MODES[plan.recipe.runs.share]
+    yield "\n".join(f"{_MKDIR} {mode:o} -- {shlex.quote(bind.path)} || true" for bind in plan.binds if bind.made)
     if engine.script_mounts:
         yield "\n".join(_places(plan, entering=entering))
     yield from _engine_parts(plan, engine, entering=entering)
@@ -187,28 +191,13 @@ def _places(plan: Plan, *, entering: bool) -> Iterator[str]:
     if plan.layer:
         yield _need("need", plan.layer.file, "the layer")
     for bind in plan.binds:
-        yield from _bind(bind, plan)
+        call = shlex.join(["node::bind", bind.path, "rw" if bind.write else "ro"])
+        if bind.required and bind.path != plan.run_folder:
+            yield _need("need", bind.path, f"{bind.source}: {bind.why}")
+        yield call if bind.required else f"[[ ! -e {shlex.quote(bind.path)} ]] || {call}"
     if plan.fabric.strategy == "host":
         yield from _fabric(plan)
     yield "node::mounts"
-
-
-def _new_folders(plan: Plan) -> Iterator[str]:
-    """Create the recipe's folders outside of the run folder, as private as that one."""
-    for bind in plan.binds:
-        if bind.made:
-            yield "# shellcheck disable=SC2174 # the folders above it keep the usual mode"
-            yield f"mkdir -p -m {names.MODES[plan.recipe.runs.share]:o} -- {shlex.quote(bind.path)} || true"
-
-
-def _bind(bind: Bind, plan: Plan) -> Iterator[str]:
-    call = shlex.join(["node::bind", bind.path, "rw" if bind.write else "ro"])
-    if not bind.required:
-        yield f"[[ ! -e {shlex.quote(bind.path)} ]] || {call}"
-        return
-    if bind.path != plan.run_folder:
-        yield _need("need", bind.path, f"{bind.source}: {bind.why}")
-    yield call
 
 
 def _fabric(plan: Plan) -> Iterator[str]:
@@ -255,13 +244,12 @@ done"""
 def _signed(plan: Plan) -> Iterator[str]:
     """Check the file that the node starts, which is its own copy if there is one; and the layer."""
     yield _file("signed")
-    files = {"image": plan.image}
+    files: dict[str, str] = {"image": STAGED_IMAGE if plan.stage else plan.image}
     if plan.layer:
         files["layer"] = plan.layer.file
     for what, file in files.items():
-        started = STAGED_IMAGE if plan.stage and what == "image" else file
-        why = _why(f"{file} lacks the required signature", f"a signature with one of {' '.join(plan.signers)}")
-        yield " ".join(map(quoted, ["node::signed", plan.engine, what, started, why, *plan.signers]))
+        why = _why(f"the {what} lacks the required signature", f"a signature with one of {' '.join(plan.signers)}")
+        yield " ".join(map(quoted, ["node::signed", plan.engine, what, file, why, *plan.signers]))
 
 
 def quoted(argument: str) -> str:

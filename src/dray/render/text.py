@@ -36,7 +36,13 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         "world",
         [
             *_reasons(plan, "site", "nodes"),
-            ("", " ".join(_name(node.name, node.address) for node in plan.world.nodes)),
+            (
+                "",
+                " ".join(
+                    node.name if node.name == node.address else f"{node.name} ({node.address})"
+                    for node in plan.world.nodes
+                ),
+            ),
             ("ranks", _ranks(plan)),
             ("GPUs", plan.reasons.get("gpus", "")),
             *_reasons(plan, "master", "port", "cores", "batch", "training", "attention", "compile", "hub"),
@@ -100,8 +106,7 @@ def _lines(text: str) -> list[Row]:
 
 
 def _recipe(plan: Plan) -> str:
-    recipe = plan.recipe
-    return f"{recipe.name}: {recipe.about}" if recipe.about else recipe.name
+    return f"{plan.recipe.name}: {plan.recipe.about}".removesuffix(": ")
 
 
 def _image(plan: Plan) -> str:
@@ -110,10 +115,6 @@ def _image(plan: Plan) -> str:
 
 def _ranks(plan: Plan) -> str:
     return f"{plan.world.size} in all; on each node {plan.reasons['ranks_per_node']}"
-
-
-def _name(name: str, address: str) -> str:
-    return name if name == address else f"{name} ({address})"
 
 
 def _fabric(plan: Plan) -> list[Row]:
