@@ -139,7 +139,6 @@ def start_argv(plan: Plan) -> list[str]:
 
 def _container(plan: Plan, *, entering: bool = False) -> Container:
     engine, kind = engines.get(plan.engine), plan.fabric.kind
-    inside = not engine.script_mounts  # node.sh is in the container already
     brings = kind == "slingshot" and plan.variant in engine.slingshot and len(plan.world.nodes) > 1
     return Container(
         run=plan.run,
@@ -148,7 +147,7 @@ def _container(plan: Plan, *, entering: bool = False) -> Container:
         annotations=plan.annotations,
         layer=plan.layer.file if plan.layer else "",
         fabric=kind if brings else "",
-        folder=plan.folder if inside else plan.where,
+        folder=plan.where if engine.script_mounts else plan.folder,  # in which node.sh itself begins
         user=plan.user,
         home=plan.recipe.command is not None,
         variables=(

@@ -79,8 +79,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
 
 def summary(plan: Plan) -> str:
     """The plan's most important lines, and its findings."""
-    recipe, command = plan.recipe, plan.recipe.command
-    estimate, _, figures = plan.reasons.get("memory", "").partition("\n")
+    command = plan.recipe.command
     rows = [
         ("recipe", _recipe(plan)),
         *_reasons(plan, "site"),
@@ -88,9 +87,9 @@ def summary(plan: Plan) -> str:
         *_reasons(plan, "nodes"),
         ("ranks", _ranks(plan)),
         *_reasons(plan, "batch", "training"),
-        ("memory", "; ".join(filter(None, [estimate, " ".join(figures.split())]))),
+        ("memory", " ".join(plan.reasons.get("memory", "").replace("\n", "; ", 1).split())),
         ("command", f"{shlex.join(command.argv)} in {plan.where}" if command else ""),
-        ("launcher", f"{recipe.launcher}, in {plan.engine}"),
+        ("launcher", f"{plan.recipe.launcher}, in {plan.engine}"),
         ("folder", plan.run_folder),
     ]
     return "\n".join([*_table(rows), *(finding.line() for finding in plan.findings)]) + "\n"
