@@ -15,28 +15,26 @@ adopt::value() { # IMAGE KEY: of its image.json
   sed -n "s/^ \"$2\": \"\\(.*\\)\",*\$/\\1/p" "${1%/*}/image.json"
 }
 
-adopt::find() { # NAME|FILE: the image that was adopted under this name, or from this file
-  local folder
-  for folder in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*; do
-    [[ -f "$folder/image.json" && (-f "$folder/image.sif" || -L "$folder/image.sif") ]] || continue
-    if [[ "${folder##*/dray-}" == "$1" || "$1" == /* && "$(readlink -- "$folder/source")" == "$1" ]]; then
-      echo "$folder/image.sif"
-      return
-    fi
-  done
-  return 1
-}
-
-adopt::names() { # the names that there are
+adopt::all() { # the images that were adopted, a line each
   local image
   for image in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*/image.sif; do
-    ! adopt::is "$image" || adopt::called "$image"
+    ! adopt::is "$image" || printf '%s\n' "$image"
   done
 }
 
-adopt::called() { # IMAGE: its name
-  local -r folder="${1%/image.sif}"
-  printf '%s\n' "${folder##*/dray-}"
+adopt::names() { # their names
+  adopt::all | sed 's|.*/dray-\(.*\)/image.sif$|\1|'
+}
+
+adopt::find() { # NAME|FILE: the image that was adopted under this name, or from this file
+  local image
+  while IFS= read -r image; do
+    if [[ "$image" == */"dray-$1/image.sif" || "$1" == /* && "$(readlink -- "${image%/*}/source")" == "$1" ]]; then
+      printf '%s\n' "$image"
+      return
+    fi
+  done < <(adopt::all)
+  return 1
 }
 
 adopt::image() { # NAME|FILE: its image, adopted on the way where it is a file; what was adopted must be unchanged
@@ -160,7 +158,7 @@ adopt::main() { # FILE [--name NAME] [--force]: at a login node
   file="$(realpath --no-symlinks -- "$file")"
   engine="$(engine::found)"
   if [[ -z "$name" ]] && image="$(adopt::find "$file")"; then
-    name="$(adopt::called "$image")"
+    name="$(sed 's|.*/dray-||; s|/image.sif$||' <<<"$image")"
     [[ -n "$force" ]] || { adopt::unchanged "$image" && echo "$image"; return; }
   fi
   name="${name:-$(adopt::name "$file")}"
