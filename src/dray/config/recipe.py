@@ -262,12 +262,8 @@ class Recipe(Spec):
         return {key: named for key, named in maps.items() if named}
 
     def _of_each_dataset(self, field: str) -> dict[str, str]:
-        tables = {"data.mix": self.data.mix, "evaluate": self.evaluate}
-        return {
-            f"{key}.{name}.{field}": getattr(entry, field)
-            for key, table in tables.items()
-            for name, entry in table.items()
-        }
+        mix = {f"data.mix.{name}.{field}": getattr(source, field) for name, source in self.data.mix.items()}
+        return mix | {f"evaluate.{name}.{field}": getattr(entry, field) for name, entry in self.evaluate.items()}
 
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, with the paths; not built-in datasets or those of the hub."""
