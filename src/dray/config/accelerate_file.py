@@ -121,6 +121,6 @@ def _refuse_fsdp1(config: dict[str, Any], path: Path) -> None:
             "the file is for FSDP1, which torch has replaced",
             where=f"{path}: fsdp_config.fsdp_version",
             wanted="fsdp_version: 2",
-            found=f"{json.dumps(version)}; accelerate's default is 1",
+            found=f"{version}; accelerate's default is 1",
             fix=f"{line}\nand accelerate={shlex.quote(new.name)}",
         )

@@ -105,7 +105,7 @@ def _of_precision(file: dict[str, Any], path: Path) -> Iterator[_Setting]:
             "DeepSpeed needs a whole number as its smallest loss scale",
             where=f"{path}: fp16.min_loss_scale",
             wanted="1 or more",
-            found=json.dumps(least),
+            found=least,
             fix='write "min_loss_scale": 1; a scale below 1 makes small gradients smaller',
         )
     if isinstance(power, int):
@@ -128,7 +128,7 @@ def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, secti
             "DeepSpeed's ZeRO stage is missing",
             where=path,
             wanted=f"zero_optimization.stage of 1, 2 or 3, or {section}.strategy of zero1, zero2 or zero3",
-            found=json.dumps(stage),
+            found=stage,
             fix=f"set one of them; without ZeRO, leave {section}.deepspeed out",
         )
 
@@ -138,7 +138,7 @@ def _of_trainer(file: dict[str, Any], path: Path) -> Iterator[_Setting]:
         value = _at(file, key)
         if value not in (*_OPEN, *values):
             raise ConfigError(
-                problem, where=f"{path}: {key}", wanted=", ".join(values), found=json.dumps(value),
+                problem, where=f"{path}: {key}", wanted=", ".join(values), found=value,
                 fix=f'write "{values[0]}" or "auto"',
             )  # fmt: skip
     for key, name in _SAME.items():

@@ -24,8 +24,6 @@ _LIMITS = {
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
-    "multipleOf": "a multiple of {}",
-    "minLength": "of at least {} characters",
     "maxLength": "of at most {} characters",
     "pattern": "that matches {}",
     "minItems": "of at least {} entries",

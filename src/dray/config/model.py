@@ -65,7 +65,8 @@ class Spec(BaseModel):
     def _is_valid(self) -> Self:
         names = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
         if names:
-            raise ValueError(f"{', '.join(names)}: this looks like a secret, which plans and run folders would show")
+            shown = "this looks like a secret, which plans and run folders would show"
+            raise ValueError(f"{', '.join(names)}: {shown}; export it where you submit, and name it in pass_env")
         for problem in self.contradictions():
             raise ValueError(problem)
         return self
@@ -135,7 +136,6 @@ def _missing(path: Path, kind: str) -> NoReturn:
     names = sorted(other.name for other in folder.glob("*.toml"))
     raise ConfigError(
         f"{kind} {path} does not exist",
-        found=None if folder.is_dir() else f"the folder {folder} does not exist either",
         fix=_suggest(path.name, names, f"in {folder}", folder) or None,
     ) from None
 

@@ -44,12 +44,17 @@ class Command(Spec):
     def contradictions(self) -> Iterator[str]:
         if self.deepspeed and self.precision == "fp8":
             yield "precision = fp8 is for accelerate alone; a DeepSpeed file takes bf16 and fp16"
-        if tokens := secrets.in_command(self.argv):
-            yield (
+
+    @field_validator("argv")
+    @classmethod
+    def _shows_no_secret(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
+        if tokens := secrets.in_command(argv):
+            raise SecretError(
                 f"{', '.join(tokens)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
                 "export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
                 "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
             )
+        return argv
 
 
 class Checkpoint(Spec):

@@ -156,7 +156,7 @@ def test_a_command_with_a_secret_is_refused_without_showing_it() -> None:
             validate(Recipe, table, overrides, what="the command's recipe")
         assert str(refused.value).removesuffix(" (command line)") == (
             "the command's recipe has 1 error\n"
-            "  found:  command   --token: this looks like a secret, and `ps`, Slurm and every run folder show a "
+            "  found:  command.argv   --token: this looks like a secret, and `ps`, Slurm and every run folder show a "
             "command; export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
             "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
         )
