@@ -126,7 +126,7 @@ def _schema(model: type[Spec]) -> Schema:
 
 def explained(wrong: ValidationError) -> str:
     """The errors in data that no user wrote by hand, one per line."""
-    errors = wrong.errors(include_url=False, include_input=False)[:_SHOWN]
+    errors = wrong.errors(include_url=False, include_input=False)
     lines = (f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors)
     return "\n".join(line.removeprefix(": ") for line in lines)
 
