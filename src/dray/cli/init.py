@@ -85,7 +85,7 @@ def init(
     options = _options(queue, found.site.sbatch, _account(ask, account, found.site.account, slurm=slurm))
     named = _model(model or ask.text("model: a name of the hub, a folder, or small (1 M, from scratch)", _SMALL))
     dataset = _dataset(data or ask.text("dataset: a file, a folder, hub:OWNER/NAME, or builtin", "builtin"))
-    new = New(name=recipe_name(name), train=dataset, image=variant, gpus=gpus, model=named, keys=True)
+    new = New(name=recipe_name(name), train=dataset, image=variant, gpus=gpus, model=named)
     require_good(new.text())  # before the checkout is written
     recipe = Path("recipes", f"{new.name}.toml")
     if not (folder / "containers" / "steps").is_dir():

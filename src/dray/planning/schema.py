@@ -6,8 +6,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
-from dray.config.preflight import Preflight
-from dray.config.recipe import Recipe
+from dray.config.recipe import Preflight, Recipe
 from dray.config.site import Fabric
 from dray.config.training import Batch
 from dray.contract import findings

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dray.config.preflight import Preflight
-from dray.config.recipe import Recipe
+from dray.config.recipe import Preflight, Recipe
 from dray.config.site import Fabric, Site
 from dray.engines.base import Engine
 from dray.facts import Facts

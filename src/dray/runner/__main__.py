@@ -48,6 +48,7 @@ def main(path: str) -> int:
     plan = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
     if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
         raise ConfigError("the plan is damaged", where=path, fix="submit the run again")
+    environment.merge(plan)
     os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     allow_files()
     return Runner(plan).run()

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import heartbeat, run_folder, startup
-from dray.runner import heartbeats
+from dray.contract import heartbeat, processes, run_folder, startup
+from dray.runner import heartbeats, record
 
 _EACH_S = 2.0  # between two looks at the heartbeats, and two writes
 _now = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)  # which node.sh reads too

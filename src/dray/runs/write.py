@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from dray import __version__, render
 from dray import facts as probed
-from dray.config import accelerate_file, deepspeed_file, row_functions, sites
+from dray.config import accelerate_file, deepspeed_file, sites
+from dray.config.data import with_text
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
 from dray.contract import dataset, files, node
@@ -101,7 +102,7 @@ def _placed(recipe: Recipe, beside: Path) -> Recipe:
     for key, named in recipe.maps().items():
         if "\n" not in named:  # else it is from a plan, which has the text
             file = beside / named.rpartition(":")[0]
-            text = row_functions.with_text(named, _copied(file, f"the file of {key}", recipe), file)
+            text = with_text(named, _copied(file, f"the file of {key}", recipe), file)
             recipe = _with(recipe, key.split("."), text)
     return recipe
 

@@ -105,7 +105,7 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(tmp_path: Path, name: str) -
         ),
         (
             ["data.train=sql:a.db", "data.config_kwargs.sql.con=postgresql://me:pass@h/d"],
-            "con: dray sets this argument itself",
+            "config_kwargs: this looks like a secret",
         ),
         (["data.train=json:a", "data.config_kwargs.json.x=https://me:hunter2hunter2@h/"], "looks like a secret"),
         (["data.train=json:a", "data.config_kwargs.pandas.x=1"], "config_kwargs"),

@@ -285,8 +285,7 @@ NOT_FINITE = "model.config   expected finite numbers: a model's config.json has 
         (("lora.alpha=inf",), "lora.alpha=inf   expected a finite number (command line)"),
         (
             ("launcher=torchrn",),
-            'launcher=torchrn   expected one of "torchrun", "accelerate", "deepspeed", "python", "ray"; '
-            "did you mean `torchrun`? (command line)",
+            'launcher=torchrn   expected one of "torchrun", "accelerate", "deepspeed", "python", "ray" (command line)',
         ),
         (
             ("train.steps=2",),

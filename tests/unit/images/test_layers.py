@@ -160,9 +160,7 @@ class TestPlan:
 
     def test_a_signature_is_demanded_of_it_too(self) -> None:
         script = render.node_script(made(f"image_signers=['{'A' * 40}']"))
-        calls = [
-            line.split(' \'"rank"')[0] for line in script.splitlines() if line.startswith("node::signed apptainer")
-        ]
+        calls = [line.split(" '\"")[0] for line in script.splitlines() if line.startswith("node::signed apptainer")]
         assert calls == [
             "node::signed apptainer image /i.sif",
             "node::signed apptainer layer '/a \"b\"/dray-cpu-rl.sif'",
