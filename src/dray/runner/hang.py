@@ -84,8 +84,12 @@ class Hang:
             return None
         node = self._nodes[late.rank]
         limit = f"{late.seconds:.0f} s (limit {late.limit:.0f} s)"
-        problem = f"hang: rank {late.rank} on {node} has made no progress for {limit}"
-        finding = Finding(problem, code=exit_codes.RETRY, node=node, rank=late.rank)
+        finding = Finding(
+            f"hang: rank {late.rank} on {node} has made no progress for {limit}",
+            code=exit_codes.RETRY,
+            node=node,
+            rank=late.rank,
+        )
         self._begin(finding, now)
         return Hung(finding)
 

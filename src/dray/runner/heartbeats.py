@@ -88,8 +88,9 @@ def of(scratch: str, rank: int) -> Beat:
     with suppress(OSError), open(heartbeat.path(scratch, rank), "rb", buffering=0) as file:
         data = file.read()
     program, step, phase, limit, at, *marks = _BEAT.unpack_from(data.ljust(heartbeat.SIZE, b"\0"))
-    known = phase if 0 <= phase < len(heartbeat.PHASES) else heartbeat.STEP
-    return Beat(program, step, known, limit, at, tuple(marks))
+    if not 0 <= phase < len(heartbeat.PHASES):
+        phase = heartbeat.STEP
+    return Beat(program, step, phase, limit, at, tuple(marks))
 
 
 def _cpu_s(process: int) -> float:

@@ -59,8 +59,8 @@ def _unrecorded(plan: Mapping[str, Any], rank: int, path: str) -> int:
 
 def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
     """Write nodes/node-N.json, the node's hardware and software, for the capsule."""
-    accelerator = plan.get("variant", "").rstrip("0123456789")  # cuda12, rocm6
-    seen = hardware.look(accelerator, environ, packages=me == 0)
+    # cuda12 has cuda's GPUs, rocm6 those of rocm.
+    seen = hardware.look(plan.get("variant", "").rstrip("0123456789"), environ, packages=me == 0)
     node = {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
     put(f"{plan['folder']}/{run_folder.node(me)}", json.dumps(node, indent=1))
 
