@@ -13,8 +13,7 @@ from dray.contract import exit_codes, heartbeat, startup
 from dray.contract import run_folder as names
 from dray.contract.environment import is_early
 from dray.engines.base import STAGED_IMAGE, Container, Engine, Mount, Shell
-from dray.planning.environment import Variable
-from dray.planning.schema import Plan
+from dray.planning.schema import Plan, Variable
 
 _DEVICES = """\
 # The fabric's devices, where this node has them.

@@ -6,9 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from dray import engines
-from dray.planning.binds import Bind
-from dray.planning.environment import Variable
-from dray.planning.schema import Plan
+from dray.planning.schema import Bind, Plan, Variable
 from dray.render.node import quoted, srun_options, start_argv
 
 Row = tuple[str, str]
