@@ -276,6 +276,7 @@ class Control:
             case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
                 if reply := self.hang.hear(message):
                     self._tell_all(reply)
+                self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
         self._forget(node)

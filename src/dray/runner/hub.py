@@ -113,9 +113,7 @@ class Server:
             connection = greet(line, self._secret, time.monotonic() + _PROOF_S, host=True)
             while not (messages := connection.receive()):
                 pass
-        except PermissionError:
-            self.turned_away += 1
-        except OSError:  # it is gone, or slow
-            return
-        else:
             self.proved.append((connection, messages[0]))
+        except OSError as error:
+            self.turned_away += isinstance(error, PermissionError)  # else it is gone, or slow
+            line.close()

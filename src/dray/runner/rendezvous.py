@@ -23,7 +23,7 @@ from dray.contract.hostnames import compress
 from dray.runner import address as address_of
 from dray.runner import hub, record
 from dray.runner.hub import Connection
-from dray.runner.protocol import Hello, Refusal, Welcome
+from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
@@ -116,6 +116,7 @@ def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> Connection:
     """As any other node: the connection to the first one, once all nodes are there."""
     nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
     deadline, wanted = time.monotonic() + limit, "the address of the first node"
+    reason: Exception | None = None
     if nodes > _ONE_WAVE:
         time.sleep(pause(nodes) / 2)
     while True:
@@ -126,11 +127,13 @@ def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> Connection:
             first = hub.greet(line, key, min(deadline, time.monotonic() + _TRY_S))
             break
         except (OSError, ValueError) as failed:  # not listening yet, name not there yet or none, another's
+            if not isinstance(reason, BrokenError):  # what an end has done tells more than that there is none
+                reason = failed
             if time.monotonic() > deadline:
                 raise UnfitError(
                     f"node {own.node} ({own.name}) could not reach the first node in {limit} s",
                     wanted=wanted,
-                    found=failed,
+                    found=reason,
                     fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, "
                     "or may be on a network that this node does not reach",
                 ) from failed
@@ -189,6 +192,8 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     for connection in (*connections.values(), *refused):
         with suppress(OSError):  # it is gone, which is seen next
             connection.send(Refusal(refusal.finding) if refusal else Welcome())
+        if refusal:
+            connection.line.close()
     if refusal:
         raise refusal
     return connections

@@ -54,7 +54,7 @@ def greeting(secret: bytes) -> bytes:
         first.sendall(nonce)
         thread = threading.Thread(target=hub.greet, args=(node, secret, time.monotonic() + 5))
         thread.start()
-        seen = first.recv(hub.GREETING)
+        seen = first.recv(hub.GREETING, socket.MSG_WAITALL)
         first.sendall(hub.proof(secret, b"host", seen[: hub.NONCE], nonce))
         thread.join()
     return seen
