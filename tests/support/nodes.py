@@ -53,6 +53,8 @@ def plan(tmp_path: Path) -> dict[str, Any]:
         "command": ["true", "{node_rank}"],
         "where": str(tmp_path),
         "preflight": None,
+        "env": [],
+        "pass_env": [],
         "world": {
             "nodes": [{"name": "node1", "address": "127.0.0.1"}, {"name": "node2", "address": "127.0.0.1"}],
             "ranks_per_node": 2,
