@@ -41,7 +41,7 @@ def look(accelerator: str, environ: Mapping[str, str], *, packages: bool = False
         "gpus": _gpus(accelerator),
         "driver": node.driver(accelerator) or "",
     }
-    return {**machine, "packages": _packages()} if packages else machine
+    return {**machine, "packages": versions()} if packages else machine
 
 
 def _processor(text: str) -> str:
@@ -58,14 +58,14 @@ def _gpus(accelerator: str) -> list[str]:
     return [name[1].strip() for name in names if name]
 
 
-def _packages() -> dict[str, str]:
-    """By the names of their metadata's folders: to read each file would take a second on a network disk."""
-    versions: dict[str, str] = {}
+def versions() -> dict[str, str]:
+    """This Python's packages, by their metadata's folders: to read each file would take a second on a network disk."""
+    known: dict[str, str] = {}
     for folder in sys.path:
-        for path in glob.glob(f"{glob.escape(folder or '.')}/*.dist-info"):
+        for path in sorted(glob.glob(f"{glob.escape(folder or '.')}/*.dist-info")):
             package, _, version = os.path.basename(path).removesuffix(".dist-info").partition("-")
-            versions.setdefault(re.sub("[-_.]+", "-", package).lower(), version)
-    return dict(sorted(versions.items()))
+            known.setdefault(re.sub("[-_.]+", "-", package).lower(), version)
+    return dict(sorted(known.items()))
 
 
 def _numbered(pattern: str) -> list[str]:

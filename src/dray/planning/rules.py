@@ -398,8 +398,7 @@ def _plugin(given: Planned) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Planned], Iterator[Finding]], ...] = (
-    _trainer, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _checkpoints,
-    _files, _memory, _deterministic,
-    _silent_cpu, _grace, _preemption, _options, _launcher, _plugin,
+    _trainer, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _checkpoints, _silent_cpu, _grace,
+    _preemption, _options, _launcher, _plugin, _files, _memory, _deterministic,
 )  # fmt: skip
 """The first finding with a code ends the run."""

@@ -7,7 +7,6 @@ and an exit code, since it returns 0 also where Ray did not start.
 from __future__ import annotations
 
 import hmac
-import importlib.metadata
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dray.contract import files, run_folder
+from dray.contract import files, hardware, run_folder
 from dray.contract.findings import DrayError, UnfitError
 from dray.runner import address, rendezvous
 from dray.runner.children import Children, below, ended_with
@@ -112,10 +111,7 @@ def _listens(head: tuple[str, int]) -> bool:
 
 
 def _require_ray() -> None:
-    try:
-        version = importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
+    version = hardware.versions().get("ray", "none")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
         raise UnfitError(
             "launcher = ray, and the image lacks a new enough Ray",
