@@ -92,9 +92,7 @@ class TestFit:
         assert row.unresolved == []
 
     def test_one_that_has_it_beside_itself(self, tmp_path: Path, image: list[str], library: Write) -> None:
-        path = library(
-            tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libnone.so.4"], runpath="$ORIGIN"
-        )
+        path = library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libnone.so.4"], runpath="$ORIGIN")
         library(tmp_path / "host/libnone.so.4", "libnone.so.4")
         assert rows(image, path)[0].unresolved == []
 
