@@ -168,7 +168,7 @@ def _meet(scratch: Path, count: int, *, on: bool = False) -> float:
     (folder / "secret").write_text("5ec2e7" * 8)
     room = {"free_gb": 0.1, "shared_memory_gb": 0.01, "memory_gb": 0.1}
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": room if on else None}
-    launch |= {"variant": "cpu", "fabric": {"kind": "unknown"}}
+    launch |= {"variant": "cpu", "fabric": {"kind": "unknown"}, "env": [], "pass_env": []}
     path.write_text(
         json.dumps(
             {"run": "r1", "folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world}
