@@ -359,8 +359,7 @@ why GOING: metrics.jsonl stop failures/rank-3.json
 why RUN OUT.tar.gz --bundle: all secret logs
 stop RUN --no-wait: all
 stop GOING --no-wait: plan.json stop process.json ../job.json
-report RUN --markdown: all
-report RUN --out OUT.html: plan.json result.json metrics.jsonl preflight/report.json startup.json ../job.json
+report RUN --out OUT.html: all plan.json result.json metrics.jsonl preflight/report.json startup.json ../job.json
 diff RUN OTHER: all capsule.json metrics.jsonl plan.json
 diff OTHER RUN: all
 capsule show RUN: all capsule.json

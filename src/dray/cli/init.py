@@ -21,7 +21,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
-from dray.contract.findings import ConfigError, listed, nearest
+from dray.contract.findings import ConfigError, DrayError, listed, nearest
 from dray.fitness import host, slurm_commands
 from dray.images import store
 from dray.runs.write import recipe_name
@@ -77,7 +77,12 @@ def init(
     ask = _Ask(asks=not yes and sys.stdin.isatty() and sys.stdout.isatty())
     found = host.site(site)
     slurm = bool(process.which("sbatch"))
-    partitions = slurm_commands.partitions() if slurm else []
+    partitions: list[slurm_commands.Partition] = []
+    try:
+        partitions = slurm_commands.partitions() if slurm else []
+    except DrayError as silent:
+        silent.amend(fix="run dray init again, or give --partition and --gpu")
+        print(f"dray: warning: {silent}", file=sys.stderr)
     queue = _partition(ask, partition, partitions, found.site.sbatch)
     gres = next((one for one in partitions if one.name == queue), None)
     variant = _variant(ask, gpu, found.site.image, gres, slurm=slurm)

@@ -14,10 +14,9 @@ from dray.planning.schema import Plan
 from dray.planning.world import fewer
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.recovery import Next
-from dray.runs.result import Attempt, Result, read
+from dray.runs.result import Attempt, Result, result_of
 from dray.runs.stop import PREEMPTION, TIME_LIMIT
 
-_LIMIT = 1 << 20  # bytes of a list of nodes
 _NO_NODE_S = ("the disk is full", "disk quota exceeded")
 """Causes that another node would meet too."""
 _HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -29,15 +28,15 @@ def history(paths: RunPaths) -> list[Attempt]:
 
 
 def _before(paths: RunPaths) -> Attempt:
-    with suppress(OSError, ValueError):
-        return attempt(read(paths.result), paths.attempt)
+    if result := result_of(paths):
+        return attempt(result, paths.attempt)
     return Attempt(attempt=paths.attempt, status="unknown", why="it left no result")
 
 
 def failing_nodes(paths: RunPaths, plan: Plan | None) -> list[str]:
     """The plan's nodes that failed their node check."""
     try:
-        named = files.read(paths.failing_nodes, limit=_LIMIT).decode().strip().split(",")
+        named = files.read(paths.failing_nodes).decode().strip().split(",")
     except FileNotFoundError:
         return []
     return [node.name for node in plan.world.nodes if node.name in {*named}] if plan else []

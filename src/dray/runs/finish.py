@@ -27,7 +27,6 @@ from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
 T = TypeVar("T")
-_ASKED = 1 << 16  # bytes of the stop file
 
 
 def finish(
@@ -159,7 +158,7 @@ class _Left:
 
     def _asked_lines(self) -> list[bytes]:
         with suppress(OSError):
-            return files.read(self.paths.stop, limit=_ASKED).splitlines()
+            return files.read(self.paths.stop).splitlines()
         return []
 
     def _asked_at(self) -> float | None:
@@ -245,7 +244,7 @@ class _Left:
     def preflight(self) -> str | None:
         """The preflight's result in one line."""
         try:
-            report = json.loads(files.read(self.paths.preflight_report, limit=RECORD))
+            report = json.loads(files.read(self.paths.preflight_report))
         except FileNotFoundError:
             return None
         transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))

@@ -281,7 +281,7 @@ class TestOfARun:
             "launcher and imports 5.0 s, first step 2.0 s",
             "start-up of n1: image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, launcher and imports 5.0 s, "
             "first step 2.0 s",
-            "start-up of n2: image staged 12.0 s, container 0.5 s, rendezvous 1.5 s, launcher and imports 6.5 s, "
+            "start-up of n2: image staged 12.0 s, container 500 ms, rendezvous 1.5 s, launcher and imports 6.5 s, "
             "first step 2.0 s",
         ]
 

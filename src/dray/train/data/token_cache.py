@@ -83,7 +83,7 @@ def cached(
 ) -> Tokens:
     """The tokens with this fingerprint, made now if missing; with `marked`, documents end at LAST.
 
-    `dataset` is for `dray cache list`.
+    `dataset` is for `dray clean tokens`.
 
     The first rank of each node makes or checks them and the others wait, whether the disk has locks or not. On a disk
     that rank 0 has too, it makes them for all, and the others check them. `scratch` is the

@@ -25,7 +25,7 @@ from dray.train.heartbeat import heartbeat
 LABEL, LAST = 1 << 31, 1 << 30
 """Marks beside a token: it is a label; a document ends with it."""
 IDS = LAST - 1
-MANIFEST = "manifest.json"  # also `dray cache list` reads it; it was modified when the tokens were last used
+MANIFEST = "manifest.json"  # also `dray clean tokens` reads it; it was modified when the tokens were last used
 FILES = ("ids", "starts")
 
 _BATCH = 1024
