@@ -72,7 +72,8 @@ def _counters() -> Iterator[str]:
 
 def _killed() -> int:
     """How many were killed since the ranks were started; 0 if unknown."""
-    before, after = os.environ.get(BEFORE, ""), oom_kills()
+    before = os.environ.get(BEFORE, "")
+    after = oom_kills()
     return int(after) - int(before) if before and after else 0
 
 
@@ -107,7 +108,8 @@ def _image() -> list[str]:
 
 def _disk(name: str, path: str) -> list[str]:
     disk = os.statvfs(path)
-    free, whole = disk.f_bavail * disk.f_frsize / 1e9, disk.f_blocks * disk.f_frsize / 1e9
+    free = disk.f_bavail * disk.f_frsize / 1e9
+    whole = disk.f_blocks * disk.f_frsize / 1e9
     full = ", and no inode is free" if disk.f_files and not disk.f_favail else ""
     return [f"{name}: {free:.3f} GB free of {whole:.3f} GB{full}"]
 
@@ -118,9 +120,11 @@ def _kernel() -> list[str]:
     ctypes.CDLL(None).klogctl(_READ_ALL, buffer, _KERNEL_LOG)
     began = int(processes.began(os.getpid())) / os.sysconf("SC_CLK_TCK")
     oldest = began - _SOON_S - time.clock_gettime(time.CLOCK_BOOTTIME) * _DRIFT
-    killed, lines = _killed() > 0, []
+    killed = _killed() > 0
+    lines = []
     for line in buffer.value.decode("utf-8", "replace").splitlines():
-        stamp, sign = _STAMP.match(line), _TELLING.search(line[:2000])
+        stamp = _STAMP.match(line)
+        sign = _TELLING.search(line[:2000])
         if not stamp or not sign or float(stamp[1]) < oldest:
             continue
         if killed or not _OOM_KILL.match(sign[0]):  # else it was a process of another job

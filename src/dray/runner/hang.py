@@ -34,8 +34,11 @@ class Hang:
         self.begun: Finding | None = None
         self.named: Finding | None = None
         self.since = 0.0
-        self._plan, self._me, self._folder = plan, me, f"{plan['folder']}/{run_folder.hang(restart)}"
-        world, recipe = plan["world"], plan.get("recipe", {})
+        self._plan = plan
+        self._me = me
+        self._folder = f"{plan['folder']}/{run_folder.hang(restart)}"
+        world = plan["world"]
+        recipe = plan.get("recipe", {})
         each = world["ranks_per_node"]
         self._nodes = [node["name"] for node in world["nodes"] for _ in range(each)]  # of each rank
         self._ranks = range(me * each, (me + 1) * each)
@@ -99,7 +102,10 @@ class Hang:
 
         from dray.runner import stacks  # noqa: PLC0415
 
-        self.begun, self.open, self.since, self._deadline = finding, True, time.time(), now + _EVIDENCE_S
+        self.begun = finding
+        self.open = True
+        self.since = time.time()
+        self._deadline = now + _EVIDENCE_S
         print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
         self._seen = [Seen(rank, node, state="unseen") for rank, node in enumerate(self._nodes)]
 

@@ -46,7 +46,10 @@ class Heartbeats:
     def __init__(self, plan: Mapping[str, Any], ranks: range, limit: int | None, size: Callable[[str], int]) -> None:
         """`size` is that of a log."""
         self.progress = 0.0  # when any of them was seen to make some
-        self._plan, self._ranks, self._limit, self._size = plan, ranks, limit or 0, size
+        self._plan = plan
+        self._ranks = ranks
+        self._limit = limit or 0
+        self._size = size
         self._seen: dict[int, tuple[tuple[object, ...], float]] = {}
         self._looked = 0.0
         for rank in ranks:  # those of the start before

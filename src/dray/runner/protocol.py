@@ -124,11 +124,9 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """The message of a line. BrokenError: it is none."""
     try:
-        message = json.loads(line, object_hook=_built)
+        message: Message = json.loads(line, object_hook=_built)
     except (ValueError, TypeError) as error:
         raise BrokenError(f"malformed message: {error}") from error
-    if not isinstance(message, tuple):
-        raise BrokenError(f"malformed message: {line[:80]!r}")
     return message
 
 

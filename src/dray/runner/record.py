@@ -29,8 +29,11 @@ def first_failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
 
     The launcher has ended, and a rank ends with it. One whose supervisor was killed is recorded now.
     """
-    folder, each, records = plan["folder"], plan["world"]["ranks_per_node"], []
-    seen, deadline = time.time(), time.monotonic() + _WAIT_S
+    folder = plan["folder"]
+    each = plan["world"]["ranks_per_node"]
+    records = []
+    seen = time.time()
+    deadline = time.monotonic() + _WAIT_S
     for rank in range(me * each, (me + 1) * each):
         path = f"{folder}/{run_folder.failure(f'rank-{rank}')}"
         while (program := _unrecorded(plan, rank, path)) and time.monotonic() < deadline:

@@ -39,7 +39,8 @@ _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a
 
 def save(seen: list[Seen], rank: int, plan: Mapping[str, Any], file: str, began: float) -> None:
     """Write the file, end the rank's program and put down what was seen. All nodes begin at the same time."""
-    scratch, log = plan["scratch"], f"{plan['folder']}/{run_folder.rank_log(rank)}"
+    scratch = plan["scratch"]
+    log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
     beat = heartbeats.of(scratch, rank)
     found = seen[rank]._replace(state="ended" if beat.program else "")
     if beat.time:
@@ -85,14 +86,16 @@ def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
     last: dict[str, Entered] = {}
     for entry in entries:
         if not entry.get("is_p2p"):
-            group, name = entry["process_group"][0], entry["profiling_name"].rpartition(":")[2]
+            group = entry["process_group"][0]
+            name = entry["profiling_name"].rpartition(":")[2]
             last[group] = Entered(group, entry["collective_seq_id"], name, waits=entry.get("retired") is False)
     return list(last.values())
 
 
 def _pythons(program: int) -> list[int]:
     """The processes of the program that handle SIGABRT, as faulthandler does, without their own children."""
-    pythons, look = [], [program]
+    pythons = []
+    look = [program]
     for process in look:
         if children.handles(process, signal.SIGABRT):
             pythons.append(process)

@@ -27,9 +27,13 @@ class StartTimings:
     def __init__(self, plan: Mapping[str, Any], me: int, began: float = _LOADED) -> None:
         started = os.environ.pop(startup.VARIABLE, "")
         self.parts = startup.before(started, processes.mark(os.getpid())[0], began)
-        self._plan, self._me, self._step = plan, me, startup.step(started)
+        self._plan = plan
+        self._me = me
+        self._step = startup.step(started)
         self._nodes: list[dict[str, float]] = [{}] * len(plan["world"]["nodes"])
-        self._since, self._launched, self._looks_at = began, 0.0, 0.0
+        self._since = began
+        self._launched = 0.0
+        self._looks_at = 0.0
         self._restarted = self._unwritten = False
 
     def lap(self, part: str) -> None:
@@ -60,7 +64,8 @@ class StartTimings:
 
     def hear(self, node: int, parts: dict[str, float]) -> None:
         """Store the times of a node."""
-        self._nodes[node], self._unwritten = parts, True
+        self._nodes[node] = parts
+        self._unwritten = True
 
     def write(self) -> None:
         """As the first node: write startup.json if there is news. With thousands of nodes one write has many news."""
@@ -71,7 +76,8 @@ class StartTimings:
 
     def _of_ranks(self) -> dict[str, float]:
         """The times of the last rank to finish its imports, for which the others waited."""
-        each, scratch = self._plan["world"]["ranks_per_node"], self._plan["scratch"]
+        each = self._plan["world"]["ranks_per_node"]
+        scratch = self._plan["scratch"]
         marks = [heartbeats.of(scratch, self._me * each + local).marks for local in range(each)]
         if not all(rank[heartbeat.IMPORTED] for rank in marks):
             return {}

@@ -429,7 +429,7 @@ def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
     assert json.dumps(protocol._named(found)) == json.dumps(protocol._named(message))
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"5", b"null", b'{"Nothing": []}', b'{"Stop": [1, 2]}', b'{"Late": [1]}'])
+@pytest.mark.parametrize("line", [b"", b"{", b'{"Stop": [1, 2]}', b'{"Late": [1]}', b'{"Stop": 5}'])
 def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
