@@ -91,7 +91,8 @@ node::sweep() {
   done
 }
 
-node::left() { # the processes that have the run's folder on this node in their environment (DRAY_HEARTBEATS), but what looks for them
+# The processes with the run's folder on this node in their environment (DRAY_HEARTBEATS), but what looks for them.
+node::left() {
   local file
   for file in $(cd /proc && grep --files-with-matches --null-data --no-messages "=$scratch\(/.*\)\?$" [0-9]*/environ); do
     [[ ! -e "/proc/$file" ]] || echo "${file%/environ}"
@@ -135,6 +136,7 @@ node::need() { # PATH WANTED WHY
   [[ -e "$1" ]] || node::unfit "$@"
 }
 
+# shellcheck disable=SC2317 # only a node with an adopted image calls it
 node::same() { # FILE WANTED WHY: an adopted image is used where it is, and its owner may have changed it
   local found
   found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1")" || true

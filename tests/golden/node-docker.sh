@@ -51,6 +51,7 @@ node::need() { # PATH WANTED WHY
   [[ -e "$1" ]] || node::unfit "$@"
 }
 
+# shellcheck disable=SC2317 # only a node with an adopted image calls it
 node::same() { # FILE WANTED WHY: an adopted image is used where it is, and its owner may have changed it
   local found
   found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1")" || true

@@ -15,8 +15,8 @@ from dray.runner.protocol import Restart
 def merge(plan: Mapping[str, Any]) -> None:
     """Set the plan's variables in this process. What the node has handed in stays: what starts a container needs
     (`is_early`), and the job's own values of `pass_env`."""
-    passed = {name for name in plan["pass_env"] if name in os.environ}
-    for variable in plan["env"]:
+    passed = {name for name in plan.get("pass_env", ()) if name in os.environ}
+    for variable in plan.get("env", ()):
         if variable["name"] not in passed and not is_early(variable["name"]):
             os.environ[variable["name"]] = variable["value"]
 

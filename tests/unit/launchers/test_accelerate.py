@@ -434,7 +434,7 @@ class TestItsOwnWords:
             "the file is for FSDP1, which torch has replaced\n"
             f"  where:  {tmp_path}/my a.yaml: fsdp_config.fsdp_version\n"
             "  wanted: fsdp_version: 2\n"
-            "  found:  none, which is 1\n"
+            "  found:  1; accelerate's default is 1\n"
             f"  fix:    accelerate to-fsdp2 --config_file '{tmp_path}/my a.yaml' "
             f"--output_file '{tmp_path}/my a-fsdp2.yaml'\n"
             "          and accelerate='my a-fsdp2.yaml'"
