@@ -151,7 +151,10 @@ class Runner:
         self.timings.launched()
         command = argv(self.plan, self.me, *self.store)
         self.log = log = output.between()
-        self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
+        try:
+            self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
+        except OSError as error:
+            raise DrayError(f"the launcher cannot start: {command[0]}: {error.strerror}", code=127) from error
         if log:
             log.watch(self.supervised)
         if not self.me and not self.start.number:
