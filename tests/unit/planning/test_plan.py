@@ -329,8 +329,8 @@ def test_what_is_passed_is_the_jobs_own_and_nobody_elses(root: Path) -> None:
     assert "HF_HUB_OFFLINE" not in {variable.name for variable in decided.env}
     assert decided.left_outside == ("NCCL_DEBUG",)
     assert " HF_TOKEN HF_HUB_OFFLINE; do\n" in render.node_script(decided)
-    said = "[[ -v HF_TOKEN ]] || echo 'dray: HF_TOKEN (pass_env) is not set' >&2\n"
-    assert said in render.node_script(decided)
+    missing = '[[ -v "$variable" ]] || echo "dray: $variable (pass_env) is not set" >&2\n'
+    assert f"for variable in HF_TOKEN HF_HUB_OFFLINE; do\n  {missing}done\n" in render.node_script(decided)
     assert "  passed        HF_TOKEN HF_HUB_OFFLINE\n  Slurm's task  SLURM_" in render.text(decided)
     assert "\n  left out      NCCL_DEBUG\n" in render.text(decided)
 
