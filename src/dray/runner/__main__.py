@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding
@@ -28,6 +28,7 @@ from dray.runner import (
     record,
     rendezvous,
 )
+from dray.runner.plan import Plan, names, ranks
 from dray.runner.rendezvous import StoppedError
 from dray.runner.start_timings import StartTimings
 
@@ -64,7 +65,7 @@ def allow_files() -> None:
 class Runner:
     """This node's runner, from its rendezvous with the others to its end."""
 
-    def __init__(self, plan: Mapping[str, Any]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan, self.world, self.folder = plan, plan["world"], plan["folder"]
         identity = self.world["identity"]
         self.number, self.name = os.environ.get(identity["node"], "unknown"), os.environ.get(identity["name"], "")
@@ -179,7 +180,7 @@ class Runner:
 
     def restart(self) -> bool:
         """Prepare the next start of all ranks, if the first node says so, once those before have ended."""
-        links, me, each = self.links, self.me, self.world["ranks_per_node"]
+        links, me = self.links, self.me
         if links.start is self.start and not links.may_restart():
             return False
         evidence.require_image(self.name)
@@ -191,8 +192,8 @@ class Runner:
             links.restart(self.listener.getsockname()[1])
         number, port, why = links.start
         self.store = self.store[0], port
-        ranks = [f"rank-{rank}" for rank in range(me * each, (me + 1) * each)]
-        record.set_aside(self.folder, number, ["hang", f"node-{me}", *ranks])
+        ended = [f"rank-{rank}" for rank in ranks(self.plan, me)]
+        record.set_aside(self.folder, number, ["hang", f"node-{me}", *ended])
         print(f"dray: restart {number} of {self.world['max_restarts']}: {why}", flush=True)
         return True
 
@@ -279,7 +280,7 @@ class Runner:
         record.write(self.folder, name or f"node-{number}", **fields, last_lines=files.tail(log))
 
 
-def digest(plan: Mapping[str, Any]) -> str:
+def digest(plan: Plan) -> str:
     """The digest of what all nodes must share of the plan: users and attempts differ between machines of a hostfile."""
     text = json.dumps({**plan, "user": "", "attempt": 0}, sort_keys=True)
     for folder in (plan["folder"], plan["scratch"]):
@@ -287,7 +288,7 @@ def digest(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
+def argv(plan: Plan, me: int, host: str, port: int) -> list[str]:
     """The launcher's argv with this node's values filled in, then the rank supervisor, then the command."""
     world = plan["world"]
     values = {
@@ -299,7 +300,7 @@ def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
     }
     launcher = [values.get(word, word) for word in plan["launcher"]]
     rank = [sys.executable, *_SITE_PACKAGES_NOT_NEEDED, f"{_FOLDER}/rank.py"]
-    return [*launcher, *rank, plan["folder"], str(world["size"]), world["nodes"][me]["name"], *plan["command"]]
+    return [*launcher, *rank, plan["folder"], str(world["size"]), names(plan)[me], *plan["command"]]
 
 
 if __name__ == "__main__":

@@ -58,10 +58,10 @@ class Children(Loop):
     def __init__(self) -> None:
         super().__init__()
         self.running: dict[int, int] = {}
-        self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipe, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signals: list[int] = []
         self.watch(self._pipe, self._read_signals)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, _through_the_pipe)
         self._serving: dict[int, Callable[[int], None]] = {}
@@ -179,17 +179,6 @@ class Children(Loop):
         self.running, self._kill_at, self._asked = {}, 0.0, None
         self._serving.clear()
         return not left
-
-    def close(self, limit: float) -> tuple[bool, list[int]]:
-        """Sweep, and give signals back to Python; return whether no child is left, and the signals for `wait`."""
-        swept = self.sweep(limit)
-        signal.set_wakeup_fd(-1)
-        for number in (*STOPS, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        with open(self._pipe, "rb", buffering=0) as unread:
-            late = [number for number in unread.read() or b"" if number in STOPS]
-        os.close(self._wakeup)
-        return swept, late
 
 
 def adopt() -> None:

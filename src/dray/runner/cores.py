@@ -9,10 +9,10 @@ import glob
 import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 from dray.contract.cores import LIMIT, parse, render
 from dray.contract.node import proc_text
+from dray.runner.plan import World
 
 Core = Sequence[int]
 
@@ -20,7 +20,7 @@ _CLASSES = ("0x03", "0x12")  # of PCI: displays, accelerators
 _VENDORS = ("0x10de", "0x1002")
 
 
-def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
+def placed(world: World, environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
     """DRAY_CORES, the share of cores to which each rank supervisor moves; and OMP_NUM_THREADS, unless it is set."""
     ranks, given = world["ranks_per_node"], environ.get(world["identity"]["cpus"], "")
     count = int(given) if given.isdigit() else 0
@@ -41,7 +41,7 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sy
     return variables
 
 
-def shares(world: Mapping[str, Any], count: int, sys: str) -> list[list[Core]]:
+def shares(world: World, count: int, sys: str) -> list[list[Core]]:
     """The cores of each local rank; empty if it is not known which are this job's. `count` is Slurm's; 0: unknown."""
     ranks, allowed = world["ranks_per_node"], sorted(os.sched_getaffinity(0))
     cores = physical(allowed, sys)

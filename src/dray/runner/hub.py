@@ -15,7 +15,6 @@ from contextlib import suppress
 from dray.runner.protocol import BrokenError, Message, decode, encode
 
 NONCE = 32
-GREETING = NONCE + 32  # a nonce and a proof
 _PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _CHUNK = 1 << 16
 _LOOK_S = 0.01

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
-from typing import Any
 
 from dray.contract.findings import ConfigError, counted, listed
+from dray.runner.plan import Plan, World
 
 
-def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+def index(world: World, environ: Mapping[str, str]) -> int:
     """This node's number in the plan. ConfigError: the plan expects another node."""
     names = world["identity"]
     count, number, name = (environ.get(names[key], "") for key in ("nodes", "node", "name"))
@@ -33,7 +33,7 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
     return int(number)
 
 
-def require(plan: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+def require(plan: Plan, environ: Mapping[str, str]) -> None:
     """Refuse a command that cannot start in the container, before every rank fails with it."""
     first, *rest = plan["command"]
     folder, path = plan["where"], environ.get("PATH", os.defpath)

@@ -25,6 +25,7 @@ from dray.contract import exit_codes, run_folder, startup
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
 from dray.runner.children import Children, ended_with
 from dray.runner.control import Control
+from dray.runner.plan import Plan, names, ranks
 from dray.runner.rendezvous import StoppedError
 
 LOADING = "import torch"  # no fault of a GPU: the image is read from a busy disk
@@ -131,9 +132,9 @@ class RankCheck:
 class Preflight:
     """The checks of this node's ranks; on the first node, the judgement by the reports of all nodes."""
 
-    def __init__(self, plan: Mapping[str, Any], me: int) -> None:
+    def __init__(self, plan: Plan, me: int) -> None:
         self._plan, self._me = plan, me
-        self._names = [node["name"] for node in plan["world"]["nodes"]]
+        self._names = names(plan)
         self._joins_s = plan["world"]["rendezvous_timeout_s"]
         self._limit = self._joins_s + plan["preflight"]["timeout_s"]
         self._crashed_at = math.inf
@@ -143,9 +144,8 @@ class Preflight:
         """Start a process for each rank."""
         # A check leaves no bytecode on a disk that may be full.
         argv = [sys.executable, "-B", "-m", "dray.checks.rank", f"{self._plan['folder']}/{run_folder.PLAN}"]
-        each, log = self._plan["world"]["ranks_per_node"], run_folder.node_log(self._me)
-        for local in range(each):
-            rank = self._me * each + local
+        log = run_folder.node_log(self._me)
+        for local, rank in enumerate(ranks(self._plan, self._me)):
             env = {"OMP_NUM_THREADS": "1", **os.environ, "RANK": str(rank), "LOCAL_RANK": str(local)}
             self.ranks.append(RankCheck(rank, self._names[self._me], log, argv, env))
 

@@ -84,10 +84,6 @@ class Reports(NamedTuple):
     reports: tuple[dict[str, Any], ...]
 
 
-class ReportsWanted(NamedTuple):
-    """The first node asks how far the ranks of all nodes have come."""
-
-
 class Idle(NamedTuple):
     """The launcher of a node has ended; can the node start its ranks again?"""
 
@@ -111,7 +107,7 @@ _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
         *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, StartTimes, Reports),
-        *(ReportsWanted, Idle, Restart, Ended, Finding, Seen, Entered),
+        *(Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }
 

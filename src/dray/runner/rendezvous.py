@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from dray import __version__
 from dray.contract import exit_codes, files, run_folder
@@ -23,6 +21,7 @@ from dray.contract.hostnames import compress
 from dray.runner import address as address_of
 from dray.runner import hub, record
 from dray.runner.hub import Connection
+from dray.runner.plan import Plan, names
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
@@ -32,7 +31,6 @@ _ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _TRY_S = 10.0  # to connect, and then to prove the secret to a first node that thousands reach at once
 _LATER_S = 5.0  # for the first node's answer, whose own deadline may be later
-_OTHER_FILES = 128  # of the runner's and its children's own, and of connections that have proved nothing yet
 _SHOWN = 20  # nodes in a message
 _MOST_SKEW_S = 8.0
 _HELD = {
@@ -60,7 +58,7 @@ def secret_of(folder: str) -> bytes:
 
 
 def meet(
-    plan: Mapping[str, Any], me: int, digest: str, unfit: Finding | None = None
+    plan: Plan, me: int, digest: str, unfit: Finding | None = None
 ) -> tuple[dict[int, Connection], tuple[str, int], socket.socket | None]:
     """Wait for all nodes; return the connections, the first node's address and port, and on it the listening socket.
 
@@ -79,7 +77,7 @@ def meet(
     return gather(plan, own, key, listener), listener.getsockname(), listener
 
 
-def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> Hello:
+def make_hello(plan: Plan, number: int, digest: str, unfit: str = "") -> Hello:
     """This node's number and name, what all nodes must hold alike, and why its own check found it unfit."""
     world = plan["world"]
     return Hello(
@@ -94,13 +92,13 @@ def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "
     )
 
 
-def publish(plan: Mapping[str, Any], at: tuple[str, int], **times: float) -> None:
+def publish(plan: Plan, at: tuple[str, int], **times: float) -> None:
     """Tell the other nodes where the first one listens, and the report when this start has reached what."""
     fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], "times": times}
     files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 
 
-def published(plan: Mapping[str, Any]) -> tuple[str, int]:
+def published(plan: Plan) -> tuple[str, int]:
     """The address and port of this attempt's first node. OSError: it has not written them yet."""
     world, folder = plan["world"], plan["folder"]
     if not world["shared_folder"]:
@@ -112,7 +110,7 @@ def published(plan: Mapping[str, Any]) -> tuple[str, int]:
     return told["address"], told["port"]
 
 
-def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> Connection:
+def join(plan: Plan, own: Hello, key: bytes) -> Connection:
     """As any other node: the connection to the first one, once all nodes are there."""
     nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
     deadline, wanted = time.monotonic() + limit, "the address of the first node"
@@ -159,7 +157,7 @@ def pause(nodes: int) -> float:
     return factor * max(_PAUSE_S, min(_LONGEST_PAUSE_S, nodes / _LOOKS_PER_S))
 
 
-def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.socket) -> dict[int, Connection]:
+def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[int, Connection]:
     """As the first node: the connections to all others, once all are here; or tell all why the run cannot start.
 
     If a node is unfit, the first node still waits for the checks of the others, so that all unfit nodes get named.
@@ -167,7 +165,6 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     """
     world = plan["world"]
     nodes = len(world["nodes"])
-    require_files(nodes, own.name)
     server = hub.Server(listener, key)
     limit = world["rendezvous_timeout_s"]
     deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
@@ -199,25 +196,24 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     return connections
 
 
-def _incomplete(
-    plan: Mapping[str, Any], came: Mapping[int, Hello], at: tuple[str, int], turned_away: int
-) -> DrayError | None:
+def _incomplete(plan: Plan, came: Mapping[int, Hello], at: tuple[str, int], turned_away: int) -> DrayError | None:
     """The refusal for nodes that are missing, or unfit: each of these has recorded why."""
-    nodes, limit = plan["world"]["nodes"], plan["world"]["rendezvous_timeout_s"]
-    absent = [node["name"] for number, node in enumerate(nodes) if number not in came]
+    nodes, limit = names(plan), plan["world"]["rendezvous_timeout_s"]
+    absent = [name for number, name in enumerate(nodes) if number not in came]
     unfit = [hello for _, hello in sorted(came.items()) if hello.unfit]
     missing = f"missing: {compress(absent)}" if absent else ""
     if unfit:
-        names = [hello.name for hello in unfit]
-        record.failing_nodes(plan["folder"], names)
+        failing = [hello.name for hello in unfit]
+        record.failing_nodes(plan["folder"], failing)
+        shown = failing if len(failing) <= _SHOWN else [*failing[:_SHOWN], "..."]
         found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
         return StoppedError(
-            f"{len(names)} of {len(nodes)} nodes are unfit: {' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}",
+            f"{len(failing)} of {len(nodes)} nodes are unfit: {' '.join(shown)}",
             wanted="nodes that pass the node check",
             found="\n".join(filter(None, found)),
             fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
             code=exit_codes.UNFIT,
-            node=names[0],
+            node=failing[0],
         )
     if not absent:
         return None
@@ -265,16 +261,3 @@ def why_refused(hello: Hello, came: Mapping[int, Hello], twin: str) -> DrayError
             fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
         )
     return None
-
-
-def require_files(nodes: int, first: str) -> None:
-    """Refuse a first node that cannot hold a connection of each node; the runner has raised the limit."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < nodes + _OTHER_FILES:
-        raise UnfitError(
-            f"the first node may open {most} files, too few for {nodes} nodes",
-            wanted=f"a hard limit of {nodes + _OTHER_FILES} open files: one for each node and some more",
-            found=f"ulimit -n: {most}",
-            where=first,
-            fix=f"ask the administrators to raise it (LimitNOFILE of slurmd), or ask for {most - _OTHER_FILES} nodes",
-        )
