@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -9,7 +10,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from dray.runner import (
     record,
     rendezvous,
 )
-from dray.runner.plan import Plan, names, ranks
+from dray.runner.plan import Environ, Plan, names, ranks
 from dray.runner.rendezvous import StoppedError
 from dray.runner.start_timings import StartTimings
 
@@ -139,15 +139,13 @@ class Runner:
         if self.preflight and not self.start.number:
             self.preflight.check_together(self.supervised, environ, links)
             self.timings.lap(PREFLIGHT)
-        if extensions := environ.get("TORCH_EXTENSIONS_DIR"):
-            from dray.runner import locks  # noqa: PLC0415
-
-            locks.clear(extensions, began if self.start.number else None)
+        if self.start.number:
+            remove_locks(environ.get("TORCH_EXTENSIONS_DIR") or plan["scratch"], began)
         if not links.cause and not links.stopped:  # another node has started its ranks already
             self.launch_ranks(environ)
         return self.lead()
 
-    def launch_ranks(self, environ: Mapping[str, str]) -> None:
+    def launch_ranks(self, environ: Environ) -> None:
         """Start the launcher, in a session of its own: what the engine's group hears, it would hear twice."""
         self.timings.launched()
         command = argv(self.plan, self.me, *self.store)
@@ -205,7 +203,7 @@ class Runner:
             self.record(found, str(other), f"node-{self.me}-lost-{other}", lost=True, time=since)
         if not self.me and not links.stopped:
             if links.saved and not links.lost:
-                record.saved(self.folder)
+                record.put(f"{self.folder}/{run_folder.SAVED}", "")
             if links.saved or not links.cause:
                 process_group.record(self.folder, self.world["size"], self.store)
         if not self.supervised.sweep(_ENDING_S):
@@ -278,6 +276,15 @@ class Runner:
         log = f"{self.folder}/{run_folder.node_log(number)}"
         fields = {"node": found.node, "rank": found.rank, "code": found.code, "why": str(found), "log": log, **more}
         record.write(self.folder, name or f"node-{number}", **fields, last_lines=files.tail(log))
+
+
+def remove_locks(folder: str, before: float) -> None:
+    """Remove locks that a killed compiler of torch's extensions has left: a rank would wait for one for ever."""
+    for path in glob.glob(f"{glob.escape(folder)}/**/lock", recursive=True):
+        with suppress(OSError):  # another node was faster
+            if os.stat(path).st_mtime < before:
+                os.unlink(path)
+                print(f"dray: removed {path}: its compiler was killed", flush=True)
 
 
 def digest(plan: Plan) -> str:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import Finding
@@ -25,6 +24,7 @@ from dray.runner.protocol import (
     Failed,
     Idle,
     Message,
+    Report,
     Reports,
     Restart,
     Save,
@@ -68,7 +68,7 @@ class Control:
         self.can_restart = True
         self._closing = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
-        self.preflight: dict[int, list[dict[str, Any]]] = {}
+        self.preflight: dict[int, tuple[Report, ...]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
         self._begin(Restart())
         for node, connection in channels.items():
@@ -95,13 +95,13 @@ class Control:
                 deadline = deadline or time.monotonic() + _REST + _FIRST_S * bool(self._me)
                 if time.monotonic() > deadline:
                     break
-            events = self._children.wait(_COLLECTING_S if self._hangs else _LOOK_S)
+            signals, ended = self._children.wait(_COLLECTING_S if self._hangs else _LOOK_S)
             self._obey(self._file_watch.stop_lines)
-            for number in events.signals:
+            for number in signals:
                 self.heard(number)
             self._watch()
             self._tell_times(last=not self._children.running)
-            for code in events.ended.values():
+            for code in ended.values():
                 if code and not self._ending and not self._hangs:
                     self._failed(explain(code))
             if not idle and not self._children.running and not self._hangs:
@@ -200,11 +200,11 @@ class Control:
             self._children.end(_GRACE)
             self.fail(finding)
 
-    def report_preflight(self, reports: list[dict[str, Any]]) -> None:
+    def report_preflight(self, reports: tuple[Report, ...]) -> None:
         """Report to the first node how far this node's ranks have come; nothing if all have passed."""
         self.preflight[self._me] = reports
         if self._me:
-            self._tell_all(Reports(tuple(reports)))
+            self._tell_all(Reports(reports))
 
     def may_restart(self) -> bool:
         """As the first node: whether all ranks may be started again."""
@@ -262,7 +262,7 @@ class Control:
             case StartTimes(parts):
                 self._timings.nodes[node] = parts
             case Reports(reports):
-                self.preflight[node] = list(reports)
+                self.preflight[node] = reports
             case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
                 if reply := self.hang.hear(message):
                     self._tell_all(reply)

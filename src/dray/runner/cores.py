@@ -12,7 +12,7 @@ from itertools import chain
 
 from dray.contract.cores import LIMIT, parse, render
 from dray.contract.node import proc_text
-from dray.runner.plan import World
+from dray.runner.plan import Environ, World
 
 Core = Sequence[int]
 
@@ -20,7 +20,7 @@ _CLASSES = ("0x03", "0x12")  # of PCI: displays, accelerators
 _VENDORS = ("0x10de", "0x1002")
 
 
-def placed(world: World, environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
+def placed(world: World, environ: Environ, sys: str = "/sys") -> dict[str, str]:
     """DRAY_CORES, the share of cores to which each rank supervisor moves; and OMP_NUM_THREADS, unless it is set."""
     ranks, given = world["ranks_per_node"], environ.get(world["identity"]["cpus"], "")
     count = int(given) if given.isdigit() else 0
@@ -32,8 +32,6 @@ def placed(world: World, environ: Mapping[str, str], sys: str = "/sys") -> dict[
         omp = min(map(len, per_rank if 0 < count < sum(map(len, threads)) else threads))
     elif 0 < count < ranks:
         text += f" ({count} for {ranks} ranks: ask for more with --cpus-per-task)"
-    if any(len(core) > 1 for core in chain.from_iterable(per_rank)):
-        text += " (whole cores, with all their threads)"
     variables = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, omp))}
     if bound:
         variables["DRAY_CORES"] = bound

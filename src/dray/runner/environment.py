@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from dray.contract import heartbeat
 from dray.contract.environment import is_early
 from dray.runner import cores
-from dray.runner.plan import Plan
+from dray.runner.plan import Endpoint, Environ, Plan
 from dray.runner.protocol import Restart
 
 
@@ -21,7 +20,7 @@ def merge(plan: Plan) -> None:
             os.environ[variable["name"]] = variable["value"]
 
 
-def of(plan: Plan, me: int, store: tuple[str, int], start: Restart, gloo: Mapping[str, str]) -> dict[str, str]:
+def of(plan: Plan, me: int, store: Endpoint, start: Restart, gloo: Environ) -> dict[str, str]:
     """The variables on this node, with the store at this address and port."""
     world = plan["world"]
     found = {

@@ -97,7 +97,6 @@ class Server:
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self.proved: list[tuple[Connection, Message]] = []
-        self.turned_away = 0
         self._listener, self._secret = listener, secret
         listener.settimeout(_LOOK_S)
 
@@ -113,6 +112,5 @@ class Server:
             while not (messages := connection.receive()):
                 pass
             self.proved.append((connection, messages[0]))
-        except OSError as error:
-            self.turned_away += isinstance(error, PermissionError)  # else it is gone, or slow
+        except OSError:  # it is gone, slow, or without the secret
             line.close()

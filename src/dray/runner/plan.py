@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+Environ = Mapping[str, str]
+Endpoint = tuple[str, int]
+"""An address and a port."""
 Plan = Mapping[str, Any]
 World = Mapping[str, Any]
 """The plan's part about the nodes, their ranks and the network between them."""

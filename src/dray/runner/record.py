@@ -12,7 +12,7 @@ from typing import Any
 
 from dray.contract import failures, files, hardware, processes, run_folder
 from dray.runner import evidence, heartbeats, output
-from dray.runner.plan import Plan, names, ranks
+from dray.runner.plan import Environ, Plan, names, ranks
 
 _WAIT_S = 5.0  # at most, for all ranks: a program ends with its supervisor, which records how it ended
 
@@ -60,7 +60,7 @@ def _unrecorded(plan: Plan, rank: int, path: str) -> int:
     return 0 if os.path.exists(path) else max(0, heartbeats.of(plan["scratch"], rank).program)
 
 
-def this_node(plan: Plan, me: int, environ: Mapping[str, str]) -> None:
+def this_node(plan: Plan, me: int, environ: Environ) -> None:
     """Write nodes/node-N.json, the node's hardware and software, for the capsule."""
     # cuda12 has cuda's GPUs, rocm6 those of rocm.
     seen = hardware.look(plan.get("variant", "").rstrip("0123456789"), environ, packages=me == 0)
@@ -68,26 +68,13 @@ def this_node(plan: Plan, me: int, environ: Mapping[str, str]) -> None:
     put(f"{plan['folder']}/{run_folder.node(me)}", json.dumps(node, indent=1))
 
 
-def saved(folder: str) -> None:
-    """Note that all ranks have saved and ended, as they were asked to."""
-    put(f"{folder}/{run_folder.SAVED}", "")
-
-
-def failing_nodes(folder: str, failing: Iterable[str]) -> None:
-    """Write the names of the unfit nodes, as sbatch --exclude takes them."""
-    put(f"{folder}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
-
-
 def set_aside(folder: str, restart: int, failed: Iterable[str]) -> None:
     """Move failures/NAME.json to failures/restart-N: it is the reason for a restart, and did not end the run."""
     target = f"{folder}/{run_folder.restart(restart)}"
-    try:
-        os.makedirs(target, exist_ok=True)
-        for name in failed:
-            with suppress(FileNotFoundError):  # there is none, or another node was first
-                os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
-    except OSError as error:
-        _say(target, error)
+    for name in failed:
+        with suppress(OSError):  # there is none, or another node was first
+            os.makedirs(target, exist_ok=True)
+            os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
 
 
 def put(target: str, text: str) -> None:
@@ -96,8 +83,4 @@ def put(target: str, text: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         files.write_atomic(target, text)
     except OSError as error:
-        _say(target, error)
-
-
-def _say(target: str, error: OSError) -> None:
-    print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from dray.contract.hostnames import compress
 from dray.runner import address as address_of
 from dray.runner import hub, record
 from dray.runner.hub import Connection
-from dray.runner.plan import Plan, names
+from dray.runner.plan import Endpoint, Plan, names
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
@@ -59,7 +59,7 @@ def secret_of(folder: str) -> bytes:
 
 def meet(
     plan: Plan, me: int, digest: str, unfit: Finding | None = None
-) -> tuple[dict[int, Connection], tuple[str, int], socket.socket | None]:
+) -> tuple[dict[int, Connection], Endpoint, socket.socket | None]:
     """Wait for all nodes; return the connections, the first node's address and port, and on it the listening socket.
 
     An `unfit` node comes too, so that all nodes hear of it at once, and none waits for a node that will not come.
@@ -83,7 +83,6 @@ def make_hello(plan: Plan, number: int, digest: str, unfit: str = "") -> Hello:
     return Hello(
         node=number,
         name=world["nodes"][number]["name"],
-        host=os.uname().nodename,
         plan=digest,
         image=os.environ.get(world["identity"]["image"], ""),
         dray=__version__,
@@ -92,13 +91,13 @@ def make_hello(plan: Plan, number: int, digest: str, unfit: str = "") -> Hello:
     )
 
 
-def publish(plan: Plan, at: tuple[str, int], **times: float) -> None:
+def publish(plan: Plan, at: Endpoint, **times: float) -> None:
     """Tell the other nodes where the first one listens, and the report when this start has reached what."""
     fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], "times": times}
     files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 
 
-def published(plan: Plan) -> tuple[str, int]:
+def published(plan: Plan) -> Endpoint:
     """The address and port of this attempt's first node. OSError: it has not written them yet."""
     world, folder = plan["world"], plan["folder"]
     if not world["shared_folder"]:
@@ -168,7 +167,7 @@ def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[
     server = hub.Server(listener, key)
     limit = world["rendezvous_timeout_s"]
     deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
-    came, hosts = {0: own}, {own.host: own.name}
+    came = {0: own}
     connections: dict[int, Connection] = {}
     refused: list[Connection] = []
     refusal: DrayError | None = None
@@ -177,15 +176,14 @@ def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[
         while server.proved:
             connection, message = server.proved.pop()
             hello = Hello(*message)
-            twin = hosts.setdefault(hello.host, hello.name)
-            if why := why_refused(hello, came, "" if world["one_machine"] else twin):
+            if why := why_refused(hello, came):
                 refusal = why
                 refused.append(connection)
                 continue
             came[hello.node], connections[hello.node] = hello, connection
             if hello.unfit:
                 deadline = min(deadline, time.monotonic() + limit / 2)
-    refusal = refusal or _incomplete(plan, came, listener.getsockname(), server.turned_away)
+    refusal = refusal or _incomplete(plan, came, listener.getsockname())
     for connection in (*connections.values(), *refused):
         with suppress(OSError):  # it is gone, which is seen next
             connection.send(Refusal(refusal.finding) if refusal else Welcome())
@@ -196,7 +194,7 @@ def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[
     return connections
 
 
-def _incomplete(plan: Plan, came: Mapping[int, Hello], at: tuple[str, int], turned_away: int) -> DrayError | None:
+def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayError | None:
     """The refusal for nodes that are missing, or unfit: each of these has recorded why."""
     nodes, limit = names(plan), plan["world"]["rendezvous_timeout_s"]
     absent = [name for number, name in enumerate(nodes) if number not in came]
@@ -204,7 +202,7 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: tuple[str, int], turn
     missing = f"missing: {compress(absent)}" if absent else ""
     if unfit:
         failing = [hello.name for hello in unfit]
-        record.failing_nodes(plan["folder"], failing)
+        record.put(f"{plan['folder']}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
         shown = failing if len(failing) <= _SHOWN else [*failing[:_SHOWN], "..."]
         found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
         return StoppedError(
@@ -217,17 +215,16 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: tuple[str, int], turn
         )
     if not absent:
         return None
-    others = f"; {turned_away} connections without this run's secret were closed" if turned_away else ""
     return UnfitError(
         f"{len(absent)} of {len(nodes)} nodes did not reach the first one in {limit} s",
         wanted=f"a connection of every node to {at[0]} port {at[1]}",
-        found=missing + others,
+        found=missing,
         fix="see the logs of these nodes; or give them more time: rendezvous_timeout_s=SECONDS",
     )
 
 
-def why_refused(hello: Hello, came: Mapping[int, Hello], twin: str) -> DrayError | None:
-    """Why a node that has come is refused, if it is; `twin` is the first node with its host name."""
+def why_refused(hello: Hello, came: Mapping[int, Hello]) -> DrayError | None:
+    """Why a node that has come is refused, if it is."""
     who, own = f"node {hello.node} ({hello.name})", came[0]
     for held, fix in _HELD.items():
         wanted, found = getattr(own, held), getattr(hello, held)
@@ -244,13 +241,6 @@ def why_refused(hello: Hello, came: Mapping[int, Hello], twin: str) -> DrayError
             wanted="a number of its own for every node",
             found=f"{hello.name} has it too",
             fix="do not export the node's number before srun: each node takes it from its own task",
-        )
-    if twin not in ("", hello.name):
-        return ConfigError(
-            f"{who} and {twin} have the same host name",
-            wanted="different host names, by which libraries tell nodes apart",
-            found=hello.host,
-            fix="give each machine a host name of its own; under Slurm start one task a node (--ntasks-per-node=1)",
         )
     skew = abs(hello.time - time.time())
     if skew > _MOST_SKEW_S:

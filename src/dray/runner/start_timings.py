@@ -39,9 +39,8 @@ class StartTimings:
 
     def lap(self, part: str) -> None:
         """Count the time since the last lap to this part."""
-        if not self._launched:
-            self.parts[part] = round(self.parts.get(part, 0.0) + _now() - self._since, 3)
-            self._since = _now()
+        self.parts[part] = round(self.parts.get(part, 0.0) + _now() - self._since, 3)
+        self._since = _now()
 
     def launched(self) -> None:
         """Note that the launcher starts."""

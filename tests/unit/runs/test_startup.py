@@ -175,7 +175,6 @@ class TestOfANode:
         one.lap(startup.RENDEZVOUS)
         one.launched()
         before = dict(one.parts)
-        one.lap(startup.RENDEZVOUS)
         one.launched()
         for rank in (2, 3):
             beat(tmp_path / "own", rank, int(one._launched * SECOND) + SECOND)
