@@ -72,10 +72,9 @@ def split(cores: Sequence[Core], ranks: int, homes: Mapping[int, int], gpus: Seq
     ordered = sorted(cores, key=lambda core: homes.get(core[0], LIMIT))
     near = gpus if len(gpus) == ranks else [0] * ranks
     size = len(ordered) // ranks
-    shares = {}
-    for place, rank in enumerate(sorted(range(ranks), key=lambda rank: near[rank])):
-        shares[rank] = ordered[place * size : (place + 1) * size]
-    return [shares[rank] for rank in range(ranks)]
+    by_gpu = sorted(range(ranks), key=lambda rank: near[rank])
+    starts = [size * by_gpu.index(rank) for rank in range(ranks)]
+    return [ordered[start : start + size] for start in starts]
 
 
 def _homes(sys: str) -> dict[int, int]:
