@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from dray import __version__
 from dray.contract import exit_codes, files, run_folder
-from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError, listed
 from dray.contract.hostnames import compress
 from dray.runner import address as address_of
 from dray.runner import hub, record
@@ -203,10 +203,9 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayErro
     if unfit:
         failing = [hello.name for hello in unfit]
         record.put(f"{plan['folder']}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
-        shown = failing if len(failing) <= _SHOWN else [*failing[:_SHOWN], "..."]
         found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
         return StoppedError(
-            f"{len(failing)} of {len(nodes)} nodes are unfit: {' '.join(shown)}",
+            f"{len(failing)} of {len(nodes)} nodes are unfit: {listed(failing, _SHOWN)}",
             wanted="nodes that pass the node check",
             found="\n".join(filter(None, found)),
             fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
