@@ -139,8 +139,9 @@ class Runner:
         if self.preflight and not self.start.number:
             self.preflight.check_together(self.supervised, environ, links)
             self.timings.lap(PREFLIGHT)
-        if self.start.number:
-            remove_locks(environ.get("TORCH_EXTENSIONS_DIR") or plan["scratch"], began)
+        extensions = environ.get("TORCH_EXTENSIONS_DIR")
+        if self.start.number and extensions:
+            remove_locks(extensions, began)
         if not links.cause and not links.stopped:  # another node has started its ranks already
             self.launch_ranks(environ)
         return self.lead()
