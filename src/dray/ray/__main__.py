@@ -43,7 +43,7 @@ def main(folder: str, gpus: str, *command: str) -> int:
     world, store, is_head = plan["world"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
     # Of the store's port, which all nodes know, and which a restart changes. It is below Linux's ephemeral ports, and
     # above those of Ray's workers.
-    head = (socket.gethostbyname(os.environ["MASTER_ADDR"]), 20_000 + (store + 5_000) % 10_000)
+    head = (os.environ["MASTER_ADDR"], 20_000 + (store + 5_000) % 10_000)
     if is_head:
         address.listen({**world, "port": head[1]}).close()
     if all(variable["name"] != "OMP_NUM_THREADS" for variable in plan["env"]):
@@ -66,7 +66,7 @@ def main(folder: str, gpus: str, *command: str) -> int:
             "PATH": f"{place}:{os.environ['PATH']}",  # a layer may have `ray` elsewhere
         }
         ended = _run(place, gpus, [*command], is_head)
-        code = (place / "code").read_text() if (place / "code").exists() else ""
+        code = "".join(files.tail(place / "code"))
         session = place / _OPEN / "session_latest"  # a worker makes it when the head has answered
         # Where nobody listens, the first node has stopped Ray, and returns the code.
         if code == "0" or (not is_head and session.exists() and not _listens(head)):
@@ -92,8 +92,11 @@ def _run(place: Path, gpus: str, command: list[str], is_head: bool) -> int:
     children = Children()
     children.start([*argv, "--", "sh", "-c", _KEEP_CODE, f"{place}/code", *command], session=True)
     (ray,) = children.running
-    while not (events := children.wait()).ended:
-        for number in events.signals:
+    while True:
+        signals, ended = children.wait()
+        if ended:
+            return ended[0]
+        for number in signals:
             if number == signal.SIGUSR1:  # for what handles it; it would kill the others
                 children.ask()
                 continue
@@ -101,7 +104,6 @@ def _run(place: Path, gpus: str, command: list[str], is_head: bool) -> int:
             for process in [child for parent in below(ray) for child in below(parent)] or [ray]:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGTERM)
-    return events.ended[0]
 
 
 def _listens(head: tuple[str, int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -9,9 +10,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding
@@ -28,6 +28,7 @@ from dray.runner import (
     record,
     rendezvous,
 )
+from dray.runner.plan import Environ, Plan, names, ranks
 from dray.runner.rendezvous import StoppedError
 from dray.runner.start_timings import StartTimings
 
@@ -64,7 +65,7 @@ def allow_files() -> None:
 class Runner:
     """This node's runner, from its rendezvous with the others to its end."""
 
-    def __init__(self, plan: Mapping[str, Any]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan, self.world, self.folder = plan, plan["world"], plan["folder"]
         identity = self.world["identity"]
         self.number, self.name = os.environ.get(identity["node"], "unknown"), os.environ.get(identity["name"], "")
@@ -138,15 +139,14 @@ class Runner:
         if self.preflight and not self.start.number:
             self.preflight.check_together(self.supervised, environ, links)
             self.timings.lap(PREFLIGHT)
-        if extensions := environ.get("TORCH_EXTENSIONS_DIR"):
-            from dray.runner import locks  # noqa: PLC0415
-
-            locks.clear(extensions, began if self.start.number else None)
+        extensions = environ.get("TORCH_EXTENSIONS_DIR")
+        if self.start.number and extensions:
+            remove_locks(extensions, began)
         if not links.cause and not links.stopped:  # another node has started its ranks already
             self.launch_ranks(environ)
         return self.lead()
 
-    def launch_ranks(self, environ: Mapping[str, str]) -> None:
+    def launch_ranks(self, environ: Environ) -> None:
         """Start the launcher, in a session of its own: what the engine's group hears, it would hear twice."""
         self.timings.launched()
         command = argv(self.plan, self.me, *self.store)
@@ -182,7 +182,7 @@ class Runner:
 
     def restart(self) -> bool:
         """Prepare the next start of all ranks, if the first node says so, once those before have ended."""
-        links, me, each = self.links, self.me, self.world["ranks_per_node"]
+        links, me = self.links, self.me
         if links.start is self.start and not links.may_restart():
             return False
         evidence.require_image(self.name)
@@ -194,8 +194,8 @@ class Runner:
             links.restart(self.listener.getsockname()[1])
         number, port, why = links.start
         self.store = self.store[0], port
-        ranks = [f"rank-{rank}" for rank in range(me * each, (me + 1) * each)]
-        record.set_aside(self.folder, number, ["hang", f"node-{me}", *ranks])
+        ended = [f"rank-{rank}" for rank in ranks(self.plan, me)]
+        record.set_aside(self.folder, number, ["hang", f"node-{me}", *ended])
         print(f"dray: restart {number} of {self.world['max_restarts']}: {why}", flush=True)
         return True
 
@@ -207,7 +207,7 @@ class Runner:
             self.record(found, str(other), f"node-{self.me}-lost-{other}", lost=True, time=since)
         if not self.me and not links.stopped:
             if links.saved and not links.lost:
-                record.saved(self.folder)
+                record.put(f"{self.folder}/{run_folder.SAVED}", "")
             if links.saved or not links.cause:
                 process_group.record(self.folder, self.world["size"], self.store)
         if not self.supervised.sweep(_ENDING_S):
@@ -282,7 +282,16 @@ class Runner:
         record.write(self.folder, name or f"node-{number}", **fields, last_lines=files.tail(log))
 
 
-def digest(plan: Mapping[str, Any]) -> str:
+def remove_locks(folder: str, before: float) -> None:
+    """Remove locks that a killed compiler of torch's extensions has left: a rank would wait for one for ever."""
+    for path in glob.glob(f"{glob.escape(folder)}/**/lock", recursive=True):
+        with suppress(OSError):  # another node was faster
+            if os.stat(path).st_mtime < before:
+                os.unlink(path)
+                print(f"dray: removed {path}: its compiler was killed", flush=True)
+
+
+def digest(plan: Plan) -> str:
     """The digest of what all nodes must share of the plan: users and attempts differ between machines of a hostfile."""
     text = json.dumps({**plan, "user": "", "attempt": 0}, sort_keys=True)
     for folder in (plan["folder"], plan["scratch"]):
@@ -290,7 +299,7 @@ def digest(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
+def argv(plan: Plan, me: int, host: str, port: int) -> list[str]:
     """The launcher's argv with this node's values filled in, then the rank supervisor, then the command."""
     world = plan["world"]
     values = {
@@ -302,7 +311,7 @@ def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
     }
     launcher = [values.get(word, word) for word in plan["launcher"]]
     rank = [sys.executable, *_SITE_PACKAGES_NOT_NEEDED, f"{_FOLDER}/rank.py"]
-    return [*launcher, *rank, plan["folder"], str(world["size"]), world["nodes"][me]["name"], *plan["command"]]
+    return [*launcher, *rank, plan["folder"], str(world["size"]), names(plan)[me], *plan["command"]]
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ import fcntl
 import socket
 import struct
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from dray.contract.findings import RetryError, UnfitError
+from dray.runner.plan import World
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _BACKLOG = 4096  # at least; the kernel takes net.core.somaxconn at most, and who finds it full tries again
 _BUSY_S = 5.0  # a run that is ending gives its port back within seconds
 
 
-def listen(world: Mapping[str, Any]) -> socket.socket:
+def listen(world: World) -> socket.socket:
     """A listening socket on the plan's port, or on a free one that the kernel chooses."""
     deadline, last = time.monotonic() + _BUSY_S, None
     for address in addresses(world):
@@ -45,7 +44,7 @@ def listen(world: Mapping[str, Any]) -> socket.socket:
     )
 
 
-def addresses(world: Mapping[str, Any]) -> list[str]:
+def addresses(world: World) -> list[str]:
     """This node's addresses, the preferred one first; loopback for a run of one node."""
     nodes, found = world["nodes"], []
     if len(nodes) == 1:

@@ -20,14 +20,6 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
 
-class Events:
-    """What happened: signals to this process, and codes of ended children by label."""
-
-    def __init__(self) -> None:
-        self.signals: list[int] = []
-        self.ended: dict[int, int] = {}
-
-
 class Loop:
     """Calls those who wait for a file. The import of selectors would cost a rank's supervisor more than all else."""
 
@@ -58,12 +50,12 @@ class Children(Loop):
     def __init__(self) -> None:
         super().__init__()
         self.running: dict[int, int] = {}
-        self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipe, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signals: list[int] = []
         self.watch(self._pipe, self._read_signals)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in (*STOPS, signal.SIGCHLD):
-            signal.signal(number, _through_the_pipe)
+            signal.signal(number, lambda *_: None)  # Python has written the number into the pipe by then
         self._serving: dict[int, Callable[[int], None]] = {}
         self._kill_at = 0.0
         self._asked: set[int] | None = None
@@ -144,8 +136,11 @@ class Children(Loop):
             self._kill_at = time.monotonic() + grace
             self.tell(signal.SIGTERM)
 
-    def wait(self, seconds: float | None = None) -> Events:
-        """Wait for signals and ended children, for these seconds at most. A signal that came in `look` is there too."""
+    def wait(self, seconds: float | None = None) -> tuple[list[int], dict[int, int]]:
+        """Signals to this process, also those that came in `look`, and the codes of ended children by label.
+
+        It waits for these seconds at most.
+        """
         if self._asked is not None:
             self._ask(self.running)
         if 0 < self._kill_at < time.monotonic():
@@ -153,18 +148,18 @@ class Children(Loop):
         if self._kill_at or self._asked is not None:
             seconds = _AGAIN_S if seconds is None else min(seconds, _AGAIN_S)
         self.look(0.0 if self._signals else seconds)
-        events = Events()
-        events.signals, self._signals = self._signals, []
+        signals, self._signals = self._signals, []
+        ended = {}
         while self.running:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
                 break
             code = os.waitstatus_to_exitcode(status)
             if child in self.running:  # others serve, or are orphans in a container
-                events.ended[self.running.pop(child)] = code
+                ended[self.running.pop(child)] = code
             elif child in self._serving:
                 self._serving.pop(child)(code)
-        return events
+        return signals, ended
 
     def _read_signals(self) -> None:
         self._signals += [number for number in os.read(self._pipe, 4096) if number != signal.SIGCHLD]
@@ -179,17 +174,6 @@ class Children(Loop):
         self.running, self._kill_at, self._asked = {}, 0.0, None
         self._serving.clear()
         return not left
-
-    def close(self, limit: float) -> tuple[bool, list[int]]:
-        """Sweep, and give signals back to Python; return whether no child is left, and the signals for `wait`."""
-        swept = self.sweep(limit)
-        signal.set_wakeup_fd(-1)
-        for number in (*STOPS, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        with open(self._pipe, "rb", buffering=0) as unread:
-            late = [number for number in unread.read() or b"" if number in STOPS]
-        os.close(self._wakeup)
-        return swept, late
 
 
 def adopt() -> None:
@@ -250,7 +234,3 @@ def exit_code(code: int) -> int:
 def ended_with(code: int) -> str:
     """`exit code 1`, or `killed by SIGKILL`."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
-def _through_the_pipe(_number: int, _frame: object) -> None:
-    """Python writes the number into the pipe before it calls this."""

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import Finding
@@ -19,13 +18,14 @@ from dray.runner.children import Children, exit_code
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
 from dray.runner.hub import Connection
+from dray.runner.plan import Plan
 from dray.runner.protocol import (
     Ended,
     Failed,
     Idle,
     Message,
+    Report,
     Reports,
-    ReportsWanted,
     Restart,
     Save,
     StartTimes,
@@ -53,7 +53,7 @@ class Control:
 
     def __init__(
         self,
-        plan: Mapping[str, Any],
+        plan: Plan,
         me: int,
         children: Children,
         channels: Mapping[int, Connection],
@@ -68,9 +68,8 @@ class Control:
         self.can_restart = True
         self._closing = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
-        self.preflight: dict[int, list[dict[str, Any]]] = {}
+        self.preflight: dict[int, tuple[Report, ...]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
-        self.report_wanted = False
         self._begin(Restart())
         for node, connection in channels.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
@@ -96,13 +95,13 @@ class Control:
                 deadline = deadline or time.monotonic() + _REST + _FIRST_S * bool(self._me)
                 if time.monotonic() > deadline:
                     break
-            events = self._children.wait(_COLLECTING_S if self._hangs else _LOOK_S)
+            signals, ended = self._children.wait(_COLLECTING_S if self._hangs else _LOOK_S)
             self._obey(self._file_watch.stop_lines)
-            for number in events.signals:
+            for number in signals:
                 self.heard(number)
             self._watch()
             self._tell_times(last=not self._children.running)
-            for code in events.ended.values():
+            for code in ended.values():
                 if code and not self._ending and not self._hangs:
                     self._failed(explain(code))
             if not idle and not self._children.running and not self._hangs:
@@ -201,17 +200,11 @@ class Control:
             self._children.end(_GRACE)
             self.fail(finding)
 
-    def report_preflight(self, reports: list[dict[str, Any]]) -> None:
+    def report_preflight(self, reports: tuple[Report, ...]) -> None:
         """Report to the first node how far this node's ranks have come; nothing if all have passed."""
-        self.report_wanted, self.preflight[self._me] = False, reports
+        self.preflight[self._me] = reports
         if self._me:
-            self._tell_all(Reports(tuple(reports)))
-
-    def ask_preflight(self) -> None:
-        """As the first node, ask for new reports of all nodes whose ranks have not passed, and forget the old ones."""
-        self.preflight = {node: [] for node, reports in self.preflight.items() if not reports}
-        self.report_wanted = True
-        self._tell_all(ReportsWanted())
+            self._tell_all(Reports(reports))
 
     def may_restart(self) -> bool:
         """As the first node: whether all ranks may be started again."""
@@ -233,7 +226,6 @@ class Control:
         The kernel resets a connection that is closed with unread data, and drops the last message.
         """
         self._tell_times(last=True)
-        self._timings.write()
         self._tell_all(Ended())
         deadline, self._closing = time.monotonic() + seconds, True
         while self._open and (left := deadline - time.monotonic()) > 0:
@@ -268,11 +260,9 @@ class Control:
                 self.can_restart = self.can_restart and can_restart
                 self._idle.add(node)
             case StartTimes(parts):
-                self._timings.hear(node, parts)
+                self._timings.nodes[node] = parts
             case Reports(reports):
-                self.preflight[node] = list(reports)
-            case ReportsWanted():
-                self.report_wanted = True
+                self.preflight[node] = reports
             case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
                 if reply := self.hang.hear(message):
                     self._tell_all(reply)

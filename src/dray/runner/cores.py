@@ -9,10 +9,10 @@ import glob
 import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 from dray.contract.cores import LIMIT, parse, render
 from dray.contract.node import proc_text
+from dray.runner.plan import Environ, World
 
 Core = Sequence[int]
 
@@ -20,7 +20,7 @@ _CLASSES = ("0x03", "0x12")  # of PCI: displays, accelerators
 _VENDORS = ("0x10de", "0x1002")
 
 
-def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
+def placed(world: World, environ: Environ, sys: str = "/sys") -> dict[str, str]:
     """DRAY_CORES, the share of cores to which each rank supervisor moves; and OMP_NUM_THREADS, unless it is set."""
     ranks, given = world["ranks_per_node"], environ.get(world["identity"]["cpus"], "")
     count = int(given) if given.isdigit() else 0
@@ -32,8 +32,6 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sy
         omp = min(map(len, per_rank if 0 < count < sum(map(len, threads)) else threads))
     elif 0 < count < ranks:
         text += f" ({count} for {ranks} ranks: ask for more with --cpus-per-task)"
-    if any(len(core) > 1 for core in chain.from_iterable(per_rank)):
-        text += " (whole cores, with all their threads)"
     variables = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, omp))}
     if bound:
         variables["DRAY_CORES"] = bound
@@ -41,7 +39,7 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sy
     return variables
 
 
-def shares(world: Mapping[str, Any], count: int, sys: str) -> list[list[Core]]:
+def shares(world: World, count: int, sys: str) -> list[list[Core]]:
     """The cores of each local rank; empty if it is not known which are this job's. `count` is Slurm's; 0: unknown."""
     ranks, allowed = world["ranks_per_node"], sorted(os.sched_getaffinity(0))
     cores = physical(allowed, sys)
@@ -74,10 +72,9 @@ def split(cores: Sequence[Core], ranks: int, homes: Mapping[int, int], gpus: Seq
     ordered = sorted(cores, key=lambda core: homes.get(core[0], LIMIT))
     near = gpus if len(gpus) == ranks else [0] * ranks
     size = len(ordered) // ranks
-    shares = {}
-    for place, rank in enumerate(sorted(range(ranks), key=lambda rank: near[rank])):
-        shares[rank] = ordered[place * size : (place + 1) * size]
-    return [shares[rank] for rank in range(ranks)]
+    by_gpu = sorted(range(ranks), key=lambda rank: near[rank])
+    starts = [size * by_gpu.index(rank) for rank in range(ranks)]
+    return [ordered[start : start + size] for start in starts]
 
 
 def _homes(sys: str) -> dict[int, int]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from dray.contract import heartbeat
 from dray.contract.environment import is_early
 from dray.runner import cores
+from dray.runner.plan import Endpoint, Environ, Plan
 from dray.runner.protocol import Restart
 
 
-def merge(plan: Mapping[str, Any]) -> None:
+def merge(plan: Plan) -> None:
     """Set the plan's variables in this process. What the node has handed in stays: what starts a container needs
     (`is_early`), and the job's own values of `pass_env`."""
     passed = {name for name in plan.get("pass_env", ()) if name in os.environ}
@@ -21,9 +20,7 @@ def merge(plan: Mapping[str, Any]) -> None:
             os.environ[variable["name"]] = variable["value"]
 
 
-def of(
-    plan: Mapping[str, Any], me: int, store: tuple[str, int], start: Restart, gloo: Mapping[str, str]
-) -> dict[str, str]:
+def of(plan: Plan, me: int, store: Endpoint, start: Restart, gloo: Environ) -> dict[str, str]:
     """The variables on this node, with the store at this address and port."""
     world = plan["world"]
     found = {

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from dray.contract import cores, exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
@@ -19,6 +18,7 @@ from dray.contract.hostnames import compress
 from dray.runner import record
 from dray.runner.culprit import Seen, culprit, grouped
 from dray.runner.heartbeats import Heartbeats, Late
+from dray.runner.plan import Plan, names, ranks
 from dray.runner.protocol import Hung, Message, Progress
 
 _LOOK_S, _TELL_S = 1.0, 5.0  # seconds between looks, and between two messages of progress
@@ -29,7 +29,7 @@ class Hang:
     """The watch over one start of the ranks. A node sends what `look` and `hear` return to the first node; the first
     node sends it to all others."""
 
-    def __init__(self, plan: Mapping[str, Any], me: int, restart: int, size: Callable[[str], int]) -> None:
+    def __init__(self, plan: Plan, me: int, restart: int, size: Callable[[str], int]) -> None:
         self.open = False  # from the moment at which the run hangs until it is known why
         self.begun: Finding | None = None
         self.named: Finding | None = None
@@ -37,11 +37,9 @@ class Hang:
         self._plan = plan
         self._me = me
         self._folder = f"{plan['folder']}/{run_folder.hang(restart)}"
-        world = plan["world"]
         recipe = plan.get("recipe", {})
-        each = world["ranks_per_node"]
-        self._nodes = [node["name"] for node in world["nodes"] for _ in range(each)]  # of each rank
-        self._ranks = range(me * each, (me + 1) * each)
+        self._ranks = ranks(plan, me)
+        self._nodes = [name for name in names(plan) for _ in self._ranks]  # of each rank
         # dray's trainer says itself how long it may take, once it is loaded.
         limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
         self._beats = Heartbeats(plan, self._ranks, limit, size)
@@ -115,13 +113,13 @@ class Hang:
 
     def _collected(self, now: float) -> list[Message]:
         """What was seen of this node's ranks, once all are saved; the first node names the culprit once it has all."""
-        ranks = [self._seen[rank] for rank in self._ranks] if self._me else self._seen
-        complete = all(rank.state != "unseen" for rank in ranks)
+        seen = [self._seen[rank] for rank in self._ranks] if self._me else self._seen
+        complete = all(rank.state != "unseen" for rank in seen)
         if not self._me and (complete or now > self._deadline):
             self._name()
         elif complete and not self._reported:
             self._reported = True
-            return [*ranks]
+            return [*seen]
         return []
 
     def _name(self) -> None:
@@ -150,7 +148,7 @@ class Hang:
         )  # fmt: skip
 
 
-def _line(ranks: list[Seen]) -> str:
+def _line(alike: list[Seen]) -> str:
     """Ranks that do the same, as a line of seen.jsonl, and what the first of them does."""
-    which = {"ranks": cores.render(rank.rank for rank in ranks), "nodes": compress(rank.node for rank in ranks)}
-    return json.dumps({"count": len(ranks), **which, **ranks[0]._asdict()}) + "\n"
+    which = {"ranks": cores.render(rank.rank for rank in alike), "nodes": compress(rank.node for rank in alike)}
+    return json.dumps({"count": len(alike), **which, **alike[0]._asdict()}) + "\n"

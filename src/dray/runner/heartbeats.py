@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dray.contract import heartbeat, run_folder
+from dray.runner.plan import Plan
 
 _BEAT = struct.Struct(f"<5q24x{len(heartbeat.MARKS)}q")  # PROGRAM, BEAT at BEAT_AT, and the marks at MARKS_AT
 _WORK_S = 60.0  # seconds of a CPU: more than a rank uses that waits for an hour
@@ -43,7 +44,7 @@ class Heartbeats:
     """The heartbeats of these ranks. If the recipe sets a limit, a rank without one makes progress while its log
     grows."""
 
-    def __init__(self, plan: Mapping[str, Any], ranks: range, limit: int | None, size: Callable[[str], int]) -> None:
+    def __init__(self, plan: Plan, ranks: range, limit: int | None, size: Callable[[str], int]) -> None:
         """`size` is that of a log."""
         self.progress = 0.0  # when any of them was seen to make some
         self._plan = plan

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dray.runner.protocol import BrokenError, Message, decode, encode
 
 NONCE = 32
-GREETING = NONCE + 32  # a nonce and a proof
 _PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _CHUNK = 1 << 16
 _LOOK_S = 0.01
@@ -98,7 +97,6 @@ class Server:
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self.proved: list[tuple[Connection, Message]] = []
-        self.turned_away = 0
         self._listener, self._secret = listener, secret
         listener.settimeout(_LOOK_S)
 
@@ -114,6 +112,5 @@ class Server:
             while not (messages := connection.receive()):
                 pass
             self.proved.append((connection, messages[0]))
-        except OSError as error:
-            self.turned_away += isinstance(error, PermissionError)  # else it is gone, or slow
+        except OSError:  # it is gone, slow, or without the secret
             line.close()

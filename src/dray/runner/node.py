@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
-from typing import Any
 
 from dray.contract.findings import ConfigError, counted, listed
+from dray.runner.plan import Environ, Plan, World
 
 
-def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+def index(world: World, environ: Environ) -> int:
     """This node's number in the plan. ConfigError: the plan expects another node."""
     names = world["identity"]
     count, number, name = (environ.get(names[key], "") for key in ("nodes", "node", "name"))
@@ -33,23 +32,26 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
     return int(number)
 
 
-def require(plan: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+def require(plan: Plan, environ: Environ) -> None:
     """Refuse a command that cannot start in the container, before every rank fails with it."""
     first, *rest = plan["command"]
     folder, path = plan["where"], environ.get("PATH", os.defpath)
-    for script in rest[:1]:
-        if script.endswith(".py") and not os.path.exists(os.path.join(folder, script)):
-            raise _not_there(script, f"a file {os.path.join(folder, script)}")
-    files = [os.path.join(place, first) for place in ([folder] if "/" in first else path.split(os.pathsep))]
-    file = next((file for file in files if os.path.isfile(file) and ("/" in first or os.access(file, os.X_OK))), "")
+    script = os.path.join(folder, *rest[:1])
+    if script.endswith(".py") and not os.path.exists(script):
+        raise _not_there(rest[0], f"a file {script}")
+    places, wanted = path.split(os.pathsep), f"{first} on PATH ({path})"
+    if "/" in first:
+        places, wanted = [folder], f"a file {os.path.join(folder, first)}"
+    files = [file for place in places if os.path.isfile(file := os.path.join(place, first))]
+    if not files:
+        raise _not_there(first, wanted)
+    file = next((file for file in files if os.access(file, os.X_OK)), "")
     if not file:
-        raise _not_there(first, f"a file {files[0]}" if "/" in first else f"{first} on PATH ({path})")
-    if not os.access(file, os.X_OK):
         raise ConfigError(
             f"the program is not executable: {first}",
             wanted="an executable file; or python, bash or another interpreter before its name",
-            found=f"mode {os.stat(file).st_mode & 0o7777:o} of {file}",
-            fix=f"chmod +x {shlex.quote(file)}",
+            found=f"mode {os.stat(files[0]).st_mode & 0o7777:o} of {files[0]}",
+            fix=f"chmod +x {shlex.quote(files[0])}",
         )
     interpreter = _interpreter(file)
     if interpreter and not os.path.exists(interpreter):

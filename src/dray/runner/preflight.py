@@ -19,12 +19,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from dray.contract import exit_codes, run_folder, startup
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
 from dray.runner.children import Children, ended_with
 from dray.runner.control import Control
+from dray.runner.plan import Environ, Plan, names, ranks
+from dray.runner.protocol import Report
 from dray.runner.rendezvous import StoppedError
 
 LOADING = "import torch"  # no fault of a GPU: the image is read from a busy disk
@@ -42,8 +43,8 @@ _STOOD = (
 class RankCheck:
     """The check process of a rank, and its report."""
 
-    def __init__(self, rank: int, node: str, log: str, argv: list[str], env: Mapping[str, str]) -> None:
-        self.report: dict[str, Any] = {
+    def __init__(self, rank: int, node: str, log: str, argv: list[str], env: Environ) -> None:
+        self.report: Report = {
             "rank": rank, "node": node, "log": log, "part": f"rank {rank}", "phase": "its start", "order": -1,
             "limit": 0, "time": 0.0, "findings": [], "end": "", "why": "",
         }  # fmt: skip
@@ -64,7 +65,7 @@ class RankCheck:
             except (ValueError, TypeError):  # what the image's Python prints as it starts
                 print(f"dray: {self.report['part']}: {line}", flush=True)
 
-    def _take(self, fields: dict[str, Any]) -> None:
+    def _take(self, fields: Report) -> None:
         if "finding" in fields:
             self._note(Finding(**fields["finding"]))
             return
@@ -103,7 +104,7 @@ class RankCheck:
             part, phase = self.report["part"], self.report["phase"]
             self._note(Finding(f"{part} is not checked: {phase} was not done within {seconds:.0f} s"))
 
-    def go(self, environ: Mapping[str, str], limit: int) -> None:
+    def go(self, environ: Environ, limit: int) -> None:
         """Have it go on with these variables, within these seconds at first."""
         assert self.process.stdin
         self._take({"limit": limit})
@@ -131,9 +132,9 @@ class RankCheck:
 class Preflight:
     """The checks of this node's ranks; on the first node, the judgement by the reports of all nodes."""
 
-    def __init__(self, plan: Mapping[str, Any], me: int) -> None:
+    def __init__(self, plan: Plan, me: int) -> None:
         self._plan, self._me = plan, me
-        self._names = [node["name"] for node in plan["world"]["nodes"]]
+        self._names = names(plan)
         self._joins_s = plan["world"]["rendezvous_timeout_s"]
         self._limit = self._joins_s + plan["preflight"]["timeout_s"]
         self._crashed_at = math.inf
@@ -143,9 +144,8 @@ class Preflight:
         """Start a process for each rank."""
         # A check leaves no bytecode on a disk that may be full.
         argv = [sys.executable, "-B", "-m", "dray.checks.rank", f"{self._plan['folder']}/{run_folder.PLAN}"]
-        each, log = self._plan["world"]["ranks_per_node"], run_folder.node_log(self._me)
-        for local in range(each):
-            rank = self._me * each + local
+        log = run_folder.node_log(self._me)
+        for local, rank in enumerate(ranks(self._plan, self._me)):
             env = {"OMP_NUM_THREADS": "1", **os.environ, "RANK": str(rank), "LOCAL_RANK": str(local)}
             self.ranks.append(RankCheck(rank, self._names[self._me], log, argv, env))
 
@@ -173,7 +173,7 @@ class Preflight:
                 os.killpg(rank.process.pid, signal.SIGKILL)
         return Finding(**findings[0])._replace(node=self._names[self._me])
 
-    def check_together(self, children: Children, environ: Mapping[str, str], links: Control) -> None:
+    def check_together(self, children: Children, environ: Environ, links: Control) -> None:
         """Return if all ranks can communicate, else raise why."""
         began = time.monotonic()
         os.makedirs(f"{self._plan['folder']}/{run_folder.PREFLIGHT}", exist_ok=True)
@@ -196,15 +196,15 @@ class Preflight:
         deadline = time.monotonic() + self._limit + _GRACE
         before: list[str] = []
         while True:
-            events = children.wait(_LOOK_S)
-            if events.signals:  # the run is stopped from outside, and that is no finding of this node's
-                sys.exit(128 + events.signals[0])
+            signals, ended = children.wait(_LOOK_S)
+            if signals:  # the run is stopped from outside, and that is no finding of this node's
+                sys.exit(128 + signals[0])
             if links.cause or links.stopped:  # ranks that have ended since then were killed for it
                 return
-            ends = [rank.end(events.ended.get(rank.report["rank"])) for rank in self.ranks]
+            ends = [rank.end(ended.get(rank.report["rank"])) for rank in self.ranks]
             passed = {*ends} == {"passed"}
             if ends != before and (passed or {*ends} - {"", "passed"}):
-                links.report_preflight([] if passed else [rank.report for rank in self.ranks])
+                links.report_preflight(() if passed else tuple(rank.report for rank in self.ranks))
             before = ends
             over = time.monotonic() - deadline
             if passed if self._me else self._all_passed(links.preflight, over=over > 0):
@@ -218,7 +218,7 @@ class Preflight:
                     node=self._names[0],
                 )
 
-    def _all_passed(self, reports: Mapping[int, Sequence[Mapping[str, Any]]], *, over: bool) -> bool:
+    def _all_passed(self, reports: Mapping[int, Sequence[Report]], *, over: bool) -> bool:
         """Whether all ranks of all nodes have passed. DrayError: why they have not."""
         ends = {rank["end"] for ranks in reports.values() for rank in ranks}
         whole = len(reports) == len(self._names)
@@ -233,7 +233,7 @@ class Preflight:
 
 
 def finding(
-    names: Sequence[str], reports: Mapping[int, Sequence[Mapping[str, Any]]], limit: int, *, last: bool
+    names: Sequence[str], reports: Mapping[int, Sequence[Report]], limit: int, *, last: bool
 ) -> DrayError | None:
     """What went wrong, by how far each rank came; None while a later report may still change it.
 
@@ -258,7 +258,7 @@ def finding(
     return _slowest(names, [rank for rank in ranks if rank["end"] != "passed"])
 
 
-def _slowest(names: Sequence[str], waiting: Sequence[Mapping[str, Any]]) -> DrayError:
+def _slowest(names: Sequence[str], waiting: Sequence[Report]) -> DrayError:
     """The ranks for which the others waited: those that came least far, or that cannot end by themselves."""
     furthest = max(waiting, key=lambda rank: int(rank["order"]))
     least = min(rank["order"] for rank in waiting)
@@ -277,7 +277,7 @@ def _hung(problem: str, found: str, node: str, rank: int | None = None) -> DrayE
     return UnfitError(problem, wanted=_LIMITS, found=found, fix=_STOOD, node=node, rank=rank)
 
 
-def _failed(rank: Mapping[str, Any], how: str, found: str) -> DrayError:
+def _failed(rank: Report, how: str, found: str) -> DrayError:
     return UnfitError(
         f"rank {rank['rank']} on {rank['node']} {how}",
         wanted="a rank that passes the preflight",

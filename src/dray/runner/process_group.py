@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from dray.contract import run_folder
 from dray.runner import record as records
+from dray.runner.plan import Endpoint
 
 _ANSWER_S = 5.0
 # Of the store's protocol, seen the same in torch 2.8, 2.9 and 2.13: TCPStoreBackend.hpp.
@@ -22,25 +23,25 @@ _READY = 0
 _COUNT, _ADDRESS = "init/", "/default_pg/0//cpu//0/{}"
 
 
-def record(folder: str, size: int, store: tuple[str, int]) -> None:
-    """Write a file if the largest process group is smaller than the world."""
-    with suppress(OSError, ValueError, struct.error):  # no store that answers as torch's does: nobody can tell
-        largest = _largest(store, size) if size > 1 else 0
-        if 0 < largest < size:
-            records.put(f"{folder}/{run_folder.PROCESS_GROUP}", json.dumps({"largest": largest}))
-
-
-def _largest(store: tuple[str, int], size: int) -> int:
-    """How many ranks the largest process group has, as far as the store tells; 0 if no rank has joined it."""
+def record(folder: str, size: int, store: Endpoint) -> None:
+    """Write a file if some ranks have joined a process group, and the largest one is smaller than the world."""
+    if size == 1:
+        return
     keys = [_COUNT, *map(_ADDRESS.format, range(size))]
-    with socket.create_connection(store, timeout=_ANSWER_S) as line, line.makefile("rb") as answers:
+    with (
+        suppress(OSError, ValueError, struct.error),  # no store that answers as torch's does: nobody can tell
+        socket.create_connection(store, timeout=_ANSWER_S) as line,
+        line.makefile("rb") as answers,
+    ):
         line.sendall(_VALIDATE + b"".join(_CHECK + _text(key) for key in keys))
         counted, *addresses = (answer == _READY for answer in answers.read(len(keys)))
         if not counted:
-            return 0
+            return
         line.sendall(_GET + _text(_COUNT))
         (length,) = struct.unpack("=Q", answers.read(8))
-        return sum(addresses) or int(answers.read(length))
+        largest = sum(addresses) or int(answers.read(length))
+        if largest < size:
+            records.put(f"{folder}/{run_folder.PROCESS_GROUP}", json.dumps({"largest": largest}))
 
 
 def _text(text: str) -> bytes:

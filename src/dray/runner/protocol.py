@@ -15,6 +15,8 @@ from dray.runner.culprit import Entered, Seen
 from dray.runner.heartbeats import Late
 
 Message = tuple[Any, ...]
+Report = dict[str, Any]
+"""How far a rank has come in the preflight."""
 
 
 class BrokenError(OSError):
@@ -32,7 +34,6 @@ class Hello(NamedTuple):
 
     node: int
     name: str
-    host: str
     plan: str
     dray: str
     image: str
@@ -81,11 +82,7 @@ class StartTimes(NamedTuple):
 class Reports(NamedTuple):
     """How far a node's ranks have come in the preflight: a report of each rank, or none if all have passed."""
 
-    reports: tuple[dict[str, Any], ...]
-
-
-class ReportsWanted(NamedTuple):
-    """The first node asks how far the ranks of all nodes have come."""
+    reports: tuple[Report, ...]
 
 
 class Idle(NamedTuple):
@@ -111,7 +108,7 @@ _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
         *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, StartTimes, Reports),
-        *(ReportsWanted, Idle, Restart, Ended, Finding, Seen, Entered),
+        *(Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }
 

@@ -61,10 +61,10 @@ def _supervise(rank: str, command: list[str]) -> tuple[int, str]:
     heard: set[int] = set()
     code = 0
     while started.running:
-        events = started.wait()
-        heard.update(events.signals)
-        ranks.pass_on(events.signals, started, launcher)
-        code = events.ended.get(0, 0)
+        signals, ended = started.wait()
+        heard.update(signals)
+        ranks.pass_on(signals, started, launcher)
+        code = ended.get(0, 0)
     if between:
         between.finish()
     os.pwrite(beat, heartbeat.ended(code), 0)

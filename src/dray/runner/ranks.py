@@ -40,10 +40,10 @@ def main(argv: list[str]) -> int:
         ranks.start(command, label=local, env=env, session=True)
     first, asked = 0, False
     while ranks.running:
-        events = ranks.wait()
-        pass_on(events.signals, ranks, runner)
-        asked |= signal.SIGUSR1 in events.signals
-        for code in events.ended.values():
+        signals, ended = ranks.wait()
+        pass_on(signals, ranks, runner)
+        asked |= signal.SIGUSR1 in signals
+        for code in ended.values():
             first = first or children.exit_code(code)
         if first and not (asked and first == exit_codes.RETRY):  # the others still save
             ranks.end(_GRACE)

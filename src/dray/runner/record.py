@@ -12,6 +12,7 @@ from typing import Any
 
 from dray.contract import failures, files, hardware, processes, run_folder
 from dray.runner import evidence, heartbeats, output
+from dray.runner.plan import Environ, Plan, names, ranks
 
 _WAIT_S = 5.0  # at most, for all ranks: a program ends with its supervisor, which records how it ended
 
@@ -24,24 +25,23 @@ def write(folder: str, name: str, **fields: object) -> None:
     put(f"{folder}/{run_folder.failure(name)}", json.dumps(output.redacted(fields), indent=1))
 
 
-def first_failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
+def first_failure(plan: Plan, me: int) -> dict[str, Any] | None:
     """The record of the first failure of this node's ranks, because of which the others failed; None if none has.
 
     The launcher has ended, and a rank ends with it. One whose supervisor was killed is recorded now.
     """
     folder = plan["folder"]
-    each = plan["world"]["ranks_per_node"]
     records = []
     seen = time.time()
     deadline = time.monotonic() + _WAIT_S
-    for rank in range(me * each, (me + 1) * each):
+    for rank in ranks(plan, me):
         path = f"{folder}/{run_folder.failure(f'rank-{rank}')}"
         while (program := _unrecorded(plan, rank, path)) and time.monotonic() < deadline:
             time.sleep(0.02)
         if program and not processes.began(program):
             log = f"{folder}/{run_folder.rank_log(rank)}"
             write(
-                folder, f"rank-{rank}", node=plan["world"]["nodes"][me]["name"], rank=rank, code=137,
+                folder, f"rank-{rank}", node=names(plan)[me], rank=rank, code=137,
                 why="killed by SIGKILL, or its supervisor was", log=log, last_lines=files.tail(log), time=seen,
             )  # fmt: skip
         with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -55,39 +55,26 @@ def first_failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
     return min(records, key=order, default=None)
 
 
-def _unrecorded(plan: Mapping[str, Any], rank: int, path: str) -> int:
+def _unrecorded(plan: Plan, rank: int, path: str) -> int:
     """The rank's program, if neither its exit code nor a record was written; else 0."""
     return 0 if os.path.exists(path) else max(0, heartbeats.of(plan["scratch"], rank).program)
 
 
-def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
+def this_node(plan: Plan, me: int, environ: Environ) -> None:
     """Write nodes/node-N.json, the node's hardware and software, for the capsule."""
     # cuda12 has cuda's GPUs, rocm6 those of rocm.
     seen = hardware.look(plan.get("variant", "").rstrip("0123456789"), environ, packages=me == 0)
-    node = {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
+    node = {"node": me, "name": names(plan)[me], **seen}
     put(f"{plan['folder']}/{run_folder.node(me)}", json.dumps(node, indent=1))
 
 
-def saved(folder: str) -> None:
-    """Note that all ranks have saved and ended, as they were asked to."""
-    put(f"{folder}/{run_folder.SAVED}", "")
-
-
-def failing_nodes(folder: str, names: Iterable[str]) -> None:
-    """Write the names of the unfit nodes, as sbatch --exclude takes them."""
-    put(f"{folder}/{run_folder.FAILING_NODES}", ",".join(names) + "\n")
-
-
-def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
+def set_aside(folder: str, restart: int, failed: Iterable[str]) -> None:
     """Move failures/NAME.json to failures/restart-N: it is the reason for a restart, and did not end the run."""
     target = f"{folder}/{run_folder.restart(restart)}"
-    try:
-        os.makedirs(target, exist_ok=True)
-        for name in names:
-            with suppress(FileNotFoundError):  # there is none, or another node was first
-                os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
-    except OSError as error:
-        _say(target, error)
+    for name in failed:
+        with suppress(OSError):  # there is none, or another node was first
+            os.makedirs(target, exist_ok=True)
+            os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
 
 
 def put(target: str, text: str) -> None:
@@ -96,8 +83,4 @@ def put(target: str, text: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         files.write_atomic(target, text)
     except OSError as error:
-        _say(target, error)
-
-
-def _say(target: str, error: OSError) -> None:
-    print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)

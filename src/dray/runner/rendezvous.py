@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from dray import __version__
 from dray.contract import exit_codes, files, run_folder
-from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError, listed
 from dray.contract.hostnames import compress
 from dray.runner import address as address_of
 from dray.runner import hub, record
 from dray.runner.hub import Connection
+from dray.runner.plan import Endpoint, Plan, names
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
@@ -32,7 +31,6 @@ _ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _TRY_S = 10.0  # to connect, and then to prove the secret to a first node that thousands reach at once
 _LATER_S = 5.0  # for the first node's answer, whose own deadline may be later
-_OTHER_FILES = 128  # of the runner's and its children's own, and of connections that have proved nothing yet
 _SHOWN = 20  # nodes in a message
 _MOST_SKEW_S = 8.0
 _HELD = {
@@ -60,8 +58,8 @@ def secret_of(folder: str) -> bytes:
 
 
 def meet(
-    plan: Mapping[str, Any], me: int, digest: str, unfit: Finding | None = None
-) -> tuple[dict[int, Connection], tuple[str, int], socket.socket | None]:
+    plan: Plan, me: int, digest: str, unfit: Finding | None = None
+) -> tuple[dict[int, Connection], Endpoint, socket.socket | None]:
     """Wait for all nodes; return the connections, the first node's address and port, and on it the listening socket.
 
     An `unfit` node comes too, so that all nodes hear of it at once, and none waits for a node that will not come.
@@ -79,13 +77,12 @@ def meet(
     return gather(plan, own, key, listener), listener.getsockname(), listener
 
 
-def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> Hello:
+def make_hello(plan: Plan, number: int, digest: str, unfit: str = "") -> Hello:
     """This node's number and name, what all nodes must hold alike, and why its own check found it unfit."""
     world = plan["world"]
     return Hello(
         node=number,
         name=world["nodes"][number]["name"],
-        host=os.uname().nodename,
         plan=digest,
         image=os.environ.get(world["identity"]["image"], ""),
         dray=__version__,
@@ -94,13 +91,13 @@ def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "
     )
 
 
-def publish(plan: Mapping[str, Any], at: tuple[str, int], **times: float) -> None:
+def publish(plan: Plan, at: Endpoint, **times: float) -> None:
     """Tell the other nodes where the first one listens, and the report when this start has reached what."""
     fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], "times": times}
     files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 
 
-def published(plan: Mapping[str, Any]) -> tuple[str, int]:
+def published(plan: Plan) -> Endpoint:
     """The address and port of this attempt's first node. OSError: it has not written them yet."""
     world, folder = plan["world"], plan["folder"]
     if not world["shared_folder"]:
@@ -112,7 +109,7 @@ def published(plan: Mapping[str, Any]) -> tuple[str, int]:
     return told["address"], told["port"]
 
 
-def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> Connection:
+def join(plan: Plan, own: Hello, key: bytes) -> Connection:
     """As any other node: the connection to the first one, once all nodes are there."""
     nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
     deadline, wanted = time.monotonic() + limit, "the address of the first node"
@@ -159,7 +156,7 @@ def pause(nodes: int) -> float:
     return factor * max(_PAUSE_S, min(_LONGEST_PAUSE_S, nodes / _LOOKS_PER_S))
 
 
-def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.socket) -> dict[int, Connection]:
+def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[int, Connection]:
     """As the first node: the connections to all others, once all are here; or tell all why the run cannot start.
 
     If a node is unfit, the first node still waits for the checks of the others, so that all unfit nodes get named.
@@ -167,11 +164,10 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     """
     world = plan["world"]
     nodes = len(world["nodes"])
-    require_files(nodes, own.name)
     server = hub.Server(listener, key)
     limit = world["rendezvous_timeout_s"]
     deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
-    came, hosts = {0: own}, {own.host: own.name}
+    came = {0: own}
     connections: dict[int, Connection] = {}
     refused: list[Connection] = []
     refusal: DrayError | None = None
@@ -180,15 +176,14 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
         while server.proved:
             connection, message = server.proved.pop()
             hello = Hello(*message)
-            twin = hosts.setdefault(hello.host, hello.name)
-            if why := why_refused(hello, came, "" if world["one_machine"] else twin):
+            if why := why_refused(hello, came):
                 refusal = why
                 refused.append(connection)
                 continue
             came[hello.node], connections[hello.node] = hello, connection
             if hello.unfit:
                 deadline = min(deadline, time.monotonic() + limit / 2)
-    refusal = refusal or _incomplete(plan, came, listener.getsockname(), server.turned_away)
+    refusal = refusal or _incomplete(plan, came, listener.getsockname())
     for connection in (*connections.values(), *refused):
         with suppress(OSError):  # it is gone, which is seen next
             connection.send(Refusal(refusal.finding) if refusal else Welcome())
@@ -199,39 +194,36 @@ def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.soc
     return connections
 
 
-def _incomplete(
-    plan: Mapping[str, Any], came: Mapping[int, Hello], at: tuple[str, int], turned_away: int
-) -> DrayError | None:
+def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayError | None:
     """The refusal for nodes that are missing, or unfit: each of these has recorded why."""
-    nodes, limit = plan["world"]["nodes"], plan["world"]["rendezvous_timeout_s"]
-    absent = [node["name"] for number, node in enumerate(nodes) if number not in came]
+    nodes, limit = names(plan), plan["world"]["rendezvous_timeout_s"]
+    absent = [name for number, name in enumerate(nodes) if number not in came]
     unfit = [hello for _, hello in sorted(came.items()) if hello.unfit]
     missing = f"missing: {compress(absent)}" if absent else ""
     if unfit:
-        names = [hello.name for hello in unfit]
-        record.failing_nodes(plan["folder"], names)
+        failing = [hello.name for hello in unfit]
+        record.put(f"{plan['folder']}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
         found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
         return StoppedError(
-            f"{len(names)} of {len(nodes)} nodes are unfit: {' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}",
+            f"{len(failing)} of {len(nodes)} nodes are unfit: {listed(failing, _SHOWN)}",
             wanted="nodes that pass the node check",
             found="\n".join(filter(None, found)),
             fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
             code=exit_codes.UNFIT,
-            node=names[0],
+            node=failing[0],
         )
     if not absent:
         return None
-    others = f"; {turned_away} connections without this run's secret were closed" if turned_away else ""
     return UnfitError(
         f"{len(absent)} of {len(nodes)} nodes did not reach the first one in {limit} s",
         wanted=f"a connection of every node to {at[0]} port {at[1]}",
-        found=missing + others,
+        found=missing,
         fix="see the logs of these nodes; or give them more time: rendezvous_timeout_s=SECONDS",
     )
 
 
-def why_refused(hello: Hello, came: Mapping[int, Hello], twin: str) -> DrayError | None:
-    """Why a node that has come is refused, if it is; `twin` is the first node with its host name."""
+def why_refused(hello: Hello, came: Mapping[int, Hello]) -> DrayError | None:
+    """Why a node that has come is refused, if it is."""
     who, own = f"node {hello.node} ({hello.name})", came[0]
     for held, fix in _HELD.items():
         wanted, found = getattr(own, held), getattr(hello, held)
@@ -249,13 +241,6 @@ def why_refused(hello: Hello, came: Mapping[int, Hello], twin: str) -> DrayError
             found=f"{hello.name} has it too",
             fix="do not export the node's number before srun: each node takes it from its own task",
         )
-    if twin not in ("", hello.name):
-        return ConfigError(
-            f"{who} and {twin} have the same host name",
-            wanted="different host names, by which libraries tell nodes apart",
-            found=hello.host,
-            fix="give each machine a host name of its own; under Slurm start one task a node (--ntasks-per-node=1)",
-        )
     skew = abs(hello.time - time.time())
     if skew > _MOST_SKEW_S:
         return UnfitError(
@@ -265,16 +250,3 @@ def why_refused(hello: Hello, came: Mapping[int, Hello], twin: str) -> DrayError
             fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
         )
     return None
-
-
-def require_files(nodes: int, first: str) -> None:
-    """Refuse a first node that cannot hold a connection of each node; the runner has raised the limit."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < nodes + _OTHER_FILES:
-        raise UnfitError(
-            f"the first node may open {most} files, too few for {nodes} nodes",
-            wanted=f"a hard limit of {nodes + _OTHER_FILES} open files: one for each node and some more",
-            found=f"ulimit -n: {most}",
-            where=first,
-            fix=f"ask the administrators to raise it (LimitNOFILE of slurmd), or ask for {most - _OTHER_FILES} nodes",
-        )

@@ -13,12 +13,10 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -26,10 +24,11 @@ from typing import Any
 from dray.contract import heartbeat, run_folder
 from dray.runner import children, heartbeats, record
 from dray.runner.culprit import Entered, Seen
+from dray.runner.plan import Plan
 
 _SAMPLES, _SAMPLE_S = 10, 0.03  # of a thread's state; one that runs may wait for a core, and is then runnable
-_STOPPED_S = 2.0  # after so many seconds, and those of py-spy, all ranks of all nodes are stopped
-_TORCH_S, _NATIVE_S, _ABORT_S = 0.7, 2.5, 2.0  # for an answer of torch, for py-spy, and until the rank has ended
+_STOPPED_S = 2.0  # after so many seconds all ranks of all nodes are stopped
+_TORCH_S, _ABORT_S = 0.7, 2.0  # for an answer of torch, and until the rank has ended
 _LONGEST = 256 << 10  # bytes of one source
 _FRAMES, _ENTRIES = 12, 50  # kept of a stack, and of the Flight Recorder
 _FILE = re.compile(r'  File "((?!<frozen).*)", line (\d+) in (.*)')  # without importlib's own
@@ -37,7 +36,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a torch knows both, one or none
 
 
-def save(seen: list[Seen], rank: int, plan: Mapping[str, Any], file: str, began: float) -> None:
+def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> None:
     """Write the file, end the rank's program and put down what was seen. All nodes begin at the same time."""
     scratch = plan["scratch"]
     log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
@@ -56,15 +55,8 @@ def save(seen: list[Seen], rank: int, plan: Mapping[str, Any], file: str, began:
                 entries = _entries(heartbeat.socket(heartbeat.path(scratch, rank)), handler)
                 parts[handler] = json.dumps(entries[-_ENTRIES:], indent=1)
                 found = found._replace(flight=(*found.flight, *entered_last(entries)))
-        argv = ["py-spy", "dump", "--native", "--pid", str(process)]
-        stopped_at = began + _STOPPED_S
-        if shutil.which(argv[0]):
-            stopped_at += _NATIVE_S
-            with suppress(OSError, subprocess.TimeoutExpired):
-                done = subprocess.run(argv, capture_output=True, timeout=_NATIVE_S, check=False, errors="replace")  # noqa: S603
-                parts[" ".join(argv)] = done.stdout + done.stderr
         _signal(pythons, signal.SIGSTOP)
-        time.sleep(max(0.0, stopped_at - time.monotonic()))
+        time.sleep(max(0.0, began + _STOPPED_S - time.monotonic()))
         stacks = _abort(beat.program, pythons, lambda: heartbeats.of(scratch, rank).program > 0, log)
         parts["stacks of all threads (faulthandler)"] = stacks
         found = found._replace(frames=frames(stacks))

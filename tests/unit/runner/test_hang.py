@@ -132,23 +132,6 @@ def test_the_rank_is_named_with_its_frames(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", [True, False])
-def test_py_spy_is_asked_where_it_is(hanging: Callable[..., None], start: Start, tmp_path: Path, answers: bool) -> None:
-    """And no longer than it may take."""
-    tools = tmp_path / "my tools"
-    tools.mkdir()
-    (tools / "py-spy").write_text("#!/bin/sh\n" + ('echo "asked: $@"' if answers else "exec sleep 60"))
-    (tools / "py-spy").chmod(0o755)
-    hanging("spin")
-    _, seconds = both(start, tmp_path / "ready", PATH=f"{tools}:{os.environ['PATH']}")
-    saved = (tmp_path / "hang" / "rank-2.txt").read_text()
-    asked = f"dump --native --pid {(tmp_path / 'ready').read_text()}"
-    assert (f"== py-spy {asked}\nasked: {asked}\n" in saved) is answers
-    assert "in spin" in saved
-    assert seconds < LIMIT + 10
-
-
-@pytest.mark.slow
 @pytest.mark.seconds
 def test_all_ranks_start_again_and_end_well(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
     """A hang is a failure as any other; what is said of it stays beside the restart."""

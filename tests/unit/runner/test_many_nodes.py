@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import threading
 import time
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import DrayError
 from dray.runner import address, hub, rendezvous
 from dray.runner.protocol import Hello, Message
 from dray.runner.rendezvous import make_hello
@@ -80,19 +79,6 @@ def test_the_missing_are_named_exactly(plan: dict[str, Any]) -> None:
         "9999 of 10000 nodes did not reach the first one in 0.5 s",
         "missing: n[1-9999]",
     )
-
-
-def test_too_few_files_are_said_before_anybody_waits(monkeypatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
-    with pytest.raises(UnfitError) as refused:
-        rendezvous.require_files(8000, "node1")
-    assert str(refused.value).splitlines() == [
-        "the first node may open 4096 files, too few for 8000 nodes",
-        "  where:  node1",
-        "  wanted: a hard limit of 8128 open files: one for each node and some more",
-        "  found:  ulimit -n: 4096",
-        "  fix:    ask the administrators to raise it (LimitNOFILE of slurmd), or ask for 3968 nodes",
-    ]
 
 
 @pytest.mark.parametrize(("nodes", "usual"), [(2, 0.05), (100, 0.05), (1024, 0.512), (10_000, 5.0), (10**6, 5.0)])

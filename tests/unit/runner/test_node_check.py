@@ -77,7 +77,7 @@ def test_all_that_are_unfit_are_named_at_once(
         assert record["why"] in ends[number][1]
         assert f"dray: error: this node cannot write in {tmp_path}\n" in ends[number][1]
     for number in {0, 1, 2} - {*unfit}:
-        assert f"{len(unfit)} of 3 nodes are unfit: {' '.join(names)}" in ends[number][1]
+        assert f"{len(unfit)} of 3 nodes are unfit: {', '.join(names)}" in ends[number][1]
         assert f"{names[0]}: this node cannot write in" in ends[number][1]
     if 0 not in unfit:
         assert "fix:    leave them out: sbatch --exclude=$(cat failing_nodes.txt)" in ends[0][1]

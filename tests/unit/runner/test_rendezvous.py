@@ -31,7 +31,6 @@ from dray.runner.protocol import (
     Message,
     Progress,
     Reports,
-    ReportsWanted,
     Restart,
     Save,
     StartTimes,
@@ -54,7 +53,7 @@ def greeting(secret: bytes) -> bytes:
         first.sendall(nonce)
         thread = threading.Thread(target=hub.greet, args=(node, secret, time.monotonic() + 5))
         thread.start()
-        seen = first.recv(hub.GREETING, socket.MSG_WAITALL)
+        seen = first.recv(hub.NONCE + 32, socket.MSG_WAITALL)
         first.sendall(hub.proof(secret, b"host", seen[: hub.NONCE], nonce))
         thread.join()
     return seen
@@ -202,7 +201,7 @@ def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, sta
         second = start(1, 2, "node2", stranger)
         select.select([listener], [], [])
         own = make_hello(plan, 0, runner.digest(plan))
-        with pytest.raises(UnfitError, match="without this run's secret were closed"):
+        with pytest.raises(UnfitError, match="did not reach the first one"):
             gather(plan, own, SECRET.encode(), listener)
         code, said = ended(second)
     assert (code, "does not have this run's secret" in said) == (69, True)
@@ -234,7 +233,7 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
     where = rendezvous(plan)
     other = make_hello(plan, 1, "another digest")
     with socket.create_connection(where) as line:
-        line.sendall(json.dumps(other).encode().ljust(hub.GREETING) + b"\n")
+        line.sendall(json.dumps(other).encode().ljust(hub.NONCE + 32) + b"\n")
         assert shown_out(line)
     with socket.create_connection(where) as line:
         nonce = hub._read(line, hub.NONCE, time.monotonic() + 30)
@@ -418,7 +417,6 @@ SEEN = Seen(3, "n1", 5, "step", "runs", ("f (a.py:1)",), (Entered("0", 9, "all_g
         Late(1, True, 4.5, 6.5),
         SEEN,
         Reports(({"rank": 1, "finding": {"problem": "p"}},)),
-        ReportsWanted(),
         StartTimes({"import": 1.5}),
         Restart(1, 5, "why"),
     ],

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import RetryError
-from dray.runner import evidence, locks, record
+from dray.runner import evidence, record
+from dray.runner.__main__ import remove_locks
 from helpers import ROOT
 from nodes import Start, ended, free_port
 
@@ -305,8 +306,8 @@ def test_a_lock_of_the_ranks_before_is_removed(tmp_path: Path, capsys) -> None:
     lock.parent.mkdir()
     lock.touch()
     made = lock.stat().st_mtime
-    locks.clear(str(tmp_path), since=made)
+    remove_locks(str(tmp_path), made)
     assert lock.exists()
-    locks.clear(str(tmp_path), since=made + 1)
+    remove_locks(str(tmp_path), made + 1)
     assert not lock.exists()
     assert f"dray: removed {lock}" in capsys.readouterr().out

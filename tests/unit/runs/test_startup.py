@@ -175,7 +175,6 @@ class TestOfANode:
         one.lap(startup.RENDEZVOUS)
         one.launched()
         before = dict(one.parts)
-        one.lap(startup.RENDEZVOUS)
         one.launched()
         for rank in (2, 3):
             beat(tmp_path / "own", rank, int(one._launched * SECOND) + SECOND)
@@ -183,9 +182,8 @@ class TestOfANode:
 
     def test_the_first_one_writes_what_all_tell(self, plan, monkeypatch, tmp_path: Path) -> None:
         first = node(plan, 0, monkeypatch, "step=4")
-        first.hear(1, {"container": 1.0})
-        first.hear(1, {"container": 1.5})
-        first.write()
+        first.nodes[1] = {"container": 1.5}
+        first.look()
         assert (tmp_path / "startup.json").read_text() == (
             '{"attempt": 1, "step": "4", "nodes": [{}, {"container": 1.5}]}'
         )
@@ -194,8 +192,8 @@ class TestOfANode:
         (tmp_path / "none").touch()
         plan["folder"] += "/none"
         first = node(plan, 0, monkeypatch)
-        first.hear(1, {"container": 1.0})
-        first.write()
+        first.nodes[1] = {"container": 1.0}
+        first.look()
         assert "none/startup.json cannot be written: " in capsys.readouterr().err
 
 
