@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
+_COMPILES_S = 15 * 60.0  # torch holds a lock while it compiles one extension
 _ENDING_S = 10.0  # seconds from SIGKILL to the end of what this node has started
 # A rank holds a file for each connection: 1,024, the usual soft limit, are too few beside other users who connect to
 # Gloo's port. Not all that some machines allow: old programs close each number up to the limit, and 1,000,000,000 take
@@ -139,9 +140,8 @@ class Runner:
         if self.preflight and not self.start.number:
             self.preflight.check_together(self.supervised, environ, links)
             self.timings.lap(PREFLIGHT)
-        extensions = environ.get("TORCH_EXTENSIONS_DIR")
-        if self.start.number and extensions:
-            remove_locks(extensions, began)
+        if extensions := environ.get("TORCH_EXTENSIONS_DIR"):
+            remove_locks(extensions, began if self.start.number else began - _COMPILES_S)
         if not links.cause and not links.stopped:  # another node has started its ranks already
             self.launch_ranks(environ)
         return self.lead()
