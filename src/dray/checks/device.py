@@ -42,10 +42,11 @@ def _steps(index: int) -> dict[str, Callable[[], str]]:
 
 def of_rank(rank: Rank) -> None:
     """Report the findings of the rank's GPU, each phase before it begins."""
-
-    def report(finding: Finding) -> None:
+    for finding in _findings(rank):
         rank.report(finding._replace(problem=f"GPU {rank.local}: {finding.problem}"))
 
+
+def _findings(rank: Rank) -> Iterator[Finding]:
     rank.tell(phase="driver")
     try:
         _require_present(rank)
@@ -58,14 +59,12 @@ def of_rank(rank: Rank) -> None:
         with suppress(RuntimeError):  # torch's, where there is no room for it: it is no condition
             rank.tell(tflops=round(ceiling(torch.device("cuda", rank.local)), 1))
         rank.tell(phase="health")
-        for finding in health.of(torch.cuda.get_device_properties(rank.local)):
-            report(finding)
+        yield from health.of(torch.cuda.get_device_properties(rank.local))
     except UnfitError as unfit:
-        report(unfit.finding)
+        yield unfit.finding
     except RuntimeError as error:  # torch's, of the driver and of CUDA or HIP
-        found = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        problem, wanted = "the driver or the GPU failed", "a GPU that computes"
-        report(Finding(problem, wanted=wanted, found=found, fix=_ADMINISTRATORS, code=exit_codes.UNFIT))
+        problem, found = "the driver or the GPU failed", str(error).strip().partition("\n")[0]
+        yield Finding(problem, wanted="a GPU that computes", found=found, fix=_ADMINISTRATORS, code=exit_codes.UNFIT)
 
 
 def _require_present(rank: Rank) -> None:

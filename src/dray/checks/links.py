@@ -43,12 +43,11 @@ def find_slow(rank: Rank, device: torch.device) -> list[str]:
     """A line for each node, rank or link that is far slower than the others; the same on all ranks."""
     each, names = rank.plan["world"]["ranks_per_node"], [node["name"] for node in rank.plan["world"]["nodes"]]
     lines = []
-    if len(names) >= FEWEST:
-        rank.phase("neighbours")
-        lines += slow(_measure(rank, device, rings(len(names), each, inside=False)), names, each, inside=False)
-    if each > 1 and max(each, len(names)) >= FEWEST:
-        rank.phase("neighbours in the node")
-        lines += slow(_measure(rank, device, rings(len(names), each, inside=True)), names, each, inside=True)
+    for inside, phase in ((False, "neighbours"), (True, "neighbours in the node")):
+        members = each if inside else len(names)
+        if members > 1 and max(members, len(names)) >= FEWEST:
+            rank.phase(phase)
+            lines += slow(_measure(rank, device, rings(len(names), each, inside=inside)), names, each, inside=inside)
     return lines
 
 
@@ -61,9 +60,14 @@ def _measure(rank: Rank, device: torch.device, of: list[list[int]]) -> dict[Link
     for _ in range(_TIMES):
         dist.barrier()
         reached[0] = max(float(reached), 2 * count * 4 / 1e9 / _exchange(own, ring[at - 1], ring[(at + 1) % len(ring)]))
-    pieces = [torch.zeros_like(reached) for _ in range(rank.size)]
-    dist.all_gather(pieces, reached)
-    return joined([float(piece) for piece in pieces], of)
+    return joined([float(piece) for piece in all_gather(reached)], of)
+
+
+def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
+    """What each rank has, in the CPU's memory."""
+    pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, own)
+    return [piece.cpu() for piece in pieces]
 
 
 def _exchange(own: torch.Tensor, *peers: int) -> float:
