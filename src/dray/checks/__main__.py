@@ -16,7 +16,7 @@ from dray.checks import group
 from dray.contract import exit_codes
 
 GROUPS = ("image", "device", "operators", "compilers")
-LIMIT = 600.0  # seconds; importing everything from a cold, busy file system takes minutes
+LIMIT = 600  # seconds; importing everything from a cold, busy file system takes minutes
 
 
 def main() -> int:

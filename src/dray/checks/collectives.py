@@ -19,7 +19,6 @@ from dray.contract.output import unprinted
 if TYPE_CHECKING:
     from dray.checks.rank import Rank
 
-_GROUPS = 5
 _ROUNDS = 3
 _MOST_WRONG = 8  # ranks that have sent wrong data, as one rank tells them
 _JSON = 512  # bytes of a rank's values
@@ -52,11 +51,6 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     pieces = links.all_gather(_pattern(rank.number, length).to(device))
     wrong = [number for number, piece in enumerate(pieces) if not torch.equal(piece, _pattern(number, length))]
     _require_right_data(rank, _all_gather_json(wrong[:_MOST_WRONG], device))
-    rank.phase("new groups")
-    for _ in range(_GROUPS):
-        group = dist.new_group(list(range(rank.size)))
-        dist.all_reduce(torch.ones(1, device=device), group=group)
-        dist.destroy_process_group(group)
     rank.phase("control group")
     with unprinted():  # as the trainer has one beside NCCL's
         control = dist.new_group(backend="gloo")

@@ -70,13 +70,12 @@ def run_kernel(device: str) -> str:
 
 def compile_kernels(architecture: str) -> str:
     """Compile dray's own kernels for an architecture; no such GPU is needed."""
-    made = [
-        compiled(source, options, architecture)
-        for name in _KERNELS
-        for source, options in import_module(name).sources(architecture)
-    ]
-    size = sum(len(one.asm.get("cubin") or one.asm["hsaco"]) for one in made)
-    return f"{counted(len(made), 'kernel')} compiled to {size} bytes; not run, no device"
+    count = 0
+    for name in _KERNELS:
+        for source, options in import_module(name).sources(architecture):
+            compiled(source, options, architecture)
+            count += 1
+    return f"{counted(count, 'kernel')} compiled; not run, no device"
 
 
 def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  # noqa: ANN401  Triton's own

@@ -85,12 +85,9 @@ def _image() -> str:
 
 
 def _imported(name: str, distributions: tuple[str, ...]) -> str:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError:
-        if absent(name):
-            raise Skip("not in this image" if declared().packages else "not installed") from None
-        raise
+    if absent(name):
+        raise Skip("not in this image" if declared().packages else "not installed")
+    module = importlib.import_module(name)
     package = sys.modules[name.partition(".")[0]]
     if declared().packages and not Path(str(package.__file__)).is_relative_to(sys.prefix):
         raise UnfitError(

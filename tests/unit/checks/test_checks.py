@@ -313,7 +313,7 @@ def test_kernels_are_compiled_for_gpus_that_this_machine_lacks(
     from dray.checks import compilers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert compilers.compile_kernels(architecture).startswith(f"{kernels} compiled to ")
+    assert compilers.compile_kernels(architecture).startswith(f"{kernels} compiled; ")
     monkeypatch.setattr(compilers, "_SHARED", {architecture: 1})
     if kernels != "1 kernel":
         with pytest.raises(UnfitError, match=r"summaries needs \d+ bytes of shared memory"):
