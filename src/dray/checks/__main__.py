@@ -46,6 +46,3 @@ if __name__ == "__main__":
         sys.exit(main())
     except (KeyboardInterrupt, BrokenPipeError):
         os._exit(130)
-    except OSError as error:  # no folder to write to
-        print(f"dray.checks cannot start: {error}", file=sys.stderr)
-        sys.exit(exit_codes.UNFIT)

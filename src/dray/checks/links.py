@@ -28,8 +28,6 @@ _SLOW_PAIRS = 8.0  # where GPUs of one node are compared: an MI250X's halves hav
 _SHOWN = 8
 Link = tuple[int, int]
 """Two ranks that follow one another in a ring."""
-Speed = tuple[float, float]
-"""GB/s of a link, and what is usual."""
 
 
 def rings(nodes: int, each: int, *, inside: bool) -> list[list[int]]:
@@ -106,7 +104,7 @@ def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside
     alike: dict[object, list[float]] = {}
     for link, gb_s in sorted(links.items(), key=lambda item: item[1]):
         alike.setdefault(kind(link), []).append(gb_s)
-    far: dict[tuple[str, str], Speed] = {}
+    far: dict[tuple[str, str], tuple[float, float]] = {}
     for (a, b), gb_s in links.items():
         speeds = alike[kind((a, b))]
         usual = speeds[ceil(_USUAL * (len(speeds) - 1))]  # not the median: one slow node of four has two of four links
@@ -118,10 +116,10 @@ def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside
     return _lines(far)
 
 
-def _lines(far: Mapping[tuple[str, str], Speed]) -> list[str]:
-    """A line for each link; a member with two slow links is named once."""
+def _lines(far: Mapping[tuple[str, str], tuple[float, float]]) -> list[str]:
+    """A line for each link with its speed and the usual one; a member with two slow links is named once."""
     slow_links = Counter(member for link in far for member in link)
-    speeds: dict[str, Speed] = {}
+    speeds: dict[str, tuple[float, float]] = {}
     for (a, b), speed in far.items():
         who = f"{a} to {b.rpartition(': ')[2]}"
         if 2 in (slow_links[a], slow_links[b]):

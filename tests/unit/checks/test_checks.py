@@ -286,7 +286,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_image_declares_what_it_is(image: Path) -> None:
     declared = {"variant": "cuda", "accelerator": "cuda", "driver": "580.65.06", "architectures": ["8.0", "9.0"]}
     image.write_text(json.dumps({**declared, "packages": {"deep_speed": "1", "dray": "0"}, "of_tomorrow": 1}))
-    assert packages.declared().lists("x", "Deep.Speed")
+    assert packages.declared().lists("x", "deep-speed")
     first, _, *rest = packages.results()
     assert first.found == "cuda, for cuda 8.0 9.0, driver 580.65.06 or newer"
     [dray] = [result for result in rest if result.problem == "dray"]
