@@ -28,10 +28,10 @@ def _packages() -> object:
     except ImportError:
         return {}
     # The first of a name is the one that is imported.
-    packages = {}
-    for package in metadata.distributions():
-        packages.setdefault(str(package.metadata["Name"]).lower().replace("_", "-"), package.version)
-    return packages
+    return {
+        str(package.metadata["Name"]).lower().replace("_", "-"): package.version
+        for package in reversed(list(metadata.distributions()))
+    }
 
 
 def _torch() -> object:

@@ -33,8 +33,7 @@ _SETTINGS = {
 
 def run(module: str, scratch: Path, *, limit: int) -> Iterator[Finding]:
     """The results as they come, and one more if the group fails. A failure has the last lines of its output."""
-    name = module.rpartition(".")[2]
-    output = scratch / f"{name}.output"
+    output = scratch / "output"
     argv = [sys.executable, "-m", "dray.checks.group", module, str(limit)]
     env = {**os.environ, **dict.fromkeys(_FOLDERS, str(scratch)), **_SETTINGS}
     with (
@@ -52,7 +51,7 @@ def run(module: str, scratch: Path, *, limit: int) -> Iterator[Finding]:
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if code == -signal.SIGALRM:
             ended = f"not done after {limit} s"
-        yield _with_output(Finding(name, found=ended, code=exit_codes.UNFIT), output)
+        yield _with_output(Finding(module.rpartition(".")[2], found=ended, code=exit_codes.UNFIT), output)
 
 
 def _with_output(finding: Finding, output: Path) -> Finding:
