@@ -115,15 +115,7 @@ lib::listen() { # FUNCTION: which is called with each signal's name
 }
 
 lib::uptime() { # sets `now`: seconds by a clock that nobody sets
-  now=""
-  { read -r now _ </proc/uptime; } 2>/dev/null || true
-}
-
-lib::asked() { # for the nodes' script: when this one began the attempt, had the plan, and asked for the nodes
-  local now boot=""
-  { read -r boot </proc/sys/kernel/random/boot_id; } 2>/dev/null || true
-  lib::uptime
-  export DRAY_ASKED="asked_boot=$boot begun=$began_at planned=$planned_at asked=$now"
+  read -r now _ </proc/uptime
 }
 
 lib::late() { # SIGNAL: between the nodes' end and the next start of nodes, if there is one
@@ -255,6 +247,9 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   lib::uptime
   local -r planned_at="$now"
   lib::stage
+  lib::uptime # for the nodes' script: when this one began the attempt, had the plan, and asked for the nodes
+  DRAY_ASKED="asked_boot=$(</proc/sys/kernel/random/boot_id) begun=$began_at planned=$planned_at asked=$now"
+  export DRAY_ASKED
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
@@ -262,7 +257,6 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # --export=ALL: where sbatch was told to export nothing, srun would take that over, and the engine had no PATH.
   # --disable-status: the first INT is passed on, and no second one kills. It has a process group of its own, where no
   # terminal's Ctrl-C comes too.
-  lib::asked
   set -m
   srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" \

@@ -52,14 +52,6 @@ login::answer() { # FOLDER
   printf '%s\n' "$code" >"$1/code"
 }
 
-login::environment() { # sets `environment`: what a plan at a login node looks at, and neither PATH nor what may be a secret
-  local name
-  environment=("DRAY_RUNS=$runs" "DRAY_IMAGE=$given_image" "TERM=dumb")
-  for name in HF_HOME DRAY_SITE SLURM_CLUSTER_NAME SBATCH_{ACCOUNT,PARTITION} "${login__of_sites[@]}"; do
-    [[ -z "${!name:-}" || "_${name}_" =~ _(TOKEN|KEY|SECRET|PASSWORD|PATH)_ ]] || environment+=("$name=${!name}")
-  done
-}
-
 login::here() { # VERB [WORD...]: sets `runs`, `image`, `given_image`, `folders` and `words`, a SIF by its whole path
   local word
   runs="$(realpath -m -- "${DRAY_RUNS:-runs}")"
@@ -98,7 +90,7 @@ login::brought() { # the one file that the verb has written: its name, and then 
 login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   local -r folder="$1" bring="$4" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local where="$3" image="$2" given_image="${2:-${DRAY_IMAGE:-}}" runs="$1/runs" recipe="" engine word code=0 open
-  local -a folders=("$1") environment=() words=()
+  local -a folders=("$1") words=()
   door="" made="" server=""
   shift 4
   engine="$(type -P apptainer || type -P singularity)" || lib::die 69 "there is neither apptainer nor singularity on login node $(</proc/sys/kernel/hostname)" \
@@ -122,7 +114,11 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   for word in "$DRAY_HOME" "$own_sites" "${HF_HOME:-}" "${@#--*=}"; do
     [[ "$word" != /?* || ! -d "$word" || -n "$folder" && "$word/" == "$folder/"* ]] || folders+=("$(realpath -s -- "$word")")
   done
-  login::environment
+  # What a plan at a login node looks at.
+  local -a environment=("DRAY_RUNS=$runs" "DRAY_IMAGE=$given_image" "TERM=dumb")
+  for word in HF_HOME DRAY_SITE SLURM_CLUSTER_NAME SBATCH_{ACCOUNT,PARTITION} "${login__of_sites[@]}"; do
+    [[ -z "${!word:-}" ]] || environment+=("$word=${!word}")
+  done
   set -m
   login::serve </dev/null >/dev/null 2>&1 &
   server=$!

@@ -1,4 +1,4 @@
-"""`python -m dray.checks.abi [LIBRARY...]`: check that the host's libraries fit this image, and which copy is loaded.
+"""`python -m dray.checks.abi [LIBRARY...]`: check that the host's libraries fit this image.
 
 The image's own loader says it, which maps the libraries as for ldd, and runs nothing of them. NCCL hides its errors.
 """
@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +29,11 @@ class Library(NamedTuple):
     """A library of the host, compared with the image."""
 
     path: str
-    in_image: str = ""
+    in_image: str
     """The image's own copy, if it has one."""
-    before: str = ""
-    """Which copy a program loads under Apptainer before 1.5 and SingularityCE: host or image."""
-    since: str = ""
-    """The same under Apptainer 1.5 and newer."""
-    problems: Sequence[str] = ()
+    problems: list[str]
     """Why the library cannot be loaded."""
-    unresolved: Sequence[str] = ()
+    unresolved: list[str]
     """Libraries that were not found; the driver, or a package that is loaded earlier, may have them."""
 
 
@@ -65,24 +61,22 @@ def check(libraries: Sequence[Path]) -> list[Library]:
     """Compare each library with the image and with the others."""
     entries, folders = os.environ.get("LD_LIBRARY_PATH", "").split(":"), image_folders()
     library_path = [entry for entry in entries if entry and Path(entry) != INJECTED]
-    host = {str(INJECTED): None, **{str(path.parent): None for path in libraries}}
+    host = [str(INJECTED), *(str(path.parent) for path in libraries)]
     rows = []
     for path in libraries:
-        copy = _find(path.name, [*library_path, *folders])
+        copies = [f"{folder}/{path.name}" for folder in (*library_path, *folders)]
+        copy = next(filter(os.path.exists, copies), "")
         # The image's LD_LIBRARY_PATH comes before the engine's folder; since 1.5 the image's other folders do, too.
-        before = "image" if str(Path(copy).parent) in library_path else "host"
         orders = [*library_path, *host, *folders], [*library_path, *folders, *host]
-        problems, unresolved = min((_ask(path, order) for order in orders), key=lambda answer: len(answer[0]))
-        rows.append(Library(str(path), copy, before, "image" if copy else "host", problems, unresolved))
+        answers = [_ask(path, order) for order in orders]
+        rows.append(Library(str(path), copy, *min(answers, key=lambda answer: len(answer[0]))))
     return rows
 
 
-def _ask(library: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
+def _ask(library: Path, folders: Sequence[str]) -> tuple[list[str], list[str]]:
     """What the loader says if it searches in these folders: why the library does not fit, and what is not found."""
     if not library.exists():
         return ["does not exist"], []
-    if _header(library) != _header(Path(sys.executable)):
-        return [f"is no library for {platform.machine()}"], []
     loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     loader = next(path for path in loaded if Path(path).name.startswith("ld-"))
     # A conda environment brings a newer one than the image's folders have, and this process has loaded it.
@@ -102,22 +96,11 @@ def _ask(library: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
     return lacking, unresolved
 
 
-def _header(library: Path) -> bytes:
-    """The kind and the machine of an ELF file."""
-    with library.open("rb") as file:
-        start = file.read(20)
-    return start[:6] + start[18:]
-
-
 def image_folders() -> list[str]:
     """The folders that this image's loader searches after LD_LIBRARY_PATH."""
     files = sorted(Path("/etc/ld.so.conf.d").glob("*.conf"))
     lines = [line.strip() for file in files for line in file.read_text(errors="replace").splitlines()]
     return [*(line for line in lines if line.startswith("/")), *_DEFAULT]
-
-
-def _find(name: str, folders: Iterable[str]) -> str:
-    return next((path for folder in folders if Path(path := f"{folder}/{name}").exists()), "")
 
 
 def main(names: Sequence[str]) -> int:

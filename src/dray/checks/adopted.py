@@ -10,11 +10,11 @@ def main() -> None:
     """Print one line on standard output; what packages print during their import goes to stderr."""
     out = os.dup(1)
     os.dup2(2, 1)
-    found: dict[str, object] = {
+    found = {
         "python": platform.python_version(),
         "executable": sys.executable,
         "machine": platform.machine(),
-        "libc": _libc(),
+        "libc": " ".join(platform.libc_ver()),
         "pythonpath": os.environ.get("PYTHONPATH", ""),
         "packages": _packages(),
         "torch": _torch(),
@@ -22,26 +22,19 @@ def main() -> None:
     os.write(out, json.dumps(found).encode() + b"\n")
 
 
-def _libc() -> str:
-    try:
-        return str(os.confstr("CS_GNU_LIBC_VERSION") or "")
-    except (ValueError, OSError):
-        return ""
-
-
-def _packages() -> dict[str, str]:
+def _packages() -> object:
     try:
         from importlib import metadata  # noqa: PLC0415  not before 3.8
     except ImportError:
         return {}
     # The first of a name is the one that is imported.
     return {
-        str(one.metadata["Name"]).lower().replace("_", "-"): one.version
-        for one in reversed(list(metadata.distributions()))
+        str(package.metadata["Name"]).lower().replace("_", "-"): package.version
+        for package in reversed(list(metadata.distributions()))
     }
 
 
-def _torch() -> dict[str, str]:
+def _torch() -> object:
     try:
         import torch  # noqa: PLC0415
     except BaseException as wrong:

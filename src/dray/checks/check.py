@@ -40,5 +40,6 @@ def failed(name: str, error: Exception, *, fix: str = "") -> Finding:
     """The finding of an error; for a library's error, its last line, where libraries put the cause."""
     if isinstance(error, DrayError):
         return error.finding._replace(problem=name, found=error.problem, kind="skip")
-    last = [line.strip() for line in str(error).splitlines() if line.strip()][-1:]
-    return Finding(name, found=": ".join([type(error).__name__, *last]), fix=fix, code=exit_codes.UNFIT)
+    last = str(error).strip().rpartition("\n")[2].strip()
+    found = f"{type(error).__name__}: {last}".removesuffix(": ")
+    return Finding(name, found=found, fix=fix, code=exit_codes.UNFIT)

@@ -19,10 +19,9 @@ from dray.contract.output import unprinted
 if TYPE_CHECKING:
     from dray.checks.rank import Rank
 
-_GROUPS = 5
 _ROUNDS = 3
 _MOST_WRONG = 8  # ranks that have sent wrong data, as one rank tells them
-_JSON, _LONGEST = 512, 100  # bytes of it, and letters of a transport's name
+_JSON = 512  # bytes of a rank's values
 _PATTERN, _ALL = 1 << 16, 1 << 24  # numbers of a rank, and the most of all ranks together, all of which each rank holds
 _BANDWIDTH_NODES = 8  # with more nodes, latency and not bandwidth limits messages of this size
 _SUSPECT = "leave that node out (sbatch --exclude), and tell the cluster's administrators"
@@ -31,7 +30,10 @@ _SUSPECT = "leave that node out (sbatch --exclude), and tell the cluster's admin
 def suite(rank: Rank, log: Path) -> dict[str, Any]:
     """Run all collectives and return the report, or raise UnfitError."""
     rank.phase("device")
-    device = _device(rank)
+    device = torch.device("cpu")
+    if rank.plan["variant"] != "cpu":
+        device = torch.device("cuda", rank.local)
+        torch.cuda.set_device(device)
     rank.phase("rendezvous")
     # Keys of its own in the store that the launcher's ranks use next.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
@@ -46,14 +48,9 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     _require_right_sum(rank, torch.full((1,), rank.number, device=device), "the all-reduce")
     rank.phase("all-gather")
     length = min(_PATTERN, _ALL // rank.size)
-    pieces = _all_gather(_pattern(rank.number, length).to(device))
+    pieces = links.all_gather(_pattern(rank.number, length).to(device))
     wrong = [number for number, piece in enumerate(pieces) if not torch.equal(piece, _pattern(number, length))]
     _require_right_data(rank, _all_gather_json(wrong[:_MOST_WRONG], device))
-    rank.phase("new groups")
-    for _ in range(_GROUPS):
-        group = dist.new_group(list(range(rank.size)))
-        dist.all_reduce(torch.ones(1, device=device), group=group)
-        dist.destroy_process_group(group)
     rank.phase("control group")
     with unprinted():  # as the trainer has one beside NCCL's
         control = dist.new_group(backend="gloo")
@@ -68,7 +65,7 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
         rank.report(indirect)
     _require_fabric(rank, used, max((row["bus_gb_s"] for row in sweep), default=0.0), slow_links)
     name = used.name if used else "gloo over TCP" if device.type == "cpu" else "within the node"
-    about = {"node": rank.node, "transport": name[:_LONGEST]} | ({"warning": indirect.problem} if indirect else {})
+    about = {"node": rank.node, "transport": name} | ({"warning": indirect.problem} if indirect else {})
     ranks = _all_gather_json(about, device)
     if device.type == "cuda":  # NCCL may still be sending when its kernel has ended
         dist.destroy_process_group()
@@ -76,27 +73,11 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     return {"seconds": rank.seconds, "sweep": sweep, "ranks": ranks, "slow_links": slow_links}
 
 
-def _all_gather(own: torch.Tensor) -> list[torch.Tensor]:
-    pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, own)
-    return [piece.cpu() for piece in pieces]
-
-
 def _all_gather_json(value: object, device: torch.device) -> list[Any]:
     """Every rank's value, which is short: torch's own for objects unpickles what others send."""
     content = json.dumps(value).encode().ljust(_JSON)
-    return [
-        json.loads(bytes(piece.tolist()))
-        for piece in _all_gather(torch.tensor(list(content), dtype=torch.uint8, device=device))
-    ]
-
-
-def _device(rank: Rank) -> torch.device:
-    """The device of this rank."""
-    if rank.plan["variant"] == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(rank.local)
-    return torch.device("cuda", rank.local)
+    pieces = links.all_gather(torch.tensor(list(content), dtype=torch.uint8, device=device))
+    return [json.loads(bytes(piece.tolist())) for piece in pieces]
 
 
 def _require_right_sum(rank: Rank, total: torch.Tensor, what: str, group: dist.ProcessGroup | None = None) -> None:

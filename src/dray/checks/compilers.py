@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
-from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -70,13 +69,12 @@ def run_kernel(device: str) -> str:
 
 def compile_kernels(architecture: str) -> str:
     """Compile dray's own kernels for an architecture; no such GPU is needed."""
-    made = [
-        compiled(source, options, architecture)
-        for name in _KERNELS
-        for source, options in import_module(name).sources(architecture)
-    ]
-    size = sum(len(one.asm.get("cubin") or one.asm["hsaco"]) for one in made)
-    return f"{counted(len(made), 'kernel')} compiled to {size} bytes; not run, no device"
+    count = 0
+    for name in _KERNELS:
+        for source, options in import_module(name).sources(architecture):
+            compiled(source, options, architecture)
+            count += 1
+    return f"{counted(count, 'kernel')} compiled; not run, no device"
 
 
 def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  # noqa: ANN401  Triton's own
@@ -97,19 +95,14 @@ def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  #
 
 
 def _c() -> str:
-    build = import_module("triton.runtime.build")
-    try:
-        build.compile_module_from_src(_ANSWER, "dray_answer").answer()
-    except CalledProcessError as error:
-        raise UnfitError(f"{error.cmd[0]} ended with code {error.returncode}", fix=_HEADERS) from None
+    import_module("triton.runtime.build").compile_module_from_src(_ANSWER, "dray_answer").answer()
     return "gcc and Python.h compile one that loads"
 
 
 def _cpp() -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raised = UnfitError if image.declared().variant else Skip  # every image has one
-        raise raised(f"{compiler}, the compiler for the CPU, is not installed", fix=_EAGER)
+        raise Skip(f"{compiler}, the compiler for the CPU, is not installed", fix=_EAGER)
     numbers = torch.linspace(0, 1, 1000)
     try:
         compiled = torch.compile(_curve)(numbers)

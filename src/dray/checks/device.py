@@ -31,41 +31,39 @@ def results() -> Iterator[Finding]:
         return
     yield check("driver", driver)
     for index in range(torch.cuda.device_count()):
-        for name, step in _steps(index).items():
-            yield check(f"{name} {index}", step)
-        yield check(f"matmul {index}", partial(_matmul, index))
+        for name, step in (*_steps().items(), ("matmul", _matmul)):
+            yield check(f"{name} {index}", partial(step, index))
 
 
-def _steps(index: int) -> dict[str, Callable[[], str]]:
-    return {"device": partial(works, index), "products": partial(right, index), "memory": partial(memory, index)}
+def _steps() -> dict[str, Callable[[int], str]]:
+    return {"device": works, "products": right, "memory": memory}
 
 
 def of_rank(rank: Rank) -> None:
     """Report the findings of the rank's GPU, each phase before it begins."""
-
-    def report(finding: Finding) -> None:
+    for finding in _findings(rank):
         rank.report(finding._replace(problem=f"GPU {rank.local}: {finding.problem}"))
 
+
+def _findings(rank: Rank) -> Iterator[Finding]:
     rank.tell(phase="driver")
     try:
         _require_present(rank)
         with suppress(Skip):
             driver()
-        for name, step in _steps(rank.local).items():
+        for name, step in _steps().items():
             rank.tell(phase=name)
-            step()
+            step(rank.local)
         rank.tell(phase="matmul")
         with suppress(RuntimeError):  # torch's, where there is no room for it: it is no condition
             rank.tell(tflops=round(ceiling(torch.device("cuda", rank.local)), 1))
         rank.tell(phase="health")
-        for finding in health.of(torch.cuda.get_device_properties(rank.local)):
-            report(finding)
+        yield from health.of(torch.cuda.get_device_properties(rank.local))
     except UnfitError as unfit:
-        report(unfit.finding)
+        yield unfit.finding
     except RuntimeError as error:  # torch's, of the driver and of CUDA or HIP
-        found = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        problem, wanted = "the driver or the GPU failed", "a GPU that computes"
-        report(Finding(problem, wanted=wanted, found=found, fix=_ADMINISTRATORS, code=exit_codes.UNFIT))
+        problem, found = "the driver or the GPU failed", str(error).strip().partition("\n")[0]
+        yield Finding(problem, wanted="a GPU that computes", found=found, fix=_ADMINISTRATORS, code=exit_codes.UNFIT)
 
 
 def _require_present(rank: Rank) -> None:
@@ -77,7 +75,7 @@ def _require_present(rank: Rank) -> None:
         try:
             why_none()
         except DrayError as error:
-            found = f"0: {error.problem}"
+            found += f": {error.problem}"
     raise UnfitError(
         "torch does not see this GPU",
         wanted=f"{rank.plan['world']['ranks_per_node']} GPUs, one for each rank",
@@ -134,7 +132,7 @@ def right(index: int | str) -> str:
 def memory(index: int | str, size: int = 1 << 30) -> str:
     """Allocate at most half of the free memory, check that it keeps what is written, and free it."""
     device = torch.device(index)
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (2 * size, 2 * size)
+    free, total = torch.cuda.mem_get_info(device)
     count = min(size, free // 2) // 8
     if int(torch.arange(count, dtype=torch.int64, device=device).sum()) != count * (count - 1) // 2:
         raise UnfitError(

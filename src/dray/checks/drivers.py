@@ -32,16 +32,14 @@ def require(wanted: str | None, found: str | None, accelerator: str) -> str:
 def explain_nvidia(wanted: str | None, found: str | None, library: str = "libcuda.so.1") -> None:
     """Raise if the driver is the reason for no device; `found` is the kernel module's version."""
     try:
-        loads = bool(ctypes.CDLL(library))
+        ctypes.CDLL(library)
     except OSError:
-        loads = False
-    if found is None and not loads:
-        raise Skip("this machine has no NVIDIA driver", fix="run on a node with an NVIDIA GPU")
-    if not loads:
+        if found is None:
+            raise Skip("this machine has no NVIDIA driver", fix="run on a node with an NVIDIA GPU") from None
         raise Skip(
             f"this machine has NVIDIA driver {found}, but the container lacks {library}",
             fix="start the container with --nv (Apptainer) or --gpus all (Docker)",
-        )
+        ) from None
     if found:
         require(wanted, found, "cuda")
 

@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -33,31 +31,27 @@ _SETTINGS = {
 }
 
 
-def run(module: str, scratch: Path, *, limit: float) -> Iterator[Finding]:
+def run(module: str, scratch: Path, *, limit: int) -> Iterator[Finding]:
     """The results as they come, and one more if the group fails. A failure has the last lines of its output."""
-    name = module.rpartition(".")[2]
-    output = scratch / f"{name}.output"
-    argv = [sys.executable, "-m", "dray.checks.group", module]
+    output = scratch / "output"
+    argv = [sys.executable, "-m", "dray.checks.group", module, str(limit)]
     env = {**os.environ, **dict.fromkeys(_FOLDERS, str(scratch)), **_SETTINGS}
-    began = time.monotonic()
     with (
         output.open("wb") as file,
         subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=file, env=env, start_new_session=True) as child,  # noqa: S603
     ):
-        timer = threading.Timer(limit, _kill, (child.pid,))
-        timer.start()
         try:
             for line in child.stdout or ():
                 yield _with_output(Finding(*json.loads(line)), output)
             code = child.wait()
         finally:
-            timer.cancel()
-            _kill(child.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # the child and all that it started
     if code:
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        if time.monotonic() - began >= limit:
-            ended = f"not done after {limit:.0f} s"
-        yield _with_output(Finding(name, found=ended, code=exit_codes.UNFIT), output)
+        if code == -signal.SIGALRM:
+            ended = f"not done after {limit} s"
+        yield _with_output(Finding(module.rpartition(".")[2], found=ended, code=exit_codes.UNFIT), output)
 
 
 def _with_output(finding: Finding, output: Path) -> Finding:
@@ -66,14 +60,9 @@ def _with_output(finding: Finding, output: Path) -> Finding:
     return finding._replace(found="\n".join([finding.found, *tail(output, _OUTPUT_LINES)]))
 
 
-def _kill(group: int) -> None:
-    """The child and all that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def child(module: str) -> None:
+def child(module: str, limit: int) -> None:
     """Run the group in this process: print each result as a JSON line on stdout, all else on stderr."""
+    signal.alarm(limit)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)  # libraries and compilers print what they like
         for result in _results(module):
@@ -96,4 +85,4 @@ def _results(module: str) -> Iterator[Finding]:
 
 
 if __name__ == "__main__":
-    child(sys.argv[1])
+    child(sys.argv[1], int(sys.argv[2]))

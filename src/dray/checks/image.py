@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import platform
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,8 +45,8 @@ class Image(NamedTuple):
     packages: Mapping[str, str] = MappingProxyType({})
 
     def lists(self, *distributions: str) -> bool:
-        """Whether the image declares one of these packages."""
-        return bool({_normal(name) for name in distributions} & {_normal(name) for name in self.packages})
+        """Whether the image declares one of these packages, whose names have no underscore."""
+        return not {name.replace("_", "-") for name in self.packages}.isdisjoint(distributions)
 
 
 def path() -> Path:
@@ -85,12 +84,9 @@ def _image() -> str:
 
 
 def _imported(name: str, distributions: tuple[str, ...]) -> str:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError:
-        if absent(name):
-            raise Skip("not in this image" if declared().packages else "not installed") from None
-        raise
+    if absent(name):
+        raise Skip("not in this image" if declared().packages else "not installed")
+    module = importlib.import_module(name)
     package = sys.modules[name.partition(".")[0]]
     if declared().packages and not Path(str(package.__file__)).is_relative_to(sys.prefix):
         raise UnfitError(
@@ -98,7 +94,7 @@ def _imported(name: str, distributions: tuple[str, ...]) -> str:
             wanted=f"a file under {sys.prefix}",
             fix="unset PYTHONPATH before the image starts, and start in a folder without a module of this name",
         )
-    version = _version(distributions) or str(getattr(package, "__version__", "unknown"))
+    version = str(_version(distributions))
     if name != "torch":
         return version
     cuda, hip = module.version.cuda, module.version.hip
@@ -110,7 +106,3 @@ def _version(distributions: tuple[str, ...]) -> str | None:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

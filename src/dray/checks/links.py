@@ -28,8 +28,6 @@ _SLOW_PAIRS = 8.0  # where GPUs of one node are compared: an MI250X's halves hav
 _SHOWN = 8
 Link = tuple[int, int]
 """Two ranks that follow one another in a ring."""
-Speed = tuple[float, float]
-"""GB/s of a link, and what is usual."""
 
 
 def rings(nodes: int, each: int, *, inside: bool) -> list[list[int]]:
@@ -43,12 +41,11 @@ def find_slow(rank: Rank, device: torch.device) -> list[str]:
     """A line for each node, rank or link that is far slower than the others; the same on all ranks."""
     each, names = rank.plan["world"]["ranks_per_node"], [node["name"] for node in rank.plan["world"]["nodes"]]
     lines = []
-    if len(names) >= FEWEST:
-        rank.phase("neighbours")
-        lines += slow(_measure(rank, device, rings(len(names), each, inside=False)), names, each, inside=False)
-    if each > 1 and max(each, len(names)) >= FEWEST:
-        rank.phase("neighbours in the node")
-        lines += slow(_measure(rank, device, rings(len(names), each, inside=True)), names, each, inside=True)
+    for inside, phase in ((False, "neighbours"), (True, "neighbours in the node")):
+        members = each if inside else len(names)
+        if members > 1 and max(members, len(names)) >= FEWEST:
+            rank.phase(phase)
+            lines += slow(_measure(rank, device, rings(len(names), each, inside=inside)), names, each, inside=inside)
     return lines
 
 
@@ -61,9 +58,14 @@ def _measure(rank: Rank, device: torch.device, of: list[list[int]]) -> dict[Link
     for _ in range(_TIMES):
         dist.barrier()
         reached[0] = max(float(reached), 2 * count * 4 / 1e9 / _exchange(own, ring[at - 1], ring[(at + 1) % len(ring)]))
-    pieces = [torch.zeros_like(reached) for _ in range(rank.size)]
-    dist.all_gather(pieces, reached)
-    return joined([float(piece) for piece in pieces], of)
+    return joined([float(piece) for piece in all_gather(reached)], of)
+
+
+def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
+    """What each rank has, in the CPU's memory."""
+    pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, own)
+    return [piece.cpu() for piece in pieces]
 
 
 def _exchange(own: torch.Tensor, *peers: int) -> float:
@@ -102,7 +104,7 @@ def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside
     alike: dict[object, list[float]] = {}
     for link, gb_s in sorted(links.items(), key=lambda item: item[1]):
         alike.setdefault(kind(link), []).append(gb_s)
-    far: dict[tuple[str, str], Speed] = {}
+    far: dict[tuple[str, str], tuple[float, float]] = {}
     for (a, b), gb_s in links.items():
         speeds = alike[kind((a, b))]
         usual = speeds[ceil(_USUAL * (len(speeds) - 1))]  # not the median: one slow node of four has two of four links
@@ -114,10 +116,10 @@ def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside
     return _lines(far)
 
 
-def _lines(far: Mapping[tuple[str, str], Speed]) -> list[str]:
-    """A line for each link; a member with two slow links is named once."""
+def _lines(far: Mapping[tuple[str, str], tuple[float, float]]) -> list[str]:
+    """A line for each link with its speed and the usual one; a member with two slow links is named once."""
     slow_links = Counter(member for link in far for member in link)
-    speeds: dict[str, Speed] = {}
+    speeds: dict[str, tuple[float, float]] = {}
     for (a, b), speed in far.items():
         who = f"{a} to {b.rpartition(': ')[2]}"
         if 2 in (slow_links[a], slow_links[b]):

@@ -91,8 +91,7 @@ def main(path: str) -> int:
     except UnfitError as unfit:
         rank.report(unfit.finding)
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else ""
-        rank.tell(why=f"{type(error).__name__}: {text}"[:_LONGEST])
+        rank.tell(why=f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST])
         raise
     return exit_codes.UNFIT if rank.unfit else exit_codes.DONE
 

@@ -39,7 +39,7 @@ _PROBLEMS = (
     ),
 )
 # By HCA where the driver lacks it; by GPU and HCA where they are far apart, beside others that are near.
-_DIRECT = re.compile(r"GPU Direct RDMA.* (?P<state>Enabled|Disabled) for (HCA|GPU)", re.IGNORECASE)
+_DIRECT = re.compile(r"GPU Direct RDMA.* (Enabled|Disabled) for (HCA|GPU)", re.IGNORECASE)
 
 
 class Transport(NamedTuple):
@@ -74,11 +74,11 @@ def indirect(lines: Sequence[str], used: Transport | None) -> Finding | None:
     """A warning if NCCL's log says that no network card reads the GPUs' memory itself; sockets never do."""
     if used is None or used.name.casefold() == "socket":
         return None
-    states = [(match["state"].casefold(), line) for line in lines if (match := _DIRECT.search(line))]
-    if not states or any(state == "enabled" for state, _ in states):
+    about = [line for line in lines if _DIRECT.search(line)]
+    if not about or any(" enabled for " in line.casefold() for line in about):
         return None
     return Finding(
         "GPU Direct RDMA is disabled: data between nodes is copied through the host's memory",
-        found=states[0][1],
+        found=about[0],
         fix="ask the administrators for nvidia-peermem, or for NVIDIA's open kernel modules, which have DMA-BUF",
     )

@@ -29,8 +29,8 @@ Name = Annotated[
     ),
 ]
 _ORDER = """
-Before 1.5: Apptainer before 1.5, and SingularityCE. They search the host's libraries before the image's own folders.
-Since 1.5 Apptainer searches the image's own folders first. An LD_LIBRARY_PATH of the image comes first in both."""
+Where the image has a library too, Apptainer before 1.5, and SingularityCE, load the host's. Since 1.5 Apptainer loads
+the image's. What the image's LD_LIBRARY_PATH has is loaded first by both."""
 
 
 @app.command("list")
@@ -174,15 +174,12 @@ def _compare(site: Site, image: str) -> None:
         print(f"{site.name} binds no libraries of the host (fabric.strategy = {site.fabric.strategy})")
         return
     compared = host_libraries.compare(site, image)
-    print(f"{'library of the host':<28} {'also in the image':<40} {'loaded before 1.5':<18} {'since 1.5':<10} verdict")
+    print(f"{'library of the host':<28} {'also in the image':<40} verdict")
     for library in compared.libraries:
         maybe = (f"{one} (the driver may have it)" for one in library["unresolved"])
         verdict = "; ".join([*library["problems"], *maybe]) or "fits"
-        name, copy = Path(library["path"]).name, library["in_image"] or "no"
-        before, since = library["before"], library["since"]
-        if library["path"] == site.fabric.image_plugin:
-            copy, before, since = library["path"], "image", "image"
-        print(f"{name:<28} {copy:<40} {before:<18} {since:<10} {verdict}")
+        copy = library["path"] if library["path"] == site.fabric.image_plugin else library["in_image"] or "no"
+        print(f"{Path(library['path']).name:<28} {copy:<40} {verdict}")
     print(_ORDER)
     if not compared.fits:
         missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]

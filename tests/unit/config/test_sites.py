@@ -420,11 +420,12 @@ words=("${@//\\/host/$HOSTED}")
         library(tmp_path / "new" / "libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants)
         ended = self.show(root, tmp_path, f"{tmp_path}/1.*/libfabric.so.1", f"{tmp_path}/new/libcxi.so.1")
         assert ended.returncode == 69, ended.stderr
-        head, *rows = [line.split(maxsplit=4) for line in ended.stdout.splitlines()[:3]]
-        assert head[:4] == ["library", "of", "the", "host"]
-        assert rows[0] == ["libfabric.so.1", "no", "host", "host", "fits"]
-        assert rows[1][:4] == ["libcxi.so.1", "no", "host", "host"]
-        assert rows[1][4].startswith("needs GLIBC_2.99 of libc.so.6; ")
+        head, *lines = ended.stdout.splitlines()[:3]
+        assert head.startswith("library of the host ")
+        rows = [line.split(maxsplit=2) for line in lines]
+        assert rows[0] == ["libfabric.so.1", "no", "fits"]
+        assert rows[1][:2] == ["libcxi.so.1", "no"]
+        assert rows[1][2].startswith("needs GLIBC_2.99 of libc.so.6; ")
         assert (tmp_path / "hosted/libfabric.so.1").resolve().parent.name == "1.22"
 
     @pytest.mark.seconds
@@ -443,10 +444,10 @@ words=("${@//\\/host/$HOSTED}")
         plugin = library(own, own.name, needed=["libfabric.so.1"], wants=wants) if version else PLUGIN
         ended = self.show(root, tmp_path, str(fabric), plugin=plugin)
         assert ended.returncode == (0 if verdict == "fits" else 69), ended.stderr
-        rows = [line.split(maxsplit=4) for line in ended.stdout.splitlines()[1:3]]
-        assert rows[0] == ["libfabric.so.1", "no", "host", "host", "fits"]
-        assert rows[1][:4] == ["libnccl-net-ofi.so", PLUGIN, "image", "image"]
-        assert rows[1][4].startswith(verdict)
+        rows = [line.split(maxsplit=2) for line in ended.stdout.splitlines()[1:3]]
+        assert rows[0] == ["libfabric.so.1", "no", "fits"]
+        assert rows[1][:2] == ["libnccl-net-ofi.so", PLUGIN]
+        assert rows[1][2].startswith(verdict)
 
     @pytest.mark.seconds
     def test_one_that_is_not_on_this_machine(self, root: Path, tmp_path: Path) -> None:

@@ -510,7 +510,8 @@ def test_a_gpu_goes_through_these_phases(several: dict[str, Any], monkeypatch: p
 
 
 @pytest.mark.torch
-def test_the_products_and_the_memory_of_a_device() -> None:
+def test_the_products_and_the_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = pytest.importorskip("dray.checks.device")
+    monkeypatch.setattr(device.torch.cuda, "mem_get_info", lambda _: (2 << 20, 4 << 20))
     assert device.right("cpu") == "right in fp32, fp16 and bf16"
     assert device.memory("cpu", 1 << 20).endswith("GiB free")
