@@ -79,8 +79,10 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(plan: Plan) -> dict[str, str]:
-    """The plan's variables that only the run's own runner sets in its container: docker exec takes them by name from its
-    environment. Other engines start a container, and enter.sh sets them."""
+    """What the runner sets in a container of Docker or Podman; `docker exec` takes the values from its own environment.
+
+    Other engines start another container, and enter.sh sets its variables.
+    """
     if not engines.get(plan.engine).private_network:
         return {}
     set_before = {variable.name for variable in plan.env if is_early(variable.name)} | {*plan.pass_env}
