@@ -68,7 +68,7 @@ engine::image() { # VARIANT|NAME|FILE: its file for this engine, or the one that
 
 engine::inside() { # COMMAND...: in the image, which sees `folders`; it stands in `where`
   local formats suffix store never folder text pairs="" edf="" code=0
-  local -a mounts argv
+  local -a mounted mounts argv
   # What dray reads inside. Apptainer passes it on by these prefixes alone.
   local -x DRAY_SITES="$own_sites" APPTAINERENV_DRAY_SITES="$own_sites" SINGULARITYENV_DRAY_SITES="$own_sites"
   local -x APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME"
@@ -90,22 +90,34 @@ engine::inside() { # COMMAND...: in the image, which sees `folders`; it stands i
   return "$code"
 }
 
-engine::mounts() { # sets `mounts`: options, as CSV, so that commas and quotes in a path survive; and `pairs`, for Pyxis
+engine::mounts() { # sets `mounted`, each folder once; `mounts`, as CSV, so that commas and quotes survive; and `pairs`, for Pyxis
   local folder quoted
   local -A seen=() # Apptainer warns of a mount that it has already
-  mounts=()
+  mounted=() mounts=()
   for folder in "${folders[@]}"; do
     [[ -z "${seen["$folder"]:-}" ]] || continue
-    seen["$folder"]=1 quoted="${folder//\"/\"\"}" pairs+="${pairs:+,}$folder:$folder"
+    seen["$folder"]=1
+    mounted+=("$folder")
+    quoted="${folder//\"/\"\"}"
     mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"")
+    pairs+="${pairs:+,}$folder:$folder"
   done
 }
 
 engine::edf() { # sets `edf`: a file of TOML in which srun reads what the container is
-  local -r escaped="${pairs//\\/\\\\}" image="${image//\\/\\\\}" where="${where//\\/\\\\}"
-  local -r listed="${escaped//\"/\\\"}"
+  local folder
   edf="$(mktemp --suffix=.toml -- "$runs/.edf-XXXXXX")" || lib::die 69 "the container's EDF cannot be written" \
     "where:  $runs" "fix:    free space on that disk"
-  printf 'image = "%s"\nworkdir = "%s"\nentrypoint = false\nmounts = ["%s"]\n' \
-    "${image//\"/\\\"}" "${where//\"/\\\"}" "${listed//,/\", \"}" >"$edf"
+  {
+    printf 'image = %s\nworkdir = %s\nentrypoint = false\nmounts = [\n' "$(engine::text "$image")" "$(engine::text "$where")"
+    for folder in "${mounted[@]}"; do
+      printf '  %s,\n' "$(engine::text "$folder:$folder")"
+    done
+    printf ']\n'
+  } >"$edf"
+}
+
+engine::text() { # TEXT: as a string of TOML
+  local -r text="${1//\\/\\\\}"
+  printf '"%s"' "${text//\"/\\\"}"
 }

@@ -77,8 +77,10 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
     lib::die 78 "the file with the tasks of this array is not used" "where:  $file" \
       "wanted: the whole path of a file of user $EUID, which nobody else may write" "found:  $found" "fix:    submit the study again"
   line="$(sed -n "${task}p" -- "$file")"
+  found="no such line"
+  [[ -z "$line" ]] || printf -v found '%q' "${line:0:200}"
   [[ "$line" =~ $valid ]] || lib::die 78 "the file with the tasks of this array has no valid line for this task" \
-    "where:  $file, line $task" "wanted: a run's name, then its settings, separated by tabs" "found:  ${line:0:200}" \
+    "where:  $file, line $task" "wanted: a run's name, then its settings, separated by tabs" "found:  $found" \
     "fix:    submit the study again"
   IFS=$'\t' read -ra words <<<"$line"
   given=("--run=${file%/*/*}/${words[0]}")

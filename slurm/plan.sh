@@ -36,11 +36,16 @@ plan::guess() { # [key=value ...]: an image to plan in; the planner says which o
     [[ "$setting" != adopted=* ]] || adopted="${setting#adopted=}"
   done
   if [[ -z "$given_image" && "$suffix" == sif && -n "$adopted" ]]; then
-    variant="$adopted"
-  elif [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-$variant.$suffix" ]]; then
-    for name in $([[ "$suffix" != sif ]] || adopt::names) "${engine__variants[@]}"; do
-      [[ ! -f "$DRAY_HOME/build/dray-$name.$suffix" && " ${engine__variants[*]} " == *" $name "* ]] || variant="$name"
+    engine::image "$adopted"
+    return
+  fi
+  if [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-$variant.$suffix" ]]; then
+    for name in "${engine__variants[@]}"; do
+      [[ ! -f "$DRAY_HOME/build/dray-$name.$suffix" ]] || { engine::image "$name"; return; }
     done
+    name=""
+    [[ "$suffix" != sif ]] || read -r name < <(adopt::names) || true
+    variant="${name:-$variant}"
   fi
   engine::image "$variant"
 }

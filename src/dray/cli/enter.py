@@ -39,4 +39,4 @@ def enter(context: typer.Context, run: Run = "", node: Node = "", runs: Runs = N
             f"in the image of {plan.run} on {name} ({plan.engine}); exit leaves it, and the run goes on",
             file=sys.stderr,
         )
-    process.replace(argv, inside.environment(os.environ))
+    process.replace(argv, inside.environment(os.environ) | inside.variables(plan))

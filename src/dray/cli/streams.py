@@ -56,9 +56,13 @@ def show(stream: TextIO) -> TextIO:
 
 
 class Streams:
-    """The standard streams, with control characters escaped."""
+    """The standard streams, with control characters escaped. A closed one (`>&-`) becomes /dev/null: else a later file
+    gets its number, and dray's lines."""
 
     def __init__(self) -> None:
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:
+                setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
         self._out: _Output | None = None
         if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
             self._out = _Output(1, "w", closefd=False)

@@ -24,6 +24,16 @@ KEYS = {
     "tpu_vm", "tpu_zone", "use_cpu",
 }  # fmt: skip
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+_FSDP2 = {
+    "reshard_after_forward": ("true", "false"),
+    "auto_wrap_policy": ("transformer_based_wrap", "size_based_wrap", "no_wrap"),
+    "state_dict_type": ("sharded_state_dict", "full_state_dict"),
+}
+# Beside a DeepSpeed file accelerate refuses these, in every rank.
+_IN_DEEPSPEEDS = (
+    "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "offload_param_device",
+    "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
+)  # fmt: skip
 _STRATEGIES = {"NO": "ddp", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "FSDP": "fsdp"}
 
 
@@ -71,15 +81,18 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 def _choice(file: dict[str, Any], path: Path, key: str, choices: dict[str, str]) -> str:
     """What the file's value of the key stands for; empty without the key."""
     value = file.get(key)
-    if value is not None and str(value) not in choices:
+    choice = str(value)
+    if choice not in choices:
+        choice = choice.lower()  # accelerate takes BF16 too
+    if value is not None and choice not in choices:
         raise _refused(path, key, ", ".join(choices), value)
-    return choices.get(str(value), "")
+    return choices.get(choice, "")
 
 
 def _refused(path: Path, key: str, wanted: str, found: object) -> ConfigError:
     return ConfigError(
         f"accelerate's {key} has a value that dray does not support", where=path, wanted=wanted,
-        found=json.dumps(found), fix=f"write {key}: {wanted.partition(',')[0]}",
+        found=json.dumps(found), fix=f"correct {key} in {path.name}, or leave it out",
     )  # fmt: skip
 
 
@@ -95,7 +108,7 @@ def _strategy(file: dict[str, Any], path: Path, command: Command) -> dict[str, s
     if kind == "DEEPSPEED":
         return _deepspeed(file.get("deepspeed_config") or {}, path, command)
     if kind == "FSDP":
-        _refuse_fsdp1(file.get("fsdp_config") or {}, path)
+        _require_fsdp2(file.get("fsdp_config") or {}, path)
     return {"strategy": _choice({"distributed_type": kind}, path, "distributed_type", _STRATEGIES)}
 
 
@@ -103,6 +116,13 @@ def _deepspeed(config: dict[str, Any], path: Path, command: Command) -> dict[str
     stage, file = config.get("zero_stage"), config.get("deepspeed_config_file")
     table: dict[str, str] = {}
     if isinstance(file, str):  # as accelerate does it: from where the program runs
+        both = [key for key in _IN_DEEPSPEEDS if config.get(key) is not None]
+        if both:
+            raise ConfigError(
+                "accelerate takes these keys from the DeepSpeed file only", where=f"{path}: deepspeed_config",
+                wanted=f"deepspeed_config_file without {', '.join(both)}", found=", ".join(both),
+                fix=f"move them to {file}",
+            )  # fmt: skip
         table["deepspeed"] = str(Path(command.folder) / file)
     if not command.strategy and (stage is not None or not (table or command.deepspeed)):
         if stage not in (1, 2, 3):
@@ -111,7 +131,7 @@ def _deepspeed(config: dict[str, Any], path: Path, command: Command) -> dict[str
     return table
 
 
-def _refuse_fsdp1(config: dict[str, Any], path: Path) -> None:
+def _require_fsdp2(config: dict[str, Any], path: Path) -> None:
     # accelerate takes names without the prefix too.
     version = config.get("fsdp_version", config.get("version", 1))
     if config and str(version) != "2":
@@ -124,3 +144,7 @@ def _refuse_fsdp1(config: dict[str, Any], path: Path) -> None:
             found=f"{version}; accelerate's default is 1",
             fix=f"{line}\nand accelerate={shlex.quote(new.name)}",
         )
+    for key, values in _FSDP2.items():
+        value = config.get(f"fsdp_{key}", config.get(key))
+        if value is not None and str(value).lower() not in values:
+            raise _refused(path, f"fsdp_config.fsdp_{key}", ", ".join(values), value)

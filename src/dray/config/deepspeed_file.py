@@ -85,9 +85,12 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
 
 def _fill(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **_: object) -> None:
     """Put stage and precision into it: beside a file of DeepSpeed's, accelerate refuses both in its own."""
-    file.setdefault("zero_optimization", {})["stage"] = STRATEGIES[strategy].stage
+    decided: dict[str, dict[str, Any]] = {"zero_optimization": {"stage": STRATEGIES[strategy].stage}}
     for kind in ("fp16", "bf16") if precision else ():
-        file.setdefault(kind, {})["enabled"] = kind == precision
+        decided[kind] = {"enabled": kind == precision}
+    for name, values in decided.items():
+        section = file.get(name)
+        file[name] = section | values if isinstance(section, dict) else values
 
 
 def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value

@@ -35,6 +35,7 @@ Positive = PositiveFloat
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """The name of an environment variable."""
 _SHOWN = 60
+_LONGEST = 200  # characters of a line
 _LIMIT = 256 << 10
 
 
@@ -125,10 +126,10 @@ def _schema(model: type[Spec]) -> Schema:
 
 
 def explained(wrong: ValidationError) -> str:
-    """The errors in data that no user wrote by hand, one per line."""
-    errors = wrong.errors(include_url=False, include_input=False)
+    """The errors in data that no user wrote by hand, one per line; another user's file may have any number."""
+    errors = wrong.errors(include_url=False, include_input=False)[:_SHOWN]
     lines = (f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors)
-    return "\n".join(line.removeprefix(": ") for line in lines)
+    return "\n".join(line.removeprefix(": ")[:_LONGEST] for line in lines)
 
 
 def _missing(path: Path, kind: str) -> NoReturn:

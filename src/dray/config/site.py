@@ -191,6 +191,9 @@ class Site(Spec):
             yield f"stage: with {self.engine}, Slurm starts the image before a node could copy it"
         if self.annotations and not engine.takes_annotations:
             yield 'annotations need engine = "edf"'
+        for name in self.annotations:
+            if any(other.startswith(f"{name}.") for other in self.annotations):
+                yield f"annotations.{name} cannot have a value and names below it"
         names = [variable.name for variable in self.env if variable.nodes == "any"]
         for name in names:
             if names.count(name) > 1:

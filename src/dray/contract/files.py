@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, BufferedWriter
 from typing import Any
@@ -85,13 +85,11 @@ def text(path: AnyPath, what: str, *, wanted: str = "", fix: str = "", limit: in
         ) from wrong
 
 
-def parse_json(
-    content: str, what: str, where: object, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
-) -> Any:  # noqa: ANN401  any JSON value
+def parse_json(content: str, what: str, where: object) -> Any:  # noqa: ANN401  any JSON value
     """The value of a JSON text; ConfigError if it is not valid, or if JSON could not hold it again."""
     place = str(where)
     try:
-        value = json.loads(content, object_pairs_hook=pairs)
+        value = json.loads(content)
         if _ESCAPED_SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
         if too_deep(value):

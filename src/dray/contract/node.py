@@ -173,7 +173,7 @@ def memory(
             "other processes use the memory: leave this node out (sbatch --exclude)",
         ),
         (
-            memory_limit(own, groups),
+            memory_limit(own, groups) or _NO_LIMIT,
             "allowed by the job's cgroup",
             "ask Slurm for more: --mem=SIZE, or --mem=0 for all of a node's",
         ),
@@ -183,9 +183,9 @@ def memory(
     return room._replace(found=f"{room.found} {what}")
 
 
-def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int:
-    """The lowest limit of this process's cgroups, in bytes; _NO_LIMIT if there is none, or none is visible."""
-    limits = [_NO_LIMIT]
+def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int | None:
+    """The lowest limit of this process's cgroups, in bytes; None if there is none, or none is visible."""
+    limits: list[int] = []
     for controllers, path in re.findall(r"^\d+:(.*?):(/.*)$", proc_text(own), re.MULTILINE):
         if controllers in ("", "memory"):
             top, name = (f"{groups}/memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
@@ -193,7 +193,7 @@ def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup")
             # The root has none, and a container may see its own part alone.
             texts = (proc_text("/".join([top, *parts[:depth], name])).strip() for depth in range(len(parts) + 1))
             limits += [int(text) for text in texts if text.isdigit()]
-    return min(limits)
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def xids(path: str = _KERNEL_LOG) -> list[Finding]:

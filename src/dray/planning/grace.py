@@ -14,6 +14,7 @@ from dray.planning.schema import Choice
 DEFAULT_S = 120
 """What the batch scripts ask for: #SBATCH --signal=B:USR1@120."""
 _SIGNAL = re.compile(r"--signal=(?:[RB]{1,2}:)?[A-Za-z0-9]+(?:@([0-9]{1,5}))?")
+_TIME = re.compile(r"(?:--time=|-t)(?:([0-9]{1,5})-)?([0-9]{1,6}(?::[0-9]{1,2}){0,2})")
 _SLURM_S = 60  # of a --signal without a time
 
 
@@ -39,3 +40,16 @@ def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[int]:
 def wanted(save_s: float) -> int:
     """The shortest grace that is safe: a step ends first, and a busy disk may be slower than it ever was."""
     return max(1, math.ceil(2 * save_s))
+
+
+def time_limit(facts: Facts) -> int | None:
+    """The seconds of --time, where the command line has it: MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN or D-H:MIN:SEC."""
+    matches = [match for option in facts.options if (match := _TIME.fullmatch(option))]
+    if not matches:
+        return None
+    days, text = matches[-1].groups()
+    numbers = [int(number) for number in text.split(":")]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

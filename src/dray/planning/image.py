@@ -64,9 +64,10 @@ def copy(site: Site, facts: Facts, engine: Engine, scratch: str) -> Choice[str]:
     """
     if site.stage == "off":
         return Choice("", "")
-    if facts.scheduler != "slurm" or not engine.script_mounts or engine.image != "file" or not facts.image_sha256:
-        why = "it takes Slurm's sbcast, an engine that can start a copy, and the digest in the image's record"
-        return Choice("", f"not copied to the nodes: {why}")
+    if facts.scheduler != "slurm" or not engine.script_mounts or engine.image != "file":
+        return Choice("", "not copied to the nodes: it takes Slurm's sbcast, and an engine that can start a copy")
+    if not facts.image_sha256:
+        return Choice("", f"not copied to the nodes: {facts.image}.json, whose digest proves a copy, is missing")
     if facts.lost:
         return Choice("", "not copied to the nodes: sbcast fails once the job has lost a node")
     file = f"{site.stage.rstrip('/')}/{PurePosixPath(scratch).name}.sif"

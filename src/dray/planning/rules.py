@@ -78,17 +78,32 @@ def _layer(given: Planned) -> Iterator[Finding]:
     recipe, layer = given.recipe, given.files.layer
     if layer is None:
         return
-    again, lock = f"dray image layer {recipe.image}", shlex.quote(layer.file.removesuffix(".sif") + ".lock")
-    other = f"a layer for {recipe.image}", f"a layer for {layer.variant}", f"{again} --lock {lock}"
-    changed = "the versions that it was locked for", "\n".join(layer.changed), f"{again} --upgrade with the same --pip"
-    digest = recipe.layer_digest or layer.digest
-    for wrong, problem, (wanted, found, fix) in (
-        (layer.variant != recipe.image, "the layer is for another image", other),
-        (layer.changed, "the layer was made for other packages than the image has", changed),
-        (layer.digest != digest, "the layer has another digest", (digest, layer.digest, f"{again} --lock {lock}")),
-    ):
-        if wrong:
-            yield refusal(problem, where=layer.file, wanted=wanted, found=found, fix=fix)
+    again = f"dray image layer {recipe.image}"
+    from_lock = f"{again} --lock {shlex.quote(layer.file.removesuffix('.sif') + '.lock')}"
+    if layer.variant != recipe.image:
+        yield refusal(
+            "the layer is for another image",
+            where=layer.file,
+            wanted=f"a layer for {recipe.image}",
+            found=f"a layer for {layer.variant}",
+            fix=from_lock,
+        )
+    if layer.changed:
+        yield refusal(
+            "the layer was made for other packages than the image has",
+            where=layer.file,
+            wanted="the versions that it was locked for",
+            found="\n".join(layer.changed),
+            fix=f"{again} --upgrade with the same --pip",
+        )
+    if recipe.layer_digest not in (None, layer.digest):
+        yield refusal(
+            "the layer has another digest",
+            where=layer.file,
+            wanted=recipe.layer_digest,
+            found=layer.digest,
+            fix=from_lock,
+        )
 
 
 def _control_characters(given: Planned) -> Iterator[Finding]:
@@ -139,11 +154,14 @@ def _gpus(given: Planned) -> Iterator[Finding]:
     recipe, site, facts = given.recipe, given.site, given.facts
     if recipe.image == "cpu":
         if facts.gpus_per_node and recipe.gpus == "all" and facts.scheduler != "hosts":
+            name, other = "the cpu image", f"image={site.image or 'cuda'}"
+            if adopted := image.adopted(facts):
+                name, other = f"the adopted image {adopted}", "adopted=NAME of an image whose torch has these GPUs"
             yield refusal(
-                "the job has GPUs, and the cpu image cannot use them",
+                f"the job has GPUs, and {name} cannot use them",
                 wanted="an image for these GPUs",
                 found=f"{counted(facts.gpus_per_node, 'GPU')} on each node",
-                fix=f"image={site.image or 'cuda'}; or gpus=none ranks_per_node=N, to leave them idle",
+                fix=f"{other}; or gpus=none ranks_per_node=N, to leave them idle",
             )
     elif ACCELERATORS[recipe.image] != ACCELERATORS[site.image or recipe.image]:
         yield refusal(
@@ -161,21 +179,36 @@ def _gpus(given: Planned) -> Iterator[Finding]:
 def _image(given: Planned) -> Iterator[Finding]:
     """Refuse an image that is another one than the recipe says, that nobody can sign, or that lacks the launcher."""
     recipe, site, facts = given.recipe, given.site, given.facts
-    adopted = ""
     if recipe.adopted and facts.image and not image.is_adopted(recipe, facts):
-        adopted = image.adopted(facts) or "an image that was not adopted, or does not exist"
-    source = recipe.adopted or ""
-    adopt = f"dray image adopt {shlex.quote(source)}" if "/" in source else f"dray image adopt SOURCE --name {source}"
-    adopt = "unset DRAY_IMAGE" if facts.image_given else adopt
-    variant = f"image={facts.image_variant}; or unset DRAY_IMAGE, or set it to the file of the {recipe.image} image"
-    digest = f"copy that image to {facts.image}, or set image_digest={facts.image_digest}"
-    for problem, wanted, found, fix in (
-        ("is not the adopted one that the recipe names", recipe.adopted, adopted, adopt),
-        ("has another variant than the recipe", recipe.image, facts.image_variant, variant),
-        ("has another digest than the recipe", recipe.image_digest, facts.image_digest, digest),
-    ):
-        if wanted and found not in ("", wanted):
-            yield refusal(f"the image {problem}", where=facts.image, wanted=wanted, found=found, fix=fix)
+        fix = f"dray image adopt SOURCE --name {recipe.adopted}"
+        if facts.image_given:
+            fix = "unset DRAY_IMAGE"
+        elif "/" in recipe.adopted:
+            fix = f"dray image adopt {shlex.quote(recipe.adopted)}"
+        yield refusal(
+            "the image is not the adopted one that the recipe names",
+            where=facts.image,
+            wanted=recipe.adopted,
+            found=image.adopted(facts) or "an image that was not adopted, or does not exist",
+            fix=fix,
+        )
+    if facts.image_variant not in ("", recipe.image):
+        other = f"unset DRAY_IMAGE, or set it to the file of the {recipe.image} image"
+        yield refusal(
+            "the image has another variant than the recipe",
+            where=facts.image,
+            wanted=recipe.image,
+            found=facts.image_variant,
+            fix=f"image={facts.image_variant}; or {other}",
+        )
+    if recipe.image_digest and facts.image_digest not in ("", recipe.image_digest):
+        yield refusal(
+            "the image has another digest than the recipe",
+            where=facts.image,
+            wanted=recipe.image_digest,
+            found=facts.image_digest,
+            fix=f"copy that image to {facts.image}, or set image_digest={facts.image_digest}",
+        )
     if recipe.image_signers and site.image_signers and not given.plan.signers:
         yield refusal(
             "the recipe and the site have no key in common in image_signers",
@@ -255,6 +288,19 @@ def _trainer(given: Planned) -> Iterator[Finding]:
         yield note("16-bit weights lose updates that are much smaller", found="model.dtype = bf16", fix=fix)
 
 
+def _compiled(given: Planned) -> Iterator[Finding]:
+    """Refuse a path that breaks torch.compile: Inductor does not quote torch's folder for the linker (torch 2.13)."""
+    train, facts = given.recipe.train, given.facts
+    if train and train.compile and engines.get(facts.engine).image == "python" and " " in facts.image:
+        yield refusal(
+            "train.compile needs torch in a folder without a space in its path",
+            where=facts.image,
+            wanted="a path that torch.compile gives to the linker as one word",
+            found="a space, where the linker takes it for two",
+            fix="move the environment, or leave compilation out: train.compile=false",
+        )
+
+
 def _files(given: Planned) -> Iterator[Finding]:
     """Find what is missing on this machine; a job is offline, and fails at its start when something is missing."""
     recipe, files = given.recipe, given.files
@@ -324,14 +370,24 @@ def _silent_cpu(given: Planned) -> Iterator[Finding]:
 
 
 def _grace(given: Planned) -> Iterator[Finding]:
-    """Find a grace that is too short for the slowest checkpoint of an earlier run."""
+    """Find a grace that is too short for the slowest checkpoint of an earlier run, or longer than the job."""
+    if given.facts.scheduler != "slurm":
+        return
     chosen, save = grace.chosen(given.recipe, given.site, given.facts), given.files.save_s
-    if given.facts.scheduler == "slurm" and save is not None and chosen.value < (seconds := grace.wanted(save)):
+    limit = grace.time_limit(given.facts)
+    if save is not None and chosen.value < (seconds := grace.wanted(save)):
         yield Finding(
             "the grace is shorter than twice the slowest checkpoint",
             wanted=f"{seconds} s or more: a checkpoint of run {given.files.save_run} took {save:.1f} s",
             found=f"{chosen.value} s before the time limit ({chosen.why})",
             fix=f"grace_s={seconds} with dray submit; with sbatch itself --signal=B:USR1@{seconds}",
+        )
+    if limit and chosen.value >= limit:
+        yield Finding(
+            "the grace is as long as the job, so that Slurm would end the run at its start",
+            wanted=f"less than {limit} s, the time limit",
+            found=f"{chosen.value} s ({chosen.why})",
+            fix="set a longer --time, or a shorter grace_s",
         )
 
 
@@ -398,7 +454,7 @@ def _plugin(given: Planned) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Planned], Iterator[Finding]], ...] = (
-    _trainer, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _checkpoints, _silent_cpu, _grace,
-    _preemption, _options, _launcher, _plugin, _files, _memory, _deterministic,
+    _trainer, _engine, _layer, _control_characters, _mounts, _site, _gpus, _image, _checkpoints, _compiled, _silent_cpu,
+    _grace, _preemption, _options, _launcher, _plugin, _files, _memory, _deterministic,
 )  # fmt: skip
 """The first finding with a code ends the run."""

@@ -74,15 +74,16 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     """The candidates of a planned recipe: the `keys` to tune, with the values `given` for some of them."""
     recipe, size, nodes = plan.recipe.model_copy(update={"batch": plan.batch}), plan.world.size, len(plan.world.nodes)
     start: dict[str, Any] = {key: attrgetter(key)(recipe) for key in KEYS}
-    batch, deepspeed = attrgetter("batch.global_size", "train.deepspeed")(recipe)
-    rows = batch // size
+    assert recipe.train is not None
+    assert recipe.batch is not None
+    rows = recipe.batch.global_size // size
     known: dict[str, Sequence[Value]] = {**_CHOICES, ROWS: [count for count in range(1, rows + 1) if rows % count == 0]}
     for key, options in given.items():
         if wrong := [value for value in options if value not in known[key]]:
             raise ConfigError(
                 f"{key} cannot have this value", wanted=f"some of {', '.join(map(str, known[key]))}", found=wrong[0]
             )
-    if size == 1 or deepspeed:
+    if size == 1 or recipe.train.deepspeed:
         known[STRATEGY] = ()
     if recipe.image == "cpu":
         known[LOSS] = ("full", "chunked")
@@ -124,9 +125,10 @@ def keys(text: str) -> tuple[str, ...]:
 
 def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> Recipe:
     """The recipe with the candidate's values. ConfigError: they do not go together."""
-    batch, rows = attrgetter("batch.global_size")(recipe), candidate.get(ROWS)
+    assert recipe.batch is not None
+    rows = ranks * int(candidate.get(ROWS) or 1)
     settings = [f"{key}={str(value).lower()}" for key, value in candidate.values]
-    settings.append(f"batch.gradient_accumulation_steps={batch // (ranks * int(rows or 1))}")
+    settings.append(f"batch.gradient_accumulation_steps={recipe.batch.global_size // rows}")
     if candidate.get(STRATEGY) != start.get(STRATEGY):
         settings.append("train.offload=")
     return validate(Recipe, recipe.model_dump(exclude_unset=True), settings, what="the candidate")
@@ -138,14 +140,15 @@ def tolerance(recipe: Recipe, configuration: Mapping[str, Any], *, exact: float)
     Sums of two settings have other orders, and dropouts other random numbers.
     """
     model = model_shape.completed(configuration)
-    precision, tf32 = attrgetter("train.precision", "train.tf32")(recipe)
-    lora = recipe.has_lora and attrgetter("lora.dropout")(recipe)
+    train, lora = recipe.train, recipe.lora
+    assert train is not None
+    drops = lora is not None and lora.enabled and lora.dropout > 0
     dropout = any("drop" in key and isinstance(value, int | float) and value for key, value in model.items())
-    if lora or dropout or recipe.has_analog:
+    if drops or dropout or recipe.has_analog:
         return 0.05, "dropout and noise have random numbers that depend on the micro-batch"
-    if precision != "fp32":
-        return 0.02, f"{precision} has few digits"
-    if tf32 and recipe.image != "cpu":
+    if train.precision != "fp32":
+        return 0.02, f"{train.precision} has few digits"
+    if train.tf32 and recipe.image != "cpu":
         return 2e-3, "TF32 has 10 bits of mantissa"
     return exact, "fp32"
 

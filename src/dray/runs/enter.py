@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dray import engines, process, render
 from dray.contract import files
+from dray.contract.environment import is_early
 from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL
 from dray.facts import Layer
@@ -77,6 +78,17 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def variables(plan: Plan) -> dict[str, str]:
+    """What the runner sets in a container of Docker or Podman; `docker exec` takes the values from its own environment.
+
+    Other engines start another container, and enter.sh sets its variables.
+    """
+    if not engines.get(plan.engine).private_network:
+        return {}
+    set_before = {variable.name for variable in plan.env if is_early(variable.name)} | {*plan.pass_env}
+    return {variable.name: variable.value for variable in plan.env if variable.name not in set_before}
+
+
 def _beside(plan: Plan, node: str, command: Sequence[str], *, terminal: bool) -> list[str]:
     """The command line for Docker and Podman, which start a process in the container itself."""
     engine = plan.engine
@@ -95,4 +107,5 @@ def _beside(plan: Plan, node: str, command: Sequence[str], *, terminal: bool) ->
             found=" ".join(hosts) or "none",
         )
     streams = ["--interactive", *(["--tty"] if terminal else [])]
-    return [engine, "exec", *streams, f"--workdir={plan.where}", own[0], *command]
+    environment = [f"--env={name}" for name in variables(plan)]
+    return [engine, "exec", *streams, *environment, f"--workdir={plan.where}", own[0], *command]

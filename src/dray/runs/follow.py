@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -20,16 +21,17 @@ class Growing:
         """How often reading started again from the beginning."""
         self._file: tuple[int, int] | None = None
 
-    def open(self) -> BufferedReader:
+    @contextmanager
+    def open(self) -> Iterator[BufferedReader]:
         """Open the file at the last position; at 0 if it was replaced or truncated. May raise OSError."""
-        file = files.open_regular(self.path)
-        found = os.fstat(file.fileno())
-        this = (found.st_dev, found.st_ino)
-        if self._file not in (None, this) or self.position > found.st_size:
-            self.position, self.again = 0, self.again + 1
-        self._file = this
-        file.seek(self.position)
-        return file
+        with files.open_regular(self.path) as file:
+            found = os.fstat(file.fileno())
+            this = (found.st_dev, found.st_ino)
+            if self._file not in (None, this) or self.position > found.st_size:
+                self.position, self.again = 0, self.again + 1
+            self._file = this
+            file.seek(self.position)
+            yield file
 
     def lines(self, longest: int, *, whole: bool = False) -> Iterator[bytes]:
         """New lines. An unfinished last line waits for the next call, unless this is the `whole` file; lines above

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dray.config.json_schema import Schema
-from dray.config.model import Spec, load
+from dray.config.model import Spec, explained, load
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, listed, nearest
 
@@ -297,3 +297,10 @@ def test_the_nearest_name(name: str, known: Iterable[str], near: str) -> None:
 )
 def test_five_names_of_many(names: Iterable[str], text: str) -> None:
     assert listed(names) == text
+
+
+def test_another_user_s_file_does_not_flood_the_terminal() -> None:
+    with pytest.raises(ValidationError) as wrong:
+        Truck.model_validate({f"{number}{'x' * 10_000}": 1 for number in range(1000)})
+    lines = explained(wrong.value).splitlines()
+    assert (len(lines), max(map(len, lines))) == (60, 200)

@@ -154,6 +154,10 @@ class TestWhichSite:
         ("stage = 'offs'", 'stage = "offs"'),
         ("stage = '/tmp'\nstage_by = 'sbcast'", "stage_by"),
         ("interfaces = ['a b']", 'interfaces.0 = "a b"'),
+        (
+            'engine = "edf"\nannotations = { "com.hooks" = "on", "com.hooks.cxi" = "true" }',
+            "annotations.com.hooks cannot have a value and names below it",
+        ),
         ("gpu_option = 'gpus'", 'gpu_option = "gpus"'),
         ('[fabric]\nplugin = "image"', 'fabric.plugin needs strategy = "host" or "image"'),
         ('[fabric]\nplugin = "/opt/lib.so"', 'fabric.plugin needs strategy = "host" or "image"'),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +92,20 @@ def test_a_job_starts_the_planner_as_the_engine_says(engine: str) -> None:
     assert ("--mount=x y" in words) == (engine in ("apptainer", "singularity", "podman-hpc"))
     assert ("--container-mounts=/a b:/a b" in words) == (engine == "pyxis")
     assert ("--userns=keep-id" in words) == (engine == "podman-hpc" and os.getuid() != 0)  # Podman refuses it for root
+
+
+def test_an_edf_has_each_folder_once_and_as_it_is(tmp_path: Path) -> None:
+    script = (
+        'source "$DRAY_HOME/slurm/lib.sh"; runs=$1 image="/my i" where="/a \\"b\\"" pairs="" edf=""; '
+        'folders=("${@:2}"); engine::mounts; engine::edf; cat "$edf"'
+    )
+    folders = ["/x", "/my data", '/q"\\', "/x"]
+    argv = ["bash", "-euc", script, "x", str(tmp_path), *folders]
+    env = {**PYTHON, "DRAY_HOME": str(ROOT)}
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+    assert tomllib.loads(ended.stdout) == {
+        "image": "/my i",
+        "workdir": '/a "b"',
+        "entrypoint": False,
+        "mounts": [f"{folder}:{folder}" for folder in folders[:3]],
+    }

@@ -182,6 +182,9 @@ def test_a_json_file_and_bare_words_of_yaml(tmp_path: Path) -> None:
     assert files(recipe(tmp_path, file="fsdp_config: {fsdp_version: 2}\n")) == files(
         recipe(tmp_path, "command.strategy=fsdp")
     )
+    found = recipe(tmp_path, file="mixed_precision: BF16\n")
+    assert found.command
+    assert found.command.precision == "bf16"
     found = recipe(tmp_path, file="distributed_type: NO\nmixed_precision: no\n")
     assert found.command
     assert (found.command.strategy, found.command.precision) == ("ddp", "fp32")
@@ -211,6 +214,16 @@ def test_a_deepspeed_file_gets_stage_and_precision_and_stands_alone(tmp_path: Pa
     assert files(recipe(tmp_path, file=named, deepspeed=given)) == made
 
 
+@pytest.mark.parametrize("section", [True, None, [1]])
+def test_a_section_that_is_no_table_is_replaced(tmp_path: Path, section: object) -> None:
+    given = {"zero_optimization": {"stage": 2}, "bf16": section, "fp16": section}
+    words = ("command.deepspeed=ds.json", "command.strategy=zero2", "command.precision=bf16")
+    wanted = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    assert files(recipe(tmp_path, *words, deepspeed=given))["deepspeed.json"] == wanted
+    given["zero_optimization"] = section
+    assert files(recipe(tmp_path, *words, deepspeed=given))["deepspeed.json"] == wanted
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "file", "deepspeed", "said"),
@@ -235,6 +248,16 @@ def test_a_deepspeed_file_gets_stage_and_precision_and_stands_alone(tmp_path: Pa
         (
             (), "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: gone.json}\n", None,
             "the DeepSpeed file cannot be read\n",
+        ),
+        (
+            (),
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, gradient_clipping: 1.0}\n",
+            {"zero_optimization": {"stage": 2}},
+            "accelerate takes these keys from the DeepSpeed file only\n",
+        ),
+        (
+            (), "distributed_type: FSDP\nfsdp_config: {version: 2, reshard_after_forward: FULL_SHARD}\n", None,
+            "accelerate's fsdp_config.fsdp_reshard_after_forward has a value that dray does not support\n",
         ),
         ((), "distributed_type: MEGATRON_LM\n", None, "accelerate's distributed_type has a value that dray does not"),
         ((), "mixed_precision: tf32\n", None, "accelerate's mixed_precision has a value that dray does not support\n"),

@@ -309,8 +309,10 @@ def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
     )
     wanted = ("model.name=", "model.type=mamba", "--gpus-per-node", "8", "--gpu-memory", "40")
     strange = dray("plan", "-v", "recipes/opt125m-yelp.toml", *wanted)
-    told = "the size of model type mamba is not known"
+    told = "the size of model type mamba is not known (so --gpu-memory is not checked)"
     assert f"\nmemory: not estimated: {told}\n" in strange.stdout
+    empty = dray("plan", "-v", "recipes/opt125m-yelp.toml", f"model.name={home}", "--gpus-per-node", "8")
+    assert f"\nmemory: not estimated: {home} has no config.json that can be read here\n" in empty.stdout
     command = dray("plan", "-v", "--", "true")
     assert (command.returncode, "memory:" in command.stdout) == (0, False)
 

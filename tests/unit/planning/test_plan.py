@@ -190,6 +190,29 @@ def test_gpus_that_the_image_cannot_use_are_refused(root: Path, site: dict, fix:
     assert meant.world.ranks_per_node == 3
 
 
+def test_an_adopted_image_whose_torch_has_no_gpus_is_named(root: Path) -> None:
+    theirs = {"adopted": "/b/dray-theirs", "adopted_from": "/s/theirs.sif", "image_variant": "cpu"}
+    decided = made(root, "adopted=theirs", gpus_per_node=2, **theirs)
+    found = next(finding for finding in decided.findings if finding.code)
+    assert found.problem == "the job has GPUs, and the adopted image theirs cannot use them"
+    assert found.fix == (
+        "adopted=NAME of an image whose torch has these GPUs; or gpus=none ranks_per_node=N, to leave them idle"
+    )
+
+
+def test_what_is_compiled_needs_a_path_that_the_linker_takes(root: Path) -> None:
+    """Inductor names torch's folder to it without quotes."""
+    for engine, image, compile, fits in (
+        ("bare", "/my env/bin/python", "true", False),
+        ("bare", "/my env/bin/python", "false", True),
+        ("bare", "/env/bin/python", "true", True),
+        ("apptainer", "/my images/dray.sif", "true", True),
+    ):
+        decided = made(root, f"train.compile={compile}", engine=engine, image=image)
+        found = [one.where for one in decided.findings if one.problem.startswith("train.compile needs torch in")]
+        assert found == ([] if fits else [image])
+
+
 def test_a_node_list_that_does_not_fit_the_count_is_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match="the node list and the node count do not agree"):
         made(root, nodelist="n[1-3]")

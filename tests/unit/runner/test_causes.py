@@ -166,6 +166,12 @@ def memory_cgroup() -> Iterator[Path]:
     pytest.skip("no cgroup with a memory limit can be made here")
 
 
+def test_a_kill_without_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence.node, "memory_limit", lambda: None)
+    monkeypatch.setattr(evidence, "_killed", lambda: 1)
+    assert evidence._memory() == ["memory cgroup: oom_kill rose by 1 since the ranks were started"]
+
+
 def test_a_memory_limit_that_is_reached(tmp_path: Path, memory_cgroup: Path) -> None:
     enter = ("sh", "-c", f'echo $$ >{memory_cgroup}/cgroup.procs; exec "$@"', "sh")
     found = failed(tmp_path, *python("x = bytearray(400 << 20)"), prefix=enter)

@@ -388,6 +388,7 @@ class TestMemory:
     @pytest.mark.parametrize("own", ["", "0::/\n", "rubbish\n\n::\n", "0::/../../etc\n"])
     def test_without_a_limit_what_is_available_counts(self, tmp_path: Path, own: str) -> None:
         assert self.look(tmp_path, own, {}).found == "8.192 GB available"
+        assert node.memory_limit(self.own(tmp_path, own), self.groups(tmp_path, {})) is None
         found = self.look(tmp_path, own, {}, wanted=9.0)
         assert (found.code, found.wanted) == (69, "9.0 GB (preflight.memory_gb)")
         assert "leave this node out" in found.fix

@@ -140,7 +140,7 @@ def test_a_staged_image_is_not_copied_again(tmp_path: Path) -> None:
 
 def test_docker_starts_it_in_the_container_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"scheduler": "local", "job": 0, "engine": "docker", "image": "dray:cpu", "nodelist": "node[1-2]"}
-    paths = begun(tmp_path, **facts)
+    paths = begun(tmp_path, "env.MINE=a b", "env.PYTHONPATH=/lib", 'pass_env=["TOKEN"]', **facts)
     tool = tmp_path / "bin" / "docker"
     tool.parent.mkdir()
     answers = 'case $1 in ps) printf "aa\\nbb\\n" ;; *) printf "node2\\nnode1\\n" ;; esac'
@@ -148,8 +148,14 @@ def test_docker_starts_it_in_the_container_itself(tmp_path: Path, monkeypatch: p
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     state = live.State("running", paths.run, paths, process=5)
+    plan = read(paths)
     argv = enter.argv(state, "node1", ["bash"], terminal=True)
-    assert argv == ["docker", "exec", "--interactive", "--tty", f"--workdir={read(paths).where}", "bb", "bash"]
+    given = [f"--env={name}" for name in enter.variables(plan)]
+    assert argv == ["docker", "exec", "--interactive", "--tty", *given, f"--workdir={plan.where}", "bb", "bash"]
+    assert {"--env=MINE", "--env=HF_HUB_OFFLINE"} <= {*argv}
+    values = enter.variables(plan)
+    assert (values["MINE"], "PYTHONPATH" in values, "TOKEN" in values) == ("a b", False, False)
+    assert enter.variables(plan.model_copy(update={"engine": "apptainer"})) == {}
     assert (tmp_path / "calls").read_text().splitlines() == [
         "ps --quiet --filter=label=dray.run=mine",
         "inspect --format={{.Config.Hostname}} aa bb",

@@ -105,6 +105,15 @@ def test_what_may_have_become_of_a_file(
     assert list(file.lines(100)) == [b"last\n"]
 
 
+def test_a_disk_that_fails_leaves_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a\n")
+    file = Growing(tmp_path / "file", position=-1)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises((OSError, ValueError)) as failed:
+        list(file.lines(100))
+    assert len([*Path("/proc/self/fd").iterdir()]) == before, failed
+
+
 def test_a_line_that_is_half_written(tmp_path: Path) -> None:
     """Neither lost nor read twice; one that is too long comes in pieces."""
     path = tmp_path / "file"

@@ -217,6 +217,17 @@ class TestBefore:
         assert found(save=60.0) == found(save=None) == found(recipe=("grace_s=140",)) == []
         assert found(scheduler="local") == []
 
+    @pytest.mark.parametrize(
+        ("option", "seconds"),
+        [("--time=2", 120), ("--time=1:30", 90), ("--time=0:01:00", 60), ("-t1", 60), ("--time=0-0", 0),
+         ("--time=0-0:1", 60), ("--time=0-0:0:40", 40), ("--time=08:00:00", None), ("--time=1-0", None),
+         ("--time=UNLIMITED", None), ("--time=", None), ("--time=infinite", None)],
+    )  # fmt: skip
+    def test_not_shorter_than_the_job(self, option: str, seconds: int | None) -> None:
+        seen = found(option, save=None)
+        wanted = [f"less than {seconds} s, the time limit"] if seconds else []
+        assert [one.wanted for one in seen] == wanted
+
     def test_preemption(self) -> None:
         left = {"preempt_mode": "REQUEUE", "preempt_grace_s": 20, "kill_wait_s": 30, "preempt_signal": True}
         first, second, third = found(**left)

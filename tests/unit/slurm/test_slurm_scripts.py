@@ -167,6 +167,23 @@ class TestCorrections:
         assert env["PYTHONPATH"] == f"{folder}:{job.home}/src:/theirs"
         assert str(folder) in [one["path"] for one in plan["binds"]]
 
+    def test_the_first_image_that_is_there_is_guessed(self, job: Job) -> None:
+        """Of dray's own, else the first adopted one."""
+        build = job.home / "build"
+        for name in ("mine", "theirs"):
+            image = build / f"dray-{name}" / "image.sif"
+            image.parent.mkdir()
+            image.write_text(name)
+            image.with_name("image.json").write_text(json.dumps({"name": name, "file": store.stat(image)}, indent=1))
+        script = """source "$DRAY_HOME/slurm/lib.sh"; engine=apptainer given_image="" recipe="" runs=/r; plan::guess"""
+        for name in ("cpu", "cuda", "rocm"):
+            (build / f"dray-{name}.sif").touch()
+        for guessed in ("dray-cpu.sif", "dray-cuda.sif", "dray-rocm.sif", "dray-mine/image.sif"):
+            env = {**os.environ, "DRAY_HOME": str(job.home)}
+            ended = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, check=False)
+            assert (ended.stdout, ended.stderr) == (f"{build}/{guessed}\n", "")
+            (build / guessed).unlink()
+
     @pytest.mark.seconds
     def test_an_image_that_is_not_built(self, job: Job) -> None:
         (job.home / "build" / "dray-cpu.sif").unlink()

@@ -123,16 +123,18 @@ def test_another_user_s_file(tasks: Path) -> None:
     "line",
     [
         "", "\tx=1", "../s-1", "/etc", ".hidden", "s-1\t--", "s-1\t--image=/theirs.sif", "s-1\t\tx=1", "s-1\ttrain.lr",
-        "s-1 x=1", "x" * 300, None,
+        "s-1 x=1", "x" * 300, "s-1\x1b[2J", None,
     ],
 )  # fmt: skip
 def test_a_line_that_is_none(tasks: Path, line: str | None) -> None:
     tasks.write_text("" if line is None else f"{line}\n")
+    quote = ["bash", "-c", 'printf %q "${1:0:200}"', "x", line or ""]
+    quoted = subprocess.run(quote, capture_output=True, text=True, check=True).stdout
     assert refused(given(f"--tasks={tasks}", "a.toml")) == [
         "dray: the file with the tasks of this array has no valid line for this task",
         f"  where:  {tasks}, line 1",
         "  wanted: a run's name, then its settings, separated by tabs",
-        f"  found:  {(line or '')[:200]}",
+        f"  found:  {quoted if line else 'no such line'}",
         "  fix:    submit the study again",
     ]
 

@@ -146,7 +146,10 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
         missing = f"{name} is not downloaded; dray prefetch RECIPE downloads it"
         if files.configuration:
             missing = f"the size of model type {recipe.model.name or recipe.model.type} is not known"
-        return f"not estimated: {missing}"
+        elif name.startswith(("/", ".")):
+            missing = f"{name} has no config.json that can be read here"
+        unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
+        return f"not estimated: {missing}{unchecked}"
     needed = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
     text = f"an estimate for {model.parameters:,} parameters"
     if model.counted and model.counted.trained < model.parameters:
