@@ -71,6 +71,8 @@ def whole(strategy) -> dict[str, torch.Tensor]:
 
 def case(config, words: dict, folder: Path) -> dict:
     os.environ["LOCAL_WORLD_SIZE"] = str(words.pop("local", 2))
+    memory = words.pop("memory", [1e12] * RANKS)[dist.get_rank()]
+    fsdp._memory = lambda *_: memory
     config = replace(config, gradient_accumulation_steps=MICRO, train=replace(config.train, **words))
     torch.manual_seed(1)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=WORDS, **SIZES))

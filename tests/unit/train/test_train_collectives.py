@@ -27,6 +27,7 @@ CASES = {
     "hsdp": {**LEAN, "fsdp_shard": "node"},
     "two of four nodes": {**LEAN, "fsdp_shard": 2, "local": 1},
     "auto": {"strategy": "fsdp"},
+    "a GPU of another size": {"strategy": "fsdp", "memory": [1e12, 1e12, 1e3, 1e12]},
     "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
     "masters": {"strategy": "ddp", "precision": "bf16", "master_weights": True},
 }
@@ -57,6 +58,7 @@ def seen(tmp_path_factory) -> dict[str, dict]:
         ("hsdp", 2 * (6 + 2), 2 * 6, 6 + 1),
         ("two of four nodes", 2 * (6 + 2), 2 * 6, 6 + 1),
         ("auto", 6, 6, 6 + 1),
+        ("a GPU of another size", 2 * (6 + 2), 2 * 6, 1),  # all ranks have its layout
     ],
 )
 def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(
