@@ -222,15 +222,12 @@ class Checkpoints:
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
             restore.check_order(self.order, path, found["order"])
-            read = self._converted(path, found) if found["version"] == saved.OF_DCP else path
-            if read != path:
-                found = manifest.read(read)
             self.newest = step
             self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.known:
                 self.mirror.put(path)
-            self._checkpoint = read, found
+            self._checkpoint = path, found
             return True
         return False
 
@@ -245,8 +242,7 @@ class Checkpoints:
         """Load the newest checkpoint again and skip the steps from first to last of `without`; as `resume`."""
         path = self.folder / f"step-{self.newest}"
         found = on_rank_0(partial(saved.look, path))
-        old = found.get("trouble", "an older dray wrote it")
-        troubles = self._troubles(path, found) if "tensors" in found else [old]
+        troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
         if troubles:
             raise DrayError(
                 "the checkpoint to which the run goes back is damaged", where=path, found="; ".join(troubles)
@@ -277,19 +273,6 @@ class Checkpoints:
         trouble = self.mirror.fetch(part, path, self._require_room, instead=on_rank_0(make))
         say(f"{path.name} of {self.mirror.place} is {f'skipped: {trouble}' if trouble else 'fetched'}")
         return not trouble
-
-    def _converted(self, path: Path, found: dict[str, Any]) -> Path:
-        """The same checkpoint in a folder of its own, which goes when the next one has been written."""
-        from dray.train import dcp  # noqa: PLC0415  for checkpoints of before alone
-
-        part = path.with_name(f"{path.name}.part-{self.run}")
-
-        def convert() -> None:
-            self._make(part)
-            dcp.convert(path, part, found)
-
-        on_rank_0(convert)
-        return part
 
     def _troubles(self, path: Path, found: dict[str, Any]) -> list[str]:
         """What differs from the manifest; each rank checks its share of the files."""

@@ -5,7 +5,6 @@ Any rank reads those alone that it goes on with, however many ranks wrote them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from dray.train import manifest
-from dray.train.manifest import natural
 from dray.train.shards import Reader, Shard, Shards, Tensors
 
 _KIND = "feed."
@@ -69,35 +66,9 @@ def misfit(path: Path) -> str:
     return f"{path.name} holds a negative position in the data" if wrong else ""
 
 
-def file_of(rank: int) -> str:
-    """The file of a rank's positions in checkpoints of format 2 and earlier."""
-    return f"rank-{rank}.json"
-
-
-def of_ranks(folder: Path, world: int) -> tuple[list[Any] | None, dict[int, list[Any]]]:
-    """The loss scale and the positions of a checkpoint of before, in which each rank had a file of them."""
-    owns = [json.loads((folder / file_of(rank)).read_bytes()) for rank in range(world)]
-    return owns[0]["scaler"], {shard[0]: shard for own in owns for shard in own["feed"] or ()}
-
-
-def is_file(path: Path) -> bool:
-    """Whether it is such a file."""
-    match manifest.parse(path.read_bytes()):
-        case {"feed": feed, "scaler": scaler} if is_scale(scaler):
-            return feed is None or (isinstance(feed, list) and all(map(_is_position, feed)))
-    return False
-
-
 def is_scale(state: Any) -> bool:  # noqa: ANN401  any JSON value
     """Whether it is what a loss scale goes on from, or null."""
     match state:
         case None | [int() | float(), int(), int()]:
             return True
-    return False
-
-
-def _is_position(shard: Any) -> bool:  # noqa: ANN401  any JSON value
-    match shard:
-        case [number, part, taken, [*left]]:
-            return all(map(natural, (number, part, taken, *left)))
     return False

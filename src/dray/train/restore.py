@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dray.contract.findings import ConfigError
-from dray.train import positions, saved
 from dray.train.positions import Positions
 from dray.train.shards import MismatchError, Reader
 from dray.train.strategies.base import Strategy
@@ -27,12 +26,8 @@ def check_order(own: dict[str, Any], path: Path, order: dict[str, Any]) -> None:
 
 def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> Mapping[int, list[Any]]:
     """All ranks together; the positions of a stream's shards, whichever ranks wrote them."""
-    scale: list[Any] | None = found.get("scaler")
-    feed: Mapping[int, list[Any]] = Positions(path, found["tensors"])
-    if found["version"] == saved.OF_RANKS:
-        scale, feed = positions.of_ranks(path, found["world_size"])
-    if strategy.scaler and scale:
-        strategy.scaler.load(scale)
+    if strategy.scaler and found.get("scaler"):
+        strategy.scaler.load(found["scaler"])
     try:
         strategy.load(Reader(path, found["tensors"]), found["updates"])
     except MismatchError as error:
@@ -42,4 +37,4 @@ def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> Mapping[int, 
             found=f"in {path}: {error}",
             fix="set another checkpoint.folder, or use the recipe that made the checkpoint",
         ) from error
-    return feed
+    return Positions(path, found["tensors"])

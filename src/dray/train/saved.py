@@ -19,10 +19,6 @@ from dray.train.shards import Reader, Shards, Staged, Staging, Tensors
 
 VERSION = 3
 """The version of the manifest and its files."""
-OF_RANKS = 2
-"""Before, a manifest named each rank's shard of each tensor, and each rank had a file of its position in the data."""
-OF_DCP = 1
-"""torch's distributed checkpoints, which dray wrote before that."""
 
 
 def order(config: Config, dataset: str) -> dict[str, Any]:
@@ -66,9 +62,9 @@ def look(path: Path) -> dict[str, Any]:
     found = manifest.read(path)
     if "trouble" in found:
         return found
-    if not manifest.is_sealed(found) and found["version"] not in (OF_DCP, OF_RANKS):
+    if not manifest.is_sealed(found):
         return {"trouble": "its manifest is not what was written"}
-    if found["version"] not in (OF_DCP, OF_RANKS, VERSION):
+    if found["version"] != VERSION:
         raise ConfigError(
             "the checkpoint was written by another version of dray",
             where=path / manifest.NAME,
@@ -83,7 +79,6 @@ def look(path: Path) -> dict[str, Any]:
             and natural(updates)
             and natural(world)
             and 0 < world <= len(found["files"])
-            and (found["version"] == VERSION or all(positions.file_of(rank) in found["files"] for rank in range(world)))
             and positions.is_scale(found.get("scaler"))
             and is_state(found.get("watch", {}))
         ):
@@ -94,15 +89,11 @@ def look(path: Path) -> dict[str, Any]:
 def wrong(path: Path, found: dict[str, Any], some: slice = slice(None)) -> list[str]:
     """What is wrong with these files and with the manifest's tensors."""
     own, tensors = found["files"], cast(Tensors, found.get("tensors"))  # until they have no faults, anything
-    troubles = list(shards.faults(tensors, own)) if found["version"] != OF_DCP else []
-    troubles += positions.faults(tensors) if found["version"] == VERSION and not troubles else []
-    troubles = troubles or list(manifest.wrong(path, own, some).values())
+    troubles = [*shards.faults(tensors, own)] or [*positions.faults(tensors)]
+    troubles = troubles or [*manifest.wrong(path, own, some).values()]
     for name in [] if troubles else sorted(own)[some]:
         try:
-            if name.endswith(".safetensors"):
-                troubles += filter(None, [shards.misfit(path / name, tensors) or positions.misfit(path / name)])
-            elif name.startswith("rank-"):
-                troubles += [] if positions.is_file(path / name) else [f"{name} is not a position in the data"]
+            troubles += filter(None, [shards.misfit(path / name, tensors) or positions.misfit(path / name)])
         except (SafetensorError, ValueError, RecursionError) as error:
             troubles.append(f"{name}: {error}")
     return troubles
@@ -112,8 +103,6 @@ def opened(path: Path) -> Reader:
     """A checkpoint whose tensors are read without the run's ranks. One that is not whole is refused."""
     found = look(path)
     troubles = [found["trouble"]] if "trouble" in found else wrong(path, found)
-    if not troubles and found["version"] == OF_DCP:
-        troubles = ["it was written by an older dray; a run that resumes from it writes newer ones"]
     if troubles:
         raise DrayError(
             "the checkpoint is incomplete",

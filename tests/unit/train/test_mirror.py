@@ -56,8 +56,8 @@ def checkpoint(folder: Path, step: int, size: int = 1000) -> Path:
     path = folder / f"step-{step}"
     path.mkdir(mode=0o755, parents=True)
     data = os.urandom(size)
-    files = {name: manifest.written(path / name, data) for name in ("rank-0.safetensors", "rank-0.json")}
-    manifest.write(path, {"version": 2, "step": step, "files": files})
+    files = {name: manifest.written(path / name, data) for name in ("rank-0.safetensors", "rank-1.safetensors")}
+    manifest.write(path, {"version": 3, "step": step, "files": files})
     return path
 
 
@@ -102,9 +102,9 @@ def test_the_manifest_comes_last(store: stores.Store, tmp_path: Path) -> None:
     complete = [path for verb, path in store.asked if verb == "POST"]
     assert complete[-2:] == ["b/x/step-4/manifest.json"] * 2  # it begins, and is complete
     read = [path for verb, path in store.asked if verb == "GET" and path.endswith(("json", "tensors"))]
-    assert set(read) == {f"b/x/step-4/{name}" for name in ("rank-0.safetensors", "rank-0.json", "manifest.json")}
+    assert set(read) == {f"b/x/step-4/{name}" for name in ("rank-0.safetensors", "rank-1.safetensors", "manifest.json")}
     last = store.asked.index(("POST", "b/x/step-4/manifest.json"))
-    assert {("GET", "b/x/step-4/rank-0.json"), ("GET", "b/x/step-4/rank-0.safetensors")} <= {*store.asked[:last]}
+    assert {("GET", "b/x/step-4/rank-1.safetensors"), ("GET", "b/x/step-4/rank-0.safetensors")} <= {*store.asked[:last]}
 
 
 def test_a_byte_that_the_store_changed_is_seen_and_sent_again(store: stores.Store, tmp_path: Path) -> None:
@@ -421,9 +421,9 @@ def test_a_file_that_is_written_again_stays_whole(tmp_path: Path) -> None:
     far, path = tmp_path / "far", checkpoint(tmp_path / "own", 4)
     copied(str(far), path)
     seen = []
-    late = Place(str(far), lambda _: seen.append((far / "step-4/rank-0.json").read_bytes()))
-    late.send(path, manifest.read(path)["files"], ["rank-0.json"])
-    assert {*seen} == {(path / "rank-0.json").read_bytes()}
+    late = Place(str(far), lambda _: seen.append((far / "step-4/rank-1.safetensors").read_bytes()))
+    late.send(path, manifest.read(path)["files"], ["rank-1.safetensors"])
+    assert {*seen} == {(path / "rank-1.safetensors").read_bytes()}
     assert content(far / "step-4") == content(path)
 
 

@@ -292,41 +292,6 @@ def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
     assert refused in again.end(code=78).log().read_text()
 
 
-def as_dcp_wrote_it(new: Path, old: Path) -> None:
-    """The same checkpoint in the format of before."""
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from dray.train import manifest, saved
-    from dray.train.shards import TYPES, whole
-
-    reader, state = saved.opened(new), {}
-    for key, one in reader.tensors.items():
-        kind, _, name = key.partition(".")
-        state.setdefault(kind, {})[name] = torch.empty(one["shape"], dtype=TYPES[one["dtype"]])
-        reader.fill(whole(kind, {name: state[kind][name]}))
-    old.mkdir(mode=0o755)
-    save(state, checkpoint_id=old, no_dist=True)
-    (old / "rank-0.json").write_text('{"feed": null, "scaler": null}')
-    manifest.seal_model(old)
-    found = json.loads((new / "manifest.json").read_text()) | json.loads((old / "manifest.json").read_text())
-    (old / "manifest.json").write_text(json.dumps({key: one for key, one in found.items() if key != "tensors"}))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_checkpoint_of_dcp_is_read_once_and_one_that_others_may_write_never(run: BEGUN) -> None:
-    words = ("train.steps=6", "checkpoint.every=[[0, 3]]", "checkpoint.keep=9")
-    whole = run(1, *words).end()
-    again = run(1, *words)
-    as_dcp_wrote_it(whole.folder / "checkpoints/step-3", again.folder / "checkpoints/step-3")
-    again.end()
-    assert again.losses() == whole.losses()[3:]
-    kept = again.folder / "checkpoints"
-    assert sorted(path.name for path in kept.iterdir()) == ["final", "step-3", "step-6"]
-    (kept / "step-6").chmod(0o775)
-    assert "the checkpoint is open to other users\n" in again.end(code=78).said()
-
-
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_from_the_newest_whole_one(run: BEGUN) -> None:
     """A checkpoint after each step, and SIGKILL to all at random moments: what is found is always whole."""
