@@ -40,7 +40,7 @@ class Source:
     step: int | None = None
     """How many optimizer steps were taken, where the source tells; else AdamW's count of updates does."""
     adam: Callable[[torch.nn.Module], Adam] | None = None
-    """AdamW's state for this model: most kinds name it only by the model's order of weights."""
+    """AdamW's state for this model."""
     without: str = field(default="no optimizer state")
     """Why there is no `adam`."""
 
