@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.train import disk, manifest, nodes, positions, restore, saved
+from dray.train import manifest, nodes, saved
 from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.divergence import Watch
@@ -48,7 +48,7 @@ def take(config: Config) -> Lease:
             manifest.require_own(folder)
             lease.acquire()
         except OSError as error:
-            raise disk.failed(error, folder, "nothing was trained yet") from error
+            raise saved.failed(error, folder, "nothing was trained yet") from error
         at_end(lease.release)
 
     on_rank_0(begin)
@@ -82,7 +82,7 @@ class Checkpoints:
 
     def reserve(self, position: list[Any] | None) -> None:
         """Take the host's memory for checkpoints now: a run that it does not fit ends before its first step."""
-        self._staging.reserve({**self.strategy.state(), **positions.shards(position)})
+        self._staging.reserve({**self.strategy.state(), **saved.positions(position)})
 
     def save(self, step: int, position: list[Any] | None) -> None:
         """Begin to save; all ranks call it. After `settle` the checkpoint is complete, or the log has a warning."""
@@ -97,7 +97,7 @@ class Checkpoints:
         scaler = self.strategy.scaler
         updates = step - (scaler.skipped if scaler else 0) - self.watch.left_out(step)
         state = self.strategy.state()
-        staged = self._staging.fill({**state, **positions.shards(position)}, self.rank)
+        staged = self._staging.fill({**state, **saved.positions(position)}, self.rank)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
             self.fence()
         about = {"step": step, "updates": updates, "watch": self.watch.state()}
@@ -155,10 +155,10 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> DrayError:
-        return disk.failed(error, self.folder, self.newest_text())
+        return saved.failed(error, self.folder, self.newest_text())
 
     def _require_room(self, size: int) -> None:
-        disk.require_room(self.folder, size, self.newest_text())
+        saved.require_room(self.folder, size, self.newest_text())
 
     def _write(self, part: Path, staged: Staged, about: dict[str, Any]) -> None:
         step = about["step"]
@@ -221,7 +221,7 @@ class Checkpoints:
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            restore.check_order(self.order, path, found["order"])
+            saved.require_order(self.order, path, found["order"])
             self.newest = step
             self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
@@ -236,7 +236,7 @@ class Checkpoints:
         if self._checkpoint is None:
             return {}
         path, found = self._checkpoint
-        return restore.load(self.strategy, path, found)
+        return saved.load(self.strategy, path, found)
 
     def again(self, *, without: list[int]) -> Mapping[int, list[Any]]:
         """Load the newest checkpoint again and skip the steps from first to last of `without`; as `resume`."""
@@ -250,7 +250,7 @@ class Checkpoints:
         skipped = [*self.watch.skipped, without]
         self.watch.load(found.get("watch", {}))
         self.watch.skipped = skipped
-        return restore.load(self.strategy, path, found)
+        return saved.load(self.strategy, path, found)
 
     def _begin(self) -> list[tuple[int, bool]]:
         """The steps that there are and whether each is the mirror's, the newest first; on rank 0."""

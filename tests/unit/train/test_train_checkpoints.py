@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.contract.findings import ConfigError, DrayError  # noqa: E402
-from dray.train import manifest, positions, restore, saved, shards  # noqa: E402
+from dray.train import manifest, saved, shards  # noqa: E402
 from dray.train.shards import MismatchError, Shard, Shards, Staging  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints")]
@@ -64,7 +64,7 @@ def write(folder: Path, way: str, count: int, staging: Staging | None = None) ->
     folder.mkdir(mode=0o755, parents=True)
     staging, held = staging or Staging(torch.device("cpu")), []
     for rank in range(count):
-        own = {**WAYS[way](tensors(), rank, count), **positions.shards([[rank, rank, 2, [7]]])}
+        own = {**WAYS[way](tensors(), rank, count), **saved.positions([[rank, rank, 2, [7]]])}
         held.append(saved.written(folder, staging.fill(own, rank), rank))
     found = {"version": 3, "step": 3, "updates": 3, "world_size": count, "scaler": None} | MADE_BY
     found |= functools.reduce(saved.joined, held)
@@ -103,7 +103,7 @@ def test_positions_and_the_loss_scale_are_those_of_all_ranks(tmp_path: Path) -> 
     write(folder, "ddp", 3)
     found = saved.look(folder) | {"scaler": [4.0, 2, 6]}
     held: Any = Held()
-    feed = restore.load(held, folder, found)
+    feed = saved.load(held, folder, found)
     assert held.state == [4.0, 2, 6]
     read = {number: [*feed[number][:3], [*feed[number][3]]] for number in feed}
     assert read == {rank: [rank, rank, 2, [7]] for rank in range(3)}
@@ -318,7 +318,7 @@ def test_a_position_before_the_data(tmp_path: Path) -> None:
     folder = tmp_path / "step-3"
     folder.mkdir(mode=0o755)
     about = {"step": 3, "updates": 3, "world_size": 1, "scaler": None} | MADE_BY
-    saved.write(folder, [positions.shards([[0, -1, 0, [5]]])], about)
+    saved.write(folder, [saved.positions([[0, -1, 0, [5]]])], about)
     assert "rank-0.safetensors holds a negative position in the data" in refused(folder)
 
 
