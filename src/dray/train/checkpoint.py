@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.train import manifest, nodes, saved
+from dray.train import manifest, saved
 from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.divergence import Watch
@@ -65,9 +65,7 @@ class Checkpoints:
         self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.lease, place = lease, config.checkpoint.mirror
-        self.mirror = Mirror(place, metrics, keep=self.keep, nodes=nodes.of_run()) if place else None
-        if self.mirror and nodes.is_helper():
-            self.mirror.help()
+        self.mirror = Mirror(place, metrics, keep=self.keep) if place else None
         self._writer = ThreadPoolExecutor(1)
         self._began, self._moved = 0.0, Moved()
         self._pending: Future[None] | None = None

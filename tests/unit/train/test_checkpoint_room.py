@@ -13,6 +13,7 @@ from dray.contract import unexpected
 from dray.contract.findings import UnfitError
 
 saved = pytest.importorskip("dray.train.saved", reason="torch: the training stack is not installed")
+pytestmark = pytest.mark.torch
 
 
 @pytest.mark.hostile("disks")
