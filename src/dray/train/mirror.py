@@ -21,7 +21,7 @@ from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.train import manifest
 from dray.train.collectives import on_all, on_rank_0, placed
 from dray.train.data import remote
-from dray.train.errors import say
+from dray.train.errors import described, say
 from dray.train.heartbeat import BEAT_S, Moved
 
 if TYPE_CHECKING:
@@ -290,8 +290,7 @@ class Mirror:
                 self._target.copy(path)
                 self._target.prune(step, self.keep)
         except Exception as error:  # whatever a store answers: the run goes on
-            finding = error.finding if isinstance(error, DrayError) else None
-            text = f"{finding.problem}: {finding.found}" if finding else f"{type(error).__name__}: {error}"
+            text = f"{error.problem}: {error.finding.found}" if isinstance(error, DrayError) else described(error)
             return " ".join(text.split())[:300]
         return ""
 

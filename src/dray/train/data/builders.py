@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from dray.contract.findings import ConfigError, DrayError
 from dray.train.data import files, remote
+from dray.train.errors import described
 
 _PACKAGES = {"lance": "pylance", "vortex": "vortex-data", "sql": "sqlalchemy"}  # where it has another name
 _TAR_ENDS = 1024  # bytes of zeros
@@ -110,12 +111,11 @@ def _explained(place: str, number: Any) -> Iterator[None]:  # noqa: ANN401  a fu
         if "zstd not supported" in str(error):
             raise remote.missing_package("zstandard", f"{place.partition(':')[0]}: with .zst", str(error)) from error
         cause = error.__cause__ or error.__context__ or error
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        more = " ".join(f"; {type(cause).__name__}: {cause}".split()) if cause is not error else ""
+        text = described(error) + (f"; {described(cause)}" if cause is not error else "")
         raise ConfigError(
             "a shard of the dataset cannot be read",
             where=f"after row {number()} of {place}",
             wanted=f"rows that the datasets builder {place.partition(':')[0]} can read",
-            found=(text + more)[:400],
+            found=text[:400],
             fix="write that file again; or set data.config_kwargs for its builder",
         ) from error
