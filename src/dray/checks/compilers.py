@@ -20,11 +20,6 @@ _TRITON = "build the image again: no model that uses Triton runs in it"
 _HEADERS = "install gcc and Python's headers: Triton starts kernels with them"
 _EAGER = "train without compilation on a CPU"
 _COUNT, _BLOCK = 1000, 256
-_KERNELS = ("dray.checks.kernel", "dray.train.kernels.triton")
-_SHARED = {"7.0": 96, "8.0": 163, "9.0": 227, "10.0": 227}
-"""Shared memory that a block of a kernel may use, in KiB: a kernel that needs more compiles, but does not start."""
-_LEAST_SHARED = {"cuda": 99, "hip": 64}
-"""The same for other GPUs."""
 _ANSWER = """
 #include <Python.h>
 static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
@@ -71,11 +66,8 @@ def run_kernel(device: str) -> str:
 
 def compile_kernels(architecture: str) -> str:
     """Compile dray's own kernels for an architecture; no such GPU is needed."""
-    made = [
-        compiled(source, options, architecture)
-        for name in _KERNELS
-        for source, options in import_module(name).sources(architecture)
-    ]
+    sources = import_module("dray.checks.kernel").sources(architecture)
+    made = [compiled(source, options, architecture) for source, options in sources]
     size = sum(len(one.asm.get("cubin") or one.asm["hsaco"]) for one in made)
     return f"{counted(len(made), 'kernel')} compiled to {size} bytes; not run, no device"
 
@@ -91,12 +83,6 @@ def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  #
     binary = made.asm.get("cubin") or made.asm.get("hsaco") or b""
     if not binary.startswith(b"\x7fELF"):
         raise UnfitError(f"{source.name} became {', '.join(made.asm)}", wanted="a binary for the GPU", fix=_TRITON)
-    if made.metadata.shared > (most := _SHARED.get(architecture, _LEAST_SHARED[target.backend]) * 1024):
-        raise UnfitError(
-            f"{source.name} needs {made.metadata.shared} bytes of shared memory",
-            wanted=f"at most {most}",
-            fix=_TRITON,
-        )
     return made
 
 

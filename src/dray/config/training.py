@@ -99,10 +99,9 @@ class Train(Spec):
     objective: Literal["causal", "masked", "sft"] = "causal"
     """causal: predict each token from those before it. masked: predict masked tokens from all others. sft: causal, on
     conversations in the model's chat template, with labels on the assistant's messages alone."""
-    loss: Literal["auto", "full", "chunked", "triton"] = "auto"
-    """How logits and loss are made. full: whole logits. chunked: some tokens at a time. triton: tile by tile, by
-    kernels of dray's own, on GPUs from A100 and MI250X on. The last two never hold the logits
-    of all tokens; all skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
+    loss: Literal["auto", "full", "chunked"] = "auto"
+    """How logits and loss are made. full: whole logits. chunked: some tokens at a time, and never the logits of all.
+    Both skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """With objective = masked: probability that a token is masked."""
     lr: Annotated[float, Field(gt=0)]

@@ -15,25 +15,11 @@ from dray.planning.rule import Planned, Rule, refusal
 from dray.planning.trainer import emulates_bf16, logit_changes
 
 
-def _loss_without_tensor_cores(given: Planned) -> Iterator[Finding]:
-    """Triton multiplies on V100 without tensor cores, and out of registers that spill (seen with 3.5.1)."""
-    train, site = given.recipe.train, given.site
-    on_cpu = given.recipe.image == "cpu"
-    if train and train.loss == "triton" and (on_cpu or not site.bf16):
-        yield refusal(
-            "train.loss = triton needs a GPU whose tensor cores Triton can use",
-            where="recipe [train]",
-            wanted="an image for GPUs, and NVIDIA A100 or AMD MI250X or newer",
-            found="image = cpu" if on_cpu else f"site {site.name}: {site.about} (bf16 = false)",
-            fix="train.loss=chunked",
-        )
-
-
 def _loss_of_other_logits(given: Planned) -> Iterator[Finding]:
     train, changed = given.recipe.train, logit_changes(given.files)
-    if train and train.loss in ("chunked", "triton") and changed:
+    if train and train.loss == "chunked" and changed:
         yield refusal(
-            f"train.loss = {train.loss} does not compute this model's loss",
+            "train.loss = chunked does not compute this model's loss",
             where="recipe [train]",
             wanted="a model that does not change logits after its head",
             found=changed,
@@ -314,7 +300,7 @@ def _deterministic(given: Planned) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    _loss_without_tensor_cores, _loss_of_other_logits, _layer, _control_characters, _mounts, _account, _folders, _gpus,
+    _loss_of_other_logits, _layer, _control_characters, _mounts, _account, _folders, _gpus,
     _site_gpus, _adopted, _variant, _digest, _signers, _checkpoints, _compiled, _precision, _files, memory.refusals,
     _shards, _deterministic,
 )  # fmt: skip

@@ -143,8 +143,6 @@ def vocabulary(recipe: Recipe, files: Files) -> Choice[Recipe]:
             why = "padding makes nothing faster on a CPU"
         elif recipe.has_analog:
             why = "the head may be analog"
-        elif recipe.train.loss == "triton":
-            why = "Triton's kernels take any size"
         else:
             multiple, why = _MULTIPLE, "GPUs are slow at products of other sizes"
     recipe = recipe.with_values("model", pad_to_multiple_of=multiple)

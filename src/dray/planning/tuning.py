@@ -113,7 +113,7 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
         ROWS: _divisors(rows),
         CHECKPOINTING: (False, True),
         COMPILE: (False, True),
-        LOSS: ("full", "chunked") if recipe.image == "cpu" else ("full", "chunked", "triton"),
+        LOSS: ("full", "chunked"),
         SHARD: ("node", "all") if sharded else (),
     }
     if wrong := [value for value in given.get(ROWS, ()) if value not in known[ROWS]]:
@@ -138,7 +138,7 @@ def _divisors(number: int) -> list[int]:
 
 _CHOICES: dict[str, tuple[Value, ...]] = {
     STRATEGY: tuple(STRATEGIES), CHECKPOINTING: (False, True), COMPILE: (False, True),
-    LOSS: ("full", "chunked", "triton"), SHARD: ("node", "all"),
+    LOSS: ("full", "chunked"), SHARD: ("node", "all"),
 }  # fmt: skip
 
 

@@ -35,7 +35,6 @@ def recipe(**tables: Any) -> Recipe:
         ({"train": {"strategy": "fsdp"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"image": "cpu"}, GPT, 1, "not padded: padding makes nothing faster on a CPU"),
         ({"train": {"strategy": "zero3"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
-        ({"train": {"loss": "triton"}}, GPT, 1, "not padded: Triton's kernels take any size"),
         ({"analog": {"enabled": True}}, GPT, 1, "not padded: the head may be analog"),
         ({"model": {"pad_to_multiple_of": 0}}, GPT, 0, "not padded: set in the recipe"),
         ({"model": {"pad_to_multiple_of": 64}, "image": "cpu"}, GPT, 64,

@@ -364,23 +364,6 @@ def test_a_loss_in_chunks_is_the_same_training(run: BEGUN, alone: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_of_triton_are_the_same_training(folder: Path, alone: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter, whose ranks have read this variable as they imported it."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    own = Forks()
-    other = Run(own, folder / "triton", 2, "train.loss=chunked", "train.strategy=fsdp")
-    plan = json.loads(other.paths.plan.read_text())  # dray refuses it on a CPU
-    plan["recipe"]["train"]["loss"] = "triton"
-    other.paths.plan.write_text(json.dumps(plan))
-    other.end()
-    own.close()
-    assert other.losses() == pytest.approx(alone.losses(), rel=2e-5)
-    assert other.events("eval")[0]["loss"] == pytest.approx(alone.events("eval")[0]["loss"], rel=2e-5)
-    same_weights(other, alone.weights())
-
-
-@pytest.mark.slow
 def test_a_padded_vocabulary_is_nowhere_to_be_seen(run: BEGUN, alone: Run) -> None:
     """Neither in losses, nor in a saved model; a checkpoint of one is another's, whatever its strategy."""
     padded, plain = "model.pad_to_multiple_of=128", "model.pad_to_multiple_of=0"

@@ -16,8 +16,6 @@ _LOSS = 12
 
 _PARTS, _CHUNK, _CHUNK_COMPILED = 8, 1 << 27, 1 << 28
 """The fewest parts of chunked logits, and the most numbers of one part: train/kernels/chunked.py has them."""
-_SLICE = 1 << 27
-"""Numbers of the logits' gradient that train/kernels/triton.py holds."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,6 @@ def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> fl
     if loss == "chunked":
         part = each * (_CHUNK_COMPILED if use.compiled else _CHUNK)
         return min(whole / _PARTS, part) + 4.0 * vocabulary * hidden
-    if loss == "triton":
-        return min(size, _SLICE) * use.products + 4.0 * vocabulary * hidden
     return whole
 
 
