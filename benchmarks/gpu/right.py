@@ -45,7 +45,7 @@ CASES: tuple[Case, ...] = (
         for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")
     ),
     ("strategies", "ddp, bf16", {"train.precision": "bf16"}, HALF),
-    ("strategies", "ddp, bf16, master weights", {"train.precision": "bf16", "train.master_weights": True}, HALF),
+    ("strategies", "fsdp, bf16", {"train.strategy": "fsdp", "train.precision": "bf16"}, HALF),
     ("fp16", "ddp, fp16", {"train.precision": "fp16"}, HALF),
     ("losses", "chunked, fp32", {"train.loss": "chunked", "train.precision": "fp32"}, SAME),
 )

@@ -220,9 +220,6 @@ class Recipe(Spec):
             raise ValueError(
                 f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
             )
-        for name, replaces in (("analog", self.has_analog), ("lora", self.has_lora)):
-            if replaces and train and train.master_weights:
-                raise ValueError(f"[{name}] replaces layers of the model, which train.master_weights does not support")
         if self.data.answer_column and train and train.objective != "sft":
             raise ValueError(f'data.answer_column is for train.objective = "sft", but it is {train.objective}')
         if self.data.packing != "wrapped" and train and train.objective == "masked":

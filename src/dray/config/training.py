@@ -142,9 +142,6 @@ class Train(Spec):
     strategy: Strategy = "ddp"
     """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
-    master_weights: bool = False
-    """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer updates copies of 32. Nothing is cast
-    in a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
     fsdp_shard: Literal["auto", "node", "all"] | Annotated[int, Field(ge=1)] = "auto"
     """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
     others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
@@ -213,9 +210,6 @@ class Train(Spec):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is more than lr = {self.lr}")
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
-        if self.master_weights and (self.strategy != "ddp" or self.precision == "fp32"):
-            shown = f"they are {self.strategy} and {self.precision}"
-            raise ValueError(f"master_weights needs strategy ddp and precision bf16 or fp16; {shown}")
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
             raise ValueError("on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back")

@@ -53,7 +53,7 @@ def decide(
 def precision(recipe: Recipe, site: Site) -> Choice[Recipe]:
     """The recipe with the type of its matrix products, and why it differs from the default."""
     train, on_cpu = recipe.train, ACCELERATORS[recipe.image] == "cpu"
-    if train is None or "precision" in train.model_fields_set or (on_cpu and train.master_weights):
+    if train is None or "precision" in train.model_fields_set:
         return Choice(recipe, "")
     if on_cpu:
         return Choice(recipe.with_values("train", precision="fp32"), _sets_none("many CPUs emulate"))

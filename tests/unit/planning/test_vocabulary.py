@@ -55,7 +55,7 @@ def test_what_is_no_multiple_is_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "logit", "copy"), [({}, 12, 2), ({"precision": "fp32"}, 12, 4), ({"master_weights": True}, 12, 2)]
+    ("train", "logit", "copy"), [({}, 12, 2), ({"precision": "fp32"}, 12, 4), ({"strategy": "fsdp"}, 12, 2)]
 )
 def test_the_estimate_counts_the_padded_size(train: dict[str, Any], logit: int, copy: int) -> None:
     """The logits of 47 words more, and the weight's copy with rows for them."""

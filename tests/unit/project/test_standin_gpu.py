@@ -29,7 +29,6 @@ pytestmark = pytest.mark.torch
 LIMIT = 300
 RUNS: dict[str, tuple[str, ...]] = {
     "ddp": ("train.strategy=ddp", "train.precision=bf16"),
-    "ddp, master weights and their comm hook": ("train.precision=bf16", "train.master_weights=true"),
     "fsdp": ("train.strategy=fsdp", "train.precision=bf16"),
     "hsdp, a copy on each node": ("train.strategy=fsdp", "train.precision=bf16", "train.fsdp_shard=1"),
 }

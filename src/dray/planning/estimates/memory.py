@@ -98,12 +98,12 @@ def use(recipe: Recipe, *, flex: bool) -> activations.Use:
     stage, deepspeed = STRATEGIES[train.strategy][:2]
     half = train.precision != "fp32"
     # FSDP and DeepSpeed compute with 16-bit weights, and so with 16 bits between the layers.
-    narrow = model.dtype == "bf16" or (half and (deepspeed or stage == 3 or train.master_weights))
+    narrow = model.dtype == "bf16" or (half and (deepspeed or stage == 3))
     return activations.Use(
         recipe.data.sequence_length,
         products=2 if half or narrow else 4,
         residual=2 if narrow else 4,
-        autocast=half and not deepspeed and stage < 3 and not train.master_weights,
+        autocast=half and not deepspeed and stage < 3,
         compiled=train.compile is True,
         checkpointed=train.activation_checkpointing,
         eager=model.attn_implementation == "eager",
