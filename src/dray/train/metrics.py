@@ -18,6 +18,7 @@ from dray.contract import gpus
 from dray.contract.run_folder import METRICS, TRACKERS
 from dray.train.config import Config
 from dray.train.errors import say
+from dray.train.model.layers import heads
 from dray.train.strategies.base import Strategy
 from dray.train.trackers import Tracked, Trackers, require
 
@@ -145,11 +146,8 @@ def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a t
             share = active
         size = getattr(weight, "ds_numel", weight.numel())  # DeepSpeed's ranks have a part of it
         flops += share * size * (6 if weight.requires_grad else 4)
-    heads = getattr(settings, "num_attention_heads", 0)  # Mamba has none
-    if heads:
-        size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-        flops += 12 * settings.num_hidden_layers * heads * size * config.data.sequence_length
-    return flops
+    widths = sum(count * size for count, size in heads(settings))
+    return flops + 12 * widths * config.data.sequence_length
 
 
 def _first(settings: Any, names: tuple[str, ...]) -> int:  # noqa: ANN401  transformers' own

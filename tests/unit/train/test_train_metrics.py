@@ -100,7 +100,7 @@ def test_of_experts_those_count_that_a_token_meets(kind: str, settings: dict[str
 
 def test_gemma_s_configuration_has_another_name_for_them() -> None:
     """Without it a run of such a model ended in an AttributeError before its first step."""
-    layers = {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 48}
+    layers = {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 0}
     experts = {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True}
     few, sizes = flops("gemma4_text", **MLP, **layers, **experts)
     every, _ = flops("gemma4_text", **MLP, **layers, **experts | {"top_k_experts": 8})

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dray.train.config import Config
+from dray.train.model.layers import heads
 
 _SDPA, _EXPANDED, _FLEX = "dray-sdpa", "dray-expanded", "dray-flex"
 _FUSED = (8, 0)  # the first compute capability with flash attention; Triton's matrix products begin there, too
@@ -58,7 +59,7 @@ def _no_flex(network: Any, capability: tuple[int, int]) -> str:  # noqa: ANN401 
     """Why flex attention cannot be; empty where it can."""
     settings = network.config.get_text_config()
     share = max((getattr(settings, name, 0.0) or 0.0 for name in _DROPOUTS), default=0.0)
-    head = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    head = min(size for _, size in heads(settings))
     if not network._supports_flex_attn:
         return f"{settings.model_type}"
     if capability < _FUSED:
