@@ -162,8 +162,15 @@ def head_loss(  # noqa: PLR0917  autograd passes them by position
         for shape, asked, kept in zip(shapes, wanted, types, strict=True)
     ]
     with torch.autocast(hidden.device.type, enabled=False):
-        cast = [None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias)]
-        loss = chunked.compute(*cast, labels, predicted=predicted, changes=tuple(changes), compiled=compiled)
+        loss = chunked.compute(
+            hidden.to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            labels,
+            predicted=predicted,
+            changes=(changes[0], changes[1], changes[2]),
+            compiled=compiled,
+        )
     given = [change.to(tensor.dtype) for change, tensor in zip(changes, inputs, strict=True)]
     return loss, predicted, given[0], given[1], given[2]
 
