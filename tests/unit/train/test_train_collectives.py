@@ -99,9 +99,9 @@ def test_ddp_sends_gradients_alone(seen: dict[str, dict]) -> None:
     assert {name for name in seen["ddp"]["found"] if name != "cast"} == {"allreduce_"}
 
 
-def test_in_16_bits_fsdp_casts_its_shards_and_no_whole_weight(seen: dict[str, dict]) -> None:
+def test_in_16_bits_fsdp_casts_each_weight_once_in_a_step(seen: dict[str, dict]) -> None:
     """Autocast casts each matrix in each micro-batch, and its gradient back."""
     assert seen["ddp bf16"]["found"]["cast"] >= 2 * 2 * 3 * 7
-    assert seen["fsdp bf16"]["found"].get("cast", 0) == 0
+    assert seen["fsdp bf16"]["found"].get("cast", 0) <= 3 * 7 + 2
     assert seen["fsdp bf16"]["losses"] == pytest.approx(seen["ddp"]["losses"], rel=5e-3)
     assert seen["fsdp bf16"]["norm"] == pytest.approx(seen["ddp"]["norm"], rel=5e-2)
