@@ -49,10 +49,10 @@ BARE = {
         *("--master_addr=127.0.0.1", "--master_port={port}"),
     ],
 }
-# The runner, without the ranks' part of the preflight.
+# The runner, without the collectives of the preflight.
 _RUNNER = """import sys
 from dray.runner import __main__ as runner, preflight
-preflight.check = lambda *_: None
+preflight.Preflight.check_together = lambda *_: None
 sys.exit(runner.main(sys.argv[1]))
 """
 NODES = (2, 64, 1024, 9408)
@@ -168,7 +168,7 @@ def _meet(scratch: Path, count: int, *, on: bool = False) -> float:
     (folder / "secret").write_text("5ec2e7" * 8)
     room = {"free_gb": 0.1, "shared_memory_gb": 0.01, "memory_gb": 0.1}
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": room if on else None}
-    launch |= {"variant": "cpu", "fabric": {"kind": "unknown"}}
+    launch |= {"variant": "cpu", "fabric": {"kind": "unknown"}, "env": [], "pass_env": []}
     path.write_text(
         json.dumps(
             {"run": "r1", "folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world}

@@ -81,6 +81,8 @@ def _plan(folder: str, launcher: list[str]) -> str:
         "command": ["true"],
         "where": folder,
         "preflight": None,
+        "env": [],
+        "pass_env": [],
     }
     plan = Path(folder) / f"plan-{launcher[0]}.json"
     plan.write_text(json.dumps({**launch, "world": world}))

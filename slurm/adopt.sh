@@ -15,25 +15,26 @@ adopt::value() { # IMAGE KEY: of its image.json
   sed -n "s/^ \"$2\": \"\\(.*\\)\",*\$/\\1/p" "${1%/*}/image.json"
 }
 
-adopt::find() { # NAME|FILE: the image that was adopted under this name, or from this file
-  local folder
-  for folder in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*; do
-    [[ -f "$folder/image.json" && (-f "$folder/image.sif" || -L "$folder/image.sif") ]] || continue
-    if [[ "${folder##*/dray-}" == "$1" || "$1" == /* && "$(readlink -- "$folder/source")" == "$1" ]]; then
-      echo "$folder/image.sif"
-      return
-    fi
-  done
-  return 1
-}
-
-adopt::names() { # the names that there are
+adopt::all() { # the images that were adopted, a line each
   local image
   for image in {"$DRAY_HOME/build","$runs/.adopted"}/dray-*/image.sif; do
-    adopt::is "$image" || continue
-    image="${image%/image.sif}"
-    printf '%s\n' "${image##*/dray-}"
+    ! adopt::is "$image" || printf '%s\n' "$image"
   done
+}
+
+adopt::names() { # their names
+  adopt::all | sed 's|.*/dray-\(.*\)/image.sif$|\1|'
+}
+
+adopt::find() { # NAME|FILE: the image that was adopted under this name, or from this file
+  local image
+  while IFS= read -r image; do
+    if [[ "$image" == */"dray-$1/image.sif" || "$1" == /* && "$(readlink -- "${image%/*}/source")" == "$1" ]]; then
+      printf '%s\n' "$image"
+      return
+    fi
+  done < <(adopt::all)
+  return 1
 }
 
 adopt::image() { # NAME|FILE: its image, adopted on the way where it is a file; what was adopted must be unchanged
@@ -74,10 +75,7 @@ adopt::name() { # FILE: the file's own name, as a name of an image; with a numbe
 adopt::home() { # the folder for images that are adopted
   local home
   for home in "$DRAY_HOME/build" "$runs/.adopted"; do
-    if mkdir -p -- "$home" 2>/dev/null && [[ -w "$home" ]]; then
-      echo "$home"
-      return
-    fi
+    ! mkdir -p -- "$home" 2>/dev/null || [[ ! -w "$home" ]] || { echo "$home"; return; }
   done
   lib::die 78 "no folder can be written for an adopted image" "where:  $DRAY_HOME/build and $runs" \
     "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
@@ -139,6 +137,7 @@ adopt::make() ( # FILE NAME [FORCE]: prints the image. One rename gives its fold
 adopt::main() { # FILE [--name NAME] [--force]: at a login node
   local file="" name="" force="" image engine
   local -r runs="$(realpath -m -- "${DRAY_RUNS:-runs}")"
+  lib::given "$@"
   while (($#)); do
     case "$1" in
       --name=*) name="${1#*=}" ;;
@@ -147,20 +146,19 @@ adopt::main() { # FILE [--name NAME] [--force]: at a login node
         shift $(($# > 1))
         ;;
       --force) force=1 ;;
-      -*) lib::die 78 "unknown option $1" "wanted: FILE [--name NAME] [--force]" "fix:    slurm/dray image adopt FILE.sif" ;;
+      -*) file="" && break ;;
       *) file="$1" ;;
     esac
     shift
   done
-  lib::plain FILE "$file" --name "$name"
-  [[ -n "$file" ]] || lib::die 78 "no image is named" "fix:    slurm/dray image adopt /WHOLE/PATH/OF/A.sif"
+  [[ -n "$file" ]] || lib::die 78 "slurm/dray image adopt needs a file" "wanted: FILE [--name NAME] [--force]" ${1:+"found:  $1"} \
+    "fix:    slurm/dray image adopt /WHOLE/PATH/OF/A.sif"
   [[ "$file" != *://* ]] || lib::die 78 "slurm/dray adopts files" "found:  $file" \
     "fix:    apptainer pull x.sif $(printf %q "$file") && slurm/dray image adopt x.sif"
   file="$(realpath --no-symlinks -- "$file")"
   engine="$(engine::found)"
   if [[ -z "$name" ]] && image="$(adopt::find "$file")"; then
-    name="${image%/image.sif}"
-    name="${name##*/dray-}"
+    name="$(sed 's|.*/dray-||; s|/image.sif$||' <<<"$image")"
     [[ -n "$force" ]] || { adopt::unchanged "$image" && echo "$image"; return; }
   fi
   name="${name:-$(adopt::name "$file")}"

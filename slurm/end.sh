@@ -53,40 +53,30 @@ end::id() { # this job as Slurm is asked of it: the number of an array's last ta
 }
 
 end::decided() { # what dray finish has decided: nothing, back into the queue, or on with spare nodes (sets `lost`)
-  local what node
-  local -a nodes=()
+  local what nodes
   [[ -s next ]] || return 0
-  read -ra nodes <next || true
-  what="${nodes[0]:-}"
-  nodes=("${nodes[@]:1}")
-  [[ "$what" == requeue || "$what" == spare ]] || plan::unknown next "$what"
-  for node in "${nodes[@]}"; do
-    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || plan::unknown node "$node"
-  done
+  read -r what nodes <next || true
+  # The image may be another user's.
+  [[ "$what $nodes" =~ ^(requeue|spare)( [A-Za-z0-9][A-Za-z0-9._-]*)*\ ?$ ]] || plan::unknown next "$what $nodes"
   if [[ "$what" == spare ]]; then
+    read -ra nodes <<<"$nodes"
     lost+=("${nodes[@]}")
   else
     trap '' "${lib__signals[@]}"
-    end::requeue "${nodes[@]}"
+    end::requeue "${nodes// /,}"
   fi
 }
 
-end::requeue() { # [NODE...]: this job, without these nodes
-  local id answer shown
-  id="$(end::id)"
-  local -r without="$(IFS=,; echo "$*")"
-  local code=0
+end::requeue() { # [NODE,NODE...]: this job, without these nodes
+  local -r id="$(end::id)" without="${1:-}"
+  local answer shown code=0 when="in two minutes at the earliest (BeginTime)"
   answer="$(timeout 20 scontrol requeue "$id" 2>&1)" || code=$?
+  end::show
   if ((code == 0)); then
-    [[ -z "$without" ]] || end::exclude "$id" "$without"
-    local when="in two minutes at the earliest (BeginTime)"
-    end::show "$id"
+    [[ -z "$without" ]] || end::exclude "$without"
     [[ "$(end::field ExpeditedRequeue)" != Yes ]] || when="as soon as its nodes are free (--requeue=expedite)"
     echo "requeued: job $id goes on in this run folder; Slurm starts it $when"
-    return
-  fi
-  end::show "$id"
-  if end::is_requeued; then
+  elif end::is_requeued; then
     echo "requeued: by Slurm itself; job $id goes on in this run folder"
   elif ((code == 124)) || [[ -z "$shown" ]]; then # a job beside one that was put back would do the same work
     echo "unknown whether job $id was requeued, since Slurm does not answer; look with squeue --job=$id"
@@ -96,8 +86,8 @@ end::requeue() { # [NODE...]: this job, without these nodes
   fi
 }
 
-end::show() { # ID: sets `shown`, all that Slurm says of the job; nothing where it does not answer
-  shown="$(timeout 20 scontrol show job "$1" 2>/dev/null)" || true
+end::show() { # sets `shown`, all that Slurm says of this job; nothing where it does not answer
+  shown="$(timeout 20 scontrol show job "$(end::id)" 2>/dev/null)" || true
 }
 
 end::is_requeued() { # whether the job that is `shown` is back in the queue; its state is COMPLETING until this script has ended
@@ -108,7 +98,7 @@ end::stays_out() { # Slurm 26.05 would keep a job of sbatch --requeue=expedite t
   local -r code=$?
   local shown
   ((code != 0)) && [[ "${ENVIRONMENT:-}" == BATCH ]] || return 0
-  end::show "$(end::id)"
+  end::show
   [[ "$(end::field ExpeditedRequeue)" == Yes ]] && ! end::is_requeued || return 0
   timeout 20 scontrol update job="$(end::id)" Requeue=0 >/dev/null ||
     echo "warning: Slurm may keep this job in the queue, held: scancel $(end::id)"
@@ -122,12 +112,10 @@ end::field() { # NAME: of what scontrol shows of this job; nothing where it has 
   [[ "$value" == "(null)" || "$value" == N/A ]] || printf '%s' "$value"
 }
 
-end::exclude() { # ID NODE,NODE...: for the next start of a job that waits in the queue
-  local shown before
-  end::show "$1"
-  before="$(end::field ExcNodeList)"
-  timeout 20 scontrol update job="$1" ExcNodeList="${before:+$before,}$2" >/dev/null ||
-    echo "warning: ExcNodeList cannot be set: Slurm may give this job $2 again"
+end::exclude() { # NODE,NODE...: for the next start of this job, which waits in the queue
+  local -r before="$(end::field ExcNodeList)"
+  timeout 20 scontrol update job="$(end::id)" ExcNodeList="${before:+$before,}$1" >/dev/null ||
+    echo "warning: ExcNodeList cannot be set: Slurm may give this job $1 again"
 }
 
 end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another one with the same options, once this one has ended

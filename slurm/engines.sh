@@ -9,19 +9,30 @@ source "$DRAY_HOME/slurm/engine_table.sh"
 readonly -a engine__variants=(cpu cuda cuda12 rocm rocm6)
 readonly engine__srun=(srun --export=ALL --nodes=1 --ntasks=1)
 
-engine::found() { # what is on this node; the planner says so where the site has another
-  local found help
-  for found in apptainer singularity; do
-    command -v "$found" >/dev/null && { echo "$found"; return; }
+engine::forget() { # what an engine takes from the environment by itself, and no plan would show
+  local name
+  for name in {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT}; do
+    [[ -z "${!name:-}" ]] || echo "dray: warning: $name is not used: add paths to the container with [[binds]] in a site file" >&2
   done
+  unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
+}
+
+engine::found() { # what is on this node; the planner says so where the site has another
+  local help
+  ! command -v apptainer >/dev/null || { echo apptainer; return; }
+  ! command -v singularity >/dev/null || { echo singularity; return; }
   # Plugins of Slurm, which add options to srun. CSCS's own has Pyxis's too.
   help="$(srun --help 2>/dev/null)" || true
-  [[ "$help" != *--environment* ]] || { echo edf; return; }
-  [[ "$help" != *--container-image* ]] || { echo pyxis; return; }
-  ! command -v podman-hpc >/dev/null || { echo podman-hpc; return; }
-  lib::die 69 "there is no container engine on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
-    "wanted: apptainer, singularity or podman-hpc, or an srun with --environment or --container-image" \
-    "fix:    load the site's module before sbatch, or in your ~/.bash_profile"
+  case "$help" in
+    *--environment*) echo edf ;;
+    *--container-image*) echo pyxis ;;
+    *)
+      command -v podman-hpc >/dev/null || lib::die 69 "there is no container engine on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
+        "wanted: apptainer, singularity or podman-hpc, or an srun with --environment or --container-image" \
+        "fix:    load the site's module before sbatch, or in your ~/.bash_profile"
+      echo podman-hpc
+      ;;
+  esac
 }
 
 engine::kind() { # FILE
@@ -56,58 +67,45 @@ engine::image() { # VARIANT|NAME|FILE: its file for this engine, or the one that
 }
 
 engine::inside() { # COMMAND...: in the image, which sees `folders`; it stands in `where`
-  local formats suffix store never folder pairs="" python_path edf="" code=0
+  local formats suffix store never folder text pairs="" edf="" code=0
   local -a mounts argv
   # What dray reads inside. Apptainer passes it on by these prefixes alone.
   local -x DRAY_SITES="$own_sites" APPTAINERENV_DRAY_SITES="$own_sites" SINGULARITYENV_DRAY_SITES="$own_sites"
   local -x APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME"
   engine::traits
+  if adopt::is "$image"; then
+    text="$(adopt::value "$image" pythonpath)"
+    local -x APPTAINERENV_PYTHONPATH="${image%/*}:$DRAY_HOME/src${text:+:$text}"
+    local -x SINGULARITYENV_PYTHONPATH="$APPTAINERENV_PYTHONPATH"
+  fi
   for folder in "${folders[@]}" "$image"; do
     [[ -z "$never" || "$folder" != *["$never"]* ]] || lib::die 78 "$engine cannot mount a path with one of $never in it" \
       "found:  $folder" "fix:    name another folder"
   done
-  if adopt::is "$image"; then
-    python_path="$(adopt::value "$image" pythonpath)"
-    python_path="${image%/*}:$DRAY_HOME/src${python_path:+:$python_path}"
-    local -x APPTAINERENV_PYTHONPATH="$python_path" SINGULARITYENV_PYTHONPATH="$python_path"
-  fi
-  for folder in "${folders[@]}"; do
-    pairs+="${pairs:+,}$folder:$folder"
-  done
   engine::mounts
-  [[ "$engine" != edf ]] || engine::edf || code=$?
+  [[ "$engine" != edf ]] || engine::edf
   engine::argv
-  ((code != 0)) || "${argv[@]}" "$@" || code=$?
+  "${argv[@]}" "$@" || code=$?
   [[ -z "$edf" ]] || rm --force -- "$edf"
   return "$code"
 }
 
-engine::mounts() { # sets `mounts`: options, as CSV, so that commas and quotes in a path survive
+engine::mounts() { # sets `mounts`: options, as CSV, so that commas and quotes in a path survive; and `pairs`, for Pyxis
   local folder quoted
   local -A seen=() # Apptainer warns of a mount that it has already
   mounts=()
   for folder in "${folders[@]}"; do
     [[ -z "${seen["$folder"]:-}" ]] || continue
-    seen["$folder"]=1
-    quoted="${folder//\"/\"\"}"
+    seen["$folder"]=1 quoted="${folder//\"/\"\"}" pairs+="${pairs:+,}$folder:$folder"
     mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"")
   done
 }
 
-engine::edf() { # sets `edf`: a file in which srun reads what the container is
-  local folder
+engine::edf() { # sets `edf`: a file of TOML in which srun reads what the container is
+  local -r escaped="${pairs//\\/\\\\}" image="${image//\\/\\\\}" where="${where//\\/\\\\}"
+  local -r listed="${escaped//\"/\\\"}"
   edf="$(mktemp --suffix=.toml -- "$runs/.edf-XXXXXX")" || lib::die 69 "the container's EDF cannot be written" \
     "where:  $runs" "fix:    free space on that disk"
-  {
-    printf 'image = %s\nworkdir = %s\nentrypoint = false\nmounts = [\n' "$(engine::text "$image")" "$(engine::text "$where")"
-    for folder in "${folders[@]}"; do
-      printf '  %s,\n' "$(engine::text "$folder:$folder")"
-    done
-    printf ']\n'
-  } >"$edf"
-}
-
-engine::text() { # TEXT: as a string of TOML
-  local -r text="${1//\\/\\\\}"
-  printf '"%s"' "${text//\"/\\\"}"
+  printf 'image = "%s"\nworkdir = "%s"\nentrypoint = false\nmounts = ["%s"]\n' \
+    "${image//\"/\\\"}" "${where//\"/\\\"}" "${listed//,/\", \"}" >"$edf"
 }

@@ -37,23 +37,20 @@ lib::die() { # CODE LINE...
   exit "$code"
 }
 
-lib::plain() { # NAME VALUE...: no control character, which could end a line of srun's options, of the facts or of a comment
-  while (($# > 1)); do
-    [[ "$2" != *[[:cntrl:]]* ]] || lib::die 78 "a value has a control character, such as a line break" "where:  $1" \
-      "wanted: one line of text: it reaches bash, srun or a comment of a script" "found:  $(printf '%q' "$2")" \
-      "fix:    give another name or value"
-    shift 2
-  done
+lib::plain() { # WHERE VALUE: no control character, which could end a line of srun's options, of the facts or of a comment
+  [[ "$2" != *[[:cntrl:]]* ]] || lib::die 78 "a value has a control character, such as a line break" "where:  $1" \
+    "wanted: one line of text: it reaches bash, srun or a comment of a script" "found:  $(printf '%q' "$2")" \
+    "fix:    give another name or value"
 }
 
 lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from outside; a command goes into plan.json alone
-  local name word
+  local word
+  for word in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,ARRAY_{JOB,TASK}_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
+    lib::plain "$word" "${!word:-}"
+  done
   for word in "$@"; do
     [[ "$word" != -- ]] || break
     lib::plain "the command line" "$word"
-  done
-  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,ARRAY_{JOB,TASK}_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
-    lib::plain "$name" "${!name:-}"
   done
 }
 
@@ -68,10 +65,10 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   given=("$@")
   [[ "${1:-}" == --tasks=* ]] || return 0
   local -r file="${1#*=}" task="${SLURM_ARRAY_TASK_ID:-}"
-  local -a lines=() words=()
-  local word found wrong=""
+  local -r valid=$'^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(\t[a-z][^=\t]*=[^\t]*)*$' # no option, and no -- before a command
+  local -a words=()
+  local line found
   shift
-  lib::plain --tasks "$file" SLURM_ARRAY_TASK_ID "$task"
   [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "--tasks works only in a task of a job array" \
     "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    leave --tasks out and name a recipe; dray sweep and dray scale submit job arrays"
   found="$(LC_ALL=C stat --format='a %F of user %u, mode %a' -- "$file" 2>/dev/null)" || found="no file"
@@ -79,14 +76,11 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   [[ "$file" == /*/*/* && "$found" =~ ^"a regular "(empty )?"file of user $EUID, mode "[0-7]*[0145][0145]$ ]] ||
     lib::die 78 "the file with the tasks of this array is not used" "where:  $file" \
       "wanted: the whole path of a file of user $EUID, which nobody else may write" "found:  $found" "fix:    submit the study again"
-  mapfile -t -s "$((task - 1))" -n 1 lines <"$file"
-  ((${#lines[@]} == 0)) || mapfile -t -d $'\t' words < <(printf '%s' "${lines[0]}")
-  [[ "${words[0]:-}" =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$ ]] || wrong="$(printf '%q' "${lines[0]-no such line}")"
-  for word in "${words[@]:1}"; do
-    [[ "$word" =~ ^[a-z][^=]*= ]] || wrong="$(printf '%q' "${lines[0]}")" # no option, and no -- before a command
-  done
-  [[ -z "$wrong" ]] || lib::die 78 "the file with the tasks of this array has no valid line for this task" "where:  $file, line $task" \
-    "wanted: a run's name, then its settings, separated by tabs" "found:  ${wrong:0:200}" "fix:    submit the study again"
+  line="$(sed -n "${task}p" -- "$file")"
+  [[ "$line" =~ $valid ]] || lib::die 78 "the file with the tasks of this array has no valid line for this task" \
+    "where:  $file, line $task" "wanted: a run's name, then its settings, separated by tabs" "found:  ${line:0:200}" \
+    "fix:    submit the study again"
+  IFS=$'\t' read -ra words <<<"$line"
   given=("--run=${file%/*/*}/${words[0]}")
   while (($#)) && [[ "$1" != -- ]]; do
     given+=("$1")
@@ -105,9 +99,8 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
 }
 
 lib::setting() { # KEY=VALUE: as the planner takes it; a SIF by its whole path
-  local -r file="${1#adopted=}"
-  if [[ "$1" == adopted=* && "$file" != /* && "$file" == *[./]* ]]; then
-    printf 'adopted=%s\n' "$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --no-symlinks -- "$file")"
+  if [[ "$1" == adopted=[!/]*[./]* ]]; then
+    printf 'adopted=%s\n' "$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --no-symlinks -- "${1#adopted=}")"
   else
     printf '%s\n' "$1"
   fi
@@ -169,10 +162,9 @@ lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has
   # Another user may have made a pipe of it, which would be read without an end.
   [[ -f "$lease" ]] && text="$(timeout 10 head --bytes=16384 -- "$lease" 2>/dev/null)" || return 0
   [[ "$text" =~ $holder && "${BASH_REMATCH[2]}" != "$SLURM_JOB_ID" ]] || return 0
-  local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" folder="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}"
+  local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" facts="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}/facts.txt"
   # A number of another cluster's that has the same disk is unknown here too.
-  [[ -f "$folder/facts.txt" ]] || return 0
-  timeout 10 grep --quiet --line-regexp --fixed-strings "cluster=${SLURM_CLUSTER_NAME:-}" -- "$folder/facts.txt" 2>/dev/null || return 0
+  [[ -f "$facts" ]] && timeout 10 grep -qxF "cluster=${SLURM_CLUSTER_NAME:-}" -- "$facts" 2>/dev/null || return 0
   if answer="$(timeout 10 squeue --array --noheader --format=%A --jobs="$job" 2>&1)"; then
     # Also while its nodes are still ending its processes. The other tasks of an array that has this number are other jobs.
     [[ "$answer" =~ ^[0-9$'\n']*$ && $'\n'"$answer"$'\n' != *$'\n'"$job"$'\n'* ]] || return 0
@@ -205,18 +197,15 @@ lib::drained() { # each minute: where Slurm drains a node of the job, the run is
 }
 
 lib::blind() { # whether nodes do not see the run's folder; their names go into the record of the failure
-  local names verb="does" folder="${attempt%/*/*}" line
+  local names verb="does" folder="${attempt%/*/*}"
   names="$(sed -n "s/^srun: error: \([^ ]*\): tasks\{0,1\} .*: Exited with exit code $lib__blind\$/\1/p" logs/srun.log |
     paste --serial --delimiters=,)"
   # A program that ends with this code leaves a record of its own.
-  [[ -n "$names" ]] && ! compgen -G 'failures/rank-*.json' >/dev/null || return
+  [[ -n "$names" ]] && ! compgen -G 'failures/rank-*.json' >/dev/null && mkdir -p failures || return
   [[ "$names" != *[[,]* ]] || verb="do"
   folder="${folder//\\/\\\\}"
-  folder="${folder//\"/\\\"}"
-  line='"rank": null, "code": 78, "why": "%s %s not see %s\\n  fix:    set DRAY_RUNS to a folder that all nodes share"'
-  mkdir -p failures || return
-  printf "{\"time\": %s, \"node\": \"%s\", $line, \"log\": null, \"last_lines\": []}\n" \
-    "$(date +%s.%N)" "$names" "$names" "$verb" "$folder" >failures/node-blind.json
+  printf '{"time": %s, "node": "%s", "rank": null, "code": 78, "why": "%s", "log": null, "last_lines": []}\n' "$(date +%s.%N)" "$names" \
+    "$names $verb not see ${folder//\"/\\\"}\\n  fix:    set DRAY_RUNS to a folder that all nodes share" >failures/node-blind.json
 }
 
 lib::follow() { # FILE ...: their lines, until srun has ended; a last one without an end gets it, and the run's last words follow
@@ -235,7 +224,7 @@ lib::kept() { # refuses a folder of runs in which everybody may rename what is t
 
 lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the plan says so; without it they read the shared file
   [[ -n "$stage" ]] || return 0
-  local pid code=0 began=$SECONDS
+  local pid code=0 began=$SECONDS said
   # No signal ends what hangs on a dead disk, nor does the timeout that waits for it: the outer one kills that.
   timeout --kill-after=20 "$((lib__sbcast_s + 20))" \
     timeout --kill-after=10 "$lib__sbcast_s" sbcast "$image" "$stage" >logs/sbcast.log 2>&1 &
@@ -245,11 +234,9 @@ lib::stage() { # Slurm's sbcast copies the image to the nodes' disks, where the 
     sleep 0.2
   done
   wait "$pid" || code=$?
-  if ((code == 0)); then
-    echo "image: sbcast has copied it to $SLURM_JOB_NUM_NODES nodes in $((SECONDS - began)) s"
-  else
-    echo "image: nodes without a whole copy read the shared file: sbcast ended with $code: $(tail --lines=1 logs/sbcast.log)"
-  fi
+  said="sbcast has copied it to $SLURM_JOB_NUM_NODES nodes in $((SECONDS - began)) s"
+  ((code == 0)) || said="nodes without a whole copy read the shared file: sbcast ended with $code: $(tail --lines=1 logs/sbcast.log)"
+  echo "image: $said"
   [[ -n "$spares" ]] || return 0
   # sbcast copies to all nodes of a job; no node.sh runs on these, and takes the copy away. The others do not wait for it.
   local -a nodes
@@ -319,17 +306,15 @@ lib::slurm() { # refuses a job without all that Slurm sets: the run would start 
 }
 
 lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
-  local -a given=()
+  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory="" nodes_pid="" stopped_by="" stopped_at="" late="" now began_at
+  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" choices="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local -a given=() settings=() lost=()
   lib::task "$@"
   set -- "${given[@]}"
   lib::given "$@"
-  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory=""
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in
-      --run=*)
-        given_run="${1#*=}"
-        given_run="${given_run%/}" # as a shell completes a folder's name
-        ;;
+      --run=*) given_run="${1#*=}" ;;
       --image=*) given_image="${1#*=}" ;;
       --site=*) site="${1#*=}" ;;
       --gpu-memory=*) gpu_memory="${1#*=}" ;;
@@ -338,14 +323,12 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
     esac
     shift
   done
+  given_run="${given_run%/}" # as a shell completes a folder's name
   lib::slurm
   lib::hub
-  local nodes_pid="" stopped_by="" stopped_at="" late="" now began_at
   lib::uptime
   began_at="$now"
   lib::listen lib::heard
-  local recipe="" engine image word layer="" attempt="" checkpoints="" grace_s="" stage="" spares="" choices="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
-  local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then
     recipe="$(lib::recipe "$1")"
@@ -355,7 +338,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
     settings+=("$(lib::setting "$1")")
     shift
   done
-  command=("$@")
+  local -ra command=("$@")
   # A command runs where it was submitted.
   local where="$DRAY_HOME"
   ((${#command[@]} == 0)) || where="$(realpath -- "${SLURM_SUBMIT_DIR:-$PWD}")"
@@ -364,24 +347,18 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   [[ "$given_run" != */* ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job; a name alone is in runs
   runs="$(realpath -m -- "$runs")"
   [[ -n "$recipe" ]] || ((${#command[@]} >= 2)) || plan::last
-  set -- "${settings[@]}"
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(engine::found)"
-  image="$(plan::guess "$@")"
-  # What the engine hands in by these, no plan would show.
-  for word in {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT}; do
-    [[ -z "${!word:-}" ]] || echo "dray: warning: $word is not used: add paths to the container with [[binds]] in a site file" >&2
-  done
-  unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
+  image="$(plan::guess "${settings[@]}")"
+  engine::forget
   (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
   lib::kept
-  local -a lost=()
   local -r here="$PWD"
   local failed=-1 code
   while ((failed < ${#lost[@]})); do # once, and again with a spare node for each one that was lost
     failed=${#lost[@]} code=0
-    plan::attempt "$@"
+    plan::attempt "${settings[@]}"
     echo "run folder: ${attempt%/*}"
     lib::lease || true
     lib::start || code=$?

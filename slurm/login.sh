@@ -97,26 +97,23 @@ login::brought() { # the one file that the verb has written: its name, and then 
 
 login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   local -r folder="$1" bring="$4" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
-  local where="$3" image="$2" given_image="${2:-${DRAY_IMAGE:-}}" runs="$1/runs" recipe="" engine word code=0
-  local -a folders=("$1") environment=()
-  local open
+  local where="$3" image="$2" given_image="${2:-${DRAY_IMAGE:-}}" runs="$1/runs" recipe="" engine word code=0 open
+  local -a folders=("$1") environment=() words=()
   door="" made="" server=""
   shift 4
-  engine="$(type -P apptainer singularity | head --lines=1)" || true
-  [[ -n "$engine" ]] || lib::die 69 "there is neither apptainer nor singularity on login node $(</proc/sys/kernel/hostname)" \
+  engine="$(type -P apptainer || type -P singularity)" || lib::die 69 "there is neither apptainer nor singularity on login node $(</proc/sys/kernel/hostname)" \
     "where:  PATH=$PATH" "fix:    load the site's module in your ~/.bash_profile there"
   engine="${engine##*/}"
   [[ "$1" != submit ]] || command -v sbatch >/dev/null || lib::die 69 "there is no sbatch on $(</proc/sys/kernel/hostname)" \
     "where:  PATH=$PATH" "fix:    name a login node of the cluster, or load its module in your ~/.bash_profile there"
-  # The engine would pass these on by itself; with SQUEUE_ variables squeue would hide jobs.
-  unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" "${!SQUEUE_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
+  engine::forget
+  unset "${!SQUEUE_@}" # squeue would hide jobs
   lib::hub
   trap login::end EXIT
   login::door
   [[ "$bring" != 1 ]] || made="$(mktemp -d -- "$folder/.made-XXXXXX")"
   where="${made:-$where}"
   if [[ -z "$folder" ]]; then
-    local -a words=()
     login::here "$@"
     set -- "${words[@]}"
   fi

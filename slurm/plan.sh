@@ -28,7 +28,7 @@ plan::last() { # neither a recipe nor a command is given: the run's last plan ha
 
 plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
   # shellcheck disable=SC2034 # engine::traits sets all that it knows
-  local setting variant="" adopted="" name formats suffix store never
+  local setting variant=cpu adopted="" name formats suffix store never
   engine::traits
   [[ -z "$recipe" ]] || adopted="$(sed -n 's/^adopted *= *"\([^"]*\)".*/\1/p' "$recipe" | head --lines=1)"
   for setting in "$@"; do
@@ -36,18 +36,13 @@ plan::guess() { # [key=value ...]: an image to plan in; the planner says which o
     [[ "$setting" != adopted=* ]] || adopted="${setting#adopted=}"
   done
   if [[ -z "$given_image" && "$suffix" == sif && -n "$adopted" ]]; then
-    engine::image "$adopted"
-    return
-  fi
-  if [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-${variant:-cpu}.$suffix" ]]; then
-    for name in "${engine__variants[@]}" $([[ "$suffix" != sif ]] || adopt::names); do
-      if [[ -f "$DRAY_HOME/build/dray-$name.$suffix" || " ${engine__variants[*]} " != *" $name "* ]]; then
-        engine::image "$name"
-        return
-      fi
+    variant="$adopted"
+  elif [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-$variant.$suffix" ]]; then
+    for name in $([[ "$suffix" != sif ]] || adopt::names) "${engine__variants[@]}"; do
+      [[ ! -f "$DRAY_HOME/build/dray-$name.$suffix" && " ${engine__variants[*]} " == *" $name "* ]] || variant="$name"
     done
   fi
-  engine::image "${variant:-cpu}"
+  engine::image "$variant"
 }
 
 plan::inside() { # COMMAND...: run in the image, which sees the checkout, the recipe's folder and what the run keeps
@@ -58,7 +53,7 @@ plan::inside() { # COMMAND...: run in the image, which sees the checkout, the re
   for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
     [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
   done
-  for folder in ${layer:+"$layer" "$layer.json"} "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
+  for folder in ${layer:+"$layer" "$layer.json"} "${recipe%/*}" "$runs" "$where"; do
     [[ -z "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
   done
   engine::inside "$@"

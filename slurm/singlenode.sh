@@ -13,16 +13,14 @@
 set -euo pipefail
 
 # Inside an salloc this is the checkout's own file. sbatch runs a copy from Slurm's spool: the job's record has its place.
-if [[ -z "${DRAY_HOME:-}" ]]; then
-  script="$(realpath -- "${BASH_SOURCE[0]}")"
-  [[ -f "${script%/*}/lib.sh" ]] ||
-    script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
-  DRAY_HOME="${script%%slurm/singlenode.sh*}"
-fi
-[[ "$DRAY_HOME" == /* ]] || DRAY_HOME="${SLURM_SUBMIT_DIR:-$PWD}/$DRAY_HOME" # Slurm records a path as it was typed
-DRAY_HOME="$(realpath --canonicalize-missing --no-symlinks -- "$DRAY_HOME")"
+script="${DRAY_HOME:+$DRAY_HOME/slurm/singlenode.sh}"
+script="${script:-$(realpath -- "${BASH_SOURCE[0]}")}"
+[[ -n "${DRAY_HOME:-}" || -f "${script%/*}/lib.sh" ]] ||
+  script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
+[[ "$script" == /* ]] || script="${SLURM_SUBMIT_DIR:-$PWD}/$script" # Slurm records a path as it was typed
+DRAY_HOME="$(realpath --canonicalize-missing --no-symlinks -- "${script%%slurm/singlenode.sh*}")"
 if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then
-  echo "dray: there is no checkout of dray at ${script:-DRAY_HOME}: export DRAY_HOME=CHECKOUT before sbatch" >&2
+  echo "dray: there is no checkout of dray at $DRAY_HOME: export DRAY_HOME=CHECKOUT before sbatch" >&2
   exit 78
 fi
 export DRAY_HOME

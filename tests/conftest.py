@@ -262,10 +262,10 @@ def _library(
         following = (16 + 16 * len(versions)) if number < len(wants or {}) else 0
         needs += struct.pack("<HHIII", 1, len(versions), text(name), 16, following)
         for index, version in enumerate(versions, 1):
-            needs += struct.pack("<IHHII", 0, 0, 2, text(version), 16 if index < len(versions) else 0)
+            needs += struct.pack("<IHHII", _hash(version), 0, 2, text(version), 16 if index < len(versions) else 0)
     gives_ = b""
     for index, version in enumerate(gives, 1):
-        gives_ += struct.pack("<HHHHIII", 1, 0, index, 1, 0, 20, 28 if index < len(gives) else 0)
+        gives_ += struct.pack("<HHHHIII", 1, 0, index, 1, _hash(version), 20, 28 if index < len(gives) else 0)
         gives_ += struct.pack("<II", text(version), 0)
     begin = 64 + 2 * 56
     places = {}
@@ -276,12 +276,22 @@ def _library(
     tags += [(5, places["strings"])]
     tags += [(0x6FFFFFFE, places["needs"])] if needs else []
     tags += [(0x6FFFFFFC, places["gives"])] if gives_ else []
+    tags += [(0x6FFFFFF0, places["strings"])]  # the loader wants to know the version of each symbol, and there is none
     dynamic = b"".join(struct.pack("<qQ", *tag) for tag in (*tags, (0, 0)))
     at, total = begin + len(data), begin + len(data) + len(dynamic)
     head = b"\x7fELF\x02\x01\x01" + b"\0" * 9
     head += struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0)
-    headers = struct.pack("<IIQQQQQQ", 1, 5, 0, 0, 0, total, total, 4096)
+    headers = struct.pack("<IIQQQQQQ", 1, 7, 0, 0, 0, total, total, 4096)
     headers += struct.pack("<IIQQQQQQ", 2, 6, at, at, at, len(dynamic), len(dynamic), 8)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(head + headers + data + dynamic)
     return path
+
+
+def _hash(name: str) -> int:
+    """By which the loader compares versions."""
+    value = 0
+    for letter in name.encode():
+        value = (value << 4) + letter
+        value = (value ^ (value & 0xF0000000) >> 24) & 0x0FFFFFFF
+    return value

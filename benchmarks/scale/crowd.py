@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import random
 import select
 import socket
 import sys
@@ -80,12 +79,12 @@ class Caller:
 class Node(Caller):
     """As `rendezvous.join`, `hub.greet` and the hello; whom the first node has no room for comes again."""
 
-    def __init__(self, crowd: Crowd, number: int, nodes: int, hello: protocol.Hello, *, twice: bool = False) -> None:
+    def __init__(self, crowd: Crowd, number: int, nodes: int, hello: protocol.Hello) -> None:
         super().__init__(crowd, f"127.0.0.{2 + number % 8}")  # one address has too few ports for all
-        self.hello = hello._replace(node=number, name=f"n{number}", runner=f"{number:016x}")
-        self.nodes, self.twice, self.told = nodes, twice, ""
-        self._pause, self._data, self._nonces, self._introduced = 0.05, b"", (b"", b""), False
-        crowd.later(self, rendezvous.first_wait(nodes))
+        self.hello = hello._replace(node=number, name=f"n{number}")
+        self.nodes, self.told = nodes, ""
+        self._data, self._nonces, self._introduced = b"", (b"", b""), False
+        crowd.later(self, rendezvous.pause(nodes) / 2 if nodes > 1024 else 0.0)
 
     def hear(self) -> None:
         assert self.line
@@ -101,8 +100,7 @@ class Node(Caller):
     def _again(self) -> None:
         self.crowd.leave(self)
         self._data, self._nonces, self._introduced = b"", (b"", b""), False
-        self.crowd.later(self, self._pause * (0.5 + random.random()))  # noqa: S311  no secret
-        self._pause = rendezvous.longer(self._pause, self.nodes)
+        self.crowd.later(self, rendezvous.pause(self.nodes))
 
     def _go_on(self, line: socket.socket) -> None:
         theirs, own = self._nonces
@@ -123,11 +121,7 @@ class Node(Caller):
             sys.exit("the first node does not hold the secret")
         self._data = self._data[32:]
         line.sendall(protocol.encode(self.hello._replace(time=time.time())))
-        if self.twice:  # its first connection is lost, and it comes again
-            self.twice = False
-            self._again()
-        else:
-            self._introduced = True
+        self._introduced = True
 
 
 class Stranger(Caller):

@@ -14,8 +14,7 @@ from table import Row, fit
 
 from dray.contract.findings import DrayError
 from dray.runner import address
-from dray.runner.hello import make_hello
-from dray.runner.rendezvous_server import Rendezvous
+from dray.runner.rendezvous import gather, make_hello
 
 KEY = b"5ec2e7" * 8
 SIZES = (2, 64, 1024, 10_000)
@@ -38,8 +37,6 @@ def rows() -> list[Row]:
     took, told = _meet(many, strangers=STRANGERS)
     found.append(Row(f"rendezvous, {STRANGERS} strangers", many, took, "s", 10))
     found.append(Row("  first node's memory", many, told["mib"], "MiB", 200))
-    took, _ = _meet(many, twice=True)
-    found.append(Row("rendezvous, half come twice", many, took, "s", 10))
     _, told = _meet(many, absent=many // 2, limit=30)
     print(f"one unreachable: {told['said']}")
     if "missing: n5000\n" not in f"{told['said']}\n":
@@ -54,16 +51,14 @@ def _plan(count: int, limit: float) -> dict[str, Any]:
     return {"folder": "/nonexistent", "attempt": 1, "preflight": None, "world": world}
 
 
-def _meet(
-    count: int, *, strangers: int = 0, absent: int = 0, twice: bool = False, limit: float = 60
-) -> tuple[float, dict[str, Any]]:
+def _meet(count: int, *, strangers: int = 0, absent: int = 0, limit: float = 60) -> tuple[float, dict[str, Any]]:
     server = [sys.executable, __file__, str(count), str(limit / 2)]
     with subprocess.Popen(server, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as first:  # noqa: S603
         assert first.stdout
         assert first.stdin
         port = int(first.stdout.readline())
         try:
-            took = _come(port, count, limit, strangers=strangers, absent=absent, twice=twice)
+            took = _come(port, count, limit, strangers=strangers, absent=absent)
         except TimeoutError:
             first.kill()
             sys.exit(f"{count} nodes did not meet in {limit} s")
@@ -71,17 +66,13 @@ def _meet(
         return took, json.loads(first.stdout.readline())
 
 
-def _come(port: int, count: int, limit: float, *, strangers: int, absent: int, twice: bool) -> float:
+def _come(port: int, count: int, limit: float, *, strangers: int, absent: int) -> float:
     hello = make_hello(_plan(count, 1), 0, "digest")
     crowd = Crowd(port, KEY)
     for number in range(strangers):
         Stranger(crowd, number)
     begun = time.perf_counter()
-    nodes = [
-        Node(crowd, number, count, hello, twice=twice and number % 2 == 0)
-        for number in range(1, count)
-        if number != absent
-    ]
+    nodes = [Node(crowd, number, count, hello) for number in range(1, count) if number != absent]
     left = iter(nodes)
     waits_for = next(left)
 
@@ -108,7 +99,7 @@ def _first(count: int, limit: float) -> None:
     print(listener.getsockname()[1], flush=True)
     own = make_hello(plan, 0, "digest")
     try:
-        Rendezvous(plan, own, KEY, listener).gather()
+        gather(plan, own, KEY, listener)
     except DrayError as error:
         told["said"] = str(error)
     used = resource.getrusage(resource.RUSAGE_SELF)

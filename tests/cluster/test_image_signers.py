@@ -42,7 +42,7 @@ number=N name=NAME N=1 NAME=n2
 source "$1/places.sh"
 source "$1/signed.sh"
 mkdir -p failures
-node::signed apptainer image "${@:2:1}.sif" '"code": 69' "${@:3}"
+node::signed apptainer image "${@:2:1}.sif" '"not signed"' "${@:3}"
 """
 
 
@@ -153,7 +153,7 @@ def test_a_job_starts_a_signed_image_and_no_other(sbatch, cluster, sif: Path, si
     result = ended.result()
     assert (result["cause"]["node"], result["cause"]["why"].splitlines()[0]) == (
         "n2",
-        f"{image} lacks the required signature",
+        "the image lacks the required signature",
     )
     log = (ended.attempt / "logs" / "node-1.log").read_text()
     assert "unknown entity" in log

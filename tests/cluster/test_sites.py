@@ -147,7 +147,7 @@ def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, cluster) -> No
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, cluster) -> None:
-    look = ["pgrep", "-o", "-f", "dray.checks.preflight"]
+    look = ["pgrep", "-o", "-f", "dray.checks.rank"]
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "rendezvous_timeout_s=20", *SHORT)
         deadline = time.monotonic() + 60

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts run r on one node. dray 0 wrote it from plan.json: change the recipe instead.
+# Run r on one node. dray 0 wrote it from plan.json: change the recipe instead.
 set -euo pipefail
 
 # When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
@@ -19,44 +19,10 @@ node::now began
 unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
 unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
 
-# dray: without it accelerate looks for GPUs
-export APPTAINERENV_ACCELERATE_USE_CPU=true
-# dray: the cpu image cannot use GPUs that the node may have
-export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
-# dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export APPTAINERENV_HF_HOME=/runs/.cache-UID/huggingface
-# dray: compute nodes are offline; without it each missing file costs 48 s of retries
-export APPTAINERENV_HF_HUB_OFFLINE=1
-# dray: matplotlib's list of fonts takes seconds to make
-export APPTAINERENV_MPLCONFIGDIR=/tmp/dray-7-r/matplotlib
-# recipe
-export APPTAINERENV_OMP_NUM_THREADS=1
-# dray: a crash or a hang writes the stack of each thread to the rank's log
+# plan.json says who has set them, and why.
 export APPTAINERENV_PYTHONFAULTHANDLER=1
-# dray: packages in ~/.local must not hide the image's
 export APPTAINERENV_PYTHONNOUSERSITE=1
-# dray: a rank's last lines must be in its log when it dies
 export APPTAINERENV_PYTHONUNBUFFERED=1
-# dray: tokenizers' threads and forked data workers deadlock
-export APPTAINERENV_TOKENIZERS_PARALLELISM=false
-# dray: compile caches race on a shared disk
-export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
-# dray: compile caches race on a shared disk
-export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
-# dray: a rank connects to 2 log2 N others as it needs them, not to all N
-export APPTAINERENV_TORCH_GLOO_LAZY_INIT=1
-# dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export APPTAINERENV_TORCH_HOME=/runs/.cache-UID/torch
-# dray: tuning is kept with the compiled kernels for the next attempt
-export APPTAINERENV_TRITON_CACHE_AUTOTUNING=1
-# dray: compile caches race on a shared disk
-export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-7-r/triton
-# dray: Triton's other folders, which are in the home by default
-export APPTAINERENV_TRITON_HOME=/tmp/dray-7-r
-# dray: offline runs of Weights & Biases are kept with the run
-export APPTAINERENV_WANDB_DIR=/runs/r
-# dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export APPTAINERENV_XDG_CACHE_HOME=/runs/.cache-UID
 
 scratch=/tmp/dray-7-r copy='/local disk/dray-7-r.sif'
 # Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node, and
@@ -125,7 +91,8 @@ node::sweep() {
   done
 }
 
-node::left() { # the processes that have the run's folder on this node in their environment, but what looks for them
+# The processes with the run's folder on this node in their environment (DRAY_HEARTBEATS), but what looks for them.
+node::left() {
   local file
   for file in $(cd /proc && grep --files-with-matches --null-data --no-messages "=$scratch\(/.*\)\?$" [0-9]*/environ); do
     [[ ! -e "/proc/$file" ]] || echo "${file%/environ}"
@@ -148,24 +115,35 @@ number=SLURM_NODEID name=SLURMD_NODENAME read_only=ro
 
 declare -a binds=() mounts=()
 
-node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
-  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
-  node::record "$3"
-}
-
 node::host() { echo "${!name:-$(</proc/sys/kernel/hostname)}"; }
 
-node::record() { # RECORD: and the end of this node
+node::record() { # WHY, as JSON: what the runner would write, had the container started; and the end of this node
   local -r record="failures/node-${!number:-unknown}.json"
   # A disk that is full must not hide the exit code as well.
-  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part"; then
+  if printf '{"time": %s, "node": "%s", "rank": null, "code": 69, "why": %s, "log": null, "last_lines": []}\n' \
+    "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part"; then
     mv -- "$record.part" "$record"
   fi || true
   exit 69
 }
 
-node::need() { # PATH WANTED RECORD
+node::unfit() { # PATH WANTED WHY
+  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
+  node::record "$3"
+}
+
+node::need() { # PATH WANTED WHY
   [[ -e "$1" ]] || node::unfit "$@"
+}
+
+# shellcheck disable=SC2317 # only a node with an adopted image calls it
+node::same() { # FILE WANTED WHY: an adopted image is used where it is, and its owner may have changed it
+  local found
+  found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1")" || true
+  [[ "$found" == "$2" ]] && return
+  printf 'dray: %s was changed since it was adopted\n  where:  node %s\n  wanted: %s\n  found:  %s\n' \
+    "$1" "$(node::host)" "$2" "$found" >&2
+  node::record "$3"
 }
 
 node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for a file's real path
@@ -176,31 +154,22 @@ node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for 
   done
 }
 
-node::mounts() { # fills `mounts`, the options that the engine gets
-  local entry path last=""
+node::mounts() { # fills `mounts`, the engine's options, as CSV, so that commas and quotes in a path survive
+  local entry path quoted mode last=""
   # A folder before what lies in it: the last mount is the one that is seen. Who may write decides.
   while IFS= read -r -d '' entry; do
-    path="${entry%$'\t'*}"
+    path="${entry%$'\t'*}" mode=",$read_only"
+    [[ "$entry" != *$'\trw' ]] || mode=""
     [[ "$path" != "$last" ]] || unset 'mounts[-1]'
-    node::option "$path" "${entry##*$'\t'}"
-    last="$path"
+    last="$path" quoted="${path//\"/\"\"}"
+    mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
   done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 }
 
-# The option of Apptainer, Docker and Podman for a mount. node.sh contains this file after places.sh.
-# shellcheck disable=SC2154,SC2034
-
-node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
-  local -r quoted="${1//\"/\"\"}"
-  local mode=""
-  [[ "$2" == rw ]] || mode=",$read_only"
-  mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
-}
-
 cd /runs/r/attempt-1 || exit 69
-node::need '/my images/i.sif' 'the image' '"rank": null, "code": 69, "why": "/my images/i.sif does not exist\n  wanted: the image", "log": null, "last_lines": []'
+node::need '/my images/i.sif' 'the image' '"/my images/i.sif does not exist\n  wanted: the image"'
 node::bind /runs/r rw
-node::need /runs/.cache-UID 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/runs/.cache-UID does not exist\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
+node::need /runs/.cache-UID 'dray: the caches of libraries' '"/runs/.cache-UID does not exist\n  wanted: dray: the caches of libraries"'
 node::bind /runs/.cache-UID rw
 node::mounts
 
@@ -252,7 +221,7 @@ node::stage '/my images/i.sif' '/local disk/dray-7-r.sif' 5ec2e75ec2e75ec2e75ec2
 
 node::now staged
 
-export APPTAINERENV_DRAY_STARTED="$started"
+export APPTAINERENV_DRAY_STARTED="$started" APPTAINERENV_DRAY_HEARTBEATS=/tmp/dray-7-r
 
 node::start apptainer \
   --quiet \

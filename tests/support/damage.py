@@ -172,7 +172,7 @@ def make_run(runs: Path, name: str) -> RunPaths:
     paths.metrics.write_text("".join(f"{json.dumps(event)}\n" for event in events))
     (paths.failures / "rank-3.json").write_text(json.dumps(RECORD))
     paths.rank_log(0).write_text("step 1/50\n\x1b[2Jtalk\n")
-    paths.process_group.write_text('{"largest": 2, "absent": [1, 3]}')
+    paths.process_group.write_text('{"largest": 2}')
     paths.startup.write_text('{"attempt": 1, "nodes": [{"stage": 1.0, "import": 2.0}, {"stage": 1.0}]}')
     (paths.folder / run_folder.RENDEZVOUS).write_text('{"time": 1.0}')
     paths.failing_nodes.write_text("n2\n")
@@ -359,8 +359,7 @@ why GOING: metrics.jsonl stop failures/rank-3.json
 why RUN OUT.tar.gz --bundle: all secret logs
 stop RUN --no-wait: all
 stop GOING --no-wait: plan.json stop process.json ../job.json
-report RUN --markdown: all
-report RUN --out OUT.html: plan.json result.json metrics.jsonl preflight/report.json startup.json ../job.json
+report RUN --out OUT.html: all plan.json result.json metrics.jsonl preflight/report.json startup.json ../job.json
 diff RUN OTHER: all capsule.json metrics.jsonl plan.json
 diff OTHER RUN: all
 capsule show RUN: all capsule.json

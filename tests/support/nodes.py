@@ -15,9 +15,7 @@ import pytest
 
 from dray.runner.children import Loop
 from dray.runner.control import Control
-from dray.runner.file_watch import FileWatch
 from dray.runner.hub import Connection
-from dray.runner.protocol import Restart
 from dray.runner.start_timings import StartTimings
 from helpers import PYTHON
 
@@ -55,6 +53,8 @@ def plan(tmp_path: Path) -> dict[str, Any]:
         "command": ["true", "{node_rank}"],
         "where": str(tmp_path),
         "preflight": None,
+        "env": [],
+        "pass_env": [],
         "world": {
             "nodes": [{"name": "node1", "address": "127.0.0.1"}, {"name": "node2", "address": "127.0.0.1"}],
             "ranks_per_node": 2,
@@ -81,7 +81,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
 def control(plan: dict[str, Any], connections: dict[int, Connection], loop: Loop) -> Control:
     """The first node's, without ranks."""
     loop.end = loop.ask = loop.tell = lambda *_: None  # type: ignore[attr-defined]
-    return Control(plan, 0, loop, connections, Restart(), 0, FileWatch(), StartTimings(plan, 0))  # type: ignore[arg-type]
+    return Control(plan, 0, loop, connections, StartTimings(plan, 0))  # type: ignore[arg-type]
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

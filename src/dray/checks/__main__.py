@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -10,13 +9,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray.checks import group
 from dray.contract import exit_codes
-from dray.contract.findings import Finding
 
 GROUPS = ("image", "device", "operators", "compilers")
 LIMIT = 600.0  # seconds; importing everything from a cold, busy file system takes minutes
@@ -24,13 +21,14 @@ LIMIT = 600.0  # seconds; importing everything from a cold, busy file system tak
 
 def main() -> int:
     """Print each result as it comes, or all of them as one JSON object."""
-    as_json = _options().json
-    began = time.monotonic()
-    results = []
-    for result in _results():
-        results.append(result)
-        if not as_json:
-            print(result.line(), flush=True)
+    as_json = "--json" in sys.argv[1:]
+    began, results = time.monotonic(), []
+    with TemporaryDirectory(prefix="dray-checks-") as scratch:
+        for name in GROUPS:
+            for result in group.run(f"dray.checks.{name}", Path(scratch), limit=LIMIT):
+                results.append(result)
+                if not as_json:
+                    print(result.line(), flush=True)
     levels = Counter(result.level for result in results)
     seconds = round(time.monotonic() - began, 1)
     if as_json:
@@ -40,20 +38,6 @@ def main() -> int:
     else:
         print(f"{levels['ok']} ok, {levels['skip']} skipped, {levels['error']} failed, in {seconds} s")
     return exit_codes.UNFIT if levels["error"] else exit_codes.DONE
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dray.checks", description="Check what this image can do on this machine."
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args()
-
-
-def _results() -> Iterator[Finding]:
-    with TemporaryDirectory(prefix="dray-checks-") as scratch:
-        for name in GROUPS:
-            yield from group.run(f"dray.checks.{name}", Path(scratch), limit=LIMIT)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python -m dray.checks.abi [LIBRARY...]`: check that the host's libraries fit this image, and which copy is loaded.
 
-It reads their headers and loads nothing: NCCL hides the loader's errors.
+The image's own loader says it, which maps the libraries as for ldd, and runs nothing of them. NCCL hides its errors.
 """
 
 from __future__ import annotations
@@ -8,148 +8,122 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from dray.checks import elf
 from dray.contract import exit_codes
+from dray.contract.findings import UnfitError
 
 INJECTED = Path("/.singularity.d/libs")
 _MACHINE = platform.machine()
-# rdma-core: a driver of network cards is libmlx5-rdmav34.so and needs IBVERBS_PRIVATE_34, which one libibverbs has.
-_VERBS, _DRIVERS = "libibverbs.so.1", "lib*-rdmav*.so"
 _DEFAULT = (f"/lib/{_MACHINE}-linux-gnu", f"/usr/lib/{_MACHINE}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
+_VERSION = re.compile(r"(\S+): version `(\S+)' not found \(required by (\S+)\)")
+_MISSING = re.compile(r"(\S+) => not found")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Library:
+class Library(NamedTuple):
     """A library of the host, compared with the image."""
 
     path: str
-    soname: str = ""
     in_image: str = ""
     """The image's own copy, if it has one."""
     before: str = ""
     """Which copy a program loads under Apptainer before 1.5 and SingularityCE: host or image."""
     since: str = ""
     """The same under Apptainer 1.5 and newer."""
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
     """Why the library cannot be loaded."""
-    unresolved: tuple[str, ...] = ()
+    unresolved: Sequence[str] = ()
     """Libraries that were not found; the driver, or a package that is loaded earlier, may have them."""
 
 
-def check(
-    libraries: Sequence[Path], *, own: Sequence[str] | None = None, configured: str | None = None
-) -> list[Library]:
-    """Compare each library with the image and with the others; `own` are the image's library folders."""
-    entries = (os.environ.get("LD_LIBRARY_PATH", "") if configured is None else configured).split(":")
-    library_path = [entry for entry in entries if entry and Path(entry) != INJECTED]
-    folders = [*library_path, *(image_folders() if own is None else own)]
-    loaded = _loaded() if own is None else {}
-    checked = []
-    for library in libraries:
-        try:
-            headers = elf.read(library)
-        except (elf.NotElfError, OSError) as error:
-            problem = "does not exist" if isinstance(error, FileNotFoundError) else str(error)
-            checked.append(Library(path=str(library), problems=(problem,)))
-            continue
-        copy = _find(headers.soname, folders)
-        problems, unresolved = _needs(headers, libraries, folders, loaded)
-        # The image's LD_LIBRARY_PATH comes before the engine's folder; since 1.5 the image's other folders do, too.
-        before = "image" if copy and str(Path(copy).parent) in library_path else "host"
-        if headers.soname == _VERBS and before == "host":
-            problems += _without_drivers(library, libraries, folders)
-        checked.append(
-            Library(
-                path=str(library),
-                soname=headers.soname,
-                in_image=copy,
-                before=before,
-                since="image" if copy else "host",
-                problems=tuple(problems),
-                unresolved=tuple(unresolved),
+def require(plan: Mapping[str, Any], node: str) -> None:
+    """Require that the host's libraries which node.sh has bound, and the plugin, fit this image."""
+    fabric = plan["fabric"]
+    if fabric["strategy"] != "host":
+        return
+    # The folder also has the driver's libraries, which the engine binds and no site names.
+    bound = [path for pattern in fabric["libraries"] for path in INJECTED.glob(Path(pattern).name)]
+    named = os.environ.get("NCCL_NET_PLUGIN", "") if fabric["plugin"] else ""
+    plugin = [Path(named)] if named.startswith("/") else []  # a recipe may say none
+    for library in check([*bound, *plugin]):
+        if library.problems:
+            raise UnfitError(
+                f"{library.path} of {node} does not fit this image",
+                wanted=f"a library that the image can load ({plan['site']})",
+                found="; ".join(library.problems),
+                fix="add what it needs to fabric.libraries, or use an image with its own libraries; see docs/sites.md",
+                node=node,
             )
-        )
-    return checked
 
 
-def _without_drivers(verbs: Path, libraries: Iterable[Path], folders: Iterable[str]) -> list[str]:
-    """The problem that no driver of a card fits the host's libibverbs: both must be of one version of rdma-core."""
-    own = [driver for folder in folders for driver in sorted(Path(folder, "libibverbs").glob(_DRIVERS))]
-    bound = [library for library in libraries if library.match(_DRIVERS)]
-    lacking = [_lacking(_VERBS, elf.read(driver).needed_versions.get(_VERBS, ()), str(verbs)) for driver in own + bound]
-    if not lacking or not all(lacking):
-        return []
-    return [f"no driver of a network card fits it: {own[0].name if own else bound[0].name} {lacking[0]}"]
+def check(libraries: Sequence[Path]) -> list[Library]:
+    """Compare each library with the image and with the others."""
+    entries, folders = os.environ.get("LD_LIBRARY_PATH", "").split(":"), image_folders()
+    library_path = [entry for entry in entries if entry and Path(entry) != INJECTED]
+    host = {str(INJECTED): None, **{str(path.parent): None for path in libraries}}
+    rows = []
+    for path in libraries:
+        copy = _find(path.name, [*library_path, *folders])
+        # The image's LD_LIBRARY_PATH comes before the engine's folder; since 1.5 the image's other folders do, too.
+        before = "image" if str(Path(copy).parent) in library_path else "host"
+        orders = [*library_path, *host, *folders], [*library_path, *folders, *host]
+        problems, unresolved = min((_ask(path, order) for order in orders), key=lambda answer: len(answer[0]))
+        rows.append(Library(str(path), copy, before, "image" if copy else "host", problems, unresolved))
+    return rows
+
+
+def _ask(library: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What the loader says if it searches in these folders: why the library does not fit, and what is not found."""
+    if not library.exists():
+        return ["does not exist"], []
+    if _header(library) != _header(Path(sys.executable)):
+        return [f"is no library for {platform.machine()}"], []
+    loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    loader = next(path for path in loaded if Path(path).name.startswith("ld-"))
+    # A conda environment brings a newer one than the image's folders have, and this process has loaded it.
+    preload = ":".join(path for path in loaded if Path(path).name.startswith("libstdc++"))
+    argv = [loader, "--library-path", ":".join(folders), str(library)]
+    env = {"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": preload}  # as ldd does it, which not every image has
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    output = done.stdout + done.stderr
+    lacking = [
+        f"needs {version} of {Path(copy).name}; {copy} lacks it"
+        for copy, version, needs in _VERSION.findall(output)
+        if needs == str(library)
+    ]
+    unresolved = [f"needs {name}, which is neither in the image nor bound" for name in _MISSING.findall(output)]
+    if done.returncode and not lacking:
+        lacking = [done.stderr.strip().rpartition("libraries: ")[2] or f"the loader ends with {done.returncode}"]
+    return lacking, unresolved
+
+
+def _header(library: Path) -> bytes:
+    """The kind and the machine of an ELF file."""
+    with library.open("rb") as file:
+        start = file.read(20)
+    return start[:6] + start[18:]
 
 
 def image_folders() -> list[str]:
     """The folders that this image's loader searches after LD_LIBRARY_PATH."""
-    configured = [
-        line.strip()
-        for file in sorted(Path("/etc/ld.so.conf.d").glob("*.conf"))
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
-        if line.startswith("/")
-    ]
-    return list(dict.fromkeys([*configured, *_DEFAULT]))
-
-
-def _loaded() -> dict[str, str]:
-    """The libraries that this process has loaded, by name: another library that needs one gets that copy."""
-    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if ".so" in line}
-    return {Path(path).name: path for path in paths}
-
-
-def _needs(
-    headers: elf.Library, libraries: Iterable[Path], folders: Sequence[str], loaded: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    if headers.machine != _MACHINE:
-        return [f"is built for {headers.machine}, and this node is {_MACHINE}"], []
-    beside = {path.name: str(path) for path in (*INJECTED.glob("*.so*"), *libraries)}
-    problems, unresolved = [], []
-    for name in headers.needed:
-        # Which of two copies is loaded depends on the engine's version: one that has all is enough.
-        copies = [loaded.get(name, ""), beside.get(name, ""), _find(name, [*headers.runpath, *folders])]
-        copies = [copy for copy in copies if copy]
-        if not copies:
-            unresolved.append(f"needs {name}, which is neither in the image nor bound")
-            continue
-        lacking = [_lacking(name, headers.needed_versions.get(name, ()), copy) for copy in copies]
-        if all(lacking):
-            problems.append(lacking[0])
-    return problems, unresolved
-
-
-def _lacking(name: str, wanted: Sequence[str], copy: str) -> str:
-    """The version that the copy lacks. The loader accepts a copy without any versions."""
-    try:
-        versions = elf.read(Path(copy)).versions
-    except (elf.NotElfError, OSError):
-        return ""
-    missing = [version for version in wanted if version not in versions] if versions else []
-    if not missing:
-        return ""
-    family = [one for one in versions if one.split("_")[0] == missing[-1].split("_")[0]]
-    return f"needs {missing[-1]} of {name}; {copy} has {max(family, key=_order, default='none of these')}"
+    files = sorted(Path("/etc/ld.so.conf.d").glob("*.conf"))
+    lines = [line.strip() for file in files for line in file.read_text(errors="replace").splitlines()]
+    return [*(line for line in lines if line.startswith("/")), *_DEFAULT]
 
 
 def _find(name: str, folders: Iterable[str]) -> str:
     return next((path for folder in folders if Path(path := f"{folder}/{name}").exists()), "")
 
 
-def _order(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.rpartition("_")[2].split(".") if part.isdigit())
-
-
 def main(names: Sequence[str]) -> int:
     """Print a JSON list; 69 if a library cannot be loaded."""
     libraries = check([Path(name) for name in names] or sorted(INJECTED.glob("*.so*")))
-    print(json.dumps([asdict(library) for library in libraries], indent=1))
+    print(json.dumps([library._asdict() for library in libraries], indent=1))
     return exit_codes.UNFIT if any(library.problems for library in libraries) else exit_codes.DONE
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 
 from dray.checks import links, transport
-from dray.contract.findings import UnfitError
+from dray.checks.device import now
+from dray.contract.findings import UnfitError, counted
 from dray.contract.output import unprinted
 
 if TYPE_CHECKING:
-    from dray.checks.preflight import Rank
+    from dray.checks.rank import Rank
 
 _GROUPS = 5
 _ROUNDS = 3
+_MOST_WRONG = 8  # ranks that have sent wrong data, as one rank tells them
+_JSON, _LONGEST = 512, 100  # bytes of it, and letters of a transport's name
 _PATTERN, _ALL = 1 << 16, 1 << 24  # numbers of a rank, and the most of all ranks together, all of which each rank holds
 _BANDWIDTH_NODES = 8  # with more nodes, latency and not bandwidth limits messages of this size
 _SUSPECT = "leave that node out (sbatch --exclude), and tell the cluster's administrators"
@@ -40,70 +43,67 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     )
     rank.deadline(rank.plan["preflight"]["timeout_s"])
     rank.phase("all-reduce")
-    total, wanted = torch.full((1,), rank.number, dtype=torch.int64, device=device), sum(range(rank.size))
-    dist.all_reduce(total)
-    if total.item() != wanted:
-        raise UnfitError("the all-reduce over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
+    _require_right_sum(rank, torch.full((1,), rank.number, device=device), "the all-reduce")
     rank.phase("all-gather")
     length = min(_PATTERN, _ALL // rank.size)
-    own = _pattern(rank.number, length).to(device)
-    pieces = [torch.empty_like(own) for _ in range(rank.size)]
-    dist.all_gather(pieces, own)
-    wrong = [number for number, piece in enumerate(pieces) if not torch.equal(piece.cpu(), _pattern(number, length))]
-    _require_right_data(rank, _all_gather(wrong, device))
+    pieces = _all_gather(_pattern(rank.number, length).to(device))
+    wrong = [number for number, piece in enumerate(pieces) if not torch.equal(piece, _pattern(number, length))]
+    _require_right_data(rank, _all_gather_json(wrong[:_MOST_WRONG], device))
     rank.phase("new groups")
     for _ in range(_GROUPS):
         group = dist.new_group(list(range(rank.size)))
         dist.all_reduce(torch.ones(1, device=device), group=group)
         dist.destroy_process_group(group)
     rank.phase("control group")
-    total = torch.full((1,), rank.number)
     with unprinted():  # as the trainer has one beside NCCL's
         control = dist.new_group(backend="gloo")
-    dist.barrier(group=control)
-    dist.all_reduce(total, group=control)
-    if total.item() != wanted:
-        raise UnfitError("gloo's all-reduce over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
+    _require_right_sum(rank, torch.full((1,), rank.number), "gloo's all-reduce", control)
     slow_links = links.find_slow(rank, device)
-    for line in slow_links if rank.number == 0 else ():
-        print(f"dray: slow: {line}", flush=True)
     rank.phase("bandwidth")
     sweep = _sweep(rank, device)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     used = transport.used(lines)
-    slow = transport.indirect(lines, used)
-    if slow:
-        print(f"dray: {slow}", flush=True)
-    best = max((row["bus_gb_s"] for row in sweep), default=0.0)
-    _require_fabric(rank, used, best, slow_links, gpus=device.type == "cuda")
+    indirect = transport.indirect(lines, used)
+    if indirect:
+        rank.report(indirect)
+    _require_fabric(rank, used, max((row["bus_gb_s"] for row in sweep), default=0.0), slow_links)
     name = used.name if used else "gloo over TCP" if device.type == "cpu" else "within the node"
-    ranks = _all_gather({"node": rank.node, "transport": name, **({"warning": slow.problem} if slow else {})}, device)
+    about = {"node": rank.node, "transport": name[:_LONGEST]} | ({"warning": indirect.problem} if indirect else {})
+    ranks = _all_gather_json(about, device)
     if device.type == "cuda":  # NCCL may still be sending when its kernel has ended
         dist.destroy_process_group()
     rank.phase("done")
     return {"seconds": rank.seconds, "sweep": sweep, "ranks": ranks, "slow_links": slow_links}
 
 
-def _all_gather(value: object, device: torch.device) -> list[Any]:
-    """Every rank's value, as JSON in tensors of bytes: torch's own for objects unpickles what others send."""
-    content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    length = torch.tensor([len(content)], device=device)
-    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)
-    longest = max(int(one) for one in lengths)
-    pieces = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
-    dist.all_gather(pieces, torch.nn.functional.pad(content, (0, longest - len(content))))
-    return [json.loads(bytes(piece[: int(one)].tolist())) for piece, one in zip(pieces, lengths, strict=True)]
+def _all_gather(own: torch.Tensor) -> list[torch.Tensor]:
+    pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, own)
+    return [piece.cpu() for piece in pieces]
+
+
+def _all_gather_json(value: object, device: torch.device) -> list[Any]:
+    """Every rank's value, which is short: torch's own for objects unpickles what others send."""
+    content = json.dumps(value).encode().ljust(_JSON)
+    return [
+        json.loads(bytes(piece.tolist()))
+        for piece in _all_gather(torch.tensor(list(content), dtype=torch.uint8, device=device))
+    ]
 
 
 def _device(rank: Rank) -> torch.device:
-    """The device of this rank; the node check has already checked each GPU."""
+    """The device of this rank."""
     if rank.plan["variant"] == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    torch.ones(8, device=device).sum().item()
-    return device
+    torch.cuda.set_device(rank.local)
+    return torch.device("cuda", rank.local)
+
+
+def _require_right_sum(rank: Rank, total: torch.Tensor, what: str, group: dist.ProcessGroup | None = None) -> None:
+    dist.all_reduce(total, group=group)
+    wanted = sum(range(rank.size))
+    if total.item() != wanted:
+        raise UnfitError(f"{what} over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
 
 
 def _require_right_data(rank: Rank, reports: list[list[int]]) -> None:
@@ -111,12 +111,12 @@ def _require_right_data(rank: Rank, reports: list[list[int]]) -> None:
     pairs = {frozenset((sender, receiver)) for receiver, senders in enumerate(reports) for sender in senders}
     if not pairs:
         return
-    count = {number: sum(number in pair for pair in pairs) for pair in pairs for number in pair}
-    faulty = [number for number in sorted(count) if count[number] == max(count.values())]
+    count = Counter(number for pair in pairs for number in pair)
+    faulty = sorted(number for number in count if count[number] == max(count.values()))
     raise UnfitError(
-        f"wrong data from {' or '.join(f'rank {one} on {rank.node_of(one)}' for one in faulty[:4])}",
+        f"wrong data from {' or '.join(f'rank {number} on {rank.node_of(number)}' for number in faulty[:4])}",
         wanted="the data that each rank has sent in the all-gather",
-        found=f"different data between {len(pairs)} {'pairs' if len(pairs) > 1 else 'pair'} of ranks",
+        found=f"different data between {counted(len(pairs), 'pair')} of ranks",
         fix=_SUSPECT,
         node=rank.node_of(faulty[0]),
         rank=faulty[0],
@@ -134,40 +134,34 @@ def _sweep(rank: Rank, device: torch.device) -> list[dict[str, float]]:
     while size <= rank.plan["preflight"]["megabytes"] << 20:
         values = torch.zeros(size // 4, device=device)
         dist.all_reduce(values)  # the first one of a size also sets it up
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         dist.barrier()
-        began = time.perf_counter()
+        began = now(device)
         for _ in range(_ROUNDS):
             dist.all_reduce(values)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        took = (time.perf_counter() - began) / _ROUNDS
+        took = (now(device) - began) / _ROUNDS
         rows.append({"bytes": size, "bus_gb_s": round(2 * (rank.size - 1) / rank.size * size / took / 1e9, 3)})
         size <<= 4
     return rows
 
 
-def _require_fabric(
-    rank: Rank, used: transport.Transport | None, best: float, slow_links: list[str], *, gpus: bool
-) -> None:
+def _require_fabric(rank: Rank, used: transport.Transport | None, best: float, slow_links: list[str]) -> None:
     """Compare the transport and the bandwidth with what the site file expects."""
-    fabric, nodes = rank.plan["fabric"], rank.plan["world"]["nodes"]
-    if gpus and len(nodes) > 1 and fabric["transport"]:
+    fabric, nodes, site = rank.plan["fabric"], len(rank.plan["world"]["nodes"]), rank.plan["site"]
+    names = [name.casefold() for name in fabric["transport"]]
+    if nodes > 1 and names and rank.plan["variant"] != "cpu" and not (used and used.name.casefold() in names):
         expected = " or ".join(fabric["transport"])
-        if used is None or used.name.casefold() not in {name.casefold() for name in fabric["transport"]}:
-            raise UnfitError(
-                f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
-                wanted=f"{expected} ({rank.plan['site']})",
-                found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
-                fix=(used and used.fix) or "see preflight/nccl-*.log in the run folder, and docs/sites.md",
-                node=rank.node,
-                rank=rank.number,
-            )
-    if 1 < len(nodes) <= _BANDWIDTH_NODES and best < fabric["min_bus_bandwidth_gb_s"]:
+        raise UnfitError(
+            f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
+            wanted=f"{expected} ({site})",
+            found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
+            fix=(used and used.fix) or "see preflight/nccl-*.log in the run folder, and docs/sites.md",
+            node=rank.node,
+            rank=rank.number,
+        )
+    if 1 < nodes <= _BANDWIDTH_NODES and best < fabric["min_bus_bandwidth_gb_s"]:
         raise UnfitError(
             "bus bandwidth between the nodes is below the site's minimum",
-            wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s (fabric.min_bus_bandwidth_gb_s, {rank.plan['site']})",
+            wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s (fabric.min_bus_bandwidth_gb_s, {site})",
             found="\n".join([f"{best} GB/s", *slow_links]),
             fix="see preflight/nccl-*.log: does NCCL use a slower network? preflight.when=never skips this check",
         )

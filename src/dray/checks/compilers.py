@@ -59,8 +59,7 @@ def run_kernel(device: str) -> str:
     out = torch.empty_like(left)
     add[(-(-_COUNT // _BLOCK),)](left, right, out, _COUNT, block=_BLOCK)
     if not torch.equal(out, left + right):
-        difference = (out - left - right).abs().max().item()
-        raise UnfitError(f"a sum differs by {difference}", wanted="what torch computes", fix=_TRITON)
+        raise UnfitError("a sum is wrong", wanted="what torch computes", fix=_TRITON)
     return "a kernel, compiled and run, agrees with torch" if device == "cuda" else "a kernel, interpreted, agrees"
 
 
@@ -79,21 +78,15 @@ def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  #
         target = target_of("hip", architecture, 64)  # CDNA's wavefront; no image is for a consumer's GPU
     else:
         target = target_of("cuda", int(architecture.replace(".", "")), 32)
-    made = import_module("triton.compiler").compile(source, target=target, options=options)
-    binary = made.asm.get("cubin") or made.asm.get("hsaco") or b""
-    if not binary.startswith(b"\x7fELF"):
-        raise UnfitError(f"{source.name} became {', '.join(made.asm)}", wanted="a binary for the GPU", fix=_TRITON)
-    return made
+    return import_module("triton.compiler").compile(source, target=target, options=options)
 
 
 def _c() -> str:
     build = import_module("triton.runtime.build")
     try:
-        answer = build.compile_module_from_src(_ANSWER, "dray_answer").answer()
+        build.compile_module_from_src(_ANSWER, "dray_answer").answer()
     except CalledProcessError as error:
         raise UnfitError(f"{error.cmd[0]} ended with code {error.returncode}", fix=_HEADERS) from None
-    if answer != 42:
-        raise UnfitError(f"the compiled module returns {answer}", wanted="42")
     return "gcc and Python.h compile one that loads"
 
 

@@ -31,7 +31,10 @@ def require(wanted: str | None, found: str | None, accelerator: str) -> str:
 
 def explain_nvidia(wanted: str | None, found: str | None, library: str = "libcuda.so.1") -> None:
     """Raise if the driver is the reason for no device; `found` is the kernel module's version."""
-    loads = _loads(library)
+    try:
+        loads = bool(ctypes.CDLL(library))
+    except OSError:
+        loads = False
     if found is None and not loads:
         raise Skip("this machine has no NVIDIA driver", fix="run on a node with an NVIDIA GPU")
     if not loads:
@@ -56,11 +59,3 @@ def explain_amd(device: Path = _AMD) -> None:
             f"this user may not open {device}",
             fix="join its group (render or video): --group-add in Docker, the site's administrator elsewhere",
         )
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True

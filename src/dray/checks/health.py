@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +22,64 @@ _SLOW = {
     0x40: "the GPU is too hot (HW thermal slowdown)",
     0x80: "the power supply lowers the clocks (HW power brake)",
 }
-# Of nvidia-smi: an option, and a field that older drivers and cards may not have; so each is asked for alone.
+# Fields of nvidia-smi, by option. Older drivers and cards may not have one; so each is asked for alone.
 _FIELDS = {
-    "uncorrected": ("--query-gpu", "ecc.errors.uncorrected.volatile.total"),
-    "pages": ("--query-gpu", "retired_pages.pending"),
-    "clocks": ("--query-gpu", "clocks_throttle_reasons.active"),
-    "rows_failed": ("--query-remapped-rows", "remapped_rows.failure"),
-    "rows_pending": ("--query-remapped-rows", "remapped_rows.pending"),
+    "ecc.errors.uncorrected.volatile.total": "--query-gpu",
+    "retired_pages.pending": "--query-gpu",
+    "clocks_throttle_reasons.active": "--query-gpu",
+    "remapped_rows.failure": "--query-remapped-rows",
+    "remapped_rows.pending": "--query-remapped-rows",
 }
 
 
 def of(about: Any) -> Iterator[Finding]:  # noqa: ANN401  torch's properties of a device
     """The findings by nvidia-smi, which --nv brings into the container, or by amdgpu's files in /sys."""
     uuid = str(getattr(about, "uuid", ""))
-    if uuid and (program := shutil.which("nvidia-smi")):
-        yield from nvidia({name: _asked(program, uuid, *field) for name, field in _FIELDS.items()})
+    if uuid and shutil.which("nvidia-smi"):
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        yield from nvidia({field: _ask(name, option, field) for field, option in _FIELDS.items()})
     bus = [getattr(about, name, -1) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if min(bus) >= 0:
         yield from amd(_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*bus) / "ras" / "umc_err_count")
 
 
-def _asked(program: str, uuid: str, option: str, field: str) -> str:
+def _ask(gpu: str, option: str, field: str) -> str:
     """The value of one field; empty if there is none."""
-    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    argv = [program, f"--id={name}", f"{option}={field}", "--format=csv,noheader,nounits"]
+    argv = ["nvidia-smi", f"--id={gpu}", f"{option}={field}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(  # noqa: S603  our own list
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_ANSWER_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_ANSWER_S)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.strip()
 
 
-def nvidia(told: dict[str, str]) -> Iterator[Finding]:
-    """The findings in these answers of nvidia-smi."""
-    if told["rows_failed"] == "Yes":
+def nvidia(values: Mapping[str, str]) -> Iterator[Finding]:
+    """The findings in these values of nvidia-smi's fields."""
+    if values["remapped_rows.failure"] == "Yes":
         yield _unfit("a row of its memory cannot be remapped", "remapped_rows.failure = Yes: replace the GPU")
-    pending = [_FIELDS[name][1] for name in ("pages", "rows_pending") if told[name] == "Yes"]
+    pending = [name for name, value in values.items() if name.endswith(".pending") and value == "Yes"]
     if pending:
         yield _unfit("its memory has errors, and it has not been reset since", f"{' and '.join(pending)} = Yes")
-    if told["uncorrected"].isdigit() and int(told["uncorrected"]):
-        yield Finding(
-            "its memory had errors that ECC did not correct",
-            found=f"{told['uncorrected']} since the driver was loaded (ecc.errors.uncorrected.volatile.total)",
-            fix="if ranks fail on it, leave this node out (sbatch --exclude)",
-        )
-    bits = int(told["clocks"], 16) if re.fullmatch("0x[0-9a-fA-F]{1,16}", told["clocks"]) else 0
+    name = "ecc.errors.uncorrected.volatile.total"
+    if values[name] not in ("", "0", "[N/A]"):
+        yield _uncorrected(f"{values[name]} since the driver was loaded ({name})")
+    clocks = values["clocks_throttle_reasons.active"]
+    bits = int(clocks, 16) if clocks.startswith("0x") else 0
     if slow := [text for bit, text in _SLOW.items() if bits & bit]:
         yield Finding("it is slower than it should be", found="; ".join(slow), fix="tell the administrators")
 
 
 def amd(file: Path) -> Iterator[Finding]:
     """The findings in the file in which amdgpu counts memory errors: `ue: 0` and `ce: 0`."""
-    try:
-        found = re.search(r"^ue: ([0-9]{1,18})$", file.read_text(encoding="ascii"), re.MULTILINE)
-    except (OSError, ValueError):
-        return
-    if found and int(found[1]):
-        yield Finding(
-            "its memory had errors that ECC did not correct",
-            where=str(file),
-            found=f"{found[1]} since the driver was loaded",
-            fix="if ranks fail on it, leave this node out (sbatch --exclude)",
-        )
+    text = file.read_text() if file.exists() else ""
+    count = re.search(r"^ue: ([1-9][0-9]*)$", text, re.MULTILINE)
+    if count:
+        yield _uncorrected(f"{count[1]} since the driver was loaded ({file})")
+
+
+def _uncorrected(found: str) -> Finding:
+    fix = "if ranks fail on it, leave this node out (sbatch --exclude)"
+    return Finding("its memory had errors that ECC did not correct", found=found, fix=fix)
 
 
 def _unfit(problem: str, found: str) -> Finding:

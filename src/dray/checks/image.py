@@ -7,11 +7,13 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from dray.checks.check import Skip, check, passed
 from dray.contract.findings import Finding, UnfitError
@@ -34,16 +36,14 @@ PACKAGES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Image:
+class Image(NamedTuple):
     """What image.json declares; empty if this Python is not in an image."""
 
     variant: str | None = None
-    dray: str | None = None
     accelerator: str | None = None
     driver: str | None = None
-    architectures: list[str] = field(default_factory=list)
-    packages: dict[str, str] = field(default_factory=dict)
+    architectures: Sequence[str] = ()
+    packages: Mapping[str, str] = MappingProxyType({})
 
     def lists(self, *distributions: str) -> bool:
         """Whether the image declares one of these packages."""
@@ -58,13 +58,8 @@ def path() -> Path:
 @cache
 def declared() -> Image:
     """Read image.json, and ignore keys of a newer dray."""
-    try:
-        content = json.loads(path().read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Image()
-    except ValueError:
-        raise UnfitError(f"{path()} is damaged", fix="build the image again") from None
-    return Image(**{name: content[name] for name in Image.__dataclass_fields__ if name in content})
+    content = json.loads(path().read_text(encoding="utf-8")) if path().exists() else {}
+    return Image(**{name: content[name] for name in Image._fields if name in content})
 
 
 def absent(module: str) -> bool:
@@ -91,38 +86,29 @@ def _image() -> str:
 
 def _imported(name: str, distributions: tuple[str, ...]) -> str:
     try:
-        importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError:
         if absent(name):
             raise Skip("not in this image" if declared().packages else "not installed") from None
         raise
-    module = sys.modules[name.partition(".")[0]]
-    _require_own(str(module.__file__))
-    version = _version(distributions) or str(getattr(module, "__version__", "unknown"))
-    return version + _built_for(module) if name == "torch" else version
-
-
-def _require_own(file: str) -> None:
-    if declared().packages and not Path(file).is_relative_to(sys.prefix):
+    package = sys.modules[name.partition(".")[0]]
+    if declared().packages and not Path(str(package.__file__)).is_relative_to(sys.prefix):
         raise UnfitError(
-            f"{file} hides the image's own package",
+            f"{package.__file__} hides the image's own package",
             wanted=f"a file under {sys.prefix}",
             fix="unset PYTHONPATH before the image starts, and start in a folder without a module of this name",
         )
-
-
-def _built_for(torch: object) -> str:
-    version = getattr(torch, "version", None)
-    cuda, hip = getattr(version, "cuda", None), getattr(version, "hip", None)
-    return f", CUDA {cuda}" if cuda else f", HIP {hip}" if hip else ", CPU only"
+    version = _version(distributions) or str(getattr(package, "__version__", "unknown"))
+    if name != "torch":
+        return version
+    cuda, hip = module.version.cuda, module.version.hip
+    return f"{version}, {f'CUDA {cuda}' if cuda else f'HIP {hip}' if hip else 'CPU only'}"
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:
     for name in distributions:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 

@@ -1,22 +1,24 @@
 """Measures single links in the preflight: each rank exchanges data with two neighbours, and slow links are named.
 
-The nodes form a ring in the plan's order, and so do the ranks of each node. Two rounds measure all links of a ring,
-three if its number of members is odd. In each round every member has one partner, and all pairs measure at once: the
-time does not grow with the nodes.
+The nodes form a ring in the plan's order for each local rank, and the ranks of each node form one. All ranks of a ring
+measure at once: the time does not grow with the nodes. A rank is as fast as the slower of its two links, so a link is
+slow if both of its ends are.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from dray.checks.device import now
+
 if TYPE_CHECKING:
-    from dray.checks.preflight import Rank
+    from dray.checks.rank import Rank
 
 FEWEST = 3  # nodes, or ranks of a node: two have one link, which the all-reduce measures
 _BYTES = 16 << 20
@@ -24,150 +26,101 @@ _TIMES = 3
 _SLOW, _USUAL = 4.0, 0.75  # times slower than the link that is faster than three quarters of all
 _SLOW_PAIRS = 8.0  # where GPUs of one node are compared: an MI250X's halves have four times the links of others
 _SHOWN = 8
+Link = tuple[int, int]
+"""Two ranks that follow one another in a ring."""
+Speed = tuple[float, float]
+"""GB/s of a link, and what is usual."""
 
 
-class Ring(NamedTuple):
-    """Rings of equal size: of all nodes, one ring for each local rank; or of the ranks of a node, one in each node."""
-
-    members: int
-    rings: int
-    inside: bool
-    """Whether each ring is in one node."""
-
-    def rank(self, member: int, ring: int) -> int:
-        """The rank of this member in this ring."""
-        return ring * self.members + member if self.inside else member * self.rings + ring
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The member and the ring of this rank."""
-        high, low = divmod(rank, self.members if self.inside else self.rings)
-        return (low, high) if self.inside else (high, low)
-
-
-class Link(NamedTuple):
-    """The bandwidth between two members of a ring."""
-
-    a: int
-    b: int
-    ring: int
-    gb_s: float
-
-
-def rounds(members: int) -> int:
-    """The rounds after which each member has exchanged data with both neighbours."""
-    return 2 + members % 2
-
-
-def partner(member: int, turn: int, members: int) -> int | None:
-    """The member with which this one exchanges data in a round; None if an odd ring leaves it out."""
-    first, last = 0, members - 1
-    if turn == rounds(members) - 1 and member in (first, last):
-        return last - member if members > 2 else None
-    other = member + 1 if member % 2 == turn else member - 1
-    return other if turn < 2 and 0 <= other < members else None
+def rings(nodes: int, each: int, *, inside: bool) -> list[list[int]]:
+    """The ranks of each ring: `inside` each node, or of all nodes for each local rank."""
+    if inside:
+        return [list(range(node * each, (node + 1) * each)) for node in range(nodes)]
+    return [list(range(local, nodes * each, each)) for local in range(each)]
 
 
 def find_slow(rank: Rank, device: torch.device) -> list[str]:
     """A line for each node, rank or link that is far slower than the others; the same on all ranks."""
     each, names = rank.plan["world"]["ranks_per_node"], [node["name"] for node in rank.plan["world"]["nodes"]]
-    found = []
+    lines = []
     if len(names) >= FEWEST:
-        found += slow(_measure(rank, device, Ring(len(names), each, inside=False)), names)
+        rank.phase("neighbours")
+        lines += slow(_measure(rank, device, rings(len(names), each, inside=False)), names, each, inside=False)
     if each > 1 and max(each, len(names)) >= FEWEST:
-        found += slow_inside(_measure(rank, device, Ring(each, len(names), inside=True)), names, each)
-    return found
+        rank.phase("neighbours in the node")
+        lines += slow(_measure(rank, device, rings(len(names), each, inside=True)), names, each, inside=True)
+    return lines
 
 
-def _measure(rank: Rank, device: torch.device, ring: Ring) -> list[Link]:
-    """All links of the rings, known to all ranks."""
-    member, own_ring = ring.place(rank.number)
+def _measure(rank: Rank, device: torch.device, of: list[list[int]]) -> dict[Link, float]:
+    """GB/s of all links of the rings, known to all ranks."""
+    ring = next(ring for ring in of if rank.number in ring)
+    at = ring.index(rank.number)
     count = min(_BYTES, rank.plan["preflight"]["megabytes"] << 20) // 4
-    own, theirs = torch.ones(count, device=device), torch.empty(count, device=device)
-    reached = torch.zeros(rounds(ring.members), dtype=torch.float64, device=device)
-    for turn in range(rounds(ring.members)):
-        rank.phase(f"neighbours{' in the node' * ring.inside}, round {turn + 1}")
-        other = partner(member, turn, ring.members)
+    own, reached = torch.ones(count, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+    for _ in range(_TIMES):
         dist.barrier()
-        if other is not None:
-            best = min(_exchange(own, theirs, ring.rank(other, own_ring)) for _ in range(_TIMES))
-            reached[turn] = count * 4 / best / 1e9
+        reached[0] = max(float(reached), 2 * count * 4 / 1e9 / _exchange(own, ring[at - 1], ring[(at + 1) % len(ring)]))
     pieces = [torch.zeros_like(reached) for _ in range(rank.size)]
     dist.all_gather(pieces, reached)
-    return joined([[float(value) for value in piece] for piece in pieces], ring)
+    return joined([float(piece) for piece in pieces], of)
 
 
-def _exchange(own: torch.Tensor, theirs: torch.Tensor, peer: int) -> float:
-    """Seconds for both directions at once."""
-    began = time.perf_counter()
-    ways = [dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer)]
+def _exchange(own: torch.Tensor, *peers: int) -> float:
+    """Seconds for both directions with both neighbours at once."""
+    ways = [dist.P2POp(dist.isend, own, peer) for peer in peers]
+    ways += [dist.P2POp(dist.irecv, torch.empty_like(own), peer) for peer in peers]
+    began = now(own.device)
     for way in dist.batch_isend_irecv(ways):
         way.wait()
-    if own.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return now(own.device) - began
 
 
-def joined(reached: Sequence[Sequence[float]], ring: Ring) -> list[Link]:
-    """Each link once, with the bandwidth of its slower end; `reached` has each rank's in each round."""
-    found = []
-    for member in range(ring.members):
-        for turn in range(rounds(ring.members)):
-            other = partner(member, turn, ring.members)
-            if other == (member + 1) % ring.members and (ring.members > 2 or other):
-                for one in range(ring.rings):
-                    ends = (reached[ring.rank(end, one)][turn] for end in (member, other))
-                    found.append(Link(member, other, one, min(ends)))
-    return found
+def joined(reached: Sequence[float], of: list[list[int]]) -> dict[Link, float]:
+    """Each link once, with the speed of its faster end."""
+    links: dict[Link, float] = {}
+    for ring in of:
+        for a, b in zip(ring, ring[1:] + ring[:1], strict=True):
+            if (b, a) not in links:  # two ranks have one link
+                links[a, b] = max(reached[a], reached[b])
+    return links
 
 
-def slow(links: Sequence[Link], names: Sequence[str]) -> list[str]:
-    """Slow links between nodes: `n17 to n18: 0.4 GB/s, the others 20`. A node's slowest ring counts."""
-    usual = dict.fromkeys(((link.a, link.b) for link in links), _usual(links))
-    return _told(_far_below(links, usual, _SLOW), usual, names)[:_SHOWN]
+def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside: bool) -> list[str]:
+    """Slow links between nodes: `n17 to n18: 0.4 GB/s, the others 20`. A node's slowest ring counts.
+
+    In nodes: `n17: rank 131 to rank 132: 2 GB/s, the others 40`; others: the same pair on other nodes.
+    """
+    times = _SLOW_PAIRS if inside and len(names) < FEWEST else _SLOW
+
+    def kind(link: Link) -> object:
+        """What the links have in common with which this one is compared."""
+        if not inside:
+            return "between nodes"
+        return (link[0] % each, link[1] % each) if len(names) >= FEWEST else link[0] // each
+
+    alike: dict[object, list[float]] = {}
+    for link, gb_s in sorted(links.items(), key=lambda item: item[1]):
+        alike.setdefault(kind(link), []).append(gb_s)
+    far: dict[tuple[str, str], Speed] = {}
+    for (a, b), gb_s in links.items():
+        speeds = alike[kind((a, b))]
+        usual = speeds[ceil(_USUAL * (len(speeds) - 1))]  # not the median: one slow node of four has two of four links
+        if gb_s * times < usual:
+            ends = names[a // each], names[b // each]
+            if inside:
+                ends = f"{ends[0]}: rank {a}", f"{ends[1]}: rank {b}"
+            far[ends] = min((gb_s, usual), far.get(ends, (gb_s, usual)))
+    return _lines(far)
 
 
-def slow_inside(links: Sequence[Link], names: Sequence[str], each: int) -> list[str]:
-    """Slow links in nodes: `n17: rank 131 to rank 132: 2 GB/s, the others 40`; others: the same pair on other nodes."""
-    pairs: dict[tuple[int, int], list[Link]] = {}
-    rings: dict[int, list[Link]] = {}
-    for link in links:
-        pairs.setdefault((link.a, link.b), []).append(link)
-        rings.setdefault(link.ring, []).append(link)
-    alike = len(names) >= FEWEST
-    usual = {pair: _usual(of if alike else links) for pair, of in pairs.items()}
-    lines = []
-    for node, own in rings.items():
-        ranks = [f"rank {node * each + member}" for member in range(each)]
-        far = _far_below(own, usual, _SLOW if alike else _SLOW_PAIRS)
-        lines += [f"{names[node]}: {line}" for line in _told(far, usual, ranks)]
-    return lines[:_SHOWN]
-
-
-def _usual(links: Sequence[Link]) -> float:
-    # Not the median: one slow node of three has two of three links.
-    return sorted(link.gb_s for link in links)[ceil(_USUAL * (len(links) - 1))] if links else 0.0
-
-
-def _far_below(
-    links: Iterable[Link], usual: Mapping[tuple[int, int], float], times: float
-) -> dict[tuple[int, int], float]:
-    worst: dict[tuple[int, int], float] = {}
-    for link in links:
-        pair = link.a, link.b
-        if link.gb_s * times < usual[pair]:
-            worst[pair] = min(link.gb_s, worst.get(pair, link.gb_s))
-    return worst
-
-
-def _told(
-    worst: Mapping[tuple[int, int], float], usual: Mapping[tuple[int, int], float], names: Sequence[str]
-) -> list[str]:
-    """The lines; a member with two slow links is named once."""
-    both = {b: ((a, b), (b, c)) for a, b in worst for x, c in worst if x == b}
-
-    def line(who: str, *links: tuple[int, int]) -> str:
-        link = min(links, key=worst.__getitem__)
-        return f"{who}: {worst[link]:.2g} GB/s, the others {usual[link]:.3g}"
-
-    lines = [line(f"{names[member]} to both of its neighbours", *two) for member, two in both.items()]
-    return lines + [line(f"{names[a]} to {names[b]}", (a, b)) for a, b in worst if not {a, b} & both.keys()]
+def _lines(far: Mapping[tuple[str, str], Speed]) -> list[str]:
+    """A line for each link; a member with two slow links is named once."""
+    slow_links = Counter(member for link in far for member in link)
+    speeds: dict[str, Speed] = {}
+    for (a, b), speed in far.items():
+        who = f"{a} to {b.rpartition(': ')[2]}"
+        if 2 in (slow_links[a], slow_links[b]):
+            who = f"{a if slow_links[a] == 2 else b} to both of its neighbours"
+        speeds[who] = min(speed, speeds.get(who, speed))
+    return [f"{who}: {gb_s:.2g} GB/s, the others {usual:.3g}" for who, (gb_s, usual) in speeds.items()][:_SHOWN]

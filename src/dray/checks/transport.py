@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from dray.contract.findings import Finding
 
-# The last of these in the log decides. `Initialized NET plugin` is also logged for plugins that are dropped later.
-_DECISIVE = (
-    re.compile(r"NET/OFI Selected provider is (?P<name>[^\s,]+)", re.IGNORECASE),
-    re.compile(r"Assigned NET plugin (?P<name>.+?) to comm", re.IGNORECASE),
-    re.compile(r"Using network (?P<name>\S.*?)\s*$", re.IGNORECASE),
-    re.compile(r"via NET/(?P<name>[^/\s]+)/\d", re.IGNORECASE),
+# The last line of these decides. `Initialized NET plugin` is also logged for plugins that are dropped later.
+_PROVIDER = re.compile(r"NET/OFI Selected provider is (?P<name>[^\s,]+)", re.IGNORECASE)
+_NETWORK = re.compile(
+    r"(Assigned NET plugin |Using network |via NET/)(?P<name>\S.*?)( to comm|/\d|\s*$)", re.IGNORECASE
 )
 # Plugins over libfabric: its provider is the transport.
 _CARRIERS = re.compile(r"^(AWS )?Libfabric$|^OFI$", re.IGNORECASE)
@@ -44,8 +42,7 @@ _PROBLEMS = (
 _DIRECT = re.compile(r"GPU Direct RDMA.* (?P<state>Enabled|Disabled) for (HCA|GPU)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Transport:
+class Transport(NamedTuple):
     """The transport that was used, the line of the log that names it, and the problem that led to it."""
 
     name: str
@@ -54,29 +51,30 @@ class Transport:
     fix: str = ""
 
 
-def used(lines: Iterable[str]) -> Transport | None:
+def used(lines: Sequence[str]) -> Transport | None:
     """The transport that the log names; None if it names none, as on one node."""
-    provider, network, cause, problem, fix = None, None, len(_PROBLEMS), "", ""
-    for line in lines:
-        for pattern in _DECISIVE:
-            found = pattern.search(line)
-            if found and pattern is _DECISIVE[0]:
-                provider = Transport(found["name"].rstrip(","), line.strip())
-            elif found:
-                network = Transport(found["name"], line.strip())
-        for number, (pattern, advice) in enumerate(_PROBLEMS[:cause]):
-            if pattern.search(line):
-                cause, problem, fix = number, line.strip(), advice
-                break
+    provider, network = _last(_PROVIDER, lines), _last(_NETWORK, lines)
     chosen = provider if network is None or (provider and _CARRIERS.match(network.name)) else network
-    return chosen and Transport(chosen.name, chosen.line, problem, fix)
+    if chosen is None:
+        return None
+    for pattern, advice in _PROBLEMS:
+        if problem := next((line for line in lines if pattern.search(line)), ""):
+            return chosen._replace(problem=problem, fix=advice)
+    return chosen
 
 
-def indirect(lines: Iterable[str], used: Transport | None) -> Finding | None:
+def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> Transport | None:
+    for line in reversed(lines):
+        if match := pattern.search(line):
+            return Transport(match["name"].rstrip(","), line)
+    return None
+
+
+def indirect(lines: Sequence[str], used: Transport | None) -> Finding | None:
     """A warning if NCCL's log says that no network card reads the GPUs' memory itself; sockets never do."""
     if used is None or used.name.casefold() == "socket":
         return None
-    states = [(found["state"].lower(), line.strip()) for line in lines if (found := _DIRECT.search(line))]
+    states = [(match["state"].casefold(), line) for line in lines if (match := _DIRECT.search(line))]
     if not states or any(state == "enabled" for state, _ in states):
         return None
     return Finding(

@@ -39,12 +39,12 @@ _PANELS = {
     "After a run": ("why", "report", "diff", "replay", "capsule", "sync"),
     "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
     "Recipes, images, datasets and sites": ("recipe", "image", "data", "site", "env"),
-    "This machine": ("doctor", "remote", "cluster", "cache", "clean", "completion"),
+    "This machine": ("doctor", "remote", "cluster", "clean", "completion"),
 }
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose arguments dray does not parse.
 _START = ("plan", "run", "submit", "enter", "env")
-_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache", "remote")
+_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "remote")
 _EVERYTHING = tuple(name for names in _PANELS.values() for name in names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ import typer
 
 from dray.cli.options import Runs
 from dray.config import checkout
-from dray.contract import exit_codes
+from dray.contract import exit_codes, files, node
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.runs import clean as old
 from dray.runs.leftovers import Item
@@ -43,23 +44,28 @@ def clean(
     checkpoints: Annotated[
         bool, typer.Option("--checkpoints", help="Remove also whole runs that have checkpoints or a model.")
     ] = False,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help=f"The recipes' data.cache_dir, for tokens. Default: {node.TOKENS}UID."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list; without --yes, remove nothing.")] = False,
     runs: Runs = None,
 ) -> None:
-    """Show old runs, studies, caches, images and left-over files of builds, and remove them if you agree.
+    """Show old runs, studies, tokens, images and left-over files of builds, and remove them if you agree.
 
     A run with checkpoints or a model loses only its compiled code. Layers are removed only if you name that kind.
 
     dray clean runs --older-than 60d --dry-run
+    dray clean tokens --cache-dir /scratch/me/tokens
     """
     for kind in kinds or ():
         if kind not in old.KINDS:
             raise ConfigError("KIND has a wrong value", wanted=", ".join(old.KINDS), found=ascii(kind))
     wanted = old.Options(
         tuple(dict.fromkeys(kinds or old.DEFAULT)), int(older_than[:-1]) * _DAYS[older_than[-1]], checkpoints,
-        (runs or default_runs()).absolute(), _build(),
+        (runs or default_runs()).absolute(), _build(), _tokens(cache_dir),
     )  # fmt: skip
     items = old.look(wanted)
     going = [item for item in items if item.parts]
@@ -78,6 +84,20 @@ def clean(
     if not as_json:
         print(f"removed: {_size(sum(item.size for item in going if item.path not in refused))}")
     raise typer.Exit(exit_codes.FAILED if refused else exit_codes.DONE)
+
+
+def _tokens(named: Path | None) -> Path:
+    """The folder with tokens; what another user may change in it is neither read nor removed."""
+    if named is None:
+        return Path(f"{node.TOKENS}{os.getuid()}")
+    wrong = files.open_to_others(named, folder=True) if os.path.lexists(named) else "it does not exist"
+    if wrong:
+        raise ConfigError(
+            "dray cannot clean this folder of tokens", where=f"--cache-dir {named}", found=wrong,
+            wanted=f"a folder of user {os.getuid()} to which no other user may write",
+            fix="--cache-dir FOLDER, as data.cache_dir names it",
+        )  # fmt: skip
+    return named.absolute()
 
 
 def _build() -> Path | None:

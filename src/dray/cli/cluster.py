@@ -108,7 +108,7 @@ def exec_(
     dray cluster exec -- dray submit recipes/smoke-cpu.toml --follow
     """
     if command[0] == "dray":
-        command = ["bash", "slurm/desk.sh", *command[1:]]
+        command = ["bash", "slurm/dray", *command[1:]]
     with closing(client()) as engine:
         ended = LocalCluster(engine).exec(command, node=node, user=user, show=True)
     raise typer.Exit(ended.code)

@@ -21,7 +21,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
-from dray.contract.findings import ConfigError, listed, nearest
+from dray.contract.findings import ConfigError, DrayError, listed, nearest
 from dray.fitness import host, slurm_commands
 from dray.images import store
 from dray.runs.write import recipe_name
@@ -77,7 +77,12 @@ def init(
     ask = _Ask(asks=not yes and sys.stdin.isatty() and sys.stdout.isatty())
     found = host.site(site)
     slurm = bool(process.which("sbatch"))
-    partitions = slurm_commands.partitions() if slurm else []
+    partitions: list[slurm_commands.Partition] = []
+    try:
+        partitions = slurm_commands.partitions() if slurm else []
+    except DrayError as silent:
+        silent.amend(fix="run dray init again, or give --partition and --gpu")
+        print(f"dray: warning: {silent}", file=sys.stderr)
     queue = _partition(ask, partition, partitions, found.site.sbatch)
     gres = next((one for one in partitions if one.name == queue), None)
     variant = _variant(ask, gpu, found.site.image, gres, slurm=slurm)
@@ -85,7 +90,7 @@ def init(
     options = _options(queue, found.site.sbatch, _account(ask, account, found.site.account, slurm=slurm))
     named = _model(model or ask.text("model: a name of the hub, a folder, or small (1 M, from scratch)", _SMALL))
     dataset = _dataset(data or ask.text("dataset: a file, a folder, hub:OWNER/NAME, or builtin", "builtin"))
-    new = New(name=recipe_name(name), train=dataset, image=variant, gpus=gpus, model=named, keys=True)
+    new = New(name=recipe_name(name), train=dataset, image=variant, gpus=gpus, model=named)
     require_good(new.text())  # before the checkout is written
     recipe = Path("recipes", f"{new.name}.toml")
     if not (folder / "containers" / "steps").is_dir():

@@ -16,11 +16,11 @@ from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
-from dray.contract.findings import ConfigError, listed
+from dray.contract.findings import ConfigError
 from dray.runs import logs as files
 from dray.runs.logs import Log
 from dray.runs.look import Watched
-from dray.runs.named import find
+from dray.runs.named import find, node_number
 from dray.runs.paths import RunPaths
 from dray.runs.reading import dig, table
 from dray.runs.state import NO_RESULT, RUNNING, State
@@ -72,7 +72,9 @@ def logs(
             found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}",
             fix="dray status shows why the run waits; dray logs -f waits for the log"
             if not seen.attempt
-            else "choose another --rank or --node",
+            else f"choose another {'--node' if rank is None else '--rank'}"
+            if node or rank is not None
+            else "dray why shows how the run ended",
         )
     if follow:
         try:
@@ -164,7 +166,7 @@ class _Shown:
             plan = table(paths.plan, [])
             each = dig(plan, "world", "ranks_per_node")
             each = each if isinstance(each, int) and each > 0 else 1
-            node = self._number(seen)
+            node = node_number(seen.nodes, self._node) if self._node else None
             on = None if self._rank is None else self._rank // each
             if node is not None and on is not None and node != on < len(seen.nodes):
                 raise ConfigError(
@@ -177,19 +179,6 @@ class _Shown:
         for log in found:
             self._logs.setdefault(log.path, log)
         self._printer.widen([*self._logs.values()])
-
-    def _number(self, seen: State) -> int | None:
-        if not self._node:
-            return None
-        if self._node in seen.nodes:
-            return seen.nodes.index(self._node)
-        if self._node.isdecimal() and int(self._node) < max(1, len(seen.nodes)):
-            return int(self._node)
-        raise ConfigError(
-            "--node names no node of the run",
-            wanted=f"one of {listed(seen.nodes)}; or a number from 0",
-            found=ascii(self._node),
-        )
 
 
 def _about(seen: State) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from dray.cli import candidates
 from dray.cli.chosen import Engine
+from dray.cli.options import Runs
 from dray.config.recipe import Recipe
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
@@ -42,16 +43,15 @@ OffloadFolder = Annotated[
 ]
 _SIZE = re.compile(r"(cpu|\d{1,3})=(\d{1,6}(?:\.\d{1,3})?[KMG]i?B)")
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
-# Of the runs in DRAY_RUNS or ./runs; its checkpoints/final is the model.
 _HELP = "The run: its folder, its name or the beginning of it, or a job number."
 Run = Annotated[str, typer.Argument(metavar="RUN", help=_HELP, autocompletion=candidates.runs)]
 
 
-def _folder(run: str) -> Path:
+def _folder(run: str, runs: Path | None) -> Path:
     """Refuse an empty name: a script's variable may be empty, and the newest run would be pushed."""
     if not run:
         raise ConfigError("no run is named", wanted="a run's folder, name or job number", found="an empty argument")
-    return find(run)
+    return find(run, runs)
 
 
 @app.command("eval")
@@ -68,12 +68,13 @@ def evaluate(
     offload_folder: OffloadFolder = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
+    runs: Runs = None,
 ) -> None:
     """Evaluate a run's model on the recipe's datasets, or on others, on this machine's GPU or CPUs.
 
     dray eval runs/20261120-124439-smoke-cpu-cea81f
     """
-    folder = _folder(run)
+    folder = _folder(run, runs)
     plan, final = desk.ended(folder, trust=trust_run)
     for override in overrides or []:
         if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
@@ -87,7 +88,7 @@ def evaluate(
     recipe = write.over(plan.recipe, overrides or [])
     if not trust_run and trust.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
-        trust.require(trust.functions(theirs), str(folder), does="an evaluation")
+        trust.require(trust.functions(theirs), str(folder))
     job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)
     seen = ("data", "evaluate", "checkpoint")
     recipe = _writing(recipe, offload_folder)
@@ -130,12 +131,13 @@ def generate(
     offload_folder: OffloadFolder = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
+    runs: Runs = None,
 ) -> None:
     """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
 
     dray generate runs/20261120-124439-mine-cea81f 'two: the' --tokens 40
     """
-    plan, final = desk.ended(_folder(run), trust=trust_run)
+    plan, final = desk.ended(_folder(run, runs), trust=trust_run)
     recipe = plan.recipe
     job = jobs.Generate(
         str(final),
@@ -164,12 +166,13 @@ def export(
     ] = 4.0,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
+    runs: Runs = None,
 ) -> None:
     """Export a checkpoint as a folder that from_pretrained loads: safetensors, config.json, tokenizer. Needs no GPU.
 
     dray export runs/20261120-124439-smoke-cpu-cea81f --to weights --dtype bf16
     """
-    plan, paths = desk.trained(_folder(run), trust=trust_run)
+    plan, paths = desk.trained(_folder(run, runs), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     steps = _steps(folder, plan.run, step)
     chosen = step or steps[-1]
@@ -219,12 +222,13 @@ def push(
     adapter: Annotated[bool, typer.Option("--adapter", help="Push only the LoRA adapter, without the model.")] = False,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
+    runs: Runs = None,
 ) -> None:
     """Push a run's model and its model card to the hub, as the user of HF_TOKEN.
 
     dray push runs/20261120-124439-smoke-cpu-cea81f me/my-model
     """
-    plan, folder = desk.ended(_folder(run), trust=trust_run)
+    plan, folder = desk.ended(_folder(run, runs), trust=trust_run)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:

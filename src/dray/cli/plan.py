@@ -17,7 +17,7 @@ from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
-from dray.planning import questions
+from dray.planning import missing_facts
 from dray.planning.schema import Plan
 from dray.runs import layers, login, write
 from dray.runs.paths import RunPaths, default_runs, new_id, run_named
@@ -105,7 +105,7 @@ def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
 
 def _write(asked: Chosen, recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
     """Answer slurm/plan.sh in lines `key=value`: all facts that it must correct, or what it needs of the plan."""
-    if asked_back := [*questions.ask(recipe, choice.site, seen), *layers.ask(recipe, choice.site, seen)]:
+    if asked_back := [*missing_facts.ask(recipe, choice.site, seen), *layers.ask(recipe, choice.site, seen)]:
         print("\n".join(asked_back))
         return
     asked.say()

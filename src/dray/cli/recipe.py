@@ -21,7 +21,7 @@ from dray.config.new_recipe import New
 from dray.config.recipe import Recipe
 from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
-from dray.planning.batch import divide
+from dray.planning.world import divide
 from dray.runs import lookup
 from dray.runs.write import read_recipe, recipe_name
 

@@ -70,17 +70,15 @@ def replay(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="For a run of Slurm: submit it without asking.")] = False,
     sbatch: Sbatch = None,
-    trusted: Annotated[
-        bool, typer.Option("--trust-run", help="Run the code of another user's run, or of a packed one.")
-    ] = False,
     runs: Runs = None,
 ) -> None:
-    """Repeat a run from its capsule, and compare the losses step by step. RUN may be a packed capsule.
+    """Repeat a run from its capsule, and compare the losses step by step.
 
     It lists what will differ. The exit code is 0 if all losses are equal to the last bit, else 1.
-    A run of Slurm is submitted again.
+    A run of Slurm is submitted again. Of another user's run, or of a packed capsule, --recipe writes the recipe.
 
     dray replay 20261120-124439
+    dray replay capsule.tar.gz --recipe again.toml
     """
     queues = {"--wait": wait, "--yes": yes, "--sbatch": bool(sbatch)}
     _one_of({"--compare": bool(compare), "--recipe": bool(recipe), "--engine": bool(engine)}, queues)
@@ -94,11 +92,10 @@ def replay(
             _compare(before, compare, runs)
         if made.files and (changed := [one.path for one in verify.verify(newest).files if one.state != "same"]):
             print(f"changed since the run: {', '.join(changed[:_SHOWN])}", flush=True)
-        if not trusted and (find(run, runs).is_file() or trust.foreign(newest)):
-            trust.require(trust.code_of(settings), before.word, does="a replay")
         if recipe:
             _save(recipe, settings, len(plan.world.nodes))
             return
+        _require_own(find(run, runs), newest)
         if plan.by_slurm and not engine and process.which("sbatch"):
             _submit(before, (runs or default_runs()).absolute(), sbatch or [], yes=yes, wait=wait)
             return
@@ -115,6 +112,17 @@ def replay(
         _list(known, _AHEAD, "what cannot be the same:")
         result = conduct(again, paths, again=shlex.join(["dray", "replay", run or newest.run.name]))
         _judge(before, [paths], again, known, result.exit_code)
+
+
+def _require_own(named: Path, newest: RunPaths) -> None:
+    """Refuse to start another user's run, or a packed one: its recipe names code that this user has not read."""
+    found = f"{named}, a packed capsule" if named.is_file() else trust.foreign(newest)
+    if found:
+        word = shlex.quote(str(named))
+        raise ConfigError(
+            "dray replays only your own runs", wanted="a run folder that only you may write", found=found,
+            fix=f"dray replay {word} --recipe again.toml; read it; then dray submit again.toml",
+        )  # fmt: skip
 
 
 def _one_of(wholly: dict[str, bool], queues: dict[str, bool]) -> None:

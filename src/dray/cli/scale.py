@@ -12,7 +12,7 @@ from dray.cli.options import Json, Runs, Sbatch, Site
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.fitness import host
-from dray.planning.batch import divide
+from dray.planning.world import divide
 from dray.runs import write
 from dray.runs.arrays import Size
 

@@ -24,23 +24,13 @@ class _Output(io.FileIO):
     """Standard output that may fail while the verb goes on: training continues if the disk is full or a pipe closed."""
 
     refused: OSError | None = None
-    _taken = b""
-    """What was written when Ctrl-C came. The buffer above does not know this, and writes it again."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        taken, self._taken = self._taken, b""
-        if taken and bytes(data).startswith(taken):
-            return len(taken)
-        count: list[int | None] = []
         try:
-            count.extend(map(super().write, (data,)))  # one call: an interrupt comes before it or after it
+            return super().write(data)
         except OSError as refused:
             self.refused = self.refused or refused
             return memoryview(data).nbytes
-        except KeyboardInterrupt:
-            self._taken = bytes(data)[: (count or [0])[0] or 0]
-            raise
-        return count[0]  # type: ignore[return-value]  # None where a pipe that does not wait is full
 
 
 class Shown:
@@ -66,18 +56,9 @@ def show(stream: TextIO) -> TextIO:
 
 
 class Streams:
-    """The standard streams. Closed ones become /dev/null, else a later file gets their number and dray's lines."""
+    """The standard streams, with control characters escaped."""
 
     def __init__(self) -> None:
-        for number in range(3):
-            try:
-                os.fstat(number)
-            except OSError:
-                os.open(os.devnull, os.O_RDWR)
-        devnull = os.devnull
-        sys.stdin = sys.stdin or open(devnull, encoding="utf-8")  # noqa: PTH123, SIM115
-        sys.stderr = sys.stderr or open(devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-        sys.stdout = sys.stdout or open(devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
         self._out: _Output | None = None
         if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
             self._out = _Output(1, "w", closefd=False)

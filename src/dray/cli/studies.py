@@ -14,7 +14,6 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 
 from dray import process
-from dray.cli import run as here
 from dray.cli import study_table
 from dray.cli.candidates import recipes
 from dray.cli.options import program
@@ -23,7 +22,7 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.images import store
-from dray.runs import allocation, arrays, login, source, state, submit, write
+from dray.runs import arrays, login, source, state, submit, write
 from dray.runs import study as studies
 from dray.runs.arrays import Common, Size
 from dray.runs.paths import default_runs, new_id
@@ -180,24 +179,9 @@ class Here:
                 self._study = studies.keep(self._folder, self._study, before)  # it was refused, and left nothing
 
 
-def _program() -> list[str]:
-    return [sys.executable, "-m", "dray"] if sys.argv[0].endswith(".py") else program()
-
-
 def _run(argv: Sequence[str]) -> int:
-    """`dray run` in this process, so that Ctrl-C ends its ranks, and so that its hints name `dray run`.
-
-    Inside an salloc the batch script replaces the process of `dray run`, so that is another process.
-    """
-    if allocation.found(os.environ):
-        return process.in_front([*_program(), "run", *argv])
-    before, sys.argv = sys.argv, [sys.argv[0], "run", *argv]
-    try:
-        app = typer.Typer()
-        app.command()(here.run)
-        return int(app(list(argv), obj=[], standalone_mode=False) or 0)
-    finally:
-        sys.argv = before
+    """`dray run` as the user would type it."""
+    return process.in_front([*program(), "run", *argv])
 
 
 def _apart(recipe: Recipe, member: Member) -> list[str]:

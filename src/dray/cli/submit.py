@@ -112,7 +112,7 @@ def submit(
     code = Path(recipe.command.folder) if recipe.command else asked.beside
     job = queue.submit(argv, folder, recipe.runs.share, code)
     if as_json:
-        print(json.dumps({"job": int(job), "run": str(folder), "attempt": attempt.attempt}))
+        print(json.dumps({"job": job, "run": str(folder), "attempt": attempt.attempt}))
         return
     which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
     print(f"job {job} is in the queue{which}\nrun folder: {folder}")

@@ -19,7 +19,6 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.planning import tuning as tunings
-from dray.planning.estimates import tolerance
 from dray.planning.tuning import KEYS, Value
 from dray.runs import lookup, space, study, tuned, write
 from dray.runs.measured import Row
@@ -132,7 +131,7 @@ def _divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, tuple[Value
     for override in overrides:
         key, _, text = override.partition("=")
         if key.strip() in KEYS and "," in text:
-            given[key.strip()] = tunings.values(key.strip(), text)
+            given[key.strip()] = tunings.values(text)
         else:
             settings.append(override)
     return settings, given
@@ -174,7 +173,7 @@ def _begun(
             found=f"--keys and the settings leave none on {counted(plan.world.size, 'rank')}", fix="leave out --keys",
         )  # fmt: skip
     configuration = lookup.files(plan.recipe, where.facts).configuration or {}
-    most, why = tolerance.of(plan.recipe, configuration, exact=study.PARITY)
+    most, why = tunings.tolerance(plan.recipe, configuration, exact=study.PARITY)
     return candidates, Tuning(
         path="", recipe=recipe.model_dump(mode="json", exclude_unset=True), ranks=plan.world.size,
         where=space.text(plan, where), grid=len(list(candidates.every())), every=False, tolerance=most, why=why,

@@ -73,9 +73,8 @@ def write(folder: Path) -> None:
     except OSError as error:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
-        reasons = [reason for *_, reason in error.args[0]] if isinstance(error, shutil.Error) else [error.strerror]
         fix = "name a folder to which you may write, on a disk with free space"
-        raise ConfigError("the checkout cannot be written", where=folder, found=reasons[0], fix=fix) from error
+        raise ConfigError("the checkout cannot be written", where=folder, found=str(error)[:200], fix=fix) from error
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field
 
-from dray.config.model import Spec
-from dray.contract import dataset, mix
+from dray.config.model import Natural, Spec
+from dray.contract import dataset, mix, secrets
+from dray.contract.findings import ConfigError, listed, nearest
 
 # What decides where bytes come from and go, who asks for them, or whether a dataset's own code runs.
 _TAKEN = {
@@ -38,9 +42,9 @@ class Source(Spec):
     """A function on its rows, written as in data.map. Left out: data.map."""
     weight: Annotated[float, Field(gt=0, le=1e15)] = 1.0
     """Its share of the samples, relative to the other sources: 3 and 1 give three samples of four."""
-    repeat: Annotated[int, Field(ge=0)] = 0
+    repeat: Natural = 0
     """Epochs after which it ends, and the other sources take its share. 0: it repeats until the run ends."""
-    until: Annotated[int, Field(ge=0)] = 0
+    until: Natural = 0
     """The step after which it ends, and the other sources take its share. 0: the last step."""
 
 
@@ -72,7 +76,7 @@ class Data(Spec):
     list of dicts, or None to drop the row. The plan has the file's text. A relative path starts beside the recipe."""
     config_kwargs: dict[Literal[*dataset.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
     """More arguments of load_dataset, by builder of `datasets`, such as sep for csv or sql for sql."""
-    min_characters: Annotated[int, Field(ge=0)] = 0
+    min_characters: Natural = 0
     """Shorter documents are left out. The length of a conversation includes the names of its roles."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in one sample."""
@@ -82,42 +86,65 @@ class Data(Spec):
     are split, and nothing is dropped."""
     document_mask: bool = False
     """Whether attention stays within each document of a sample that has several."""
-    max_train_samples: Annotated[int, Field(ge=0)] = 0
+    max_train_samples: Natural = 0
     """Train on at most this many samples, of each source of `mix`; 0 is all."""
-    max_eval_samples: Annotated[int, Field(ge=0)] = 0
+    max_eval_samples: Natural = 0
     """Evaluate and test on at most this many samples; 0 is all."""
     streaming: bool = False
     """Tokenize during training, without tokens on the disk: for datasets larger than a node's disk."""
     cache_dir: str = ""
     """Folder in which a node keeps tokenized datasets for later runs. Left out: a folder in /tmp."""
 
-    @field_validator("config_kwargs")
-    @classmethod
-    def _are_the_builders_own(cls, kwargs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for builder, given in kwargs.items():
-            if taken := sorted({*given} & _TAKEN):
-                raise ValueError(f"{builder}.{taken[0]}: dray sets this argument itself")
-        return kwargs
-
-    @model_validator(mode="after")
-    def _mixes(self) -> Data:
+    def contradictions(self) -> Iterator[str]:
+        for builder, kwargs in self.config_kwargs.items():
+            for name in _TAKEN.intersection(kwargs):
+                yield f"config_kwargs.{builder}.{name}: dray sets this argument itself"
         if self.mix and self.train != "builtin":
-            raise ValueError(
+            yield (
                 f"data.train = {self.train} beside [data.mix]: a run trains on one of them; leave out data.train, or "
                 'make it a source: [data.mix.NAME] dataset = "..."'
             )
         if self.mix and self.streaming:
-            raise ValueError("data.streaming works with data.train only; a mix reads tokens from the disk")
+            yield "data.streaming works with data.train only; a mix reads tokens from the disk"
         if self.streaming and self.packing != "wrapped":
-            raise ValueError(
+            yield (
                 f"data.streaming joins documents as they come and cuts them; data.packing = {self.packing} wants all "
                 "of them first: set data.packing=wrapped, or data.streaming=false"
             )
         weights = [source.weight for source in self.mix.values()]
         for name, source in self.mix.items():
             if mix.is_too_light(source.weight, weights):
-                raise ValueError(
+                yield (
                     f"data.mix.{name}.weight = {source.weight:g} of {sum(weights):g} in all is less than one sample of "
                     f"{mix.BLOCK:,}, the smallest share of a mix"
                 )
-        return self
+
+
+def with_text(named: str, text: str, path: Path) -> str:
+    """FILE.py:FUNCTION and the file's text. The text is parsed but not run: planning runs no code of a user."""
+    function = named.rpartition(":")[2]
+    if secrets.is_value(text):
+        raise ConfigError(
+            "the file of a function on rows seems to hold a secret, and every run folder contains its text",
+            where=path,
+            fix="read it from a variable, such as os.environ['HF_TOKEN'], and name the variable in pass_env",
+        )
+    try:
+        body = ast.parse(text, path.name).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            "the file of a function on rows is not valid Python",
+            where=path,
+            found=str(error) or type(error).__name__,
+            fix="correct that file",
+        ) from error
+    functions = [statement.name for statement in body if isinstance(statement, ast.FunctionDef)]
+    if function not in functions:
+        raise ConfigError(
+            f"there is no function {function}",
+            where=path,
+            wanted=f"def {function}(row): at the top level of the file",
+            found=listed(functions) or "no function",
+            fix=f"name an existing function: {path.name}:{nearest(function, functions) or 'FUNCTION'}",
+        )
+    return f"{path.name}:{function}\n{text}"

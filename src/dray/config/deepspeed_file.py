@@ -6,7 +6,7 @@ transformers' Trainer has this rule too: no option wins over DeepSpeed's file.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,160 +31,134 @@ _SAME = {
     "scheduler.params.total_num_steps": "train.steps",
 }
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_DEVICES = ("auto", "none", "cpu")
-_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
-_OFFLOAD_PARAM = "zero_optimization.offload_param.device"
-# The values that dray's trainer can have; what is said of another one, and the fix.
+_OPTIMIZER, _PARAM = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
+# What is said of a value that dray's trainer cannot have; the values that it can have, the first being the fix.
 _VALUES = {
-    _OFFLOAD_OPTIMIZER: (_DEVICES, "dray offloads to the host's memory only", "write cpu"),
-    _OFFLOAD_PARAM: (_DEVICES, "dray offloads to the host's memory only", "write cpu"),
-    "optimizer.type": (
-        ("auto", "Adam", "AdamW"), "dray trains with AdamW", "write AdamW, or leave the section out",
-    ),
-    "scheduler.type": (
-        ("auto", *_SCHEDULES), "dray does not know this schedule",
-        "leave the section out, and set train.lr_scheduler_type",
-    ),
-}  # fmt: skip
+    _OPTIMIZER: ("dray offloads to the host's memory only", ("cpu", "none")),
+    _PARAM: ("dray offloads to the host's memory only", ("cpu", "none")),
+    "optimizer.type": ("dray trains with AdamW", ("AdamW", "Adam")),
+    "scheduler.type": ("dray does not know this schedule", tuple(_SCHEDULES)),
+}
 _DROPPED = {
-    "bf16",
-    "optimizer",
-    "scheduler",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "steps_per_print",
+    *("bf16", "optimizer", "scheduler"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "steps_per_print"),
 }
 _BOTH = ("train.strategy", "train.precision")  # [command] has them too
-_MISSING: Any = object()
-_OPEN = (_MISSING, "auto")
+_OPEN = (None, "auto")
+
+_Setting = tuple[str, str, Any]
+"""A key of the recipe, the file's key that sets the same, and the value as the recipe has it."""
 
 
 def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
     """The recipe with the file's values, and with the rest of the file, which only DeepSpeed reads."""
-    file = _parsed(text, path)
-    section = "train" if recipe.train else "command"
-    part = recipe.train or recipe.command
-    assert part is not None
-    settings = [*_of_precision(file, path), *_of_stage(file, path, part.strategy, section)]
-    if recipe.train:
-        settings += _of_trainer(file, path)
-    else:  # the rest is between DeepSpeed, accelerate and the script
-        settings = [(f"command.{name[6:]}", key, value) for name, key, value in settings if name in _BOTH]
-    table: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
-    for name, key, value in settings:
-        section, field = name.split(".")
-        section_table = table.setdefault(section, {})
-        if section_table.setdefault(field, value) != value:
-            raise ConfigError(
-                f"{name} and {key} do not agree",
-                where=f"the recipe and {path}",
-                wanted=f"{name} = {json.dumps(section_table[field])}, as the recipe says",
-                found=f"{key} = {json.dumps(_at(file, key))}, in {path.name}",
-                fix=f'write "{key.rpartition(".")[2]}": "auto" in {path.name}, or make them the same',
-            )
-    if recipe.train:
-        rest = {key: value for key, value in file.items() if key not in _DROPPED and key not in _SAME}
-        table["train"]["deepspeed"] = json.dumps(_without_auto(rest))
-    else:
-        table["command"]["deepspeed"] = json.dumps(_filled(file, **table["command"]))
-    return validate(Recipe, table, what=f"the recipe with {path}")
-
-
-def _filled(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **_: object) -> dict[str, Any]:
-    """With stage and precision in it: beside a file of DeepSpeed's, accelerate refuses both in its own."""
-    decided: dict[str, dict[str, Any]] = {"zero_optimization": {"stage": STRATEGIES[strategy].stage}}
-    if precision:
-        decided |= {kind: {"enabled": kind == precision} for kind in ("fp16", "bf16")}
-    before = {name: section if isinstance(section := file.get(name), dict) else {} for name in decided}
-    return {**file, **{name: {**before[name], **values} for name, values in decided.items()}}
-
-
-def _parsed(text: str, path: Path) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
-        if twice:
-            raise ConfigError("a key appears twice", where=path, found=", ".join(sorted(twice)), fix="remove one")
-        return dict(pairs)
-
-    file = parse_json(text, "the DeepSpeed file", path, pairs=once)
+    file = parse_json(text, "the DeepSpeed file", path)
     if not isinstance(file, dict):
         raise ConfigError(
             "the DeepSpeed file is not a JSON object", where=path, wanted="{...}", found=type(file).__name__
         )
-    return file
+    section = "train" if recipe.train else "command"
+    table: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
+    settings = [*_of_precision(file, path), *_of_stage(file, path, table[section].get("strategy"), section)]
+    if recipe.train:
+        settings += _of_trainer(file, path)
+    else:  # the rest is between DeepSpeed, accelerate and the script
+        settings = [(name.replace("train", section), key, value) for name, key, value in settings if name in _BOTH]
+    for name, key, value in settings:
+        part, field = name.split(".")
+        value_set = table.setdefault(part, {}).setdefault(field, value)
+        if value_set != value:
+            raise ConfigError(
+                f"{name} and {key} do not agree",
+                where=f"the recipe and {path}",
+                wanted=f"{name} = {json.dumps(value_set)}, as the recipe says",
+                found=f"{key} = {json.dumps(_at(file, key))}, in {path.name}",
+                fix=f'write "{key.rpartition(".")[2]}": "auto" in {path.name}, or make them the same',
+            )
+    if recipe.train:
+        file = _without_auto({key: value for key, value in file.items() if key not in {*_DROPPED, *_SAME}})
+    else:
+        _fill(file, **table["command"])
+    table[section]["deepspeed"] = json.dumps(file)
+    return validate(Recipe, table, what=f"the recipe with {path}")
+
+
+def _fill(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **_: object) -> None:
+    """Put stage and precision into it: beside a file of DeepSpeed's, accelerate refuses both in its own."""
+    file.setdefault("zero_optimization", {})["stage"] = STRATEGIES[strategy].stage
+    for kind in ("fp16", "bf16") if precision else ():
+        file.setdefault(kind, {})["enabled"] = kind == precision
 
 
 def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
+    """The file's value of a dotted key; None where it has none."""
     value: Any = file
     for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return _MISSING
-        value = value[part]
+        value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-_Found = tuple[str, str, Any]
-"""A key of the recipe, the file's key that sets the same, and the value as the recipe has it."""
-
-
-def _of_precision(file: dict[str, Any], path: Path) -> list[_Found]:
-    least = _at(file, "fp16.min_loss_scale")
+def _of_precision(file: dict[str, Any], path: Path) -> Iterator[_Setting]:
+    least, power = _at(file, "fp16.min_loss_scale"), _at(file, "fp16.initial_scale_power")
     if isinstance(least, float) and not least.is_integer():
         raise ConfigError(
             "DeepSpeed needs a whole number as its smallest loss scale",
             where=f"{path}: fp16.min_loss_scale",
             wanted="1 or more",
-            found=json.dumps(least),
+            found=least,
             fix='write "min_loss_scale": 1; a scale below 1 makes small gradients smaller',
         )
-    power = _at(file, "fp16.initial_scale_power")
-    scale = [("train.initial_loss_scale", "fp16.initial_scale_power", 2.0**power)] if isinstance(power, int) else []
-    on = [kind for kind in ("fp16", "bf16") if _at(file, f"{kind}.enabled") is True]
-    if len(on) == 2:
+    if isinstance(power, int):
+        yield "train.initial_loss_scale", "fp16.initial_scale_power", 2.0**power
+    fp16, bf16 = (_at(file, f"{kind}.enabled") for kind in ("fp16", "bf16"))
+    if fp16 is True and bf16 is True:
         raise ConfigError("fp16 and bf16 are both enabled", where=path, fix="enable one, or write auto for both")
-    if on:
-        return [*scale, ("train.precision", f"{on[0]}.enabled", on[0])]
-    off = [kind for kind in ("fp16", "bf16") if _at(file, f"{kind}.enabled") is False]
-    return [*scale, ("train.precision", "fp16.enabled", "fp32")] if len(off) == 2 else scale
+    if bf16 is True:
+        yield "train.precision", "bf16.enabled", "bf16"
+    elif fp16 is True or (fp16 is False and bf16 is False):
+        yield "train.precision", "fp16.enabled", "fp16" if fp16 else "fp32"
 
 
-def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, section: str) -> list[_Found]:
+def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, section: str) -> Iterator[_Setting]:
     stage = _at(file, "zero_optimization.stage")
-    by_recipe = stage in _OPEN and strategy is not None and STRATEGIES[strategy].deepspeed
-    if stage not in (1, 2, 3) and not by_recipe:
+    if stage in (1, 2, 3):
+        yield "train.strategy", "zero_optimization.stage", f"zero{stage}"
+    elif stage not in _OPEN or strategy is None or not STRATEGIES[strategy].deepspeed:
         raise ConfigError(
             "DeepSpeed's ZeRO stage is missing",
             where=path,
             wanted=f"zero_optimization.stage of 1, 2 or 3, or {section}.strategy of zero1, zero2 or zero3",
-            found="nothing" if stage is _MISSING else json.dumps(stage),
+            found=stage,
             fix=f"set one of them; without ZeRO, leave {section}.deepspeed out",
         )
-    return [] if by_recipe else [("train.strategy", "zero_optimization.stage", f"zero{stage}")]
 
 
-def _of_trainer(file: dict[str, Any], path: Path) -> list[_Found]:
-    for key, (values, problem, fix) in _VALUES.items():
+def _of_trainer(file: dict[str, Any], path: Path) -> Iterator[_Setting]:
+    for key, (problem, values) in _VALUES.items():
         value = _at(file, key)
-        if value not in (_MISSING, *values):
-            wanted = ", ".join(values)
-            raise ConfigError(problem, where=f"{path}: {key}", wanted=wanted, found=json.dumps(value), fix=fix)
-    param, optimizer, schedule = (_at(file, key) for key in (_OFFLOAD_PARAM, _OFFLOAD_OPTIMIZER, "scheduler.type"))
+        if value not in (*_OPEN, *values):
+            raise ConfigError(
+                problem, where=f"{path}: {key}", wanted=", ".join(values), found=value,
+                fix=f'write "{values[0]}" or "auto"',
+            )  # fmt: skip
+    for key, name in _SAME.items():
+        if (value := _at(file, key)) not in _OPEN:
+            yield name, key, value
+    param, optimizer, schedule = _at(file, _PARAM), _at(file, _OPTIMIZER), _at(file, "scheduler.type")
     if param == "cpu" and optimizer not in ("cpu", "auto"):
         raise ConfigError(
             "weights are offloaded, but the optimizer is not",
             where=path,
             wanted="offload_optimizer beside offload_param",
-            found=_OFFLOAD_PARAM,
+            found=_PARAM,
             fix='add "offload_optimizer": {"device": "cpu"}',
         )
-    settings = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
     if param == "cpu":
-        settings.append(("train.offload", _OFFLOAD_PARAM, "all"))
+        yield "train.offload", _PARAM, "all"
     elif optimizer in ("cpu", "none"):
-        settings.append(("train.offload", _OFFLOAD_OPTIMIZER, "optimizer" if optimizer == "cpu" else ""))
+        yield "train.offload", _OPTIMIZER, "optimizer" if optimizer == "cpu" else ""
     if schedule in _SCHEDULES:
-        settings.append(("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[schedule]))
-    return settings
+        yield "train.lr_scheduler_type", "scheduler.type", _SCHEDULES[schedule]
 
 
 def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value

@@ -75,23 +75,23 @@ class Image(Spec):
     """The base image, pinned by digest. `--base` replaces it for one build."""
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
     """The base's Python, such as 3.11, which the lock's wheels are for."""
-    machines: list[Literal["x86_64", "aarch64"]] = Field(default=["x86_64"])
+    machines: list[Literal["x86_64", "aarch64"]] = ["x86_64"]
     """The architectures that its wheels are for, as uname -m names them."""
     size: Size | None = None
     """The disk space that a build needs. Measure it after the first build; without it dray checks no disk."""
     driver: Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")] | None = None
     """The oldest host driver that it runs with."""
-    architectures: list[Annotated[str, Field(pattern=r"^(\d+\.\d+|gfx[0-9a-f]+)$")]] = Field(default_factory=list)
+    architectures: list[Annotated[str, Field(pattern=r"^(\d+\.\d+|gfx[0-9a-f]+)$")]] = []
     """The GPUs that operators are compiled for, such as 8.0 or gfx90a."""
-    vendor: list[Vendor] = Field(default_factory=list)
+    vendor: list[Vendor] = []
     """Wheels of other indexes, with their hashes."""
-    source: list[SourceArchive] = Field(default_factory=list)
+    source: list[SourceArchive] = []
     """Sources that the build compiles, with their hashes."""
-    without: list[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9+.-]+$")]] = Field(default_factory=list)
+    without: list[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9+.-]+$")]] = []
     """Packages of Debian's locks that this variant does not install."""
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], Line] = Field(default_factory=dict)
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], Line] = {}
     """Environment variables of this variant, added to containers/environment."""
-    labels: dict[Annotated[str, Field(pattern=r"^[a-z0-9.-]+$")], Line] = Field(default_factory=dict)
+    labels: dict[Annotated[str, Field(pattern=r"^[a-z0-9.-]+$")], Line] = {}
     """Labels of both the SIF and the Docker image."""
 
     @property

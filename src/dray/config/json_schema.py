@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
 
 Node = dict[str, Any]
+Keys = tuple[str | int, ...]
 
 _TYPES = {  # without null, which TOML lacks
     "integer": "a whole number",
@@ -24,8 +24,6 @@ _LIMITS = {
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
-    "multipleOf": "a multiple of {}",
-    "minLength": "of at least {} characters",
     "maxLength": "of at most {} characters",
     "pattern": "that matches {}",
     "minItems": "of at least {} entries",
@@ -39,15 +37,15 @@ class Schema:
     def __init__(self, model: type[BaseModel]) -> None:
         self._root = model.model_json_schema()
 
-    def keys(self, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    def keys(self, loc: Keys) -> Keys:
         """The keys of a location that the user wrote, without the union branches that pydantic adds."""
         return tuple(key for key, _ in self._walk(loc))
 
-    def names(self, keys: tuple[str | int, ...]) -> list[str]:
+    def names(self, keys: Keys) -> list[str]:
         """The keys that the table at `keys` may have."""
         return [name for node in self._branches(self._at(keys)) for name in node.get("properties", ())]
 
-    def expected(self, keys: tuple[str | int, ...]) -> str:
+    def expected(self, keys: Keys) -> str:
         """The value that `keys` takes; empty if the schema does not say."""
         return self._text(self._at(keys))
 
@@ -71,38 +69,30 @@ class Schema:
                 for entry in self._branches(self._each(branch) or {}):
                     yield from self._described(entry, f"{key}[]." if "items" in branch else f"{key}.NAME.")
 
-    def _walk(self, keys: tuple[str | int, ...]) -> Iterator[tuple[str | int, Node]]:
+    def _walk(self, keys: Keys) -> Iterator[tuple[str | int, Node]]:
         node = self._root
         for key in keys:
-            child = self._child(node, key)
-            if child is not None:
+            if child := self._child(node, key):
                 node = child
                 yield key, node
 
-    def _at(self, keys: tuple[str | int, ...]) -> Node:
-        return ([self._root] + [node for _, node in self._walk(keys)])[-1]
+    def _at(self, keys: Keys) -> Node:
+        return [self._root, *(node for _, node in self._walk(keys))][-1]
 
     def _child(self, node: Node, key: str | int) -> Node | None:
         for branch in self._branches(node):
-            named = branch.get("properties", {})
-            if key in named:
-                return dict(named[key])
-            each = self._each(branch, key)
-            if each:
-                return each
+            child: Node | None = branch.get("properties", {}).get(key) or self._each(branch, key)
+            if child:
+                return child
         return None
 
     def _each(self, branch: Node, key: str | int | None = None) -> Node | None:
         """The schema of every entry of a list, or of a table with free names."""
-        if not isinstance(key, str) and (items := branch.get("items")):
-            return dict(items)
-        if isinstance(key, int):
-            return None
-        for pattern, value in branch.get("patternProperties", {}).items():
-            if key is None or re.search(pattern, key):
-                return dict(value)
-        rest = branch.get("additionalProperties")
-        return rest if isinstance(rest, dict) else None
+        entries = [branch.get("items")]
+        if not isinstance(key, int):
+            entries = [*branch.get("patternProperties", {}).values(), branch.get("additionalProperties")]
+            entries += [branch.get("items")] * (key is None)
+        return next((entry for entry in entries if isinstance(entry, dict)), None)
 
     def _branches(self, node: Node) -> list[Node]:
         """The alternatives of a union."""

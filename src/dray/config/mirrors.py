@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,13 @@ Place = Annotated[str, Field(pattern=_PLACE)]
 class Mirrors(Spec):
     """The file ~/.config/dray/mirrors.toml."""
 
-    mirrors: dict[Place, Place] = Field(default_factory=dict)
+    mirrors: dict[Place, Place] = {}
     """For a registry ("docker.io", "nvcr.io/nvidia") or URL: what dray contacts instead. The longest match wins."""
+
+    def contradictions(self) -> Iterator[str]:
+        for name, mirror in self.mirrors.items():
+            if ("://" in name) != ("://" in mirror):
+                yield f"{name} = {mirror}: of different kinds; expected two URLs, or two registries without https://"
 
 
 def path() -> Path:
@@ -52,14 +58,6 @@ def table() -> dict[str, str]:
             "a mirror's address contains a login, which commands and logs would show", where=file, fix=fix
         )
     entries = load(Mirrors, file).mirrors
-    for name, mirror in entries.items():
-        if ("://" in name) != ("://" in mirror):
-            raise ConfigError(
-                "a mirror and what it replaces are of different kinds",
-                where=file,
-                wanted="two URLs, or two registries without https://",
-                found=f"{name} = {mirror}",
-            )
     trimmed = {name.rstrip("/"): mirror.rstrip("/") for name, mirror in entries.items()}
     return {name: trimmed[name] for name in sorted(trimmed, key=len, reverse=True)}
 

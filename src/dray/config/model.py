@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
-from dray.config.json_schema import Schema
+from dray.config.json_schema import Keys, Schema
 from dray.contract import files, secrets
-from dray.contract.findings import ConfigError, listed, nearest
+from dray.contract.findings import ConfigError, counted, listed, nearest
 
 S = TypeVar("S", bound="Spec")
-Keys = tuple[str | int, ...]
 Table = dict[str, Any]
 
+Natural = NonNegativeInt
+Count = Annotated[int, Field(ge=1)]
+NotNegative = NonNegativeFloat
+Positive = PositiveFloat
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""The name of an environment variable."""
 _SHOWN = 60
 _LIMIT = 256 << 10
-_TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
 
 class SecretError(ValueError):
@@ -50,17 +62,33 @@ class Spec(BaseModel):
     lists: ClassVar[str] = ""  # the verb that prints all keys
 
     @model_validator(mode="after")
-    def _holds_no_secret(self) -> Self:
+    def _is_valid(self) -> Self:
         names = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
         if names:
-            raise ValueError(f"{', '.join(names)}: this looks like a secret, which plans and run folders would show")
+            shown = "this looks like a secret, which plans and run folders would show"
+            raise ValueError(f"{', '.join(names)}: {shown}; export it where you submit, and name it in pass_env")
+        for problem in self.contradictions():
+            raise ValueError(problem)
         return self
+
+    def contradictions(self) -> Iterable[str]:
+        """What its values cannot be together; only the first is reported."""
+        return ()
 
 
 def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
     """Read the file with the `key=value` overrides on top. One ConfigError has all errors."""
     kind = model.__name__.lower()
-    written = _parse(_read(path, kind), path, kind)
+    try:
+        text = files.text(path, f"{kind} {path}", wanted="a readable TOML file", limit=_LIMIT)
+    except ConfigError as refused:
+        if isinstance(refused.__cause__, FileNotFoundError):
+            _missing(path, kind)
+        raise
+    try:
+        written = parse_toml(text)
+    except ValueError as wrong:
+        raise ConfigError(f"{kind} {path} is not valid TOML", where=path, found=wrong) from wrong
     return validate(model, _layered(model, written, overrides), overrides, what=f"{kind} {path}")
 
 
@@ -68,28 +96,27 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
     """Validate the table with the overrides on top, as `load` does."""
     data = written
     typed: list[tuple[Keys, str]] = []
-    lines: list[tuple[str, str]] = []
+    lines: dict[str, str] = {}
     for override in overrides:
         key, equals, raw = override.partition("=")
         keys = tuple(part.strip() for part in key.split("."))
         if not equals or not all(keys):
-            lines.append((secrets.redacted(override)[:_SHOWN], "expected key=value, such as a.b=1 (command line)"))
-            continue
-        if model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
+            lines[secrets.redacted(override)[:_SHOWN]] = "expected key=value, such as a.b=1 (command line)"
+        elif model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
             rest = ".".join(keys[1:]) or "KEY"
-            lines.append((override, f"has no effect: the command line overrides [{keys[0]}]; set {rest}={raw}"))
-            continue
-        typed.append((keys, override))
-        data = _apply(model, data, keys, raw.strip())
+            lines[override] = f"has no effect: the command line overrides [{keys[0]}]; set {rest}={raw}"
+        else:
+            typed.append((keys, override))
+            data = _apply(model, data, keys, raw.strip())
     spec, errors = _validate(model, data)
     if spec and not lines:
         return spec
-    more = len(errors) - _SHOWN  # a file of another kind may have thousands
-    lines += [_line(error, model, written, typed) for error in errors[:_SHOWN]]
-    lines = list(dict.fromkeys(lines))  # each branch of a union reports on its own
-    width = max(len(label) for label, _ in lines)
-    shown = [f"{label:<{width}}   {text}".strip() for label, text in lines] + [f"and {more} more"] * (more > 0)
-    raise ConfigError(f"{what} has {len(lines)} error{'s' if len(lines) > 1 else ''}", found="\n".join(shown))
+    # Each branch of a union reports on its own, and a file of another kind may have thousands.
+    lines.update(_line(error, model, written, typed) for error in errors[:_SHOWN])
+    width = max(map(len, lines))
+    shown = [f"{label:<{width}}   {text}".strip() for label, text in lines.items()]
+    more = f" and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
+    raise ConfigError(f"{what} has {counted(len(lines), 'error')}{more}", found="\n".join(shown))
 
 
 @cache
@@ -100,19 +127,8 @@ def _schema(model: type[Spec]) -> Schema:
 def explained(wrong: ValidationError) -> str:
     """The errors in data that no user wrote by hand, one per line."""
     errors = wrong.errors(include_url=False, include_input=False)
-    lines = [
-        f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in errors[:_SHOWN]
-    ]
-    return "\n".join([*lines, *([f"and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else [])])
-
-
-def _read(path: Path, kind: str) -> str:
-    try:
-        return files.text(path, f"{kind} {path}", wanted="a readable TOML file", limit=_LIMIT)
-    except ConfigError as refused:
-        if isinstance(refused.__cause__, FileNotFoundError):
-            _missing(path, kind)
-        raise
+    lines = (f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors)
+    return "\n".join(line.removeprefix(": ") for line in lines)
 
 
 def _missing(path: Path, kind: str) -> NoReturn:
@@ -120,28 +136,8 @@ def _missing(path: Path, kind: str) -> NoReturn:
     names = sorted(other.name for other in folder.glob("*.toml"))
     raise ConfigError(
         f"{kind} {path} does not exist",
-        found=None if folder.is_dir() else f"the folder {folder} does not exist either",
         fix=_suggest(path.name, names, f"in {folder}", folder) or None,
     ) from None
-
-
-def _parse(text: str, path: Path, kind: str) -> Table:
-    try:
-        return parse_toml(text)
-    except ValueError as wrong:
-        problem = f"{kind} {path} is not valid TOML"
-        rows = text.split("\n")
-        place = _TOML_PLACE.fullmatch(str(wrong))
-        if not place:
-            raise ConfigError(problem, where=path, found=wrong) from wrong
-        line, column = int(place[2] or len(rows)), int(place[3] or len(rows[-1]) + 1)
-        row = rows[line - 1].replace("\t", " ")
-        start = max(0, column - _SHOWN)
-        raise ConfigError(
-            problem,
-            where=f"{path}:{line}:{column}",
-            found=f"{place[1]}\n{secrets.redacted(row)[start : column + _SHOWN].rstrip()}\n{'^':>{column - start}}",
-        ) from wrong
 
 
 def parse_toml(text: str) -> Table:
@@ -166,9 +162,7 @@ def _value(raw: str) -> object:
         parsed = parse_toml(f"value = {raw}")
     except ValueError:
         return raw
-    value = parsed["value"]
-    # A line break starts another key, and a time limit such as 01:30:00 is text to every model of ours.
-    return value if len(parsed) == 1 and isinstance(value, str | int | float | list | dict) else raw
+    return parsed["value"] if len(parsed) == 1 else raw  # a line break starts another key
 
 
 def _layered(model: type[Spec], written: Table, overrides: Sequence[str]) -> Table:
@@ -223,19 +217,17 @@ def _line(error: ErrorDetails, model: type[Spec], written: Table, typed: list[tu
             keys, shown = (*schema.keys(loc[:-2]), loc[-2]), False
         case "finite_number":
             text = "expected a finite number"
-        case kind:
+        case _:
             wanted = schema.expected(keys)
             text = f"expected {wanted}" if wanted else error["msg"]
-            if kind == "literal_error" and isinstance(value, str):
-                near = nearest(value, re.findall('"([^"]*)"', wanted))
-                text += f"; did you mean `{near}`?" * bool(near)
     override, label = _origin(keys, written, typed), ".".join(map(str, keys))
     if shown:
-        shown_value = json.dumps(value, ensure_ascii=False)
-        label = override or f"{label} = {shown_value if len(shown_value) <= _SHOWN else shown_value[:_SHOWN] + '...'}"
-    label = secrets.redacted(label)
-    label = label if len(label) <= 2 * _SHOWN else f"{label[: 2 * _SHOWN]}..."
-    return label, f"{text} (command line)" if override else text
+        label = override or f"{label} = {_cut(json.dumps(value, ensure_ascii=False), _SHOWN)}"
+    return _cut(secrets.redacted(label), 2 * _SHOWN), f"{text} (command line)" if override else text
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _suggest(name: str, valid: list[str], place: str, folder: Path = Path()) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-_ALL = "# `dray recipe keys` prints all keys, and `dray plan RECIPE` what would run.\n"
 _SMALL = """\
 [model]
 type = "gpt2"
@@ -29,44 +28,41 @@ class New:
     """GPUs of a node; 0: the recipe is for CPUs."""
     model: str = ""
     """A model of the hub, or a folder that `save_pretrained` wrote; empty: a small model from scratch."""
-    keys: bool = False
-    """Whether its comments say how to list all keys."""
 
     def text(self) -> str:
         """The text of the recipe."""
-        about = (
-            f"# {self.model} is trained further.\n"
-            if self.model
-            else "# A GPT-2 of 1 M parameters learns from scratch; without model.tokenizer each byte is a token.\n"
-        )
-        ranks = "ranks_per_node = 2 # on CPUs; with GPUs there is a rank for each"
-        return "\n".join(
-            [
-                about + _ALL * self.keys + f"name = {_toml(self.name)}",
-                f'image = "{self.image}" # a rank for each GPU' if self.gpus else ranks,
-                "",
-                "[batch]",
-                f"global_size = {self.gpus * -(-16 // self.gpus) if self.gpus else 16}"
-                + " # samples of a step, of all ranks together" * self.keys,
-                "",
-                "[data]",
-                f"train = {_toml(self.train)}",
-                f"sequence_length = {512 if self.model else 128}",
-                "",
-                f"[model]\nname = {_toml(self.model)}\n" if self.model else _SMALL,
-                "[train]",
-                "steps = 200",
-                f"lr = {'5e-5' if self.model else '4e-3'}",
-                "warmup_steps = 20",
-                *([] if self.gpus else ['precision = "fp32"']),
-                "log_every = 10",
-                "",
-                "[checkpoint]",
-                "every = 100" + " # steps" * self.keys,
-                *(["# folder = ...  on a shared disk: the same command then resumes in a new job"] * self.keys),
-                "",
-            ]
-        )
+        about = "A GPT-2 of 1 M parameters learns from scratch; without model.tokenizer each byte is a token."
+        model, length, lr = _SMALL, 128, "4e-3"
+        if self.model:
+            about = f"{self.model} is trained further."
+            model, length, lr = f"[model]\nname = {_toml(self.model)}\n", 512, "5e-5"
+        ranks, size = "ranks_per_node = 2 # on CPUs; with GPUs there is a rank for each", 16
+        if self.gpus:
+            ranks, size = f'image = "{self.image}" # a rank for each GPU', self.gpus * -(-16 // self.gpus)
+        return f"""\
+# {about}
+# `dray recipe keys` prints all keys, and `dray plan RECIPE` what would run.
+name = {_toml(self.name)}
+{ranks}
+
+[batch]
+global_size = {size} # samples of a step, of all ranks together
+
+[data]
+train = {_toml(self.train)}
+sequence_length = {length}
+
+{model}
+[train]
+steps = 200
+lr = {lr}
+warmup_steps = 20
+log_every = 10
+
+[checkpoint]
+every = 100 # steps
+# folder = ...  on a shared disk: the same command then resumes in a new job
+"""
 
 
 def _toml(value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dray.config.recipe import Recipe
@@ -13,30 +14,29 @@ class Package(NamedTuple):
 
     module: str
     setting: str
-    without: tuple[str, ...] = ()
+    without: Sequence[str] = ()
     """What to add to the command line to run without the package."""
-    demo: bool = True
-    """Whether `make demo` installs it. It leaves out DeepSpeed, which outside an image compiles its operators in each
-    run, for minutes, with this machine's compiler."""
+
+    @property
+    def demo(self) -> bool:
+        """Whether `make demo` installs it. It leaves out DeepSpeed, which outside an image compiles its operators in
+        each run, for minutes, with this machine's compiler."""
+        return self.module not in ("deepspeed", "aihwkit_lightning")
 
 
-def of(recipe: Recipe) -> list[Package]:
+def of(recipe: Recipe) -> Iterator[Package]:
     """The packages that this recipe needs."""
-    train, packages = recipe.train, list[Package]()
     if recipe.launcher in ("accelerate", "deepspeed"):
-        without = ("--launcher=torchrun", *(["accelerate="] if recipe.accelerate else []))
-        setting = f"launcher = {recipe.launcher}"
-        packages.append(Package(recipe.launcher, setting, without, demo=recipe.launcher != "deepspeed"))
-    if train:
-        packages.append(Package("transformers", "[train]"))
-    for section in ("train", "command"):
-        part = getattr(recipe, section)
-        if part and part.strategy and STRATEGIES[part.strategy].deepspeed:
-            empty = [f"{section}.{key}=" for key in ("deepspeed", "offload") if getattr(part, key, "")]
-            setting = f"{section}.strategy = {part.strategy}"
-            packages.append(Package("deepspeed", setting, (f"{section}.strategy=ddp", *empty), demo=False))
+        without = ["--launcher=torchrun"] + ["accelerate="] * bool(recipe.accelerate)
+        yield Package(recipe.launcher, f"launcher = {recipe.launcher}", without)
+    if recipe.train:
+        yield Package("transformers", "[train]")
+    section = "train" if recipe.train else "command"
+    part = recipe.train or recipe.command
+    if part and part.strategy and STRATEGIES[part.strategy].deepspeed:
+        empty = [f"{section}.{key}=" for key in ("deepspeed", "offload") if getattr(part, key, "")]
+        yield Package("deepspeed", f"{section}.strategy = {part.strategy}", [f"{section}.strategy=ddp", *empty])
     if recipe.has_lora:
-        packages.append(Package("peft", "[lora]", ("lora.enabled=false",)))
+        yield Package("peft", "[lora]", ["lora.enabled=false"])
     if recipe.has_analog:
-        packages.append(Package("aihwkit_lightning", "[analog]", ("analog.enabled=false",), demo=False))
-    return packages
+        yield Package("aihwkit_lightning", "[analog]", ["analog.enabled=false"])

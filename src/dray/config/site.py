@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from dray import engines
 from dray.config.image import PLUGIN, Fingerprint, Variant
-from dray.config.model import Spec
+from dray.config.model import Natural, NotNegative, Spec, Variable
 from dray.contract import secrets
 from dray.contract.cores import parse
 
@@ -49,18 +50,20 @@ class SiteBind(Spec):
     required: bool = True
     """Whether a node without it is unfit; if false, such a node runs without the bind."""
 
-    @field_validator("path")
-    @classmethod
-    def _names_no_secret(cls, path: str) -> str:
-        if names := [name for name in re.findall(r"\$(\w+)", path) if secrets.is_name(name)]:
-            raise ValueError(f"${names[0]} looks like a secret, and plans show the paths of binds")
-        return path
+    def variables(self) -> list[str]:
+        """The variables of the job in the path."""
+        return re.findall(r"\$(\w+)", self.path)
+
+    def contradictions(self) -> Iterator[str]:
+        for name in self.variables():
+            if secrets.is_name(name):
+                yield f"${name} looks like a secret, and plans show the paths of binds"
 
 
 class SiteVariable(Spec):
     """One environment variable that this cluster needs."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    name: Variable
     """Its name."""
     value: str
     """Its value."""
@@ -71,11 +74,9 @@ class SiteVariable(Spec):
     nodes: Literal["any", "one", "several"] = "any"
     """Set it in all jobs, only in jobs of one node, or only in jobs of several."""
 
-    @model_validator(mode="after")
-    def _is_no_secret(self) -> SiteVariable:
+    def contradictions(self) -> Iterator[str]:
         if secrets.is_variable(self.name, self.value):
-            raise ValueError(f"{self.name} looks like a secret, and all users read a site file; name it in pass_env")
-        return self
+            yield f"{self.name} looks like a secret, and all users read a site file; name it in pass_env"
 
 
 class Fabric(Spec):
@@ -92,18 +93,16 @@ class Fabric(Spec):
     libfabric in dray's images, which drives the host's libfabric."""
     transport: tuple[str, ...] = ()
     """The transports that NCCL or RCCL may use between nodes, such as cxi or IB. dray ends a run with another one."""
-    min_bus_bandwidth_gb_s: Annotated[float, Field(ge=0)] = 0.0
+    min_bus_bandwidth_gb_s: NotNegative = 0.0
     """Minimum bus bandwidth of an all-reduce over two to eight nodes, in GB/s; 0: no minimum."""
 
-    @model_validator(mode="after")
-    def _libraries_are_the_hosts(self) -> Fabric:
+    def contradictions(self) -> Iterator[str]:
         if self.strategy != "host" and self.libraries:
-            raise ValueError('fabric.libraries needs strategy = "host"')
+            yield 'fabric.libraries needs strategy = "host"'
         if self.strategy == "host" and not (self.libraries or self.plugin):
-            raise ValueError('strategy = "host" needs fabric.libraries or fabric.plugin')
+            yield 'strategy = "host" needs fabric.libraries or fabric.plugin'
         if self.plugin and self.strategy == "none":
-            raise ValueError('fabric.plugin needs strategy = "host" or "image"')
-        return self
+            yield 'fabric.plugin needs strategy = "host" or "image"'
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -137,18 +136,18 @@ class Site(Spec):
     """The image variant for its GPUs."""
     image_signers: tuple[Fingerprint, ...] = ()
     """Fingerprints of keys, one of which must have signed each SIF that starts here."""
-    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    gpus_per_node: Natural = 0
     """GPUs of a node; the default of --gpus-per-node."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """How a job requests GPUs: --gpus-per-node=N or --gres=gpu:N."""
-    gpu_memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    gpu_memory_gb: NotNegative = 0.0
     """Memory of one GPU, the smaller one if there are two kinds. dray refuses a run that does not fit."""
     bf16: bool = True
     """Whether its GPUs multiply bf16 in hardware; those before A100 (V100) emulate it, without tensor cores. If false,
     a recipe without train.precision trains in fp16, and one with bf16 is refused."""
     account: str = ""
     """An example of an account, if the cluster requires --account; `dray submit` refuses a job without one."""
-    cpus_per_node: Annotated[int, Field(ge=0)] = 0
+    cpus_per_node: Natural = 0
     """Logical CPUs of a node."""
     sbatch: tuple[str, ...] = ()
     """Options that `dray submit` adds to sbatch, such as `--partition=gpu`."""
@@ -174,46 +173,40 @@ class Site(Spec):
     why: dict[str, str] = {}
     """For each key above: why it has this value, with the source. `uncertain:` begins what is not certain."""
 
-    @field_validator("cores")
-    @classmethod
-    def _no_core_twice(cls, cores: tuple[str, ...]) -> tuple[str, ...]:
-        taken: set[int] = set()
-        for mask in cores:
-            mask_cores = set(parse(mask))
-            if not mask_cores:
-                raise ValueError(f"{mask}: a range ends before it begins")
-            if mask_cores & taken:
-                raise ValueError(f"{mask}: core {min(mask_cores & taken)} belongs to another rank")
-            taken |= mask_cores
-        return cores
-
     def variables(self) -> list[str]:
         """The names of the variables in the site's paths."""
-        return sorted({name for bind in self.binds for name in re.findall(r"\$(\w+)", bind.path)})
+        return sorted({name for bind in self.binds for name in bind.variables()})
 
     def folders(self) -> list[str]:
         """The folders that every node must have. Without those with a blank, which the batch script would split."""
         return [bind.path for bind in self.binds if bind.required and not re.search(r"[$\s]", bind.path)]
 
-    @model_validator(mode="after")
-    def _fits_the_node(self) -> Site:
-        unknown = set(self.why) - set(type(self).model_fields)
-        if unknown:
-            raise ValueError(f"why.{min(unknown)}: there is no such key to explain")
-        highest = max((max(parse(mask)) for mask in self.cores), default=-1)
-        if self.cpus_per_node and highest >= self.cpus_per_node:
-            raise ValueError(f"cores: core {highest} is not on a node of {self.cpus_per_node} CPUs (cpus_per_node)")
-        if self.cores and self.gpus_per_node and len(self.cores) != self.gpus_per_node:
-            raise ValueError(f"cores: {len(self.cores)} masks for {self.gpus_per_node} GPUs (gpus_per_node)")
+    def contradictions(self) -> Iterator[str]:
+        for key in self.why:
+            if key not in type(self).model_fields:
+                yield f"why.{key}: there is no such key to explain"
+        yield from self._of_cores()
         engine = engines.get(self.engine or "apptainer")
         if self.stage != "off" and not engine.script_mounts:
-            raise ValueError(f"stage: with {self.engine}, Slurm starts the image before a node could copy it")
+            yield f"stage: with {self.engine}, Slurm starts the image before a node could copy it"
         if self.annotations and not engine.takes_annotations:
-            raise ValueError('annotations need engine = "edf"')
-        for name in self.annotations:
-            if any(other.startswith(f"{name}.") for other in self.annotations):
-                raise ValueError(f"annotations.{name} cannot have a value and names below it")
+            yield 'annotations need engine = "edf"'
         names = [variable.name for variable in self.env if variable.nodes == "any"]
-        if len(set(names)) < len(names):
-            raise ValueError(f"env: {min(name for name in names if names.count(name) > 1)} is set twice")
-        return self
+        for name in names:
+            if names.count(name) > 1:
+                yield f"env: {name} is set twice"
+
+    def _of_cores(self) -> Iterator[str]:
+        taken: set[int] = set()
+        for mask in self.cores:
+            cores = {*parse(mask)}
+            if not cores:
+                yield f"{mask}: a range ends before it begins"
+            if cores & taken:
+                yield f"{mask}: core {min(cores & taken)} belongs to another rank"
+            taken |= cores
+        highest = max(taken, default=-1)
+        if self.cpus_per_node and highest >= self.cpus_per_node:
+            yield f"cores: core {highest} is not on a node of {self.cpus_per_node} CPUs (cpus_per_node)"
+        if self.cores and self.gpus_per_node and len(self.cores) != self.gpus_per_node:
+            yield f"cores: {len(self.cores)} masks for {self.gpus_per_node} GPUs (gpus_per_node)"

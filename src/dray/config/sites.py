@@ -60,17 +60,12 @@ def find(name: str) -> Site:
 def detect(cluster: str, host: str) -> Choice:
     """The site that names this cluster or host; the user's own files come first."""
     for name, path in sorted(files().items(), key=lambda item: item[1].parent != user_folder()):
-        try:
-            site = load(Site, path)
-        except ConfigError:
-            if path.parent == user_folder():  # it may be for this cluster: skipping it would be a silent fallback
-                raise
-            continue
+        site = load(Site, path)
         if cluster in site.clusters:
             return Choice(find(name), f"Slurm calls this cluster {cluster}")
-        pattern = next((name for name in site.hosts if host and fnmatchcase(host, name)), None)
-        if pattern:
-            return Choice(find(name), f"the host name {host} matches {pattern}")
+        for pattern in site.hosts:
+            if host and fnmatchcase(host, pattern):
+                return Choice(find(name), f"the host name {host} matches {pattern}")
     return Choice(find(GENERIC), f"no site file names the {f'cluster {cluster}' if cluster else f'host {host}'}")
 
 

@@ -1,17 +1,19 @@
-"""A recipe's sections for dray's own trainer beside its datasets: batch, model, loop, evaluation, LoRA."""
+"""A recipe's sections for dray's own trainer beside its datasets: batch, model, loop, evaluation, LoRA, analog."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from dray.config.data import Map
-from dray.config.model import Spec
+from dray.config.model import Count, Natural, NotNegative, Positive, Spec
 
-Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
@@ -74,7 +76,7 @@ class Model(Spec):
     """Attention function of transformers; auto is sdpa, or eager if the model has no other."""
     pad_to_multiple_of: Literal["auto"] | Annotated[int, Field(ge=0, le=1024)] = "auto"
     """The head computes with a vocabulary padded to a multiple of this; saved models are not padded. 0 pads nothing.
-    auto: 128 on GPUs, for speed; none on a CPU, with DeepSpeed, an analog head or Triton's loss."""
+    auto: 128 on GPUs, for speed; none on a CPU, with DeepSpeed or an analog head."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
     """Type of the weights that the optimizer updates; auto is the named model's own."""
 
@@ -94,7 +96,7 @@ class Train(Spec):
 
     steps: Count | None = None
     """Optimizer steps."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Positive | None = None
     """Epochs over the training dataset, instead of steps."""
     objective: Literal["causal", "masked", "sft"] = "causal"
     """causal: predict each token from those before it. masked: predict masked tokens from all others. sft: causal, on
@@ -104,23 +106,23 @@ class Train(Spec):
     Both skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """With objective = masked: probability that a token is masked."""
-    lr: Annotated[float, Field(gt=0)]
+    lr: Positive
     """Peak learning rate."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Natural = 0
     """Steps over which the learning rate rises; it reaches its peak with the last of them."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "polynomial", "cosine_with_restarts"] = "cosine"
     """How the learning rate changes after the warm-up."""
-    lr_power: Annotated[float, Field(gt=0)] = 1.0
+    lr_power: Positive = 1.0
     """The polynomial's power; 1 is linear."""
     lr_cycles: Count = 1
     """Number of cosine cycles of cosine_with_restarts."""
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's running averages of the gradient and of its square."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Positive = 1e-8
     """Added to the denominator of AdamW's update, for numerical stability."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of the matrix products; weights stay in 32 bits (model.dtype). Left out, CPUs take fp32, since many emulate
@@ -130,19 +132,19 @@ class Train(Spec):
     times as fast. Without effect on a CPU."""
     initial_loss_scale: Annotated[float, Field(ge=1)] = 4096.0
     """Loss scale of the first step with fp16; it then adapts."""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Natural = 42
     """Seeds weights, data order and dropout."""
     deterministic: bool = False
     """Whether two runs on the same kind of GPUs agree to the last bit, which is slower. On a CPU they always
     do."""
     log_every: Count = 10
     """Log metrics every so many steps."""
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients are clipped to this norm; 0 does not clip."""
     strategy: Strategy = "ddp"
     """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
-    fsdp_shard: Literal["auto", "node", "all"] | Annotated[int, Field(ge=1)] = "auto"
+    fsdp_shard: Literal["auto", "node", "all"] | Count = "auto"
     """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
     others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
     with which weights, gradients and optimizer take at most a quarter of the memory."""
@@ -152,7 +154,7 @@ class Train(Spec):
     reshard_after_forward: Literal["auto"] | bool = "auto"
     """Whether fsdp frees a layer's weights after its forward pass and gathers them again for its backward pass, or
     keeps them until the end of the step."""
-    fsdp_prefetch: Annotated[int, Field(ge=0)] = 1
+    fsdp_prefetch: Natural = 1
     """How many layers ahead fsdp gathers weights while it computes."""
     offload: Literal["", "optimizer", "all"] = ""
     """What zero1 to zero3 keep in the host's memory instead of the GPU's: the optimizer, or with zero3 also the weights
@@ -168,7 +170,7 @@ class Train(Spec):
     deepspeed: str | None = None
     """A DeepSpeed JSON file; it decides the strategy. The recipe fills in each `auto`; a value set in both must be
     the same. A relative path starts beside the recipe."""
-    eval_every: Annotated[int, Field(ge=0)] = 0
+    eval_every: Natural = 0
     """Steps between two evaluations; 0: only after training."""
     attention_stats: bool = False
     """Whether the smallest and the largest attention score of each layer are logged."""
@@ -179,43 +181,39 @@ class Train(Spec):
     """Trackers of accelerate that get the metrics too; offline, unless their own environment variables say otherwise.
     TensorBoard's files are always written."""
 
-    @field_validator("profile")
-    @classmethod
-    def _steps_to_profile(cls, profile: str) -> str:
-        """The first step is 1, as in metrics.jsonl."""
-        if not profile:
-            return profile
-        if not _STEPS.fullmatch(profile):
-            raise ValueError("expected the first and the last step, the first being 1; set train.profile=10-12")
-        first, last = map(int, profile.split("-"))
-        if first > last:
-            raise ValueError(f"the first step is after the last; set train.profile={last}-{first}")
-        return profile
-
-    @model_validator(mode="after")
-    def _goes_together(self) -> Train:
+    def contradictions(self) -> Iterator[str]:
         if (self.steps is None) == (self.epochs is None):
             both = f"both are set: steps = {self.steps}, epochs = {self.epochs}"
-            raise ValueError(f"expected one of steps and epochs; {'neither is set' if self.steps is None else both}")
-        if self.steps is not None and self.warmup_steps > self.steps:
+            yield f"expected one of steps and epochs; {'neither is set' if self.steps is None else both}"
+        if self.steps and self.warmup_steps > self.steps:
             shown = f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}"
-            raise ValueError(f"{shown}; set train.warmup_steps=0 too, or at most {self.steps}")
-        if self.steps is not None and self.profile and int(self.profile.split("-")[1]) > self.steps:
-            shown = f"profile = {self.profile} is past steps = {self.steps}"
-            raise ValueError(f"{shown}; set train.profile={self.steps}-{self.steps}, or earlier steps")
-        wants = (("lr_power", self.lr_power, "polynomial"), ("lr_cycles", self.lr_cycles, "cosine_with_restarts"))
-        for name, value, kind in wants:
+            yield f"{shown}; set train.warmup_steps=0 too, or at most {self.steps}"
+        if self.profile:
+            yield from self._of_profile()
+        wants = {"lr_power": "polynomial", "lr_cycles": "cosine_with_restarts"}
+        for name, kind in wants.items():
+            value = getattr(self, name)
             if value != 1 and self.lr_scheduler_type != kind:
-                raise ValueError(f'{name} = {value} wants lr_scheduler_type = "{kind}", not {self.lr_scheduler_type}')
+                yield f'{name} = {value} wants lr_scheduler_type = "{kind}", not {self.lr_scheduler_type}'
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr = {self.min_lr} is more than lr = {self.lr}")
+            yield f"min_lr = {self.min_lr} is more than lr = {self.lr}"
+        if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
+            yield "on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back"
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
-        if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
-            raise ValueError("on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back")
-        if self.offload and self.strategy not in stages and not unread:
-            raise ValueError(f"offload = {self.offload} needs strategy {stages}, but it is {self.strategy}")
-        return self
+        if self.strategy not in stages and not unread:
+            yield f"offload = {self.offload} needs strategy {stages}, but it is {self.strategy}"
+
+    def _of_profile(self) -> Iterator[str]:
+        """The first step is 1, as in metrics.jsonl."""
+        if not _STEPS.fullmatch(self.profile):
+            yield "profile: expected the first and the last step, the first being 1; set train.profile=10-12"
+        first, last = map(int, self.profile.split("-"))
+        if first > last:
+            yield f"profile: the first step is after the last; set train.profile={last}-{first}"
+        if self.steps and last > self.steps:
+            shown = f"profile = {self.profile} is past steps = {self.steps}"
+            yield f"{shown}; set train.profile={self.steps}-{self.steps}, or earlier steps"
 
 
 class Lora(Spec):
@@ -225,9 +223,9 @@ class Lora(Spec):
     """false: train all weights instead."""
     rank: Count = 16
     """Rank of the adapters."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Positive = 32.0
     """The adapters' output is scaled by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Fraction = 0.0
     """Dropout of the adapters' inputs."""
     target_modules: tuple[str, ...] = ()
     """Layers to adapt, by the end of their names, such as q_proj. Left out: all linear layers but the head."""
@@ -242,16 +240,80 @@ class Evaluation(Spec):
     """The column with the documents. Left out: data.column."""
     map: Map = ""
     """A function on its rows, written as in data.map. Left out: none."""
-    stride: Annotated[int, Field(ge=0)] = 0
+    stride: Natural = 0
     """Tokens from one window to the next: a token is predicted from at least data.sequence_length - stride others. 0:
     windows side by side."""
     last_word: bool = False
     """Whether only the last word of each document has labels; loss and accuracy are then by words."""
-    max_samples: Annotated[int, Field(ge=0)] = 0
+    max_samples: Natural = 0
     """Evaluate at most this many samples, or documents with last_word; 0 is all."""
 
-    @model_validator(mode="after")
-    def _one_way(self) -> Evaluation:
+    def contradictions(self) -> Iterator[str]:
         if self.stride and self.last_word:
-            raise ValueError("stride and last_word are two ways to evaluate a dataset; for both, add the dataset twice")
-        return self
+            yield "stride and last_word are two ways to evaluate a dataset; for both, add the dataset twice"
+
+
+class Analog(Spec):
+    """Linear layers become analog ones: quantised inputs, noisy and clipped weights."""
+
+    enabled: bool = True
+    """Whether layers become analog. With false the same recipe trains digital layers, to compare with."""
+    exclude: tuple[str, ...] = ()
+    """Layers that stay digital, by their names in the model. A layer tied to the embeddings always stays digital."""
+    clip_type: Literal["none", "gaussian", "gaussian_channel"] = "none"
+    """Clip weights after each step at clip_sigma standard deviations, of the layer or of each output channel."""
+    clip_sigma: Positive = 2.5
+    """Standard deviations at which clip_type clips weights."""
+    forward_inp_res: Natural = 0
+    """Steps of the inputs' converter, 2^bits - 2: 254 is 8 bits. 0 does not quantise. Needs input_range_enable."""
+    forward_out_noise: NotNegative = 0.0
+    """Standard deviation of the noise at the outputs."""
+    forward_out_noise_per_channel: bool = False
+    """Whether forward_out_noise is relative to the weights of each output channel."""
+    forward_out_res: Natural = 0
+    """Steps of the outputs' converter; 0 does not quantise. Needs forward_out_bound and input_range_enable."""
+    forward_out_bound: NotNegative = 0.0
+    """The bound at which the outputs' converter clips."""
+    mapping_max_input_size: int = -1
+    """Inputs of one tile; wider layers are split into several. 0 or less: one tile per layer."""
+    modifier_type: Literal["none", "add_gauss", "add_gauss_channel"] = "none"
+    """Noise on the weights in training, relative to the largest weight of the layer or of each output channel."""
+    modifier_std_dev: NotNegative = 0.0
+    """Standard deviation of the noise of modifier_type."""
+    modifier_quantize: Literal["none", "tensor", "channel"] = "none"
+    """Whether weights are quantised in training, per layer or per output channel."""
+    modifier_res: Natural = 0
+    """Steps of modifier_quantize."""
+    input_range_enable: bool = False
+    """Whether each layer has a range of inputs, at which larger inputs are clipped."""
+    input_range_learn_input_range: bool = True
+    """Whether the input range is learned."""
+    input_range_init_value: Positive = 3.0
+    """The input range at the start."""
+    input_range_init_from_data: Natural = 100
+    """Batches during which the input range follows the data, before it is learned."""
+    input_range_init_std_alpha: Positive = 3.0
+    """The input range during these batches, in standard deviations of the inputs."""
+    input_range_decay: NotNegative = 0.001
+    """Decay of the input range while hardly any input is clipped."""
+    input_range_input_min_percentage: Share = 0.95
+    """The input range decays while more than this share of the inputs is within it."""
+    input_range_fast_mode: bool = False
+    """Whether the input range follows a running minimum and maximum, which is faster."""
+
+    def contradictions(self) -> Iterator[str]:
+        missing = {
+            "forward_inp_res": (not self.input_range_enable, "input_range_enable = true"),
+            "forward_out_res": (
+                not (self.input_range_enable and self.forward_out_bound),
+                "input_range_enable = true and forward_out_bound above 0",
+            ),
+            "modifier_type": (not self.modifier_std_dev, "modifier_std_dev above 0"),
+            "modifier_std_dev": (self.modifier_type == "none", "a modifier_type"),
+            "modifier_quantize": (not self.modifier_res, "modifier_res above 0"),
+            "modifier_res": (self.modifier_quantize == "none", "modifier_quantize"),
+        }
+        for name, (is_missing, need) in missing.items():
+            value = getattr(self, name)
+            if is_missing and value not in (0, "none"):
+                yield f"{name} = {value} needs {need}"

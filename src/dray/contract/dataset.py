@@ -9,7 +9,6 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from dray.contract import secrets
-from dray.contract.findings import listed, nearest
 
 HUB, BUILTIN = "hub", "builtin"
 BUILDERS = (
@@ -24,7 +23,8 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BUILDER = re.compile(r"([A-Za-z][A-Za-z0-9_]+):(?!//)(.*)", re.DOTALL)
 _ONE = r"[A-Za-z]\w*\[[^\[\]/]*\]|train"
 _SPLIT = re.compile(rf"(.*):((?:{_ONE})(?:\+(?:{_ONE}))*)", re.DOTALL)
-_SLICE = re.compile(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+_BOUND = r"(?:(-?\d+)%|-?\d+)?"
+_SLICE = re.compile(rf"[^\[\]]+(?:\[{_BOUND}:{_BOUND}\])?")
 _SHOWN = "would appear in plans and run folders"
 _SIGNED = re.compile("(?i)sig|token|secret|credential|password|key")
 
@@ -51,18 +51,18 @@ class Named(NamedTuple):
 
     def at(self, path: str) -> str:
         """The same dataset with its files elsewhere."""
-        return f"{f'{self.builder}:' * bool(self.builder)}{path}{f':{self.split}' * bool(self.split)}"
+        return ":".join(filter(None, (self.builder, path, self.split)))
 
 
 def parse(name: str) -> Named:
     """The parts of a name."""
-    found = _BUILDER.fullmatch(name)
-    builder, rest = (found[1], found[2]) if found else ("", name)
+    match = _BUILDER.fullmatch(name)
+    builder, rest = (match[1], match[2]) if match else ("", name)
     if builder == HUB:
         files, _, split = rest.partition(":")
         return Named(HUB, files, split)
-    found = _SPLIT.fullmatch(rest)
-    files, split = (found[1], found[2]) if found else (rest, "")
+    match = _SPLIT.fullmatch(rest)
+    files, split = (match[1], match[2]) if match else (rest, "")
     return Named(builder, files, split)
 
 
@@ -75,19 +75,19 @@ def ending(files: str) -> str:
 def trouble(name: str) -> str:
     """What is wrong with a name; empty if nothing is."""
     named = parse(name)
-    checks = (_slice_trouble,) if named.builder == HUB else (_builder_trouble, _url_trouble, _slice_trouble)
-    return next((found for check in checks if (found := check(named))), "")
+    if named.builder == HUB:
+        return _slice_trouble(named)
+    return _builder_trouble(named) or _url_trouble(named) or _slice_trouble(named)
 
 
 def shows_secret(name: str) -> bool:
     """Whether the name holds a secret, so that no message may show it."""
-    return "://" in name and _SHOWN in _url_trouble(parse(name))
+    return _SHOWN in _url_trouble(parse(name))
 
 
 def kwargs_trouble(names: Iterable[str], kwargs: Mapping[str, Mapping[str, object]]) -> str:
     """What is wrong with the builders' arguments, given these datasets; empty if nothing is."""
-    named = [parse(name) for name in names]
-    builders = {one.builder or ENDINGS.get(ending(one.files), "") for one in named}
+    builders = {named.builder or ENDINGS.get(ending(named.files), "") for named in map(parse, names)}
     if unused := sorted({*kwargs} - builders):
         return f"data.config_kwargs.{unused[0]}: no dataset uses this builder; name one as {unused[0]}:FILES"
     if "sql" in builders and "sql" not in kwargs.get("sql", {}):
@@ -99,13 +99,14 @@ def _builder_trouble(named: Named) -> str:
     if named.builder == "pandas":
         return "pandas reads pickles, which may run code; convert the files to parquet"
     if named.builder and named.builder not in BUILDERS:
-        near = nearest(named.builder, BUILDERS)
-        known = listed(sorted(BUILDERS, key=lambda one: one != near))
+        known = ", ".join(BUILDERS)
         return f"{named.builder} is not a builder that reads text ({known}); write ./ before a file name with a colon"
     if named.remote and named.builder in ("sql", "lance"):
         return f"{named.builder}: works only on local files, where dray sees changes; download them, or write parquet"
-    other = [one for one in named.split.split("+") if one and one.partition("[")[0] != "train"]
-    return f"files have only the split train, not {other[0]}; name the files of that split" if other else ""
+    for part in filter(None, named.split.split("+")):
+        if part.partition("[")[0] != "train":
+            return f"files have only the split train, not {part}; name the files of that split"
+    return ""
 
 
 def _url_trouble(named: Named) -> str:
@@ -124,11 +125,11 @@ def _url_trouble(named: Named) -> str:
 
 
 def _slice_trouble(named: Named) -> str:
-    for one in named.split.split("+") if named.split else ():
-        found = _SLICE.fullmatch(one)
-        if not found:
-            return f"{one}: expected a split such as train, train[:1%] or train[1000:2000]"
-        for bound in (found[2], found[3]):
-            if bound and bound.endswith("%") and not -100 <= int(bound[:-1]) <= 100:
-                return f"{one}: {bound} is not between -100% and 100%"
+    for part in named.split.split("+") if named.split else ():
+        bounds = _SLICE.fullmatch(part)
+        if not bounds:
+            return f"{part}: expected a split such as train, train[:1%] or train[1000:2000]"
+        for percent in filter(None, bounds.groups()):
+            if abs(int(percent)) > 100:
+                return f"{part}: {percent}% is not between -100% and 100%"
     return ""

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shlex
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,94 +14,67 @@ from typing import Any
 
 from dray.contract.findings import ConfigError
 
+AnyPath = str | os.PathLike[str]
 DEPTH = 64
 """The deepest nesting of tables and lists; Python itself fails at some hundreds."""
-_LIMIT, _USUAL = 16 << 20, 1 << 16
+_LIMIT = 16 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO, not a file",
     stat.S_IFCHR: "a device, not a file",
     stat.S_IFBLK: "a device, not a file",
 }
-_UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_UTF8_MARK = b"\xef\xbb\xbf"
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BufferedReader:
+def open_regular(path: AnyPath, *, link: bool = True) -> BufferedReader:
     """Open a regular file; OSError for anything else: a FIFO would wait for ever, and a device has no end."""
-    return open(_opened(path, link=link)[0], "rb")
-
-
-def _opened(path: str | os.PathLike[str], *, link: bool = True, own: bool = False) -> tuple[int, os.stat_result]:
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW)
     try:
-        handle = os.open(path, flags)
+        handle = os.open(path, _FLAGS if link else _FLAGS | os.O_NOFOLLOW)
     except ValueError:  # NUL or a lone surrogate
         raise OSError(errno.EINVAL, "not a path", os.fspath(path)) from None
-    except OSError as refused:
-        if refused.errno == errno.ENXIO:
-            refused.strerror = "a socket, not a file"
-        raise
-    found = os.fstat(handle)
-    kind = stat.S_IFMT(found.st_mode)
-    if kind != stat.S_IFREG:
-        os.close(handle)
-        raise OSError(errno.EINVAL, _KINDS.get(kind, "not a file"), os.fspath(path))
-    if own and found.st_uid not in (0, os.geteuid()):
-        os.close(handle)
-        raise OSError(errno.EPERM, f"a file of user {found.st_uid}", os.fspath(path))
-    return handle, found
+    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    if kind == stat.S_IFREG:
+        return open(handle, "rb")
+    os.close(handle)
+    raise OSError(errno.EINVAL, _KINDS.get(kind, "not a file"), os.fspath(path))
 
 
-def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False) -> bytes:
+def read(path: AnyPath, *, limit: int = _LIMIT, own: bool = False) -> bytes:
     """The content of a file of at most `limit` bytes; OSError says what is wrong with it.
 
     One that decides what runs is read as `own`: in a folder that a group may write, any of its users could have put
     another run in the place of this one.
     """
-    handle, found = _opened(path, own=own)
-    try:
-        content = more = os.read(handle, min(limit + 1, _USUAL))  # for all that may come memory is mapped and unmapped
-        while more and len(content) <= limit and len(content) != found.st_size:  # /proc tells 0
-            more = os.read(handle, min(limit + 1 - len(content), max(_USUAL, len(content))))
-            content += more
-    finally:
-        os.close(handle)
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        if own and status.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.EPERM, f"a file of user {status.st_uid}", os.fspath(path))
+        # For all that may come memory would be mapped and unmapped. /proc tells 0.
+        content = file.read(min(limit + 1, status.st_size or limit))
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", os.fspath(path))
     return content
 
 
-def end(path: str | os.PathLike[str], most: int) -> tuple[bytes, bool]:
+def end(path: AnyPath, most: int) -> tuple[bytes, bool]:
     """The last bytes of a file, and whether they are all of it; OSError as from `read`."""
-    handle, found = _opened(path)
-    try:
-        begin = max(0, found.st_size - most)
-        return os.pread(handle, most, begin), not begin
-    finally:
-        os.close(handle)
+    with open_regular(path) as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - most)
+        return os.pread(file.fileno(), most, begin), not begin
 
 
-def text(
-    path: str | os.PathLike[str], what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT, own: bool = False
-) -> str:
+def text(path: AnyPath, what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT, own: bool = False) -> str:
     """The UTF-8 text of a user's file; `what` names the file in the ConfigError."""
     try:
         raw = read(path, limit=limit, own=own)
     except OSError as refused:
-        raise ConfigError(
-            f"{what} cannot be read", where=path, wanted=wanted, found=refused.strerror, fix=fix
-        ) from refused
-    name = shlex.quote(os.fspath(path))
-    if raw.startswith(_UTF16_MARKS):
-        raise ConfigError(
-            f"{what} is not UTF-8 text",
-            where=path,
-            found="UTF-16",
-            fix=f"iconv -f UTF-16 -t UTF-8 {name} > FILE, and use that FILE",
-        )
+        problem = f"{what} cannot be read"
+        raise ConfigError(problem, where=path, wanted=wanted, found=refused.strerror, fix=fix) from refused
     try:
-        decoded = raw.removeprefix(_UTF8_MARK).decode()  # some editors write the mark
+        return raw.removeprefix(_UTF8_MARK).decode()  # some editors write the mark
     except UnicodeDecodeError as wrong:
         *before, row = wrong.object[: wrong.start].decode().split("\n")
         raise ConfigError(
@@ -111,15 +83,6 @@ def text(
             found=f"byte 0x{wrong.object[wrong.start]:02x}",
             fix="save the file as UTF-8",
         ) from wrong
-    if "\r" in decoded and "\n" not in decoded:
-        raise ConfigError(
-            f"{what} has the wrong line endings",
-            where=path,
-            wanted="LF",
-            found="CR alone",
-            fix=f"tr '\\r' '\\n' < {name} > FILE, and use that FILE",
-        )
-    return decoded
 
 
 def parse_json(
@@ -131,43 +94,35 @@ def parse_json(
         value = json.loads(content, object_pairs_hook=pairs)
         if _ESCAPED_SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
-        found = f"nested more than {DEPTH} levels deep" if too_deep(value) else ""
+        if too_deep(value):
+            raise RecursionError
     except json.JSONDecodeError as wrong:
-        place, found = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
+        place, problem = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
     except RecursionError:
-        found = f"nested more than {DEPTH} levels deep"
-    except UnicodeEncodeError:
-        found = "a lone surrogate (half of a character)"
-    except ValueError:
-        found = "a number with thousands of digits"
-    if found:
-        raise ConfigError(f"{what} is not valid JSON", where=place, found=found)
-    return value
+        problem = f"nested more than {DEPTH} levels deep"
+    except ValueError as wrong:  # half of a surrogate pair, or thousands of digits
+        problem = str(wrong)
+    else:
+        return value
+    raise ConfigError(f"{what} is not valid JSON", where=place, found=problem)
 
 
-def too_deep(value: object) -> bool:
-    """Whether tables and lists are nested deeper than DEPTH."""
-    level = [value]
-    for _ in range(DEPTH + 1):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return False
-    return True
+def too_deep(value: object, levels: int = DEPTH) -> bool:
+    """Whether tables and lists are nested in more levels."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not levels or any(too_deep(part, levels - 1) for part in inner)
 
 
-def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o644) -> None:
+def write_atomic(path: AnyPath, content: str | bytes, *, mode: int = 0o644) -> None:
     """Write to a temporary file, fsync, then rename: a reader sees the old content or the new one."""
     with replacing(path, mode=mode) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, mode: int = 0o644) -> Iterator[BufferedWriter]:
+def replacing(path: AnyPath, *, mode: int = 0o644) -> Iterator[BufferedWriter]:
     """As `write_atomic`, for content that comes in parts; if the block fails, nothing is replaced."""
     target = os.fspath(path)
     part = f"{target}.part-{os.getpid()}"
@@ -185,37 +140,37 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o644) -> Iterator[Bu
         raise
 
 
-def write_new(path: str | os.PathLike[str], content: str) -> None:
+def write_new(path: AnyPath, content: str) -> None:
     """Write a new file; if that fails, remove it again."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        with open(file, "w", encoding="utf-8") as stream:
+    with open(path, "x", encoding="utf-8") as stream:
+        try:
             stream.write(content)
-    except BaseException:
-        os.unlink(path)
-        raise
+            stream.flush()
+        except OSError:
+            os.unlink(path)
+            raise
 
 
-def is_own(path: str | os.PathLike[str]) -> bool:
+def is_own(path: AnyPath) -> bool:
     """Whether it belongs to this user or root, and not everybody may write to it."""
-    found = os.stat(path)
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
+    status = os.stat(path)
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
 
 
-def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str:
+def open_to_others(path: AnyPath, *, folder: bool = False) -> str:
     """Why a user other than this one and root could change it; empty if none could."""
-    found = os.lstat(path)
-    kind = "folder" if folder else "file"
-    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
-        return f"no {kind}" if not stat.S_ISLNK(found.st_mode) else f"a link in place of a {kind}"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"a {kind} of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
-    if found.st_mode & 0o022:
-        return f"a {kind} that others may write, mode {stat.S_IMODE(found.st_mode):04o}"
-    return ""
+    status, kind = os.lstat(path), "folder" if folder else "file"
+    mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+    if stat.S_ISLNK(status.st_mode):
+        return f"a link in place of a {kind}"
+    if stat.S_IFMT(status.st_mode) != (stat.S_IFDIR if folder else stat.S_IFREG):
+        return f"no {kind}"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"a {kind} of user {status.st_uid}, {mode}"
+    return f"a {kind} that others may write, {mode}" if status.st_mode & 0o022 else ""
 
 
-def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
+def tail(path: AnyPath, lines: int = 20) -> list[str]:
     """The last lines of a log; none if the log does not exist."""
     try:
         return end(path, 16384)[0].decode("utf-8", "replace").splitlines()[-lines:]

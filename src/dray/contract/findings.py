@@ -53,27 +53,31 @@ class Finding(NamedTuple):
 
     def line(self) -> str:
         """The finding in a list of checks: `ok    torch: 2.13.0`, and its details in the lines below."""
-        found, *rest = self.found.splitlines() or [""]
-        head = f"{self.level:<8}{self.problem}" + (f": {found}" if found else "")
-        below = [*rest, *self._details("where", "wanted", "fix", "source")]
-        return "\n".join([head, *(f"{'':<8}{line}" for line in below)])
+        head = f"{self.level:<8}{self.problem}"
+        if self.found:
+            head += ": " + _indented(self.found, 8)
+        return head + self._details(8, "where", "wanted", "fix", "source")
 
     def data(self) -> dict[str, Any]:
         """The finding for JSON: its level and all fields that are not empty."""
-        fields = {name: value for name, value in self._asdict().items() if value not in ("", None)}
-        return {"level": self.level, **{name: fields[name] for name in fields if name not in ("code", "kind")}}
+        fields = self._asdict()
+        del fields["code"], fields["kind"]
+        return {"level": self.level, **{name: value for name, value in fields.items() if value not in ("", None)}}
 
     def __str__(self) -> str:
-        details = self._details("where", "wanted", "found", "fix")
-        return "\n".join([self.problem, *(f"  {line}" for line in details)])
+        return self.problem + self._details(2, "where", "wanted", "found", "fix")
 
-    def _details(self, *names: str) -> list[str]:
-        lines = []
+    def _details(self, margin: int, *names: str) -> str:
+        text = ""
         for name in names:
-            first, *rest = getattr(self, name).splitlines() or [""]
-            if first:
-                lines += [f"{name + ':':<8}{first}", *(f"{'':<8}{line}" for line in rest)]
-        return lines
+            if value := getattr(self, name):
+                text += f"\n{'':{margin}}{name + ':':<8}" + _indented(value, margin + 8)
+        return text
+
+
+def _indented(text: str, margin: int) -> str:
+    """The text with a margin before each line but the first."""
+    return f"\n{'':{margin}}".join(text.splitlines())
 
 
 class DrayError(Exception):

@@ -5,6 +5,7 @@ A run on another machine cannot have it the same, and a capsule says so. What ca
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import sys
@@ -12,35 +13,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import cores, node
+from dray.contract.node import proc_text
 
-_CPUINFO = 1 << 14  # bytes: the first processor's part; a large node has a megabyte
-_SYS = "/sys/devices/system/node"
-_NVIDIA = "/proc/driver/nvidia/gpus"
-_AMD = "/sys/class/drm"
-_MOST = 4096  # packages, and letters of a text
+_GPUS = {
+    "cuda": ("/proc/driver/nvidia/gpus/*/information", "^Model:(.+)$"),
+    "rocm": ("/sys/class/drm/card[0-9]*/device/product_name", "(.+)"),
+}
 
 
 def look(accelerator: str, environ: Mapping[str, str], *, packages: bool = False) -> dict[str, Any]:
     """This machine, as a process with that environment sees it."""
     system = os.uname()
-    memory = re.search(r"^MemTotal: +(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal: +(\d+) kB$", proc_text("/proc/meminfo"), re.MULTILINE)
     threads = environ.get("OMP_NUM_THREADS", "")
-    found = {
+    machine = {
         "host": system.nodename,
-        "cpu": _processor(_read("/proc/cpuinfo")) or system.machine,
+        "cpu": _processor(proc_text("/proc/cpuinfo")) or system.machine,
         "cpus": os.cpu_count() or 0,
         "usable_cpus": cores.render(os.sched_getaffinity(0)),
         "cores_of_ranks": environ.get("DRAY_CORES", ""),
-        "threads": int(threads) if threads.isdecimal() and len(threads) < 6 else None,
-        "numa": [_read(f"{_SYS}/{name}/cpulist").strip() for name in _numbered(_SYS, "node")],
+        "threads": int(threads) if threads.isdecimal() else None,
+        "numa": [proc_text(path).strip() for path in _numbered("/sys/devices/system/node/node[0-9]*/cpulist")],
         "memory_gb": round(int(memory[1]) * 1024 / 1e9, 1) if memory else None,
         "kernel": f"{system.sysname} {system.release}",
-        "libc": _libc(),
+        "libc": os.confstr("CS_GNU_LIBC_VERSION") or "",
         "python": sys.version.partition(" ")[0],
         "gpus": _gpus(accelerator),
         "driver": node.driver(accelerator) or "",
     }
-    return {**found, "packages": _packages()} if packages else found
+    return {**machine, "packages": versions()} if packages else machine
 
 
 def _processor(text: str) -> str:
@@ -50,50 +51,23 @@ def _processor(text: str) -> str:
     return named[1].strip() if named else " ".join(f"{name} {value}" for name, value in parts)
 
 
-def _libc() -> str:
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (OSError, ValueError):
-        return ""
-
-
 def _gpus(accelerator: str) -> list[str]:
     """By their makers' names, in the order of their addresses; also those that this job was not given."""
-    if accelerator == "cuda":
-        texts = (_read(f"{_NVIDIA}/{name}/information") for name in _names(_NVIDIA))
-        return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.+)$", text, re.MULTILINE))]
-    if accelerator == "rocm":
-        cards = (_read(f"{_AMD}/{name}/device/product_name").strip() for name in _numbered(_AMD, "card"))
-        return [card for card in cards if card]
-    return []
+    files, pattern = _GPUS.get(accelerator, ("", ""))
+    names = (re.search(pattern, proc_text(path), re.MULTILINE) for path in _numbered(files))
+    return [name[1].strip() for name in names if name]
 
 
-def _packages() -> dict[str, str]:
-    """By the names of their metadata's folders: to read each file would take a second on a network disk."""
-    found: dict[str, str] = {}
+def versions() -> dict[str, str]:
+    """This Python's packages, by their metadata's folders: to read each file would take a second on a network disk."""
+    known: dict[str, str] = {}
     for folder in sys.path:
-        for name in _names(folder):
-            if name.endswith(".dist-info") and len(found) < _MOST:
-                package, _, version = name.removesuffix(".dist-info").partition("-")
-                found.setdefault(re.sub("[-_.]+", "-", package).lower(), version)
-    return dict(sorted(found.items()))
+        for path in sorted(glob.glob(f"{glob.escape(folder or '.')}/*.dist-info")):
+            package, _, version = os.path.basename(path).removesuffix(".dist-info").partition("-")
+            known.setdefault(re.sub("[-_.]+", "-", package).lower(), version)
+    return dict(sorted(known.items()))
 
 
-def _numbered(folder: str, kind: str) -> list[str]:
-    names = [name for name in _names(folder) if re.fullmatch(rf"{kind}\d+", name)]
-    return sorted(names, key=lambda name: int(name.removeprefix(kind)))
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder or "."))
-    except OSError:
-        return []
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(_CPUINFO)
-    except OSError:
-        return ""
+def _numbered(pattern: str) -> list[str]:
+    """Paths that differ in a number, in its order."""
+    return sorted(glob.glob(pattern), key=lambda path: (len(path), path))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from dray.contract.cores import ranges
+
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
 
 
@@ -13,21 +15,14 @@ def compress(names: Iterable[str]) -> str:
     families: dict[tuple[str, str, int], set[int]] = {}
     plain: dict[str, None] = {}
     for name in names:
-        if found := _NUMBERED.fullmatch(name):
-            head, number, tail = found.groups()
-            padded = len(number) if number[0] == "0" else 0
-            families.setdefault((head, tail, padded), set()).add(int(number))
+        if match := _NUMBERED.fullmatch(name):
+            head, number, tail = match.groups()
+            width = len(number) if number[0] == "0" else 0
+            families.setdefault((head, tail, width), set()).add(int(number))
         else:
             plain[name] = None
-    return ",".join([*(_family(*family, sorted(numbers)) for family, numbers in families.items()), *plain])
-
-
-def _family(head: str, tail: str, width: int, numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [f"{low:0{width}}" + f"-{high:0{width}}" * (high > low) for low, high in runs]
-    return f"{head}{shown[0]}{tail}" if len(numbers) == 1 else f"{head}[{','.join(shown)}]{tail}"
+    short = []
+    for (head, tail, width), numbers in families.items():
+        shown = ranges(numbers, f"0{width}")
+        short.append(f"{head}{shown}{tail}" if len(numbers) == 1 else f"{head}[{shown}]{tail}")
+    return ",".join([*short, *plain])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 
 class Evaluate(NamedTuple):
@@ -88,9 +88,7 @@ class Sync(NamedTuple):
 
 
 Job = Evaluate | Generate | Export | Push | Prefetch | Inspect | Importing | Sync
-KINDS: dict[str, type[Job]] = {
-    kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch, Inspect, Importing, Sync)
-}
+KINDS: dict[str, type[Job]] = {kind.__name__.lower(): kind for kind in get_args(Job)}
 
 
 def to_json(job: Job) -> dict[str, Any]:

@@ -13,11 +13,11 @@ def quotas(size: int, weights: Sequence[float]) -> list[int]:
     """Share out `size` samples by weight, the rest to the largest remainders. Exact, so the same on every machine."""
     parts = [Fraction(weight) for weight in weights]
     exact = [size * part / sum(parts) for part in parts]
-    found = [int(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda source: (found[source] - exact[source], source))
-    for source in by_remainder[: size - sum(found)]:
-        found[source] += 1
-    return found
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda source: (shares[source] - exact[source], source))
+    for source in by_remainder[: size - sum(shares)]:
+        shares[source] += 1
+    return shares
 
 
 def is_too_light(weight: float, weights: Sequence[float]) -> bool:

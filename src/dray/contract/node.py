@@ -6,8 +6,10 @@ import os
 import re
 import resource
 from collections.abc import Sequence
+from contextlib import suppress
 
 from dray.contract import exit_codes
+from dray.contract.files import AnyPath
 from dray.contract.findings import Finding
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  its size alone is read
@@ -31,6 +33,7 @@ _XIDS = {
 }
 _LOCKED_GB = 1.0  # less than this, and the buffers of a few connections fill it
 _WRITTEN = 65536  # bytes
+_LONGEST = 1 << 14  # bytes: the first processor's part of /proc/cpuinfo; a large node's has a megabyte
 _NO_LIMIT = 1 << 60  # what cgroup v1 has in its place is a little less than 1 << 63
 
 
@@ -40,24 +43,25 @@ def has_gpu(accelerator: str) -> bool:
     return control is not None and os.access(control, os.R_OK | os.W_OK)
 
 
-def nvidia_driver(version_file: str | os.PathLike[str] = _NVIDIA) -> str | None:
+def proc_text(path: AnyPath) -> str:
+    """The beginning of a file of /proc or /sys; empty if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_LONGEST)
+    except OSError:
+        return ""
+
+
+def nvidia_driver(version_file: AnyPath = _NVIDIA) -> str | None:
     """The kernel module's version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul ...`."""
-    try:
-        with open(version_file, encoding="utf-8") as file:
-            fields = file.read().partition("Module")[2].split()
-    except OSError:
-        return None
-    return next((field for field in fields if "." in field and field.replace(".", "").isdigit()), None)
+    version = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", proc_text(version_file) + "\n")
+    return version[1] if version else None
 
 
-def amdgpu_driver(version_file: str | os.PathLike[str] = _AMD) -> str | None:
+def amdgpu_driver(version_file: AnyPath = _AMD) -> str | None:
     """The kernel module's version, such as 6.10.5."""
-    try:
-        with open(version_file, encoding="utf-8") as file:
-            found = file.read().strip()
-    except OSError:
-        return None
-    return found if found.replace(".", "").isdigit() else None
+    version = re.fullmatch(r"[\d.]*\d[\d.]*", proc_text(version_file).strip())
+    return version[0] if version else None
 
 
 def driver(accelerator: str) -> str | None:
@@ -67,11 +71,8 @@ def driver(accelerator: str) -> str | None:
 
 def older(version: str, than: str) -> bool:
     """Whether a driver is older: 580 equals 580.0, and is older than 580.65.06."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(".")]
-
-    return numbers(version) < numbers(than)
+    first, second = ([int(part) for part in text.split(".")] for text in (version, than))
+    return first < second
 
 
 def image_for(accelerator: str, driver: str) -> str:
@@ -80,9 +81,9 @@ def image_for(accelerator: str, driver: str) -> str:
     return "" if older(driver, than=oldest) else variant
 
 
-def locked_memory(*, needed: bool, limit: int | None = None) -> Finding:
+def locked_memory(*, needed: bool) -> Finding:
     """Whether network cards may register, and so lock, the ranks' memory for RDMA; `needed`: the run requires it."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or limit >= _LOCKED_GB * 1e9:
         return Finding("locked memory", found="unlimited" if limit < 0 else f"{limit / 1e9:.3f} GB", kind="ok")
     return Finding(
@@ -101,12 +102,11 @@ def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
     With a wrong one every rank fails, in words that name no variable.
     """
     named = value.removeprefix("=").split(",")
-    if variable.startswith("GLOO"):
-        missing = [one for one in named if one not in present]
-    else:
-        exact = value.startswith("=")
-        fits = [one for one in named for own in present if own == one or (own.startswith(one) and not exact)]
-        missing = [] if fits or value.startswith("^") else named
+    missing = [name for name in named if name not in present]
+    if not variable.startswith("GLOO"):
+        begins = () if value.startswith("=") else tuple(named)
+        if len(missing) < len(named) or value.startswith("^") or any(own.startswith(begins) for own in present):
+            missing = []
     if not missing:
         return Finding(variable, found=value, kind="ok")
     return Finding(
@@ -121,34 +121,32 @@ def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
 def shared_memory(wanted_gb: float, path: str = SHARED_MEMORY) -> Finding:
     """Whether data workers and NCCL have room to share memory."""
     status = os.statvfs(path)
-    size = status.f_frsize * status.f_blocks / 1e9
+    size = status.f_frsize * status.f_blocks
     fix = "docker run --shm-size=1g; elsewhere ask the administrators. Data workers and NCCL need this memory"
     problem = Finding(f"{path} is too small", wanted=f"{wanted_gb} GB (preflight.shared_memory_gb)", fix=fix)
-    return _room(problem, path, size, wanted_gb)
+    return _room(path, problem, size, wanted_gb)
 
 
 def free_space(folder: str, wanted_gb: float) -> Finding:
     """Whether a folder has free space."""
     status = os.statvfs(folder)
-    free = status.f_frsize * status.f_bavail / 1e9
+    free = status.f_frsize * status.f_bavail
     fix = "delete files in it, or leave this node out (sbatch --exclude)"
     problem = Finding(f"{folder} is full", wanted=f"{wanted_gb} GB free (preflight.free_gb)", fix=fix)
-    return _room(problem, folder, free, wanted_gb)
+    return _room(folder, problem, free, wanted_gb)
 
 
 def writable(folder: str) -> Finding:
     """Whether a file can be written there: a quota, a read-only mount or a bad disk may prevent it despite space."""
     path = f"{folder}/.check-{os.urandom(8).hex()}"  # containers may have the same name and number
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            left = bytes(_WRITTEN)
-            while left:
-                left = left[os.write(file, left) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
-            os.unlink(path)
+        with open(path, "xb") as file:
+            try:
+                file.write(bytes(_WRITTEN))
+                file.flush()
+                os.fsync(file.fileno())
+            finally:
+                os.unlink(path)
     except OSError as error:
         return Finding(
             f"this node cannot write in {folder}",
@@ -167,72 +165,61 @@ def memory(
     groups: str = "/sys/fs/cgroup",
 ) -> Finding:
     """Whether the job has enough memory here: available, and allowed by Slurm's cgroup."""
-    with open(meminfo, encoding="ascii") as file:
-        found = re.search(r"^MemAvailable: +([0-9]+) kB$", file.read(), re.MULTILINE)
-    available = int(found[1]) * 1024 / 1e9 if found else float("inf")
-    limit = memory_limit(own, groups)
-    allowed = float("inf") if limit is None else limit / 1e9
-    fix = "other processes use the memory: leave this node out (sbatch --exclude)"
-    what = "available"
-    if allowed < available:
-        fix, what = "ask Slurm for more: --mem=SIZE, or --mem=0 for all of a node's", "allowed by the job's cgroup"
+    available = re.search(r"^MemAvailable: +([0-9]+) kB$", proc_text(meminfo), re.MULTILINE)
+    size, what, fix = min(
+        (
+            int(available[1]) * 1024 if available else _NO_LIMIT,
+            "available",
+            "other processes use the memory: leave this node out (sbatch --exclude)",
+        ),
+        (
+            memory_limit(own, groups),
+            "allowed by the job's cgroup",
+            "ask Slurm for more: --mem=SIZE, or --mem=0 for all of a node's",
+        ),
+    )
     problem = Finding("the job has too little memory", wanted=f"{wanted_gb} GB (preflight.memory_gb)", fix=fix)
-    size = _room(problem, "memory", min(available, allowed), wanted_gb)
-    return size._replace(found=f"{size.found} {what}")
+    room = _room("memory", problem, size, wanted_gb)
+    return room._replace(found=f"{room.found} {what}")
 
 
-def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int | None:
-    """The lowest limit of this process's cgroups, in bytes; None if there is none, or none is visible."""
-    limits = []
-    try:
-        with open(own, encoding="utf-8", errors="replace") as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return None
-    for _, controllers, path in (line for line in lines if len(line) == 3):
-        if controllers not in ("", "memory"):
-            continue
-        top, name = (groups, "memory.max") if not controllers else (f"{groups}/memory", "memory.limit_in_bytes")
-        parts = [part for part in path.split("/") if part]
-        for depth in range(len(parts), -1, -1):
-            try:
-                with open("/".join([top, *parts[:depth], name]), encoding="ascii") as file:
-                    text = file.read().strip()
-            except OSError:  # the root has none, and a container may see its own part alone
-                continue
-            if text.isdigit() and int(text) < _NO_LIMIT:
-                limits.append(int(text))
-    return min(limits, default=None)
+def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int:
+    """The lowest limit of this process's cgroups, in bytes; _NO_LIMIT if there is none, or none is visible."""
+    limits = [_NO_LIMIT]
+    for controllers, path in re.findall(r"^\d+:(.*?):(/.*)$", proc_text(own), re.MULTILINE):
+        if controllers in ("", "memory"):
+            top, name = (f"{groups}/memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+            parts = path.strip("/").split("/")
+            # The root has none, and a container may see its own part alone.
+            texts = (proc_text("/".join([top, *parts[:depth], name])).strip() for depth in range(len(parts) + 1))
+            limits += [int(text) for text in texts if text.isdigit()]
+    return min(limits)
 
 
 def xids(path: str = _KERNEL_LOG) -> list[Finding]:
     """Errors of NVIDIA GPUs in the kernel's log since the machine started, if this user may read it."""
-    seen: dict[tuple[str, int], None] = {}
-    try:
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return []
-    try:
-        while line := os.read(log, 8192):
-            for bus, number in re.findall(rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,4})", line):
-                seen[bus.decode(), int(number)] = None
-    except OSError:  # its end, or a record that was overwritten
-        pass
-    finally:
-        os.close(log)
+    log = b""
+    with (
+        suppress(OSError),  # nor is it all there, where a record was overwritten
+        open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file,
+    ):
+        while record := file.read(8192):
+            log += record
+    seen = dict.fromkeys(re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]+)", log.decode(errors="replace")))
     return [
         Finding(
             f"the kernel's log has Xid {number} of the GPU at {bus}",
-            found=_XIDS[number],
+            found=_XIDS[int(number)],
             fix="if it happens again, leave this node out (sbatch --exclude), and tell the administrators",
         )
         for bus, number in seen
-        if number in _XIDS
+        if int(number) in _XIDS
     ]
 
 
-def _room(problem: Finding, path: str, found_gb: float, wanted_gb: float) -> Finding:
-    found = f"{found_gb:.3f} GB"
-    if found_gb >= wanted_gb:
-        return Finding(path, found=found, kind="ok")
+def _room(name: str, problem: Finding, size: int, wanted_gb: float) -> Finding:
+    """The problem, or how much room is there if that is enough."""
+    found = f"{size / 1e9:.3f} GB"
+    if size >= wanted_gb * 1e9:
+        return Finding(name, found=found, kind="ok")
     return problem._replace(found=found, code=exit_codes.UNFIT)

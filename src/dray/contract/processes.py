@@ -6,24 +6,21 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from dray.contract.node import proc_text
+from dray.contract.startup import BOOT_ID
+
 
 def mark(pid: int) -> list[Any]:
     """A process's identity: boot id, pid namespace, pid and start time."""
-    boot = namespace = ""
-    with suppress(OSError):  # a container that hides them; then nobody knows when this process has ended
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
+    namespace = ""
+    with suppress(OSError):  # a container that hides it; then nobody knows when this process has ended
         namespace = os.readlink("/proc/self/ns/pid")
-    return [boot, namespace, pid, began(pid)]
+    return [proc_text(BOOT_ID).strip(), namespace, pid, began(pid)]
 
 
 def began(pid: int) -> str:
     """The process's start time; empty if it has ended, or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state, *fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return ""
+    state, *fields = proc_text(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
     return "" if state in "ZX" else fields[18]
 
 

@@ -81,11 +81,6 @@ def rank_log(rank: int | str) -> str:
     return f"{LOGS}/rank-{rank}.log"
 
 
-def preflight_log(node: int | str) -> str:
-    """What the preflight's ranks of a node write."""
-    return f"{LOGS}/preflight-{node}.log"
-
-
 def failure(name: str) -> str:
     """Why a node (`node-0`) or a rank (`rank-3`) failed."""
     return f"{FAILURES}/{name}.json"

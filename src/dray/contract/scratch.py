@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
+from contextlib import suppress
 
-from dray.contract import node
+from dray.contract import files, node
 from dray.contract.findings import UnfitError
 
 _LOCK = "lock"
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def take(folder: str) -> int:
@@ -18,21 +19,21 @@ def take(folder: str) -> int:
     clear_left_over(*os.path.split(folder))
     while True:
         try:
-            os.mkdir(folder, 0o700)
-        except FileExistsError:
-            pass  # another node of this machine made it, or another user
+            os.makedirs(folder, 0o700, exist_ok=True)
+        except FileExistsError:  # a file, or a link to nothing
+            pass
         except OSError as error:
             problem = "the node's own folder cannot be created"
-            raise UnfitError(problem, where=folder, found=error.strerror or str(error)) from error
-        if not _ours(folder):
+            raise UnfitError(problem, where=folder, found=error.strerror) from error
+        if others := files.open_to_others(folder, folder=True):
             raise UnfitError(
                 "the node's own folder is not private",
                 where=folder,
-                wanted=f"a folder of user {os.geteuid()} that no other user may read",
-                found=_seen(folder),
+                wanted=f"a folder of user {os.geteuid()} that no other user may write",
+                found=others,
                 fix="start the run again: it gets another folder",
             )
-        lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = os.open(f"{folder}/{_LOCK}", os.O_CREAT | _FLAGS, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)
         if os.fstat(lock).st_nlink:
             return lock
@@ -54,20 +55,17 @@ def left_over(parent: str, own: str = "") -> Iterator[str]:
     """Left-over folders; each is locked until the next one is requested."""
     for name in os.listdir(parent):
         folder = f"{parent}/{name}"
-        if name == own or not name.startswith(f"dray-{os.geteuid()}-") or not _ours(folder):
+        if name == own or not name.startswith(f"dray-{os.geteuid()}-"):
             continue
         try:
-            lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # made a moment ago
+            if files.open_to_others(folder, folder=True):
+                continue
+            lock = os.open(f"{folder}/{_LOCK}", _FLAGS)
+        except OSError:  # made or removed a moment ago
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue
-        else:
+        if _is_free(lock):
             yield folder
-        finally:
-            os.close(lock)
+        os.close(lock)
 
 
 def held(folder: object) -> bool | None:
@@ -75,27 +73,17 @@ def held(folder: object) -> bool | None:
     if not isinstance(folder, str) or not folder.startswith(f"{node.OWN}{os.geteuid()}-") or folder.count("/") > 2:
         return None
     try:
-        lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        lock = os.open(f"{folder}/{_LOCK}", _FLAGS)
     except (OSError, ValueError):
         return None
-    try:
+    is_free = _is_free(lock)
+    os.close(lock)
+    return not is_free
+
+
+def _is_free(lock: int) -> bool:
+    """Whether nobody has the lock; this process has it then."""
+    with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
         return True
-    finally:
-        os.close(lock)
     return False
-
-
-def _ours(folder: str) -> bool:
-    try:
-        found = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
-def _seen(folder: str) -> str:
-    found = os.lstat(folder)
-    kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no folder"
-    return f"{kind} of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"

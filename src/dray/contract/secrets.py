@@ -39,10 +39,14 @@ _SHORTEST = 8  # a shorter value, such as 1 or offline, is in too many lines tha
 
 def is_name(name: str) -> bool:
     """Whether a variable or an option of this name holds a secret."""
-    parts = re.split("[_.-]", name.upper().strip("-"))
+    parts = _parts(name)
     if name.upper() in _NOT or parts[-1] in _PLACES:
         return False
     return not (_SURE | _LIKELY).isdisjoint(parts) or parts[-1].endswith(_ENDINGS)
+
+
+def _parts(name: str) -> list[str]:
+    return re.split("[_.-]", name.upper().strip("-"))
 
 
 def is_value(value: str) -> bool:
@@ -57,26 +61,27 @@ def is_variable(name: str, value: str) -> bool:
 
 def in_command(argv: Iterable[str]) -> list[str]:
     """The arguments that hold a secret, named without it: `--token`, or `argument 3`."""
-    found: list[str] = []
+    places: dict[str, None] = {}
     before = ""
     for number, text in enumerate(argv, start=1):
-        here = []
+        known = len(places)
         for word in text.split():  # what a shell is given to run is a command too
             name, equals, value = word.partition("=")
             if not equals:
                 name, value = before, word
             before = word if word.startswith("-") and not equals else ""
             if is_value(word) or _is_option(name, value.strip("'\"")):
-                here.append(name if _OPTION.fullmatch(name) and not is_value(name) else f"argument {number}")
-        found += here or [f"argument {number}"] * is_value(text)
-    return list(dict.fromkeys(found))
+                places[name if _OPTION.fullmatch(name) and not is_value(name) else f"argument {number}"] = None
+        if is_value(text) and len(places) == known:
+            places[f"argument {number}"] = None
+    return [*places]
 
 
 def _is_option(name: str, value: str) -> bool:
     """Whether this is an option, or an assignment, that holds a secret: `--password hunter2`, `HF_TOKEN=...`."""
     if not _OPTION.fullmatch(name) or not is_name(name) or value.lower() in _NOTHING or value[0] in "$/.<[{-":
         return False
-    parts = re.split("[_.-]", name.upper().strip("-"))
+    parts = _parts(name)
     sure = not _SURE.isdisjoint(parts) or {"API", "KEY"} <= set(parts)
     return bool(_RANDOM.fullmatch(value)) or (sure and not (value.isdigit() and len(value) < _SHORTEST))
 
@@ -86,9 +91,11 @@ def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
 
     A short value, the path of a folder or a plain address is in too many lines that are not about it.
     """
-    values = {name: environ[name] for name in names if name in environ}
-    shown = {name for name, value in values.items() if _PLAIN.match(value) and not is_variable(name, value)}
-    lines = {line: name for name, value in values.items() if name not in shown for line in (value, *value.splitlines())}
+    lines: dict[str, str] = {}
+    for name in names:
+        value = environ.get(name, "")
+        if is_variable(name, value) or not _PLAIN.match(value):
+            lines |= dict.fromkeys([value, *value.splitlines()], name)
     return {line: lines[line] for line in sorted(lines, key=len, reverse=True) if len(line) >= _SHORTEST}
 
 
@@ -96,10 +103,9 @@ def redacted_code(text: str, values: Mapping[str, str] | None = None) -> str:
     """As `redacted`, and with `[secret]` for each value that code assigns to a secret's name."""
 
     def replaced(given: re.Match[str]) -> str:
-        kind, name = ("text" if given["quote"] else "bare"), given["name"]
-        value = given[kind]
+        name, value = given["name"], given["text"] or given["bare"]
         # What is not in quotes is an expression, mostly; a shell's variable has a name in capitals and no space.
-        written = kind == "text" or (f"{name}={value}" in given[0] and name.isupper()) or _RANDOM.fullmatch(value)
+        written = given["text"] or (f"{name}={value}" in given[0] and name.isupper()) or _RANDOM.fullmatch(value)
         if not written or _ATTRIBUTE.fullmatch(value) or not _is_option(name, value):
             return given[0]
         return given[0].replace(value, "[secret]")

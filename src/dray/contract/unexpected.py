@@ -14,14 +14,13 @@ TRACEBACK = "DRAY_TRACEBACK"
 """If it is 1, dray prints the traceback and writes no file."""
 DEFECT = "this is a defect of dray"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_SERVER = {
+MENDED = frozenset({
+    *_FULL, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS,
     errno.ESHUTDOWN,  # Lustre's, of a client that it has evicted
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT,
-}  # fmt: skip
-MENDED = frozenset({*_FULL, *_SERVER, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS})
+})  # fmt: skip
 """Errors of a machine or a file server that last until somebody repairs it, or until it is back."""
-_MACHINE = MENDED | {errno.EFBIG}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers, which are Rust, name it
 _SHOWN = 300
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -31,19 +30,24 @@ def error(raised: BaseException, *, log: bool = False) -> DrayError:
     """The finding for an exception. In a job's log the traceback is printed above it, since /tmp goes with the run."""
     if isinstance(raised, DrayError):
         return raised
-    place = _place(raised)
-    if number := _errno(raised):
-        code = exit_codes.UNFIT if number in _MACHINE else exit_codes.CONFIG
-        named = raised.filename if isinstance(raised, OSError) else None
-        where = secrets.redacted(ascii(named)[1:-1]) if named else place
-        fix = "make room on that disk, or in your quota, and try again" if number in _FULL else ""
-        if not fix and not log:
-            fix = f"if the cause is not clear, send a bug report with {_traceback(raised)}"
-        found = secrets.redacted(ascii(str(raised))[1:-1])[:_SHOWN]
-        return DrayError(os.strerror(number), where=where, found=found, fix=fix, code=code)
-    found = f"{type(raised).__name__}: {secrets.redacted(ascii(str(raised))[1:-1])}"[:_SHOWN]
-    told = _traceback(raised, show=log)
-    return DrayError(DEFECT, where=place, found=found, fix=f"report it where you got dray, with {told}")
+    text, where, number = _printable(raised), _place(raised), _errno(raised)
+    if not number:
+        found = f"{type(raised).__name__}: {text}"[:_SHOWN]
+        fix = f"report it where you got dray, with {_traceback(raised, show=log)}"
+        return DrayError(DEFECT, where=where, found=found, fix=fix)
+    if isinstance(raised, OSError) and raised.filename:
+        where = _printable(raised.filename)
+    fix = ""
+    if number in _FULL:
+        fix = "make room on that disk, or in your quota, and try again"
+    elif not log:
+        fix = f"if the cause is not clear, send a bug report with {_traceback(raised)}"
+    code = exit_codes.UNFIT if number in {*MENDED, errno.EFBIG} else exit_codes.CONFIG
+    return DrayError(os.strerror(number), where=where, found=text[:_SHOWN], fix=fix, code=code)
+
+
+def _printable(text: object) -> str:
+    return secrets.redacted(ascii(str(text))[1:-1])
 
 
 def is_machines(raised: BaseException) -> bool:
@@ -60,28 +64,25 @@ def _errno(raised: BaseException) -> int | None:
 
 def _place(raised: BaseException) -> str:
     """The innermost line of dray's own."""
-    place, trace = "", raised.__traceback__
-    while trace:
-        file = trace.tb_frame.f_code.co_filename
-        if file.startswith(_OWN) or not place:
-            place = f"{'/'.join(file.rsplit('/', 3)[1:])}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
+    import traceback  # noqa: PLC0415  these two cost the runner's start more than all else here
+
+    frames = traceback.extract_tb(raised.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(_OWN)] or frames[:1]
+    return f"{'/'.join(own[-1].filename.rsplit('/', 3)[1:])}:{own[-1].lineno}" if own else ""
 
 
 def _traceback(raised: BaseException, *, show: bool = False) -> str:
     """Where it is: in a file, or on the terminal."""
-    import tempfile  # noqa: PLC0415  these two cost the runner's start more than all else here
+    import tempfile  # noqa: PLC0415
     import traceback  # noqa: PLC0415
 
-    text = secrets.redacted("".join(traceback.format_exception(raised)))
+    text = secrets.redacted("".join(traceback.format_exception(raised))).encode(errors="backslashreplace")
     if show or os.environ.get(TRACEBACK) == "1":
-        print(text.encode(errors="backslashreplace").decode(), file=sys.stderr)
+        print(text.decode(), file=sys.stderr)
         return "the traceback above"
     try:
-        file, path = tempfile.mkstemp(prefix="dray-defect-", suffix=".txt")
-        with open(file, "w", errors="backslashreplace", encoding="utf-8") as out:
-            out.write(text)
+        with tempfile.NamedTemporaryFile(prefix="dray-defect-", suffix=".txt", delete=False) as file:
+            file.write(text)
     except OSError:
         return f"the output of the same command with {TRACEBACK}=1 before it"
-    return path
+    return file.name

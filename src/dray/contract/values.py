@@ -28,29 +28,25 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
                 fix="give another name or value",
                 code=exit_codes.CONFIG,
             )
-    elif isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from control_characters(name, f"{key or 'the'} names")
-            yield from control_characters(value, f"{key}.{name}" if key else str(name))
     elif isinstance(values, Iterable):
-        for number, value in enumerate(values):
-            yield from control_characters(value, f"{key}[{number}]")
+        for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            yield from control_characters(name, f"{key or 'the'} names")
+            place = f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}"
+            yield from control_characters(value, place.lstrip("."))
 
 
 def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
     """The value with escapes such as \\u001b for control characters, and for what JSON cannot hold."""
-    if value is None or isinstance(value, int | float):
-        return value
     if isinstance(value, str):
-        return value if value.isprintable() else _UNPRINTABLE.sub(lambda found: _escape(found[0]), value)
+        return value if value.isprintable() else _UNPRINTABLE.sub(lambda match: _escape(match[0]), value)
     if isinstance(value, dict):
-        return {name: one if one is None else printable(one) for name, one in value.items()}
-    return [printable(one) for one in value] if isinstance(value, list) else value
+        return {name: printable(part) for name, part in value.items()}
+    return [*map(printable, value)] if isinstance(value, list) else value
 
 
 def cell(text: str) -> str:
     """The text on one line, for a row of a table."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else _escape(one) for one in text)
+    return "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
 
 
 def _escape(character: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dray import __version__, process
 from dray.config import checkout, mirrors, sites
 from dray.config.image import ACCELERATORS
-from dray.config.preflight import Preflight
+from dray.config.recipe import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
 from dray.contract.findings import DrayError, Finding, counted

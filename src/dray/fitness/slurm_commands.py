@@ -66,14 +66,15 @@ def _answer(*argv: str) -> str:
 
 
 def partitions() -> list[Partition]:
-    """Slurm's partitions, in its own order; none without Slurm."""
+    """Slurm's partitions, in its own order; none without Slurm. DrayError if Slurm does not answer in time."""
     if not process.which("sinfo"):
         return []
-    lines = process.run(["sinfo", "--noheader", "--format=%R|%D|%c|%G"]).out.splitlines()
+    printed = process.run(["sinfo", "--noheader", "--format=%R|%D|%c|%G"], seconds=_ANSWER_S).out
     found = []
-    for line in dict.fromkeys(lines):
-        name, nodes, cpus, gres = line.split("|")
-        found.append(Partition(name=name, nodes=_number(nodes), cpus=_number(cpus), gres=gres))
+    for line in dict.fromkeys(printed.splitlines()):
+        if line.count("|") == 3:  # a site's wrapper may print more
+            name, nodes, cpus, gres = line.split("|")
+            found.append(Partition(name=name, nodes=_number(nodes), cpus=_number(cpus), gres=gres))
     return found
 
 

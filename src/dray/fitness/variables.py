@@ -14,8 +14,7 @@ from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
-from dray.planning.environment import Variable
-from dray.planning.schema import Plan
+from dray.planning.schema import Plan, Variable
 
 Level = Literal["error", "warning", "note"]
 _SHELL = "your shell"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import PurePosixPath
 
 from dray.config.image import ACCELERATORS
 from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.contract.findings import counted
+from dray.contract.findings import counted, listed
 from dray.engines.base import Engine
 from dray.facts import Facts, Layer
-from dray.planning.choice import Choice
+from dray.planning.schema import Choice
 
 
 def variant(recipe: Recipe, site: Site, facts: Facts) -> Choice[str]:
@@ -36,47 +35,39 @@ def is_adopted(recipe: Recipe, facts: Facts) -> bool:
     return recipe.adopted in ((adopted(facts), facts.adopted_from) if facts.adopted else (None,))
 
 
-def adopt_line(adopted: str) -> str:
-    """The command that adopts the image which a recipe names."""
-    return f"dray image adopt {shlex.quote(adopted)}" if "/" in adopted else f"dray image adopt SOURCE --name {adopted}"
-
-
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
     """The recipe with its variant."""
     choice = variant(recipe, site, facts)
-    if choice.value == recipe.image:
-        return Choice(recipe, f"{choice.value}: {choice.why}")
-    table = recipe.model_dump(exclude_unset=True)
-    whole = validate(Recipe, table, [f"image={choice.value}"], what=f"the recipe with image={choice.value}")
-    return Choice(whole, f"{choice.value}: {choice.why}")
+    if choice.value != recipe.image:
+        table, settings = recipe.model_dump(exclude_unset=True), [f"image={choice.value}"]
+        recipe = validate(Recipe, table, settings, what=f"the recipe with {settings[0]}")
+    return Choice(recipe, f"{choice.value}: {choice.why}")
 
 
 def signers(recipe: Recipe, site: Site) -> tuple[str, ...]:
     """The keys of which one must have signed; if recipe and site both name keys, those in both lists."""
-    demanded = [keys for keys in (recipe.image_signers, site.image_signers) if keys]
-    return tuple(key for key in demanded[0] if all(key in keys for keys in demanded)) if demanded else ()
+    if recipe.image_signers and site.image_signers:
+        return tuple(key for key in recipe.image_signers if key in site.image_signers)
+    return recipe.image_signers or site.image_signers
 
 
 def layer_reason(layer: Layer) -> str:
     """The layer's packages and digest, in one line."""
-    names = ", ".join(list(layer.packages)[:3]) + (", ..." if len(layer.packages) > 3 else "")
+    names = listed(layer.packages, 3)
     return f"{counted(len(layer.packages), 'package')} after the image's own ({names}), {layer.digest[:19]}"
 
 
 def copy(site: Site, facts: Facts, engine: Engine, scratch: str) -> Choice[str]:
     """The file on each node's own disk to which Slurm's sbcast copies the image; empty if nodes read the shared file.
 
-    Only the digest proves a copy, and nobody can guess its name before it is there. sbcast fails once a node is lost.
+    Only the digest proves a copy, and nobody can guess its name before it is there.
     """
     if site.stage == "off":
         return Choice("", "")
-    if facts.scheduler != "slurm":
-        return Choice("", "not copied to the nodes: without Slurm there is no sbcast")
-    if engine.image != "file" or not engine.script_mounts:
-        return Choice("", f"not copied to the nodes: {engine.name} cannot start a copy")
-    if not facts.image_sha256:
-        return Choice("", "not copied to the nodes: there is no record beside the image with its digest")
+    if facts.scheduler != "slurm" or not engine.script_mounts or engine.image != "file" or not facts.image_sha256:
+        why = "it takes Slurm's sbcast, an engine that can start a copy, and the digest in the image's record"
+        return Choice("", f"not copied to the nodes: {why}")
     if facts.lost:
-        return Choice("", "not copied to the nodes again, since the job has lost one")
-    file = str(PurePosixPath(site.stage) / f"{PurePosixPath(scratch).name}.sif")
+        return Choice("", "not copied to the nodes: sbcast fails once the job has lost a node")
+    file = f"{site.stage.rstrip('/')}/{PurePosixPath(scratch).name}.sif"
     return Choice(file, f"copied by sbcast to {file} of each node, else read from the shared file")

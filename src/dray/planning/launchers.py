@@ -7,7 +7,6 @@ launcher starts ranks again: the runners do, each time with a new secret, port a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,29 +47,29 @@ class Launch:
 
 def _torchrun(job: Job) -> Launch:
     argv = (
-        *(job.python, "-m", "torch.distributed.run", f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.each}"),
-        *("--rdzv-backend=dray", "--rdzv-endpoint", ENDPOINT, "--max-restarts=0", "--no-python"),
-    )
+        job.python, "-m", "torch.distributed.run", f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.each}",
+        "--rdzv-backend=dray", "--rdzv-endpoint", ENDPOINT, "--max-restarts=0", "--no-python",
+    )  # fmt: skip
     return Launch(argv, _BY_HANDLER)
 
 
 def _accelerate(job: Job) -> Launch:
     # Port 0: accelerate refuses one at which somebody listens, and the store does.
     argv = (
-        *(job.python, "-m", "accelerate.commands.launch", "--config_file", f"{job.folder}/{accelerate.FILE}"),
-        *(f"--num_machines={len(job.hosts)}", f"--num_processes={len(job.hosts) * job.each}"),
-        *("--machine_rank", NODE_RANK, "--main_process_ip", MASTER, "--main_process_port=0"),
-        *("--rdzv_backend=dray", "--max_restarts=0", "--no_python"),
-    )
+        job.python, "-m", "accelerate.commands.launch", "--config_file", f"{job.folder}/{accelerate.FILE}",
+        f"--num_machines={len(job.hosts)}", f"--num_processes={len(job.hosts) * job.each}",
+        "--machine_rank", NODE_RANK, "--main_process_ip", MASTER, "--main_process_port=0",
+        "--rdzv_backend=dray", "--max_restarts=0", "--no_python",
+    )  # fmt: skip
     return Launch(argv, _BY_HANDLER, job.accelerate)
 
 
 def _deepspeed(job: Job) -> Launch:
     argv = (
-        *(job.python, "-m", "deepspeed.launcher.runner", "--hostfile", f"{job.folder}/{_HOSTFILE}"),
-        *("--no_ssh", "--node_rank", NODE_RANK, "--master_addr", MASTER, "--master_port", PORT),
-        *("--no_python", "--no_local_rank"),
-    )
+        job.python, "-m", "deepspeed.launcher.runner", "--hostfile", f"{job.folder}/{_HOSTFILE}",
+        "--no_ssh", "--node_rank", NODE_RANK, "--master_addr", MASTER, "--master_port", PORT,
+        "--no_python", "--no_local_rank",
+    )  # fmt: skip
     slots = "".join(f"{host} slots={job.each}\n" for host in job.hosts)
     return Launch(argv, files={_HOSTFILE: slots})
 
@@ -82,7 +81,7 @@ def _python(job: Job) -> Launch:
 
 def _ray(job: Job) -> Launch:
     # One process a node, which is Ray's head or a worker; Ray starts all others.
-    return Launch(_python(dataclasses.replace(job, each=1)).argv, "Ray's head has a port of its own")
+    return Launch(_python(job).argv, "Ray's head has a port of its own")
 
 
 LAUNCHERS: dict[str, Callable[[Job], Launch]] = {

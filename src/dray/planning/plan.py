@@ -8,24 +8,11 @@ from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
+from dray.config.training import Batch
 from dray.contract import run_folder as names
+from dray.contract.findings import counted
 from dray.facts import Facts, Files
-from dray.planning import (
-    accelerate,
-    advice,
-    batch,
-    binds,
-    environment,
-    grace,
-    image,
-    launchers,
-    pins,
-    refusals,
-    trainer,
-    transport,
-    world,
-)  # fmt: skip
-from dray.planning.rule import Planned
+from dray.planning import accelerate, binds, environment, grace, image, launchers, rules, trainer, transport, world
 from dray.planning.schema import Plan
 
 _ACCESS = {
@@ -47,30 +34,33 @@ def plan(
     site_why: str = "given",
 ) -> Plan:
     """Decide everything, with the reason of every automatic choice, and find what is wrong or unwise."""
-    files, engine, folder = files or Files(), engines.get(facts.engine), run_folder / names.attempt(attempt)
+    files, engine, folder = files or Files(), engines.get(facts.engine), str(run_folder / names.attempt(attempt))
     recipe, image_why = image.chosen(recipe, site, facts)
     ranks, world_reasons = world.decide(recipe, site, facts)
-    at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
-    shares = batch.divide(recipe.batch, world_size=ranks.size, at_first=at_first) if recipe.batch else None
-    recipe, training = trainer.decide(recipe, shares, ranks, site=site, facts=facts, files=files)
+    shares: Batch | None = None
+    training: dict[str, str] = {}
+    if recipe.batch:
+        at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
+        shares = world.divide(recipe.batch, world_size=ranks.size, at_first=at_first)
+        recipe, training = trainer.decide(recipe, shares, ranks, site=site, facts=facts, files=files)
+        each, steps = shares.per_device, shares.gradient_accumulation_steps
+        product = f"{each} per device x {steps} accumulation x {counted(ranks.size, 'rank')}"
+        training = {"batch": f"{shares.global_size} = {product}", **training}
     fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
-    time = grace.chosen(recipe, site, facts)
-    python = engine.python(facts.image)
-    signers = image.signers(recipe, site)
-    staged = image.copy(site, facts, engine, scratch)
+    time, copy = grace.chosen(recipe, site, facts), image.copy(site, facts, engine, scratch)
+    python, passed = engine.python(facts.image), environment.passed(recipe)
     job = launchers.Job(
-        python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
-        accelerate=accelerate.files(recipe, str(folder)),
+        python=python, folder=folder, hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
+        accelerate=accelerate.files(recipe, folder),
     )  # fmt: skip
     launch = launchers.LAUNCHERS[recipe.launcher](job)
-    passed = environment.passed(recipe)
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}
     reasons = {
         "access": _ACCESS[recipe.runs.share],
         "site": f"{site.name}: {site_why}",
         "image": image_why,
-        "stage": staged.why,
+        "stage": copy.why,
         "layer": image.layer_reason(files.layer) if files.layer else "",
         **world_reasons,
         "gpus": engine.gpu_access.get(ACCELERATORS[recipe.image], ""),
@@ -79,9 +69,7 @@ def plan(
         "grace": f"{time.value} s before the time limit: {time.why}" if facts.scheduler == "slurm" else "",
         "fabric": fabric.why,
         "hang": _hang(recipe),
-        "batch": batch.reason(shares, ranks.size) if shares else "",
         **training,
-        "hub": pins.reason(recipe),
     }
     made = Plan(
         dray=dray,
@@ -89,28 +77,28 @@ def plan(
         run_folder=str(run_folder),
         attempt=attempt,
         job=facts.job,
-        folder=str(folder),
+        folder=folder,
         scratch=scratch,
         engine=facts.engine,
         image=facts.image,
         image_sha256=facts.image_sha256,
         image_file=facts.image_file,
         layer=files.layer,
-        signers=signers,
-        stage=staged.value,
+        signers=image.signers(recipe, site),
+        stage=copy.value,
         variant=recipe.image,
         site=f"site {site.name}",
         sbatch=site.sbatch,
         grace_s=time.value,
         fabric=fabric.value,
-        annotations=transport.hooks(recipe, site, facts, engine),
+        annotations=engine.annotations(recipe.image, site.fabric.kind if facts.nodes > 1 else "", site.annotations),
         preflight=preflight.value,
         user=f"{facts.uid}:{facts.gid}",
         world=ranks,
         batch=shares,
         launcher=launch.argv,
-        command=_command(recipe, facts, python=python, folder=folder),
-        where=recipe.command.folder if recipe.command else str(folder),
+        command=_command(recipe, facts, python, folder),
+        where=recipe.command.folder if recipe.command else folder,
         files=dict(launch.files),
         env=variables,
         pass_env=passed,
@@ -118,10 +106,9 @@ def plan(
         binds=binds.resolve(recipe, site, facts, variables, run_folder=run_folder, scratch=scratch),
         reasons={name: why for name, why in reasons.items() if why},
         recipe=recipe,
-    )  # fmt: skip
-    given = Planned(made, site, facts, files)
-    findings = [finding for rule in (*refusals.RULES, *advice.RULES) for finding in rule(given)]
-    return made.model_copy(update={"findings": tuple(findings)})
+    )
+    given = rules.Planned(made, site, facts, files)
+    return made.model_copy(update={"findings": tuple(finding for rule in rules.RULES for finding in rule(given))})
 
 
 def _hang(recipe: Recipe) -> str:
@@ -136,11 +123,12 @@ def _hang(recipe: Recipe) -> str:
     return f"a step may take {step}; {rest}"
 
 
-def _command(recipe: Recipe, facts: Facts, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:
+def _command(recipe: Recipe, facts: Facts, python: str, folder: str) -> tuple[str, ...]:
     if recipe.command is None:
-        return (python, "-m", "dray.train", str(folder / names.PLAN))
+        return (python, "-m", "dray.train", f"{folder}/{names.PLAN}")
     argv = recipe.command.argv
-    argv = (python, *argv) if argv[0].endswith(".py") else argv
-    if recipe.launcher != "ray":
-        return argv
-    return (python, "-m", "dray.ray", str(folder), str(facts.gpus_per_node), *argv)
+    if argv[0].endswith(".py"):
+        argv = (python, *argv)
+    if recipe.launcher == "ray":
+        argv = (python, "-m", "dray.ray", folder, str(facts.gpus_per_node), *argv)
+    return argv

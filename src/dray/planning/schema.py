@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
-from dray.config.preflight import Preflight
-from dray.config.recipe import Recipe
+from dray.config.recipe import Preflight, Recipe
 from dray.config.site import Fabric
 from dray.config.training import Batch
 from dray.contract import findings
 from dray.facts import Engine, Layer
-from dray.planning.binds import Bind
-from dray.planning.environment import Variable
-from dray.planning.world import SLURM, World
+
+T = TypeVar("T")
+Identity = Literal["node", "nodes", "name", "cpus", "image"]
 
 
 def _as_object(finding: findings.Finding) -> dict[str, Any]:
@@ -28,10 +27,98 @@ Finding = Annotated[
 ]
 
 
-class Plan(BaseModel):
-    """One attempt at a run, ready to be rendered and started."""
+class Choice(NamedTuple, Generic[T]):
+    """What was chosen automatically, and why."""
 
+    value: T
+    why: str
+
+
+class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Node(_Model):
+    """A node as the others reach it."""
+
+    name: str
+    """The node's name in Slurm, or in the hostfile."""
+    address: str
+    """The name or the address at which the others reach it."""
+
+
+class World(_Model):
+    """The nodes and ranks of a run, and where the rendezvous is."""
+
+    nodes: tuple[Node, ...]
+    """The nodes that take part, in the order of their numbers."""
+    ranks_per_node: int
+    """How many ranks each node starts."""
+    size: int
+    """The world size: ranks of all nodes together."""
+    master: str
+    """The name or the address of the first node, which holds the rendezvous."""
+    port: int
+    """The port of the rendezvous; 0 where the first node chooses a free one and writes it to rendezvous.json."""
+    interfaces: tuple[str, ...]
+    """The site's network interfaces, on one of which the first node listens; empty: the route decides."""
+    rendezvous_timeout_s: int
+    """Seconds that a node waits for the others in the rendezvous."""
+    max_restarts: int
+    """How often the runners may start all ranks again within the job."""
+    spares: tuple[str, ...]
+    """Spare nodes of the job, which take no part until a node fails."""
+    cores: tuple[str, ...]
+    """The cores of each local rank, from the site's CPU map; empty: each node divides its own cores."""
+    one_machine: bool
+    """Whether all nodes are this machine."""
+    shared_folder: bool
+    """Whether all nodes see the run folder at the same place."""
+    identity: dict[Identity, str]
+    """The variables in which a node finds its number, the number of nodes, its name, its cores and its image."""
+    task: tuple[str, ...]
+    """The variables of Slurm's task on a node that its ranks see too; none without Slurm."""
+
+
+class Variable(_Model):
+    """A variable of the ranks, and the values that it replaced."""
+
+    name: str
+    """The variable's name."""
+    value: str
+    """The value that the ranks see."""
+    source: str
+    """Who set it: dray, the site or the recipe."""
+    why: str = ""
+    """Why it has this value."""
+    beats: tuple[str, ...] = ()
+    """The values that it replaced, each with its source."""
+
+
+class Bind(_Model):
+    """One folder or file of the host, seen at the same place inside."""
+
+    path: str
+    """The path on the host, and the same in the container."""
+    write: bool
+    """Whether the ranks may write there."""
+    source: str
+    """Who asks for it: dray, the site, or a key of the recipe."""
+    why: str
+    """What it is for."""
+    required: bool = True
+    """Whether a node without it is unfit; else the node goes on without the bind."""
+    made: bool = False
+    """Whether the node creates the folder if it is missing."""
+
+    @property
+    def origin(self) -> str:
+        """Who asks for it, and why."""
+        return f"{self.source}: {self.why}"
+
+
+class Plan(_Model):
+    """One attempt at a run, ready to be rendered and started."""
 
     version: Literal[1] = 1
     """The version of the plan's format; a dray with another one refuses the plan."""
@@ -105,7 +192,7 @@ class Plan(BaseModel):
     @property
     def by_slurm(self) -> bool:
         """Whether Slurm starts the nodes."""
-        return self.world.identity == SLURM
+        return bool(self.world.task)
 
     def refuse(self) -> None:
         """Raise the first finding that refuses the run, if there is one."""

@@ -1,45 +1,36 @@
-"""What `dray tune` may change of a recipe: how it computes, and never what it trains."""
+"""What `dray tune` may change of a recipe, how it computes and never what it trains; and the search for the fastest.
+
+The search is a coordinate descent from the recipe's own setting. The micro-batch grows, or else shrinks, as long as
+that is not slower. Then one key after another is changed alone, and with larger micro-batches, if it makes room. A
+change stays if it is faster by more than both spreads. If none is, two changes may make room for a larger micro-batch.
+A round that changes nothing is the last.
+"""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from dray.config.model import explained
+from dray.config.model import validate
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES
 from dray.contract.findings import ConfigError
+from dray.planning.estimates import model_shape
 from dray.planning.schema import Plan
 
 Value = str | int | bool
+Changes = Mapping[str, Value]
 STRATEGY, ROWS, CHECKPOINTING = "train.strategy", "batch.per_device", "train.activation_checkpointing"
 COMPILE, LOSS, SHARD = "train.compile", "train.loss", "train.fsdp_shard"
 KEYS = (ROWS, STRATEGY, CHECKPOINTING, COMPILE, LOSS, SHARD)
 """In the order of the search: the fastest strategy depends more on the micro-batch than the reverse."""
-SAVERS: tuple[Mapping[str, Value], ...] = (
-    {CHECKPOINTING: True},
-    {LOSS: "chunked"},
-    {CHECKPOINTING: True, LOSS: "chunked"},
-)
-"""Changes that make room for a larger micro-batch."""
-
-
-class Axis(NamedTuple):
-    """A key and its values: numbers in ascending order, others with the recipe's own first."""
-
-    key: str
-    values: tuple[Value, ...]
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the values have an order, so that the search can follow one direction."""
-        return self.key == ROWS
+_CHOICES: dict[str, tuple[Value, ...]] = {
+    STRATEGY: tuple(STRATEGIES), CHECKPOINTING: (False, True), COMPILE: (False, True),
+    LOSS: ("full", "chunked"), SHARD: ("node", "all"),
+}  # fmt: skip
 
 
 class Candidate(NamedTuple):
@@ -51,7 +42,7 @@ class Candidate(NamedTuple):
         """The key's value; None if the key has no effect with the others."""
         return dict(self.values).get(key)
 
-    def changed(self, changes: Mapping[str, Value]) -> Candidate:
+    def changed(self, changes: Changes) -> Candidate:
         """The candidate with these changes; train.fsdp_shard stays only with fsdp."""
         values = {**dict(self.values), **changes}
         if values[STRATEGY] != "fsdp":
@@ -63,126 +54,169 @@ class Candidate(NamedTuple):
         return [pair for pair in self.values if pair not in other.values]
 
 
-@dataclass(frozen=True)
-class Space:
+class Space(NamedTuple):
     """All candidates of a recipe on so many ranks."""
 
     start: Candidate
     """The recipe's own setting."""
-    axes: tuple[Axis, ...]
-    """The keys that have several values."""
+    axes: Mapping[str, Sequence[Changes]]
+    """The changes of each key that has several, the recipe's own among them; micro-batches in ascending order."""
 
     def every(self) -> Iterator[Candidate]:
         """Each candidate of the grid once, those nearest to the recipe's own first."""
         candidates = [self.start]
-        for axis in self.axes:
-            candidates += [
-                other
-                for candidate in candidates
-                for value in axis.values
-                if (other := self.moved(candidate, {axis.key: value})) and other != candidate
-            ]
-        return iter(sorted(dict.fromkeys(candidates), key=lambda other: len(other.differences(self.start))))
-
-    def moved(self, candidate: Candidate, changes: Mapping[str, Value]) -> Candidate | None:
-        """The candidate with these values; None if a key has no effect, or no such value here."""
-        allowed = {axis.key: axis.values for axis in self.axes}
-        if any(value != candidate.get(key) and value not in allowed.get(key, ()) for key, value in changes.items()):
-            return None
-        if SHARD in changes and candidate.get(STRATEGY) != "fsdp":
-            return None
-        first = {SHARD: allowed[SHARD][0]} if SHARD in allowed and candidate.get(SHARD) is None else {}
-        return candidate.changed({**first, **changes})
+        for options in self.axes.values():
+            candidates = [candidate.changed(option) for candidate in candidates for option in options]
+        return iter(sorted(candidates, key=lambda candidate: len(candidate.differences(self.start))))
 
 
 def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str]) -> Space:
     """The candidates of a planned recipe: the `keys` to tune, with the values `given` for some of them."""
-    recipe, shares, ranks = plan.recipe, plan.batch, plan.world
-    train = recipe.train
-    assert train is not None
-    assert shares is not None
-    assert shares.per_device is not None
-    start: dict[str, Value] = {
-        STRATEGY: train.strategy, ROWS: shares.per_device, CHECKPOINTING: train.activation_checkpointing,
-        COMPILE: train.compile, LOSS: train.loss, SHARD: train.fsdp_shard,
-    }  # fmt: skip
-    rows = shares.global_size // ranks.size
-    sharded = len(ranks.nodes) > 1 and ranks.ranks_per_node > 1
-    known: dict[str, Sequence[Value]] = {
-        STRATEGY: tuple(STRATEGIES) if ranks.size > 1 and not train.deepspeed else (),
-        ROWS: _divisors(rows),
-        CHECKPOINTING: (False, True),
-        COMPILE: (False, True),
-        LOSS: ("full", "chunked"),
-        SHARD: ("node", "all") if sharded else (),
-    }
-    if wrong := [value for value in given.get(ROWS, ()) if value not in known[ROWS]]:
-        raise ConfigError(
-            f"global batch {shares.global_size} is not divisible by {ranks.size} ranks x {wrong[0]} per device",
-            where=ROWS, wanted=f"some of {', '.join(map(str, known[ROWS]))}", found=", ".join(map(str, given[ROWS])),
-        )  # fmt: skip
-    axes = []
-    for key in KEYS:
-        values = tuple(dict.fromkeys([start[key], *given.get(key, known[key])])) if key in keys else ()
-        values = tuple(sorted(values)) if key == ROWS else values
-        axes += [Axis(key, values)] if len(values) > 1 else []
-    if SHARD not in {axis.key for axis in axes}:
-        start.pop(SHARD)
-    return Space(Candidate(tuple(start.items())).changed({}), tuple(axes))
+    recipe, size, nodes = plan.recipe.model_copy(update={"batch": plan.batch}), plan.world.size, len(plan.world.nodes)
+    start: dict[str, Any] = {key: attrgetter(key)(recipe) for key in KEYS}
+    batch, deepspeed = attrgetter("batch.global_size", "train.deepspeed")(recipe)
+    rows = batch // size
+    known: dict[str, Sequence[Value]] = {**_CHOICES, ROWS: [count for count in range(1, rows + 1) if rows % count == 0]}
+    for key, options in given.items():
+        if wrong := [value for value in options if value not in known[key]]:
+            raise ConfigError(
+                f"{key} cannot have this value", wanted=f"some of {', '.join(map(str, known[key]))}", found=wrong[0]
+            )
+    if size == 1 or deepspeed:
+        known[STRATEGY] = ()
+    if nodes in (1, size):
+        known[SHARD] = ()
+    chosen = {key: [start[key]] for key in KEYS}
+    for key in keys:
+        chosen[key] = list(dict.fromkeys([start[key], *given.get(key, known[key])]))
+    chosen[ROWS].sort()
+    shards = chosen.pop(SHARD)
+    axes = {key: [{key: value} for value in options] for key, options in chosen.items()}
+    if len(shards) == 1:
+        del start[SHARD]
+    elif "fsdp" in chosen[STRATEGY]:
+        axes[STRATEGY].remove({STRATEGY: "fsdp"})
+        axes[STRATEGY] += [{STRATEGY: "fsdp", SHARD: shard} for shard in shards]
+    tuned = {key: options for key, options in axes.items() if len(options) > 1}
+    return Space(Candidate(tuple(start.items())).changed({}), tuned)
 
 
-def _divisors(number: int) -> list[int]:
-    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
-    return sorted({*small, *(number // count for count in small)})
-
-
-_CHOICES: dict[str, tuple[Value, ...]] = {
-    STRATEGY: tuple(STRATEGIES), CHECKPOINTING: (False, True), COMPILE: (False, True),
-    LOSS: ("full", "chunked"), SHARD: ("node", "all"),
-}  # fmt: skip
-
-
-def values(key: str, text: str) -> tuple[Value, ...]:
+def values(text: str) -> tuple[Value, ...]:
     """The values of a key to tune, which the text separates by commas."""
-    chosen = []
-    for word in map(str.strip, text.split(",")):
-        named = {str(choice).lower(): choice for choice in _CHOICES.get(key, ())}
-        value = named.get(word) if named else int(word) if re.fullmatch("[1-9][0-9]{0,8}", word) else None
-        if value is None:
-            wanted = f"some of {', '.join(named)}" if named else "whole numbers from 1 on"
-            raise ConfigError(f"{key} cannot have this value", wanted=wanted, found=word or text)
-        chosen.append(value)
-    return tuple(chosen)
+    bools = {"true": True, "false": False}
+    texts = [word.strip() for word in text.split(",")]
+    return tuple(int(word) if re.fullmatch("[0-9]{1,9}", word) else bools.get(word, word) for word in texts)
 
 
 def keys(text: str) -> tuple[str, ...]:
     """The keys that --keys names, by their whole name or its last part."""
-    chosen = []
-    for word in map(str.strip, text.split(",")):
-        fitting = [key for key in KEYS if word in (key, key.partition(".")[2])]
-        if not fitting:
-            raise ConfigError(
-                "--keys names a key that dray does not tune", wanted=f"some of {', '.join(KEYS)}", found=word or text,
-                fix="dray sweep RECIPE KEY=VALUE,VALUE compares other keys",
-            )  # fmt: skip
-        chosen += fitting
-    return tuple(dict.fromkeys(chosen))
+    named = {name: key for key in KEYS for name in (key, key.partition(".")[2])}
+    asked = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in asked if word not in named]:
+        raise ConfigError(
+            "--keys names a key that dray does not tune", wanted=f"some of {', '.join(KEYS)}", found=wrong[0] or text,
+            fix="dray sweep RECIPE KEY=VALUE,VALUE compares other keys",
+        )  # fmt: skip
+    return tuple(dict.fromkeys(named[word] for word in asked))
 
 
 def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> Recipe:
     """The recipe with the candidate's values. ConfigError: they do not go together."""
-    assert recipe.batch is not None
-    table = recipe.model_dump(mode="json", exclude_unset=True)
-    for key, value in candidate.values:
-        part, _, name = key.partition(".")
-        table[part][name] = value
-    rows = candidate.get(ROWS)
-    assert isinstance(rows, int)
-    table["batch"]["gradient_accumulation_steps"] = recipe.batch.global_size // (ranks * rows)
+    batch, rows = attrgetter("batch.global_size")(recipe), candidate.get(ROWS)
+    settings = [f"{key}={str(value).lower()}" for key, value in candidate.values]
+    settings.append(f"batch.gradient_accumulation_steps={batch // (ranks * int(rows or 1))}")
     if candidate.get(STRATEGY) != start.get(STRATEGY):
-        table["train"].pop("offload", None)
-    try:
-        return Recipe.model_validate_json(json.dumps(table))
-    except ValidationError as wrong:
-        text = explained(wrong).replace("Value error, ", "")
-        raise ConfigError(text.partition("\n")[0], where="recipe") from wrong
+        settings.append("train.offload=")
+    return validate(Recipe, recipe.model_dump(exclude_unset=True), settings, what="the candidate")
+
+
+def tolerance(recipe: Recipe, configuration: Mapping[str, Any], *, exact: float) -> tuple[float, str]:
+    """By how much the losses of one step may differ, relative to their value, and why.
+
+    Sums of two settings have other orders, and dropouts other random numbers.
+    """
+    model = model_shape.completed(configuration)
+    precision, tf32 = attrgetter("train.precision", "train.tf32")(recipe)
+    lora = recipe.has_lora and attrgetter("lora.dropout")(recipe)
+    dropout = any("drop" in key and isinstance(value, int | float) and value for key, value in model.items())
+    if lora or dropout or recipe.has_analog:
+        return 0.05, "dropout and noise have random numbers that depend on the micro-batch"
+    if precision != "fp32":
+        return 0.02, f"{precision} has few digits"
+    if tf32 and recipe.image != "cpu":
+        return 2e-3, "TF32 has 10 bits of mantissa"
+    return exact, "fp32"
+
+
+class Figure(NamedTuple):
+    """A candidate's speed: the median of its steps in tokens a second, and within what distance half of them are."""
+
+    speed: float
+    spread: float
+    memory: float = 0.0
+
+
+Measure = Callable[[Candidate], Figure | None]
+"""None: the candidate cannot run. The search asks for the same candidate often; measure it once."""
+
+
+def beats(one: Figure, other: Figure) -> bool:
+    """Whether `one` is faster than `other` by more than noise."""
+    return one.speed - other.speed > one.spread + other.spread
+
+
+def best(measured: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Candidate | None:
+    """Of the candidates that none beats: the one with the fewest changes, then the least memory, then the fastest."""
+    rows = list(measured)
+    if not rows:
+        return None
+    fastest = max(figure for _, figure in rows)
+    tied = [(candidate, figure) for candidate, figure in rows if not beats(fastest, figure)]
+    return min(tied, key=lambda row: (len(row[0].differences(start)), row[1].memory, -row[1].speed))[0]
+
+
+def descend(space: Space, measure: Measure) -> None:
+    """Measure candidates up to the fastest, from the recipe's own on, or the nearest candidate that runs."""
+    sizes = list(space.axes.get(ROWS, [{ROWS: space.start.get(ROWS) or 1}]))
+    options = [option for key in space.axes if key != ROWS for option in space.axes[key]]
+    before: Candidate | None = None
+    current = next((candidate for candidate in space.every() if measure(candidate)), None)
+    while current and current != before:
+        before = current
+        current = _follow(current, sizes, measure)
+        if current == before:
+            current = _follow(current, sizes[::-1], measure)
+        current = _fastest(current, options, sizes, measure)
+        larger = _beyond(current, sizes)
+        if current == before and larger:
+            pairs = [{**first, **second, **larger[0]} for first, second in combinations(options, 2)]
+            current = _fastest(current, pairs, sizes, measure)
+
+
+def _fastest(current: Candidate, options: Iterable[Changes], sizes: Sequence[Changes], measure: Measure) -> Candidate:
+    """The candidate with the best of these changes, each with its best micro-batch."""
+    for option in options:
+        other = current.changed(option)
+        if measure(other):
+            current = _better(_follow(other, sizes, measure), current, measure)
+    return current
+
+
+def _beyond(current: Candidate, sizes: Sequence[Changes]) -> Sequence[Changes]:
+    return sizes[sizes.index({ROWS: current.get(ROWS) or 1}) + 1 :]
+
+
+def _follow(current: Candidate, sizes: Sequence[Changes], measure: Measure) -> Candidate:
+    """The candidate with the next of these micro-batches, and the next, as long as it fits and is not slower."""
+    chosen = current
+    for size in _beyond(current, sizes):
+        other = current.changed(size)
+        if _better(chosen, other, measure) == chosen:
+            break
+        chosen = _better(other, chosen, measure)
+    return chosen
+
+
+def _better(other: Candidate, current: Candidate, measure: Measure) -> Candidate:
+    figure, known = measure(other), measure(current)
+    return other if figure and (known is None or beats(figure, known)) else current

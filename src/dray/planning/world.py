@@ -1,28 +1,25 @@
-"""Decides the nodes of a run, the ranks on each of them, and the port of the rendezvous."""
+"""The nodes of a run, the ranks on each of them, the port of the rendezvous, and each rank's share of the batch."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.contract.findings import ConfigError
+from dray.config.training import Batch
+from dray.contract.findings import ConfigError, UnfitError, counted
 from dray.facts import Facts
-from dray.planning.choice import Choice
+from dray.planning.schema import Choice, Identity, Node, World
 
-_Identity = Literal["node", "nodes", "name", "cpus", "image"]
 # Which variable tells a node who it is and what it has, by who started it.
-_LOCAL: dict[_Identity, str] = {
+_LOCAL: dict[Identity, str] = {
     "node": "DRAY_NODE",
     "nodes": "DRAY_NODES",
     "name": "DRAY_NODE_NAME",
     "cpus": "DRAY_CPUS",
     "image": "DRAY_IMAGE_ID",
 }
-SLURM: dict[_Identity, str] = {
+SLURM: dict[Identity, str] = {
     "node": "SLURM_NODEID",
     "nodes": "SLURM_STEP_NUM_NODES",
     "name": "SLURMD_NODENAME",
@@ -32,15 +29,14 @@ SLURM: dict[_Identity, str] = {
 # What a task of srun has and programs read. With SLURM_STEP_ID Open MPI 4 would take each rank for a task of srun that
 # lacks PMI, and end it.
 _TASK = (
-    *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME"),
-    *("SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_JOBID", "SLURM_JOB_ACCOUNT", "SLURM_JOB_CPUS_PER_NODE"),
-    *("SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"),
-    *("SLURM_JOB_PARTITION", "SLURM_JOB_START_TIME", "SLURM_JOB_USER", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID"),
-    *("SLURM_NNODES", "SLURM_NODELIST", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID"),
-    *("SLURM_RESTART_COUNT", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-    *("SLURM_SUBMIT_DIR", "SLURM_TASKS_PER_NODE"),
-)
-_IDENTITY = {"slurm": SLURM, "local": _LOCAL, "hosts": _LOCAL}
+    "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME", "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS_ON_NODE", "SLURM_JOBID", "SLURM_JOB_ACCOUNT", "SLURM_JOB_CPUS_PER_NODE", "SLURM_JOB_END_TIME",
+    "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION",
+    "SLURM_JOB_START_TIME", "SLURM_JOB_USER", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID", "SLURM_NNODES",
+    "SLURM_NODELIST", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_RESTART_COUNT",
+    "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_SUBMIT_DIR",
+    "SLURM_TASKS_PER_NODE",
+)  # fmt: skip
 # What to type where the scheduler gave no GPU, or none was asked for before there is a job.
 _MORE_GPUS = {
     "slurm": "add --gpus-per-node=N (some sites want --gres=gpu:N) to sbatch",
@@ -51,86 +47,79 @@ _MORE_GPUS = {
 _FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), where any client may sit on a port
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Node(_Model):
-    """A node as the others reach it."""
-
-    name: str
-    """The node's name in Slurm, or in the hostfile."""
-    address: str
-    """The name or the address at which the others reach it."""
-
-
-class World(_Model):
-    """The nodes and ranks of a run, and where the rendezvous is."""
-
-    nodes: tuple[Node, ...]
-    """The nodes that take part, in the order of their numbers."""
-    ranks_per_node: int
-    """How many ranks each node starts."""
-    size: int
-    """The world size: ranks of all nodes together."""
-    master: str
-    """The name or the address of the first node, which holds the rendezvous."""
-    port: int
-    """The port of the rendezvous; 0 where the first node chooses a free one and writes it to rendezvous.json."""
-    interfaces: tuple[str, ...]
-    """The site's network interfaces, on one of which the first node listens; empty: the route decides."""
-    rendezvous_timeout_s: int
-    """Seconds that a node waits for the others in the rendezvous."""
-    max_restarts: int
-    """How often the runners may start all ranks again within the job."""
-    spares: tuple[str, ...]
-    """Spare nodes of the job, which take no part until a node fails."""
-    cores: tuple[str, ...]
-    """The cores of each local rank, from the site's CPU map; empty: each node divides its own cores."""
-    one_machine: bool
-    """Whether all nodes are this machine."""
-    shared_folder: bool
-    """Whether all nodes see the run folder at the same place."""
-    identity: dict[_Identity, str]
-    """The variables in which a node finds its number, the number of nodes, its name, its cores and its image."""
-    task: tuple[str, ...]
-    """The variables of Slurm's task on a node that its ranks see too; none without Slurm."""
-
-
 def port_of(run: str) -> int:
     """A port made from the run's name, so that every machine has the same one."""
     return _FIRST_PORT + int(hashlib.sha256(run.encode()).hexdigest()[:6], 16) % _PORTS
 
 
+def select(recipe: Recipe, facts: Facts) -> Facts:
+    """The facts with the nodes that take part: all but the spare ones; fewer once nodes failed and no spare is left."""
+    if facts.scheduler != "slurm" or facts.login or not (recipe.spares or facts.lost):
+        return facts
+    hosts = facts.hosts()
+    left = [host for host in hosts if host not in facts.lost]
+    whole = len(hosts) - recipe.spares
+    if whole < 1:
+        raise ConfigError(
+            "all nodes of the job would be spare nodes",
+            wanted=f"more than {counted(recipe.spares, 'node')}, since spares = {recipe.spares} take no part at first",
+            found=counted(len(hosts), "node"),
+            fix=f"sbatch --nodes={recipe.spares + 1} or more, or spares=0",
+        )
+    count = whole
+    if len(left) < whole:
+        count = fewer(recipe, ranks_per_node(recipe, facts).value, len(left))
+    if not count:
+        raise UnfitError(
+            "no spare node is left",
+            wanted=counted(whole, "node"),
+            found=f"{' '.join(left) or 'none'}; {' '.join(facts.lost)} failed before",
+            fix="submit again, with more spares, or with min_nodes (docs/survive.md)",
+        )
+    chosen = {"nodelist": ",".join(left[:count]), "nodes": count, "missing": whole - count}
+    return facts.model_copy(update={**chosen, "spares": tuple(left[count:])})
+
+
+def fewer(recipe: Recipe, ranks_per_node: int, left: int) -> int:
+    """The most of the `left` nodes that divide the global batch, in whole groups of train.fsdp_shard; 0 if too few."""
+    if not recipe.min_nodes:
+        return 0
+    shard = recipe.train.fsdp_shard if recipe.train else "auto"
+    group = shard if isinstance(shard, int) else 1
+    for count in range(left - left % group, recipe.min_nodes - 1, -group):
+        if not recipe.batch or recipe.batch.global_size % (count * ranks_per_node) == 0:
+            return count
+    return 0
+
+
 def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, str]]:
     """The world of a run, and the reasons of the choices by name."""
-    hosts = facts.hosts()
-    ranks, chosen_port = ranks_per_node(recipe, facts), _port(recipe, facts)
-    why_nodes = (
-        "from the scheduler"
-        if len(hosts) == recipe.nodes
-        else f"from the scheduler; the recipe has nodes = {recipe.nodes}"
-    )
+    hosts, ranks, port = facts.hosts(), ranks_per_node(recipe, facts), _port(recipe, facts)
+    nodes = f"{len(hosts)}: from the scheduler"
+    if len(hosts) != recipe.nodes:
+        nodes += f"; the recipe has nodes = {recipe.nodes}"
     if (recipe.spares or facts.lost) and not facts.login:
-        why_nodes += (
-            f"; spare: {' '.join(facts.spares) or 'none'}{'; failed: ' * bool(facts.lost)}{' '.join(facts.lost)}"
-        )
-    why_nodes += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})" * bool(facts.missing)
+        nodes += f"; spare: {' '.join(facts.spares) or 'none'}"
+    if facts.lost:
+        nodes += f"; failed: {' '.join(facts.lost)}"
+    if facts.missing:
+        nodes += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})"
     interfaces = f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""
-    masks = f"{' '.join(site.cores)}: site {site.name}, whose jobs have whole nodes"
     reasons = {
-        "nodes": f"{len(hosts)}: {why_nodes}",
+        "nodes": nodes,
         "ranks_per_node": f"{ranks.value}: {ranks.why}",
         "master": f"{hosts[0]}: the first of {facts.nodelist}{interfaces}",
-        "port": f"{chosen_port.value or 'any'}: {chosen_port.why}",
-        "cores": masks if site.cores else "each node divides its own among its ranks",
+        "port": f"{port.value or 'any'}: {port.why}",
+        "cores": f"{' '.join(site.cores)}: site {site.name}, whose jobs have whole nodes"
+        if site.cores
+        else "each node divides its own among its ranks",
     }
     world = World(
         nodes=tuple(Node(name=host, address=facts.address or host) for host in hosts),
         ranks_per_node=ranks.value,
         size=len(hosts) * ranks.value,
         master=facts.address or hosts[0],
-        port=chosen_port.value,
+        port=port.value,
         interfaces=site.interfaces,
         rendezvous_timeout_s=recipe.rendezvous_timeout_s,
         max_restarts=recipe.max_restarts,
@@ -138,7 +127,7 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         cores=site.cores,
         one_machine=facts.scheduler == "local",
         shared_folder=facts.scheduler != "hosts",
-        identity=_IDENTITY[facts.scheduler],
+        identity=SLURM if facts.scheduler == "slurm" else _LOCAL,
         task=_TASK if facts.scheduler == "slurm" else (),
     )
     return world, reasons
@@ -170,3 +159,29 @@ def _port(recipe: Recipe, facts: Facts) -> Choice[int]:
     if facts.port:
         return Choice(facts.port, "from the run's name, since machines of a hostfile share no folder")
     return Choice(0, "a free one, which the first node chooses and writes to rendezvous.json")
+
+
+def divide(batch: Batch, *, world_size: int, at_first: int = 0) -> Batch:
+    """Divide the global batch exactly among the ranks, and fill in what the recipe leaves open.
+
+    If there were more ranks `at_first`, each takes no more rows at a time than it did then.
+    """
+    size, each, steps = batch.global_size, batch.per_device, batch.gradient_accumulation_steps
+    if at_first > world_size and size % world_size == 0:
+        before, rows = divide(batch, world_size=at_first).per_device or 1, size // world_size
+        each = max(count for count in range(1, before + 1) if rows % count == 0)
+        steps = rows // each
+    fixed = world_size * (each or 1) * (steps or 1)
+    rest = size // fixed
+    sizes = [fixed] if each and steps else [rest * fixed, rest * fixed + fixed]
+    if size not in sizes:
+        raise ConfigError(
+            f"global batch {size} is not divisible by {counted(world_size, 'rank')}",
+            where="recipe [batch]",
+            wanted="global_size = per_device x gradient_accumulation_steps x ranks",
+            found=f"{size} = {each or '?'} x {steps or '?'} x {world_size}",
+            fix=f"set batch.global_size to {' or '.join(str(number) for number in sizes if number)}, "
+            "or change another of the factors",
+        )
+    steps = steps or (rest if each else 1)
+    return batch.model_copy(update={"per_device": each or rest, "gradient_accumulation_steps": steps})

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from dray.contract.findings import RetryError, UnfitError
@@ -19,32 +20,23 @@ _BUSY_S = 5.0  # a run that is ending gives its port back within seconds
 
 def listen(world: Mapping[str, Any]) -> socket.socket:
     """A listening socket on the plan's port, or on a free one that the kernel chooses."""
-    deadline = time.monotonic() + _BUSY_S
-    while True:
-        try:
-            return _bind(world)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
+    deadline, last = time.monotonic() + _BUSY_S, None
+    for address in addresses(world):
+        while True:
+            try:
+                return socket.create_server((address, world["port"]), backlog=max(_BACKLOG, len(world["nodes"])))
+            except OSError as error:
+                last = error
+            if last.errno != errno.EADDRINUSE:  # a name may stand for an address that only others see
+                break
             if time.monotonic() > deadline:
                 raise RetryError(
                     f"port {world['port']} is busy on {world['nodes'][0]['name']}",
                     wanted=f"port {world['port']} free on the first node",
                     found="another program listens there",
                     fix="remove `port` from the recipe, and dray takes a free one; or start the run again later",
-                ) from error
-        time.sleep(0.2)
-
-
-def _bind(world: Mapping[str, Any]) -> socket.socket:
-    last: OSError | None = None
-    for address in addresses(world):
-        try:
-            return socket.create_server((address, world["port"]), backlog=max(_BACKLOG, len(world["nodes"])))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # a name may stand for an address that only others see
-                raise
-            last = error
+                )
+            time.sleep(0.2)
     raise UnfitError(
         "the first node has no address that the other nodes reach",
         wanted=f"{world['master']} resolves to an address of the network between the nodes",
@@ -55,22 +47,25 @@ def _bind(world: Mapping[str, Any]) -> socket.socket:
 
 def addresses(world: Mapping[str, Any]) -> list[str]:
     """This node's addresses, the preferred one first; loopback for a run of one node."""
-    nodes = world["nodes"]
+    nodes, found = world["nodes"], []
     if len(nodes) == 1:
         return ["127.0.0.1"]
     # Machines of a hostfile reach one another by the file's names, and share no folder to learn another address from.
     if world["interfaces"] and world["shared_folder"]:
         return [interface(world["interfaces"])]
-    found = [_resolve(world["master"]), _route(nodes[1]["address"])]
+    with suppress(OSError):
+        found.append(socket.gethostbyname(world["master"]))
+    with suppress(OSError):
+        found.append(_route(nodes[1]["address"]))
     # A name that its own machine resolves to loopback, as Debian's does, is another address for the others.
-    return [one for one in found if one and (not one.startswith("127.") or one == world["master"])]
+    return [address for address in found if not address.startswith("127.") or address == world["master"]]
 
 
 def interface(names: list[str]) -> str:
     """The address of the first of these interfaces that this node has."""
-    found = (address for name in names if (address := _address(name)))
-    if first := next(found, ""):
-        return first
+    for name in names:
+        if address := _address(name):
+            return address
     raise UnfitError(
         "the first node has none of the site's network interfaces",
         wanted=" or ".join(names),
@@ -86,7 +81,7 @@ def gloo(address: str) -> dict[str, str]:
     """
     if address.startswith("127."):  # all of them are loopback's, which has one
         return {"GLOO_SOCKET_IFNAME": "lo"}
-    names = [name for _, name in socket.if_nameindex() if address and _address(name) == address]
+    names = [name for _, name in socket.if_nameindex() if _address(name) == address]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 
@@ -99,18 +94,8 @@ def _address(interface: str) -> str:
         return socket.inet_ntoa(found[20:24])
 
 
-def _resolve(name: str) -> str:
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return ""
-
-
 def _route(other: str) -> str:
     """The address from which this node would reach the other; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            any_socket.connect((other, 9))
-            return str(any_socket.getsockname()[0])
-        except OSError:
-            return ""
+        any_socket.connect((other, 9))
+        return str(any_socket.getsockname()[0])

@@ -11,14 +11,10 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
-
-TYPE_CHECKING = False  # typing's own would cost more than all else here
-if TYPE_CHECKING:
-    from dray.runner.save_request import SaveRequest
+from collections.abc import Callable, Container, Iterable, Mapping
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_ASKING_S = 1.0  # a program that is still loading handles the signal later
+_AGAIN_S = 0.5  # a program that is still loading handles the signal later, and one may not end
 _SWEEP_S = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
@@ -55,10 +51,6 @@ class Loop:
             if call := self._watched.get(file):
                 call()
 
-    def forget_all(self) -> None:
-        """Watch no file any more."""
-        self._poll.close()
-
 
 class Children(Loop):
     """The children of this process, each with a label that the caller gives, such as a rank."""
@@ -74,7 +66,7 @@ class Children(Loop):
             signal.signal(number, _through_the_pipe)
         self._serving: dict[int, Callable[[int], None]] = {}
         self._kill_at = 0.0
-        self._save_request: SaveRequest | None = None
+        self._asked: set[int] | None = None
 
     def start(
         self,
@@ -85,7 +77,6 @@ class Children(Loop):
         on_parent_death: int = signal.SIGTERM,
         session: bool = False,
         output: int | None = None,
-        inherit: int | None = None,
         ended: Callable[[int], None] | None = None,
     ) -> None:
         """Start a program; it gets the signal `on_parent_death` if this process is killed. OSError: it cannot start.
@@ -94,7 +85,6 @@ class Children(Loop):
         `ended` serves the others: nobody waits for it, and it ends with this process. If it ends before them, `wait`
         calls `ended` with its code.
         """
-        here = os.getpid()
         failed, report = os.pipe2(os.O_CLOEXEC)
         # A signal between fork and exec would be lost, or wake the parent by the pipe that both have.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
@@ -102,15 +92,11 @@ class Children(Loop):
         if child == 0:
             try:
                 _prctl(_PR_SET_PDEATHSIG, on_parent_death)
-                if os.getppid() != here:  # it died before it was asked for
-                    os._exit(128 + on_parent_death)
                 if session:
                     os.setsid()
                 if output is not None:
                     os.dup2(output, 1)
                     os.dup2(output, 2)
-                if inherit is not None:
-                    os.set_inheritable(inherit, True)
                 for number in STOPS:
                     signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -138,11 +124,19 @@ class Children(Loop):
 
     def ask(self) -> None:
         """Ask children and their children to save and end; `wait` asks those that do not handle the signal yet."""
-        if self._save_request is None:
-            from dray.runner.save_request import SaveRequest  # noqa: PLC0415  few runs are asked
+        if self._asked is None:
+            self._asked = set()
+            self._ask(self.running)
 
-            self._save_request = SaveRequest()
-            self._save_request.tell(self.running)
+    def _ask(self, processes: Iterable[int]) -> None:
+        """Send SIGUSR1 once to each process that handles it, and look at the children of the others: it kills those."""
+        assert self._asked is not None
+        for process in processes:
+            if not handles(process, signal.SIGUSR1):
+                self._ask(below(process))
+            elif process not in self._asked:
+                self._asked.add(process)
+                os.kill(process, signal.SIGUSR1)
 
     def end(self, grace: float) -> None:
         """Ask all children to end; `wait` kills those that have not ended after this many seconds."""
@@ -152,18 +146,13 @@ class Children(Loop):
 
     def wait(self, seconds: float | None = None) -> Events:
         """Wait for signals and ended children, for these seconds at most. A signal that came in `look` is there too."""
-        if self._signals:
-            seconds = 0.0
-        if self._kill_at:
-            left = self._kill_at - time.monotonic()
-            if left <= 0:
-                self.tell(signal.SIGKILL)
-                left = 1.0
-            seconds = left if seconds is None else min(seconds, left)
-        if self._save_request:
-            self._save_request.tell(self.running)
-            seconds = _ASKING_S if seconds is None else min(seconds, _ASKING_S)
-        self.look(seconds)
+        if self._asked is not None:
+            self._ask(self.running)
+        if 0 < self._kill_at < time.monotonic():
+            self.tell(signal.SIGKILL)
+        if self._kill_at or self._asked is not None:
+            seconds = _AGAIN_S if seconds is None else min(seconds, _AGAIN_S)
+        self.look(0.0 if self._signals else seconds)
         events = Events()
         events.signals, self._signals = self._signals, []
         while self.running:
@@ -185,18 +174,9 @@ class Children(Loop):
 
         After `adopt` these include what a launcher has left behind. They have the rest of the grace of `end`.
         """
-        told: set[int] = set()
-        while time.monotonic() < self._kill_at and (left := set(_children()) - self._serving.keys()):
-            for child in left - told:
-                os.kill(child, signal.SIGTERM)
-            told |= left
-            _pause()
-        deadline = time.monotonic() + limit
-        while (left := set(_children())) and time.monotonic() < deadline:
-            for child in left:
-                os.kill(child, signal.SIGKILL)
-            _pause()
-        self.running, self._kill_at, self._save_request = {}, 0.0, None
+        _signal_all(signal.SIGTERM, self._kill_at, self._serving)
+        left = _signal_all(signal.SIGKILL, time.monotonic() + limit)
+        self.running, self._kill_at, self._asked = {}, 0.0, None
         self._serving.clear()
         return not left
 
@@ -217,32 +197,43 @@ def adopt() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _children() -> list[int]:
-    """The children of this process that can still run."""
-    found, me = [], str(os.getpid())
-    for name in filter(str.isdigit, os.listdir("/proc")):
+def _signal_all(number: int, deadline: float, spared: Container[int] = ()) -> list[int]:
+    """Signal each child once, and reap those that end, until the deadline; return those that are left."""
+    signalled: set[int] = set()
+    while (left := [child for child in below(os.getpid()) if child not in spared]) and time.monotonic() < deadline:
+        for child in left:
+            if child not in signalled:
+                os.kill(child, number)
+        signalled.update(left)
+        time.sleep(_SWEEP_S)
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-        except OSError:  # it has ended
-            continue
-        if parent.decode() == me and state != b"Z":
-            found.append(int(name))
-    return found
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # none is left
+            pass
+    return left
 
 
-def _pause() -> None:
-    """Wait until more children may have ended, and reap those that have."""
-    time.sleep(_SWEEP_S)
-    while _reap():
-        pass
-
-
-def _reap() -> int:
+def handles(process: int, number: int) -> bool:
+    """Whether the process has a handler for this signal."""
     try:
-        return os.waitpid(-1, os.WNOHANG)[0]
-    except ChildProcessError:
-        return 0
+        with open(f"/proc/{process}/status", "rb") as file:
+            caught = next(line for line in file if line.startswith(b"SigCgt:"))
+    except OSError:  # it has ended
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def below(process: int) -> list[int]:
+    """The children of all the process's threads."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+    except OSError:  # it has ended
+        pass
+    return found
 
 
 def die_with_parent() -> int:

@@ -7,7 +7,6 @@ without a last message, its runner was killed or its node is gone.
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from dray.runner.children import Children, exit_code
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
 from dray.runner.hub import Connection
-from dray.runner.process_group import Joined
 from dray.runner.protocol import (
     Ended,
     Failed,
@@ -30,13 +28,11 @@ from dray.runner.protocol import (
     ReportsWanted,
     Restart,
     Save,
-    Saved,
     StartTimes,
     Stop,
 )
 from dray.runner.start_timings import StartTimings
 
-_STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
 _LOOK_S, _COLLECTING_S = 1.0, 0.1
@@ -44,16 +40,15 @@ _KILLING_S = 10.0  # from SIGKILL to the end of what can end
 _PART_S = 5.0  # from the last word to the close, for an end that does not read
 _REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
 _FIRST_S = 5.0  # more for the first node's word
-_CALLING_S = 0.5  # for all nodes to leave for the next rendezvous; one that stands still holds up no other
 _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
 
 
 class Control:
     """This node's side. On the first node `channels` lead to all other nodes; on the others, to the first one.
 
-    A node whose launcher has ended kills what that has left behind, tells the first node that it is idle, and waits.
-    The first node says whether all start again, and ends last. When one node fails, srun kills all others at once, and
-    with them the program that has mounted the image: a rank that still runs then may outlive the job.
+    What ends the run goes to the first node, and from there to all. A node whose launcher has ended kills what that has
+    left behind, tells the first node that it is idle, and waits. The first node says whether all start again, and ends
+    last: with the first node that fails srun kills all others, and with them the program that has mounted the image.
     """
 
     def __init__(
@@ -62,82 +57,88 @@ class Control:
         me: int,
         children: Children,
         channels: Mapping[int, Connection],
-        start: Restart,
-        port: int,
-        watch: FileWatch,
         timings: StartTimings,
     ) -> None:
-        """`port` is the store's."""
-        world, watched = plan["world"], plan.get("recipe", {}).get("hang_timeout_s") != 0
-        self.cause: Finding | None = None
-        self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
-        self.stopped = False
-        self._stops_now = False
+        self._plan, self._me, self._children, self._timings = plan, me, children, timings
+        self._file_watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
+        self._open = dict(channels)
+        self.asked = False
+        """Whether all ranks are to save and end."""
+        self.stopped = self._stops_now = False
+        self.can_restart = True
+        self._closing = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
-        self.next: Restart | None = None
-        self._left = world["max_restarts"] - start.number
-        self._idle: set[int] = set()
         self.preflight: dict[int, list[dict[str, Any]]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
         self.report_wanted = False
-        self._file_watch, self._timings = watch, timings
-        self.joined = Joined(plan, me, port)
-        self.hang = Hang(plan, me, start.number, watch.size) if watched else None
-        self._names = [node["name"] for node in world["nodes"]]
-        self._me, self._children = me, children
-        self._open = dict(channels)
-        self._parts = False
+        self._begin(Restart())
         for node, connection in channels.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
+
+    def _begin(self, start: Restart) -> None:
+        """Begin a start of all ranks: nothing is known of them yet."""
+        self.start = start
+        self.cause: Finding | None = None
+        self.saved = False
+        """Whether the cause is that ranks have saved and ended, as they were asked to."""
+        self._idle: set[int] = set()
+        watched = self._plan.get("recipe", {}).get("hang_timeout_s") != 0
+        self.hang = Hang(self._plan, self._me, start.number, self._file_watch.size) if watched else None
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
         """Wait until the launchers of all nodes, and their processes, have ended; return this node's exit code.
 
         `explain` turns the launcher's exit code into the reason why this node has failed.
         """
-        code, deadline, idle = 0, 0.0, False
-        while self._children.running or self._waits():
-            if self._ends():
-                if not self._children.running and self.may_restart():
-                    break
-                deadline = deadline or time.monotonic() + _REST + (_FIRST_S if self._me else 0.0)
+        start, code, deadline, idle = self.start, 0, 0.0, not self._me
+        while self.start is start and (self._children.running or self._waits()):
+            if self._ending and not (self.stopped and self._children.running):
+                deadline = deadline or time.monotonic() + _REST + _FIRST_S * bool(self._me)
                 if time.monotonic() > deadline:
                     break
-            events = self._children.wait(_COLLECTING_S if self._hangs() else _LOOK_S)
+            events = self._children.wait(_COLLECTING_S if self._hangs else _LOOK_S)
             self._obey(self._file_watch.stop_lines)
             for number in events.signals:
                 self.heard(number)
             self._watch()
-            self.joined.look()
             self._tell_times(last=not self._children.running)
             for code in events.ended.values():
-                if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
+                if code and not self._ending and not self._hangs:
                     self._failed(explain(code))
-            if self._me and not idle and not self._children.running and not self._hangs():
+            if not idle and not self._children.running and not self._hangs:
                 idle = True
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
-                self._children.sweep(_KILLING_S)
-                self._tell_all(Idle(tuple(self.joined.ranks)))
+                self.can_restart = self._children.sweep(_KILLING_S) and self.can_restart
+                self._tell_all(Idle(self.can_restart))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
 
-    def _ends(self) -> bool:
-        """Whether all nodes are to end now. After a stop its ranks may still save, for as long as Slurm lets them."""
-        if self.stopped:
-            return not self._children.running
-        return self.cause is not None and not self.saved and not self._hangs()
+    @property
+    def _ending(self) -> bool:
+        """Whether the ranks of all nodes are to end now. After a stop, as after a request, they may still save."""
+        return self.stopped or (self.cause is not None and not self.saved and not self._hangs)
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether the run hangs, and the first node has not yet named the cause."""
+        return self.hang is not None and self.hang.open and not self.stopped
+
+    def _waits(self) -> bool:
+        """Whether this node waits for others."""
+        if self._me:
+            return bool(self._open)
+        return self._hangs or not self._idle.issuperset(self._open)
 
     def _watch(self) -> None:
         """Watch whether the ranks make progress; if they hang, end them with the reason."""
-        if self.hang is None or self.stopped or (self.cause and not self.saved and not self._hangs()):
+        if self.hang is None or self._ending:
             return
         for message in self.hang.look():
             self._tell_all(message)
         self.cause = self.cause or self.hang.begun
         if found := self.hang.named:
-            self.saved = False
             print(f"dray: the run ends: {found}", file=sys.stderr, flush=True)
             self.fail(found)
             self._children.end(_HUNG_GRACE)
@@ -146,34 +147,59 @@ class Control:
         if parts := self._timings.look(last=last):
             self._tell_all(StartTimes(parts))
 
-    def _hangs(self) -> bool:
-        """Whether the run hangs, and the first node has not yet named the cause."""
-        return self.hang is not None and self.hang.open
-
     def ask(self) -> None:
-        """Ask the ranks of all nodes to save and end."""
+        """Ask the ranks of all nodes to save and end; those of a start that has begun since are asked too."""
+        self._children.ask()
         if not self.asked:
-            self.asked = True
+            self.asked, self.can_restart = True, False
             print("dray: the ranks are asked to save and end", flush=True)
-            self._children.ask()
             self._tell_all(Save())
 
-    def _failed(self, found: Finding) -> None:
-        """Note a failure; a rank that was asked to save, and ends with 75, has not failed."""
-        if not self.asked or found.code != exit_codes.RETRY:
-            self.saved = False
-            self.fail(found)
-        elif not self.saved:
-            self._save(found)
-            self._tell_all(Saved(found))
+    def heard(self, number: int) -> None:
+        """Handle a signal to this node, for all nodes."""
+        if number == signal.SIGUSR1:
+            self.ask()
+        else:
+            self._stop(number)
 
-    def _save(self, found: Finding) -> None:
-        self.cause, self.saved = found, True
+    def _obey(self, lines: list[bytes]) -> None:
+        """Do what the stop file asks for, if there is something in it."""
+        if run_folder.NOW.encode() in lines:
+            self._stop(signal.SIGTERM, now=True)
+        elif lines:
+            self.ask()
+
+    def _stop(self, number: int, *, now: bool = False) -> None:
+        """End the ranks of all nodes: they may save as long as Slurm lets them; `now`, only within the grace."""
+        if self._stops_now or (self.stopped and not now):
+            return
+        self.stopped, self._stops_now, self.can_restart = True, now, False
+        if now:
+            self._children.end(_GRACE)
+        else:
+            self._children.tell(number)
+        self._tell_all(Stop(now))
+
+    def _failed(self, found: Finding) -> None:
+        """Tell all nodes how this one's ranks ended; ranks that were asked to save and end with 75 are well."""
+        if not self.asked or found.code != exit_codes.RETRY:
+            self.fail(found)
+        elif not self.cause:
+            self.cause, self.saved = found, True
 
     def fail(self, finding: Finding) -> None:
-        """Tell all nodes why this one has failed."""
-        self.cause = finding
+        """Tell all nodes why the run fails."""
+        self.cause, self.saved = finding, False
+        if self.hang:
+            self.hang.open = False
         self._tell_all(Failed(finding))
+
+    def end(self, finding: Finding) -> None:
+        """End the ranks of all nodes, unless they end already: they would wait for others for ever."""
+        if not self._ending:
+            print(f"dray: this node's ranks are stopped: {finding}", file=sys.stderr, flush=True)
+            self._children.end(_GRACE)
+            self.fail(finding)
 
     def report_preflight(self, reports: list[dict[str, Any]]) -> None:
         """Report to the first node how far this node's ranks have come; nothing if all have passed."""
@@ -188,83 +214,40 @@ class Control:
         self._tell_all(ReportsWanted())
 
     def may_restart(self) -> bool:
-        """Whether all ranks may be started again; only the first node decides that."""
-        if self._me or not self.cause or self.cause.code in _FINAL or self.stopped or self.asked:
+        """As the first node: whether all ranks may be started again."""
+        world = self._plan["world"]
+        if not self.can_restart or not self.cause or self.cause.code in _FINAL:
             return False
-        return self._left > 0 and len(self._open) == len(self._names) - 1
+        others = len(world["nodes"]) - 1
+        return self.start.number < world["max_restarts"] and len(self._open) == len(self._idle) == others
 
-    def restart(self, start: Restart) -> None:
-        """As the first node: call all others to the next rendezvous; `drop` the connections once they are there."""
-        self.next = start
-        self._tell_all(start)
-        self._part(_CALLING_S)
+    def restart(self, port: int) -> None:
+        """As the first node: begin the next start on all nodes, with the store at this port."""
+        assert self.cause
+        self._begin(Restart(self.start.number + 1, port, self.cause.problem))
+        self._tell_all(self.start)
 
-    def close(self) -> None:
-        """Tell the others that this node has ended by itself, and was not lost."""
-        self._tell_times(last=True)
-        self._timings.write()
-        self._tell_all(Ended())
-        self._part(_PART_S)
-        self.drop()
-
-    def _part(self, seconds: float) -> None:
-        """Close the connections whose other end closes within these seconds, and so has read everything.
+    def close(self, seconds: float = _PART_S) -> None:
+        """Tell the others that this node has ended by itself; wait so long until they have read it.
 
         The kernel resets a connection that is closed with unread data, and drops the last message.
         """
-        deadline, self._parts = time.monotonic() + seconds, True
-        for connection in self._open.values():
-            with suppress(OSError):  # it is gone, which is read next
-                connection.line.shutdown(socket.SHUT_WR)
+        self._tell_times(last=True)
+        self._timings.write()
+        self._tell_all(Ended())
+        deadline, self._closing = time.monotonic() + seconds, True
         while self._open and (left := deadline - time.monotonic()) > 0:
             self._children.look(left)
-
-    def drop(self) -> None:
-        """Close the connections that are still open."""
         for node in list(self._open):
             self._close(node)
-
-    def _waits(self) -> bool:
-        if self._me:
-            return bool(self._open)
-        return (self._hangs() and not self.stopped) or any(node not in self._idle for node in self._open)
-
-    def heard(self, number: int) -> None:
-        """Handle a signal to this node. One that stops the run goes to all nodes, and to the launcher only once."""
-        if number == signal.SIGUSR1:
-            self.ask()
-        elif number not in _STOPS:
-            self._children.tell(number)
-        elif not self.stopped:
-            self._stop(number)
-            self._tell_all(Stop())
-
-    def _obey(self, lines: list[bytes]) -> None:
-        """Do what the stop file asks for, if there is something in it."""
-        if self._stops_now or not lines:
-            return
-        self._stops_now = run_folder.NOW.encode() in lines
-        if self._stops_now:
-            self._stop(signal.SIGTERM, now=True)
-            self._tell_all(Stop(now=True))
-        else:
-            self.ask()
-
-    def _stop(self, number: int, *, now: bool = False) -> None:
-        """End the launcher: its ranks may save as long as Slurm lets them; `now`, only within the grace."""
-        if now:
-            self._children.end(_GRACE)
-        elif not self.stopped:
-            self._children.tell(number)
-        self.stopped = True
 
     def _read(self, node: int) -> None:
         try:
             for message in self._open[node].receive():
-                if node in self._open and not self._parts:
+                if node in self._open:
                     self._hear(node, message)
         except OSError as error:
-            if self._parts:
+            if self._closing:
                 self._close(node)
             else:
                 self._lost(node, str(error))
@@ -272,58 +255,35 @@ class Control:
     def _hear(self, node: int, message: Message) -> None:
         match message:
             case Stop(now):
-                if not self.stopped:
-                    self._pass_on(Stop())
                 self._stop(signal.SIGTERM, now=now)
             case Save():
                 self.ask()
-            case Saved(finding):
-                if not self.cause:
-                    self._save(finding)
             case Failed(finding):
-                if (self.saved or not self.cause or self._hangs()) and not self.stopped:
-                    self.saved = False
-                    if self.hang:
-                        self.hang.open = False
-                    self._end(finding)
-                    self._pass_on(message)
+                self.end(finding)
             case Restart():
-                self.next = message
-                self._forget(node)
+                self._begin(message)
             case Ended():
                 self._forget(node)
-            case _:
-                self._collect(node, message)
-
-    def _collect(self, node: int, message: Message) -> None:
-        """Take what the first node collects of all nodes, or asks for, and a hang."""
-        match message:
+            case Idle(can_restart):
+                self.can_restart = self.can_restart and can_restart
+                self._idle.add(node)
             case StartTimes(parts):
                 self._timings.hear(node, parts)
             case Reports(reports):
                 self.preflight[node] = list(reports)
             case ReportsWanted():
                 self.report_wanted = True
-            case Idle(ranks):
-                self.joined.ranks |= {*ranks}
-                self._idle.add(node)
-            case _:
-                self._hear_of_a_hang(node, message)
-
-    def _hear_of_a_hang(self, node: int, message: Message) -> None:
-        failed = self.cause and not self.saved and not self._hangs()
-        if self.hang is None or (failed and not self._me):  # what waits for ranks that have failed does not hang
-            return
-        if reply := self.hang.hear(node, message):
-            self._tell_all(reply)
-        self.cause = self.cause or self.hang.begun
+            case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
+                if reply := self.hang.hear(message):
+                    self._tell_all(reply)
+                self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
         self._forget(node)
         if self.stopped:  # without that node's ranks none can save; after KillWait Slurm kills the batch script as well
             self._children.end(_GRACE)
             return
-        name = self._names[node]
+        name = self._plan["world"]["nodes"][node]["name"]
         finding = Finding(
             f"node {node} ({name}) is gone",
             wanted="a last message from the node's runner",
@@ -334,28 +294,8 @@ class Control:
         )
         # Ranks of other nodes may have died of it already, and been taken for the cause.
         self.lost[node] = time.time(), finding
-        self.end(finding)
-
-    def end(self, finding: Finding) -> None:
-        """End the run on all nodes, unless it is ending already."""
-        if not self.cause and not self.stopped:
-            self._end(finding)
-            self._pass_on(Failed(finding))
-
-    def _end(self, finding: Finding) -> None:
-        """The run has failed elsewhere: this node's ranks would wait for the others for ever."""
-        self.cause = finding
-        print(f"dray: this node's ranks are stopped: {finding}", file=sys.stderr, flush=True)
-        self._children.end(_GRACE)
-
-    def _pass_on(self, message: Message) -> None:
-        if self._me == 0:
-            self._tell_all(message)
-
-    def _tell_all(self, message: Message) -> None:
-        for connection in self._open.values():
-            with suppress(OSError):  # it is gone, which is read next
-                connection.send(message)
+        if not self.cause:
+            self.end(finding)
 
     def _forget(self, node: int) -> None:
         if node == 0:  # it ends last, unless its image is gone: no rank of this node can go on, or save, without it
@@ -366,3 +306,8 @@ class Control:
         connection = self._open.pop(node)
         self._children.forget(connection.line.fileno())
         connection.line.close()
+
+    def _tell_all(self, message: Message) -> None:
+        for connection in self._open.values():
+            with suppress(OSError):  # it is gone, which is read next
+                connection.send(message)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from dray.contract.findings import counted
 
 _SHOWN = 3  # innermost frames
-_C10D, _WRAPPERS = "/torch/distributed/distributed_c10d.py", ("wrapper", "wrapped")
-_TORCHS = ("/torch/distributed/", "/torch/nn/parallel/")
-_BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
-_ENDS = {"stopped": "is stopped (SIGSTOP)", "unseen": "was not seen: its node did not answer", "ended": "has ended"}
+_WRAPPERS = ("wrapper (", "wrapped (")
+_C10D, _TORCHS = "torch/distributed/distributed_c10d.py:", ("torch/distributed/", "torch/nn/parallel/")
+_STATES = {"stopped": "is stopped (SIGSTOP)", "unseen": "was not seen: its node did not answer", "ended": "has ended"}
 
 
 class Entered(NamedTuple):
@@ -37,115 +35,85 @@ class Seen(NamedTuple):
     state: str = ""
     """runs, sleeps, stopped, ended or unseen; empty if unknown."""
     frames: tuple[str, ...] = ()
-    """The frames of its main thread, innermost first: `FILE:LINE FUNCTION`."""
+    """The frames of its main thread, innermost first: `FUNCTION (FILE:LINE)`."""
     flight: tuple[Entered, ...] = ()
     """Its last collective in each process group."""
 
     @property
     def waits(self) -> str:
         """The collective in which the rank waits, by its stack; empty if that shows none."""
-        return _collective(self.frames, self.state)
+        innermost = "".join(self.frames[:1])
+        if any(folder in innermost for folder in _TORCHS):
+            collectives = [frame for frame in self.frames if _C10D in frame and not frame.startswith(_WRAPPERS)]
+            return (collectives or self.frames)[0].partition(" ")[0]
+        backward = innermost.startswith("_engine_run_backward ") and self.state == "sleeps"
+        return "the backward pass" if backward else ""
 
     @property
     def place(self) -> str:
         """The rank's step, phase and innermost frames, in words."""
-        step = f"at step {self.step}" if self.step >= 0 else ""
-        phase = f"({self.phase})" if self.phase not in ("", "step") else ""
-        parts = (frame.rpartition(" ") for frame in self.frames if not frame.startswith("<"))  # importlib's
-        shown = [f"{function} ({_short(at)})" for at, _, function in parts if function not in _WRAPPERS]
-        frames = f"in {', called by '.join(shown[:_SHOWN])}" if shown else ""
-        return ", ".join(part for part in (f"{step} {phase}".strip(), frames) if part)
-
-
-@lru_cache(maxsize=4096)
-def _collective(frames: tuple[str, ...], state: str) -> str:
-    parts = [frame.rpartition(" ") for frame in frames]
-    inner: list[tuple[str, str]] = []
-    for place, _, function in parts:
-        if not any(folder in place for folder in _TORCHS):
-            break
-        inner.append((place, function))
-    named = (function for place, function in inner if _C10D in place and function not in _WRAPPERS)
-    if inner:
-        return next(named, inner[0][1])
-    backward = parts and _BACKWARD[0] in parts[0][0] and parts[0][2] == _BACKWARD[1]
-    return "the backward pass" if backward and state == "sleeps" else ""
+        parts = [f"at step {self.step}"] if self.step >= 0 else []
+        if self.phase not in ("", "step"):
+            parts.append(f"in phase {self.phase}")
+        if frames := [frame for frame in self.frames if not frame.startswith(_WRAPPERS)]:
+            parts.append(f"in {', called by '.join(frames[:_SHOWN])}")
+        return ", ".join(parts)
 
 
 def culprit(seen: list[Seen]) -> tuple[Seen | None, str]:
     """The rank that holds up the others, and how it differs; None if no rank differs."""
-    for state, what in _ENDS.items():
-        if found := _few(seen, lambda one, state=state: one.state == state):  # type: ignore[misc]
-            return found[0], _told(what, found, seen)
-    if by_flight := _by_flight(seen):
-        return by_flight
-    steps = [one.step for one in seen if one.step >= 0]
-    least, most = min(steps, default=0), max(steps, default=0)
-    behind = _few(seen, lambda one: one.step == least) if least < most else []
-    kinds = (
-        (f"is behind the others, which are at step {most}", behind),
-        ("waits in no collective", _few(seen, lambda one: not one.waits)),
-        ("waits in another collective", _rare(seen, lambda one: one.waits)),
-        ("runs, and the others sleep", _few(seen, lambda one: one.state == "runs")),
-        ("is at another place than the others", _rare(seen, lambda one: one.frames[:1])),
-    )
-    for what, found in kinds:
-        if found:
-            return found[0], _told(what, found, seen)
-    return None, _told("no rank differs from the others", seen, seen)
+    for difference, ranks in _differences(seen):
+        if 0 < len(ranks) < len(seen):
+            return ranks[0], _sentence(difference, ranks[0].place, seen)
+    return None, _sentence("no rank differs from the others", seen[0].place, seen)
 
 
-def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
-    """The rank that has not entered a collective in which others of its group wait, or has entered another."""
+def _differences(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
+    """What may tell ranks from the others, the surest first, and the ranks of which it is true."""
+    for state, what in _STATES.items():
+        yield what, [rank for rank in seen if rank.state == state]
+    yield from _by_flight(seen)
+    steps = grouped((rank for rank in seen if rank.step >= 0), lambda rank: rank.step)
+    if len(steps) > 1:
+        yield f"is behind the others, which are at step {max(steps)}", steps[min(steps)]
+    yield "waits in no collective", [rank for rank in seen if not rank.waits]
+    yield "waits in another collective", _rarest(seen, lambda rank: rank.waits)
+    yield "runs, and the others sleep", [rank for rank in seen if rank.state == "runs"]
+    yield "is at another place than the others", _rarest(seen, lambda rank: rank.frames[:1])
+
+
+def _by_flight(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
+    """The ranks that have not entered a collective in which others of its group wait, or have entered another."""
     groups: dict[str, dict[Seen, Entered]] = {}
-    for one in seen:
-        for entry in one.flight:
-            groups.setdefault(entry.group, {})[one] = entry
+    for rank in seen:
+        for entry in rank.flight:
+            groups.setdefault(entry.group, {})[rank] = entry
     for group, entered in groups.items():
-        last = max(entered.values(), key=lambda entry: (entry.waits, entry.number))
-        if not last.waits:
-            continue
-        behind = _few(list(entered), lambda one: entered[one].number < last.number)  # noqa: B023  used within the loop
-        if behind:
-            one = min(behind, key=lambda one: entered[one].number)
-            who = f"{counted(in_it := len(entered) - len(behind), 'rank')} wait{'s' * (in_it == 1)}"
-            what = f"has not entered {last.name}, collective {last.number} of group {group}, in which {who}"
-            return one, _told(what, [one], [])
-        if other := _rare(list(entered), lambda one: entered[one].name):  # noqa: B023
-            known = {one.rank for one in other}
-            names = " or ".join(sorted({entry.name for one, entry in entered.items() if one.rank not in known}))
-            what = f"has entered {entered[other[0]].name} as collective {last.number} of group {group}, others {names}"
-            return other[0], _told(what, other, seen)
-    return None
+        kinds = grouped(entered, lambda rank: (entered[rank].number, entered[rank].name))  # noqa: B023  used here
+        number, name = min(reversed(kinds), key=lambda kind: (kind[0], len(kinds[kind])))
+        waiting = [entry for entry in entered.values() if entry.waits and entry[1:3] != (number, name)]
+        if waiting:
+            last = max(waiting, key=lambda entry: entry.number)
+            where = f"collective {number} of group {group}, and others {last.name}, collective {last.number}"
+            yield f"has last entered {name}, {where}", kinds[number, name]
 
 
-def _few(seen: list[Seen], which: Callable[[Seen], bool]) -> list[Seen]:
-    """The ranks for which it is true, if it is not true for all."""
-    found = [one for one in seen if which(one)]
-    return found if len(found) < len(seen) else []
+def grouped(ranks: Iterable[Seen], key: Callable[[Seen], Any]) -> dict[Any, list[Seen]]:
+    """The ranks by this key."""
+    groups: dict[Any, list[Seen]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return groups
 
 
-def _rare(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
+def _rarest(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
     """The ranks with the rarest value; of two equally rare values, the later ranks."""
-    kinds = Counter(key(one) for one in seen)
-    if len(kinds) < 2:
-        return []
-    rarest = min(reversed(kinds), key=lambda kind: kinds[kind])
-    return [one for one in seen if key(one) == rarest]
+    return min(reversed(grouped(seen, key).values()), key=len)
 
 
-def _told(what: str, found: list[Seen], seen: list[Seen]) -> str:
-    """The sentence with the place of the first of these ranks, and what the others do."""
-    others = counted(len(found) - 1, "other rank")
-    more = f"; so {'is' if len(found) == 2 else 'are'} {others}" if 1 < len(found) < len(seen) else ""
-    named = {one.rank for one in found}
-    waits = Counter(one.waits for one in seen if one.rank not in named and one.waits)
-    where = " and ".join(f"{counted(count, 'rank')} in {name}" for name, count in waits.most_common(2))
-    wait = f"; {where} wait{'s' * (waits.total() == 1)}" if where else ""
-    place = found[0].place if found else ""
-    return f"{what}{': ' * bool(place)}{place}{more}{wait}"
-
-
-def _short(place: str) -> str:
-    """The path without the folders above a package."""
-    return place.rpartition("site-packages/")[2]
+def _sentence(difference: str, place: str, seen: list[Seen]) -> str:
+    """The difference with the place of the rank, and where ranks wait."""
+    text = f"{difference}: {place}" if place else difference
+    for collective, count in Counter(rank.waits for rank in seen if rank.waits).most_common(2):
+        text += f"; waiting in {collective}: {counted(count, 'rank')}"
+    return text

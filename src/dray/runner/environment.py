@@ -1,4 +1,4 @@
-"""The environment of the launcher and of the preflight's ranks."""
+"""The environment of the runner, of the launcher and of the preflight's ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import heartbeat
+from dray.contract.environment import is_early
 from dray.runner import cores
 from dray.runner.protocol import Restart
+
+
+def merge(plan: Mapping[str, Any]) -> None:
+    """Set the plan's variables in this process. What the node has handed in stays: what starts a container needs
+    (`is_early`), and the job's own values of `pass_env`."""
+    passed = {name for name in plan.get("pass_env", ()) if name in os.environ}
+    for variable in plan.get("env", ()):
+        if variable["name"] not in passed and not is_early(variable["name"]):
+            os.environ[variable["name"]] = variable["value"]
 
 
 def of(

@@ -11,102 +11,87 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
-from dray.contract import node
+from dray.contract import files, node, processes
 from dray.contract.findings import RetryError
 
 BEFORE = "DRAY_OOM_KILLS"  # what `oom_kills` was before the launcher was started
-_MOST, _LONGEST = 12, 600
 _LOG, _KERNEL_LOG = 1 << 16, 1 << 18  # bytes from their ends
 _SOON_S, _DRIFT = 60.0, 5e-5  # before the start; and of the clock of the kernel's log, which NTP does not set
 _READ_ALL = 3  # SYSLOG_ACTION_READ_ALL of syslog(2), which dmesg uses too
 _STAMP = re.compile(r"(?:<\d{1,4}>)?\[ {0,6}(\d{1,10}\.\d{6})\]")
-_OWNER = re.compile(r"(?:\buid=|UID:)(\d{1,10})")
 _TELLING = re.compile(
     r"oom-kill:|out of memory: Killed|NVRM: Xid|NVRM: .{0,80}fallen off|Hardware Error|EDAC .{0,40}\bUE\b"
     r"|: segfault at |amdgpu.{0,120}(?:GPU reset|page fault|RAS|ring .{0,40}timeout)|I/O error"
     r"|nfs: server .{1,80} not responding",
     re.IGNORECASE,
 )
-_KILL = re.compile("oom-kill|out of memory", re.IGNORECASE)
-_HELD = re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate")
-_WORKER = re.compile(r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: ")
+_OOM_KILL = re.compile("oom-kill|out of memory", re.IGNORECASE)
+_LOGGED = {
+    "GPU memory": re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate.{0,500}"),
+    "log": re.compile(r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: .{0,500}"),
+}
 
 
 def collect(folder: str, log: object) -> list[str]:
-    """At most twelve lines of evidence; what cannot be read is left out."""
+    """A few lines of evidence; what cannot be read is left out."""
     looks: tuple[Callable[[], list[str]], ...] = (
         lambda: _logged(log),
         _memory,
         _image,
-        lambda: _disks(folder),
+        lambda: _disk("disk of the run folder", folder),
+        lambda: _disk(node.SHARED_MEMORY, node.SHARED_MEMORY),
         _kernel,
     )
-    found: list[str] = []
+    lines: list[str] = []
     for look in looks:
-        try:
-            found += look()
-        except Exception:  # noqa: S112  no defect of this may hide the failure itself
-            continue
-    return [line[:_LONGEST] for line in found[:_MOST]]
+        with suppress(Exception):  # no defect of this may hide the failure itself
+            lines += look()
+    return lines
 
 
 def oom_kills() -> str:
     """How many processes of this node's memory cgroup the kernel has killed; empty if unknown."""
-    for path in _groups():
-        if found := re.search(r"(?m)^oom_kill (\d{1,19})$", _read(path)):
-            return found[1]
+    for path in _counters():
+        with suppress(OSError):
+            if count := re.search(rb"(?m)^oom_kill (\d+)$", files.read(path)):
+                return count[1].decode()
     return ""
 
 
-def _groups() -> Iterator[str]:
+def _counters() -> Iterator[str]:
     """The files that may have the counter: of this process's own cgroup, or of the root that a container sees."""
-    for line in _read("/proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        kinds, _, group = rest.partition(":")
-        if "memory" in kinds.split(","):
-            for path in dict.fromkeys((group.rstrip("/"), "")):
-                yield f"/sys/fs/cgroup/memory{path}/memory.oom_control"
-        elif number == "0" and not kinds:
-            for path in dict.fromkeys((group.rstrip("/"), "")):
-                yield f"/sys/fs/cgroup{path}/memory.events"
+    for line in files.read("/proc/self/cgroup").decode().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):
+            name = "memory/{}/memory.oom_control" if controllers else "{}/memory.events"
+            yield f"/sys/fs/cgroup/{name.format(group)}"
+            yield f"/sys/fs/cgroup/{name.format('')}"
 
 
-def _killed() -> int | None:
-    """How many were killed since the ranks were started; None if unknown."""
-    before, after = os.environ.get(BEFORE, ""), oom_kills()
-    return int(after) - int(before) if before.isdigit() and after else None
+def _killed() -> int:
+    """How many were killed since the ranks were started; 0 if unknown."""
+    before = os.environ.get(BEFORE, "")
+    after = oom_kills()
+    return int(after) - int(before) if before and after else 0
 
 
 def _memory() -> list[str]:
-    if (killed := _killed() or 0) <= 0:
+    if (killed := _killed()) <= 0:
         return []
-    limit = next(filter(None, map(_limit, _groups())), "")
-    return [f"memory cgroup: oom_kill rose by {killed} since the ranks were started{limit}"]
-
-
-def _limit(path: str) -> str:
-    """The memory limit of the cgroup with this counter, or of one above it."""
-    folder, name = os.path.split(path)
-    if name == "memory.oom_control":
-        found = re.search(r"(?m)^hierarchical_memory_limit (\d{1,19})$", _read(f"{folder}/memory.stat"))
-        limits = [int(found[1])] if found else []
-    else:
-        folders = [folder]
-        while len(folder) > len("/sys/fs/cgroup"):
-            folders.append(folder := os.path.dirname(folder))
-        limits = [int(text) for one in folders if (text := _read(f"{one}/memory.max").strip()).isdigit()]
-    limits = [limit for limit in limits if limit < 1 << 60]  # v1 has a number for none
-    return f"; its limit is {min(limits) / 1e9:.3f} GB" if limits else ""
+    limit = node.memory_limit()
+    end = f"; its limit is {limit / 1e9:.3f} GB" if limit else ""
+    return [f"memory cgroup: oom_kill rose by {killed} since the ranks were started{end}"]
 
 
 def require_image(node: str) -> None:
     """Raise RetryError if the image's mount is gone, for example by a signal to all processes of the job."""
-    for found in _image():
+    for problem in _image():
         raise RetryError(
             "the image's mount has gone away",
             wanted="a mounted image, in which the ranks start again",
-            found=found,
+            found=problem,
             fix="submit again, or set max_requeues; docs/survive.md says which signals leave the mount alone",
             node=node,
         )
@@ -121,63 +106,33 @@ def _image() -> list[str]:
     return []
 
 
-def _disks(folder: str) -> list[str]:
-    found = []
-    for name, path in (("disk of the run folder", folder), (node.SHARED_MEMORY, node.SHARED_MEMORY)):
-        try:
-            disk = os.statvfs(path)
-        except OSError as error:
-            found.append(f"{name}: {error.strerror}")
-            continue
-        free, whole = (blocks * disk.f_frsize / 1e9 for blocks in (disk.f_bavail, disk.f_blocks))
-        none = ", and no inode is free" if disk.f_files and not disk.f_favail else ""
-        found.append(f"{name}: {free:.3f} GB free of {whole:.3f} GB{none}")
-    return found
+def _disk(name: str, path: str) -> list[str]:
+    disk = os.statvfs(path)
+    free = disk.f_bavail * disk.f_frsize / 1e9
+    whole = disk.f_blocks * disk.f_frsize / 1e9
+    full = ", and no inode is free" if disk.f_files and not disk.f_favail else ""
+    return [f"{name}: {free:.3f} GB free of {whole:.3f} GB{full}"]
 
 
 def _kernel() -> list[str]:
     """Lines about memory, GPUs and disks since this process was started, where this user may read them."""
     buffer = ctypes.create_string_buffer(_KERNEL_LOG)
-    size = ctypes.CDLL(None).klogctl(_READ_ALL, buffer, _KERNEL_LOG)
-    now, hertz = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
-    began = int(_read("/proc/self/stat").rpartition(")")[2].split()[19]) / hertz
-    oldest = began - _SOON_S - now * _DRIFT
-    own, others = _outside(os.getuid()), _killed() == 0
-    found = []
-    for line in buffer.raw[: max(size, 0)].decode("utf-8", "replace").splitlines():
-        stamp, owner = _STAMP.match(line), _OWNER.search(line)
-        if not stamp or float(stamp[1]) < oldest or (owner and int(owner[1]) != own):
+    ctypes.CDLL(None).klogctl(_READ_ALL, buffer, _KERNEL_LOG)
+    began = int(processes.began(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    oldest = began - _SOON_S - time.clock_gettime(time.CLOCK_BOOTTIME) * _DRIFT
+    killed = _killed() > 0
+    lines = []
+    for line in buffer.value.decode("utf-8", "replace").splitlines():
+        stamp = _STAMP.match(line)
+        sign = _TELLING.search(line[:2000])
+        if not stamp or not sign or float(stamp[1]) < oldest:
             continue
-        told = _TELLING.search(line[:2000])
-        if told and not (others and _KILL.match(told[0])):  # else it was a process of another job
-            found.append(f"kernel log: {line[line.index('[') :]}")
-    return found[-6:]
-
-
-def _outside(uid: int) -> int:
-    """This user's number in the kernel's log, which knows no user namespace."""
-    for line in _read("/proc/self/uid_map").splitlines():
-        inside, outside, count = map(int, line.split())
-        if inside <= uid < inside + count:
-            return outside + uid - inside
-    return uid
+        if killed or not _OOM_KILL.match(sign[0]):  # else it was a process of another job
+            lines.append(f"kernel log: {line[line.index('[') :]}")
+    return lines[-6:]
 
 
 def _logged(log: object) -> list[str]:
     """How full the GPU was, and what killed a data worker: torch says more after it than a record's last lines hold."""
-    with open(str(log), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG))
-        lines = file.read().decode("utf-8", "replace").splitlines()
-    told = []
-    for name, pattern in (("GPU memory", _HELD), ("log", _WORKER)):
-        told += [f"{name}: {line[found.start() :]}" for line in lines if (found := pattern.search(line[:2000]))][-1:]
-    return told
-
-
-def _read(path: str) -> str:
-    """Of /proc or /sys; empty where there is none."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(1 << 16)
-    except OSError:
-        return ""
+    text = files.end(str(log), _LOG)[0].decode("utf-8", "replace")
+    return [f"{name}: {line}" for name, pattern in _LOGGED.items() for line in pattern.findall(text)[-1:]]

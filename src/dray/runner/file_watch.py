@@ -36,8 +36,7 @@ class FileWatch:
     def _look(self) -> None:
         while True:
             with suppress(OSError):  # a disk that does not answer asks for nothing
-                if self._stop and os.stat(self._stop).st_size:
-                    self.stop_lines = files.read(self._stop, limit=_LONGEST).splitlines()
+                self.stop_lines = files.read(self._stop, limit=_LONGEST).splitlines()
             for path in list(self._sizes):
                 with suppress(OSError):
                     self._sizes[path] = os.stat(path).st_size

@@ -7,22 +7,21 @@ others may wait for one that tokenizes, or loads.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dray.contract import exit_codes, heartbeat, run_folder
+from dray.contract import cores, exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
-from dray.runner import record, stack_groups
-from dray.runner.culprit import Seen, culprit
+from dray.contract.hostnames import compress
+from dray.runner import record
+from dray.runner.culprit import Seen, culprit, grouped
 from dray.runner.heartbeats import Heartbeats, Late
-from dray.runner.protocol import Hung, Message, Progress, Stacks
+from dray.runner.protocol import Hung, Message, Progress
 
-if TYPE_CHECKING:
-    from threading import Thread
-
-_LOOK_S, _TELL_S, _LATE_S = 1.0, 5.0, 2.0  # seconds between looks, and between messages to the first node
+_LOOK_S, _TELL_S = 1.0, 5.0  # seconds between looks, and between two messages of progress
 _EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
 
 
@@ -31,24 +30,24 @@ class Hang:
     node sends it to all others."""
 
     def __init__(self, plan: Mapping[str, Any], me: int, restart: int, size: Callable[[str], int]) -> None:
-        world, now = plan["world"], time.monotonic()
         self.open = False  # from the moment at which the run hangs until it is known why
         self.begun: Finding | None = None
         self.named: Finding | None = None
         self.since = 0.0
-        self._plan, self._me, self._restart = plan, me, restart
-        self._names, self._each = [node["name"] for node in world["nodes"]], world["ranks_per_node"]
+        self._plan = plan
+        self._me = me
+        self._folder = f"{plan['folder']}/{run_folder.hang(restart)}"
+        world = plan["world"]
         recipe = plan.get("recipe", {})
+        each = world["ranks_per_node"]
+        self._nodes = [node["name"] for node in world["nodes"] for _ in range(each)]  # of each rank
+        self._ranks = range(me * each, (me + 1) * each)
         # dray's trainer says itself how long it may take, once it is loaded.
         limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
-        self._beats = Heartbeats(plan["folder"], plan["scratch"], self._ranks(me), limit, now, size)
-        self._progress = self._told = now
-        self._looks_at = self._tells_at = self._late_at = now
-        self._late: Late | None = None
-        self._deadline = 0.0
-        self._threads: list[Thread] = []
-        self._seen: dict[int, Seen] = {}
-        self._answered: set[int] = set()
+        self._beats = Heartbeats(plan, self._ranks, limit, size)
+        self._progress = self._looks_at = self._tells_at = self._deadline = time.monotonic()
+        self._seen: list[Seen] = []
+        self._reported = False
 
     def look(self) -> list[Message]:
         """The messages to send: about every second, and at once after a hang."""
@@ -61,18 +60,14 @@ class Hang:
         late = self._beats.look(now)
         self._progress = max(self._progress, self._beats.progress)
         if not self._me:
-            hung = self._judge(late, now) if late else None
-            return [hung] if hung else []
-        messages: list[Message] = []
-        if self._progress > self._told and now >= self._tells_at:
-            self._told, self._tells_at = self._progress, now + _TELL_S
-            messages.append(Progress(round(now - self._progress, 3)))
-        if late and now >= self._late_at:
-            self._late_at = now + _LATE_S
-            messages.append(late)
+            return [hung] if late and (hung := self._judge(late, now)) else []
+        messages: list[Message] = [late] if late else []
+        if now >= self._tells_at and now - self._progress <= _TELL_S:
+            self._tells_at = now + _TELL_S
+            messages.append(Progress(now - self._progress))
         return messages
 
-    def hear(self, node: int, message: Message) -> Hung | None:
+    def hear(self, message: Message) -> Hung | None:
         """Take another node's message; return what the first node tells all others of it."""
         now = time.monotonic()
         match message:
@@ -82,25 +77,22 @@ class Hang:
                 self._progress = max(self._progress, now - ago)
             case Late() if not self.open:
                 return self._judge(message, now)
-            case Stacks(groups):
-                self._seen |= stack_groups.each(groups)
-                self._answered.add(node)
+            case Seen(rank):
+                self._seen[rank] = message
         return None
-
-    def _ranks(self, node: int) -> range:
-        return range(node * self._each, (node + 1) * self._each)
-
-    def _node(self, rank: int) -> str:
-        return str(self._names[rank // self._each]) if 0 <= rank < self._each * len(self._names) else ""
 
     def _judge(self, late: Late, now: float) -> Hung | None:
         """As the first node, decide whether this late rank proves a hang."""
         if not late.alone and now - self._progress <= late.limit:
             return None
-        self._late = late
-        name = self._node(late.rank)
-        problem = f"hang: rank {late.rank} on {name} has made no progress for {_ago(late)}"
-        finding = Finding(problem, code=exit_codes.RETRY, node=name, rank=late.rank)
+        node = self._nodes[late.rank]
+        limit = f"{late.seconds:.0f} s (limit {late.limit:.0f} s)"
+        finding = Finding(
+            f"hang: rank {late.rank} on {node} has made no progress for {limit}",
+            code=exit_codes.RETRY,
+            node=node,
+            rank=late.rank,
+        )
         self._begin(finding, now)
         return Hung(finding)
 
@@ -110,44 +102,44 @@ class Hang:
 
         from dray.runner import stacks  # noqa: PLC0415
 
-        self.begun, self.open, self.since, self._deadline = finding, True, time.time(), now + _EVIDENCE_S
+        self.begun = finding
+        self.open = True
+        self.since = time.time()
+        self._deadline = now + _EVIDENCE_S
         print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
+        self._seen = [Seen(rank, node, state="unseen") for rank, node in enumerate(self._nodes)]
 
-        def save(at: stacks.Place) -> None:
-            self._seen[at.rank] = stacks.save(at, self._beats.of(at.rank), now)
-
-        places = stacks.places(self._plan, self._restart, self._names[self._me], self._ranks(self._me))
-        self._threads = [Thread(target=save, args=(at,), daemon=True) for at in places]
-        for thread in self._threads:
-            thread.start()
+        for rank in self._ranks:
+            args = (self._seen, rank, self._plan, f"{self._folder}/rank-{rank}.txt", now)
+            Thread(target=stacks.save, args=args, daemon=True).start()
 
     def _collected(self, now: float) -> list[Message]:
-        """This node's report, once all its ranks are saved; the first node names the rank once all have reported."""
-        if self._me not in self._answered and not any(thread.is_alive() for thread in self._threads):
-            self._answered.add(self._me)
-            if self._me:
-                return [Stacks(stack_groups.grouped(self._seen.values()))]
-        if not self._me and (len(self._answered) == len(self._names) or now > self._deadline):
+        """What was seen of this node's ranks, once all are saved; the first node names the culprit once it has all."""
+        ranks = [self._seen[rank] for rank in self._ranks] if self._me else self._seen
+        complete = all(rank.state != "unseen" for rank in ranks)
+        if not self._me and (complete or now > self._deadline):
             self._name()
+        elif complete and not self._reported:
+            self._reported = True
+            return [*ranks]
         return []
 
     def _name(self) -> None:
         """Name the rank to blame: the finding, and a record older than those of the ranks that dray then ended."""
-        assert self._late is not None
-        ranks = range(self._each * len(self._names))
-        seen = [self._seen.get(rank) or Seen(rank, self._node(rank), state="unseen") for rank in ranks]
-        found, what = culprit(seen)
-        who = f"rank {found.rank} on {found.node} " if found else ""
-        problem = f"hang: {who}{what}; rank {self._late.rank} made no progress for {_ago(self._late)}"
-        folder = f"{self._plan['folder']}/{run_folder.hang(self._restart)}"
-        where = f"{folder}/rank-{found.rank if found else self._late.rank}.txt"
-        fix = f"see the stacks of all ranks in {folder}; docs/survive.md"
-        self.named = Finding(
-            problem, where=where, fix=fix, code=exit_codes.RETRY,
-            node=found.node if found else "", rank=found.rank if found else None,
-        )  # fmt: skip
-        record.lines(f"{folder}/seen.jsonl", stack_groups.lines(seen))
-        self.write_record(self.named, found.frames if found else ())
+        assert self.begun is not None
+        blamed, what = culprit(self._seen)
+        shown = blamed or Seen(-1)
+        who = f"rank {shown.rank} on {shown.node} " if blamed else ""
+        self.named = self.begun._replace(
+            problem=f"hang: {who}{what}; {self.begun.problem.removeprefix('hang: ')}",
+            where=f"{self._folder}/rank-{shown.rank if blamed else self.begun.rank}.txt",
+            fix=f"see the stacks of all ranks in {self._folder}; docs/survive.md",
+            node=shown.node,
+            rank=shown.rank if blamed else None,
+        )
+        alike = grouped(self._seen, lambda rank: rank._replace(rank=0, node="", flight=()))
+        record.put(f"{self._folder}/seen.jsonl", "".join(map(_line, sorted(alike.values(), key=len))))
+        self.write_record(self.named, shown.frames)
         self.open = False
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
@@ -158,5 +150,7 @@ class Hang:
         )  # fmt: skip
 
 
-def _ago(late: Late) -> str:
-    return f"{late.seconds:.0f} s (limit {late.limit:.0f} s)"
+def _line(ranks: list[Seen]) -> str:
+    """Ranks that do the same, as a line of seen.jsonl, and what the first of them does."""
+    which = {"ranks": cores.render(rank.rank for rank in ranks), "nodes": compress(rank.node for rank in ranks)}
+    return json.dumps({"count": len(ranks), **which, **ranks[0]._asdict()}) + "\n"

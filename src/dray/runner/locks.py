@@ -5,21 +5,19 @@ from __future__ import annotations
 import glob
 import os
 import time
+from contextlib import suppress
 
 # torch holds a lock while it compiles one extension, which takes minutes at the most.
 _STALE_S = 15 * 60.0
 
 
 def clear(folder: str, since: float | None = None) -> None:
-    """Remove locks of torch's extensions: stale ones, and those from before `since`, when other ranks have ended."""
-    if not folder:
-        return
+    """Remove locks of torch's extensions: stale ones, or those from before `since`, when other ranks have ended."""
+    before = time.time() - _STALE_S if since is None else since
     for path in glob.glob(f"{glob.escape(folder)}/**/lock", recursive=True):
-        try:
+        with suppress(OSError):  # another node was faster
             made = os.stat(path).st_mtime
-            age = time.time() - made
-            if age > _STALE_S or (since is not None and made < since):
+            if made < before:
                 os.unlink(path)
-                print(f"dray: removed {path}, a lock {age / 60:.0f} minutes old: its compiler was killed", flush=True)
-        except OSError:  # another node was faster
-            continue
+                minutes = (time.time() - made) / 60
+                print(f"dray: removed {path}, a lock {minutes:.0f} minutes old: its compiler was killed", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 from dray.contract import secrets
 from dray.runner import children
@@ -24,7 +25,7 @@ def redacted(fields: Mapping[str, object]) -> dict[str, object]:
 
     def clean(field: object) -> object:
         if isinstance(field, list):
-            return [clean(part) for part in field]
+            return [*map(clean, field)]
         return secrets.redacted(field, values) if isinstance(field, str) else field
 
     return {name: clean(field) for name, field in fields.items()}
@@ -44,15 +45,14 @@ class Filter:
         os.set_blocking(self.reader, False)
         self._names = {value.encode(errors="surrogateescape"): f"[{name}]".encode() for value, name in values.items()}
         self._any = re.compile(b"|".join(map(re.escape, self._names)))  # the longer ones come first
-        self._held, self._open = b"", True
+        self._held = b""
 
     def watch(self, supervised: children.Children) -> None:
         """Pass on the child's output whenever it writes; call this once the child has the writer."""
         os.close(self.writer)
 
         def call() -> None:
-            self.pass_on()
-            if not self._open:
+            if not self.pass_on():
                 supervised.forget(self.reader)
 
         supervised.watch(self.reader, call)
@@ -63,38 +63,33 @@ class Filter:
             new = os.read(self.reader, _CHUNK)
         except BlockingIOError:
             return False
-        self._open = bool(new)
         text = self._held + new
         # The end may be the beginning of a value, whose rest is still to come.
-        end = len(text) - max((_begun(text, value) for value in self._names), default=0)
-        self._held = text[self._write(text, end) :]
-        return self._open
+        end = len(text) - max(_begun(text, value) for value in self._names)
+        for value in self._any.finditer(text):
+            if value.start() < end < value.end():
+                end = value.start()
+        self._held = text[end:]
+        self._write(text[:end])
+        return bool(new)
 
     def finish(self) -> None:
         """Write the rest once the child has ended; its own children may keep the pipe open, without being awaited."""
         while self.pass_on():
             pass
-        self._write(self._held, len(self._held))
+        self._write(self._held)
         self._held = b""
 
-    def _write(self, text: bytes, end: int) -> int:
-        """Write up to `end`, and whole each value that begins before it; return where that ended."""
-        parts, done = [], 0
-        for found in self._any.finditer(text):
-            if found.start() < end:
-                parts += [text[done : found.start()], self._names[found[0]]]
-                done = found.end()
-        parts.append(text[done:end])
-        clean = b"".join(parts)
-        try:
+    def _write(self, text: bytes) -> None:
+        clean = self._any.sub(lambda value: self._names[value[0]], text)
+        with suppress(OSError):  # a disk that is full must not end the run
             while clean:
                 clean = clean[os.write(1, clean) :]
-        except OSError:  # a disk that is full must not end the run
-            pass
-        return max(done, end)
 
 
 def _begun(text: bytes, value: bytes) -> int:
     """How many bytes of the value's beginning the text ends with."""
-    lengths = range(min(len(value) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(value[:length])), 0)
+    length = min(len(value) - 1, len(text))
+    while not text.endswith(value[:length]):
+        length -= 1
+    return length

@@ -1,7 +1,11 @@
-"""The preflight: after the node check and before the launch, all ranks prove in time that they can communicate.
+"""The preflight: each node checks itself before the rendezvous; after it, all ranks prove that they can communicate.
 
-Each rank leaves its progress in a file of its own node. A node reports its ranks to the first node when one of them has
-failed, when all have passed, and when it is asked. The first node judges by the reports of all nodes, and tells all.
+One process for each rank, dray.checks.rank, does both: the import of torch is most of what it costs. It tells its
+progress and its findings by lines of JSON. A driver call that never returns must not hold up the runner: a check that
+hangs is killed, and the node is unfit.
+
+After the rendezvous a node reports its ranks to the first node when one of them has failed or hangs, and when all have
+passed. The first node judges by the reports of all nodes, and tells all.
 """
 
 from __future__ import annotations
@@ -10,230 +14,275 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dray.contract import run_folder
+from dray.contract import exit_codes, run_folder, startup
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
-from dray.runner import children, control
-from dray.runner.hello import StoppedError
+from dray.runner.children import Children, ended_with
+from dray.runner.control import Control
+from dray.runner.rendezvous import StoppedError
 
+LOADING = "import torch"  # no fault of a GPU: the image is read from a busy disk
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves, and for an answer
-_LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"
-_LOOK_S = 0.5  # from one look of the first node at all reports to the next: thousands may come at once
+_LATE = 2.0  # from its deadline to the end of a rank that can end by itself
+_LOOK_S, _ALONE_LOOK_S = 0.5, 0.01
 _OTHERS = 5.0  # seconds after the first failure in which other ranks may fail too, or say why
-_STOOD = "see preflight/rank-*.stack and nccl-*.log in the run folder"
+_LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"
+_STOOD = (
+    "leave a node that is named out (sbatch --exclude); where each rank stood and what NCCL reported: "
+    "preflight/rank-*.stack and nccl-*.log in the run folder"
+)
 
 
-def check(
-    plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str], links: control.Control
-) -> None:
-    """Return if all ranks can communicate, else raise why."""
-    began = time.monotonic()
-    try:
-        for folder in (plan["scratch"], plan["folder"]):
-            os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
-        _start(plan, me, ranks, environ)
-        _wait(plan, me, ranks, links, began + _limit(plan) + _GRACE)
-    except OSError as wrong:
-        raise UnfitError(
-            "the preflight cannot start",
-            wanted=f"{plan['folder']}, {plan['scratch']} and /tmp are writable on this node",
-            found=wrong,
-            fix="free space on that disk, and check your quota",
-        ) from wrong
-    finally:
-        ranks.tell(signal.SIGKILL)
-    if links.stopped:  # by a signal to another node
-        sys.exit(128 + signal.SIGTERM)
-    if links.cause:
-        wanted = "no failure on any node"
-        raise StoppedError(
-            "the run ends before this node's launch", wanted=wanted, found=links.cause, code=links.cause.code
-        )
-    print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
+class RankCheck:
+    """The check process of a rank, and its report."""
 
+    def __init__(self, rank: int, node: str, log: str, argv: list[str], env: Mapping[str, str]) -> None:
+        self.report: dict[str, Any] = {
+            "rank": rank, "node": node, "log": log, "part": f"rank {rank}", "phase": "its start", "order": -1,
+            "limit": 0, "time": 0.0, "findings": [], "end": "", "why": "",
+        }  # fmt: skip
+        self.waits = False
+        """Whether it waits for the other nodes, or has ended."""
+        self._since, self._ends = time.monotonic(), math.inf
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, env=env, start_new_session=True)  # noqa: S603
+        assert self.process.stdout
+        os.set_blocking(self.process.stdout.fileno(), False)
 
-def _start(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> None:
-    """Start this node's ranks: not by ranks.py, which ends all after the first, so that none could report any more."""
-    folder, each, size = plan["folder"], plan["world"]["ranks_per_node"], plan["world"]["size"]
-    argv = [sys.executable, "-m", "dray.checks.preflight", f"{folder}/{run_folder.PLAN}"]
-    log = os.open(f"{folder}/{run_folder.preflight_log(me)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for local, rank in enumerate(_of_node(plan, me)):
-        number = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each), "WORLD_SIZE": str(size)}
-        ranks.start(argv, label=rank, env={**environ, **number}, on_parent_death=signal.SIGKILL, output=log)
-    os.close(log)
+    def hear(self) -> None:
+        """Take the lines that have come, each by one write."""
+        assert self.process.stdout
+        for line in (self.process.stdout.read() or b"").decode(errors="replace").splitlines():
+            try:
+                self._take(json.loads(line))
+            except (ValueError, TypeError):  # what the image's Python prints as it starts
+                print(f"dray: {self.report['part']}: {line}", flush=True)
 
-
-def _wait(plan: Mapping[str, Any], me: int, ranks: children.Children, links: control.Control, deadline: float) -> None:
-    """Wait until this node's ranks, and on the first node all, have passed, or the run ends; raise what is wrong."""
-    codes: dict[int, int] = {}
-    reports: dict[int, dict[str, Any]] = {}
-    """Of the ranks that have ended."""
-    own, judge = _of_node(plan, me), Judge(plan, links, deadline)
-    while True:
-        events = ranks.wait(_LOOK_S)
-        if events.signals:  # the run is stopped from outside, and that is no finding of this node's
-            sys.exit(128 + events.signals[0])
-        if links.cause or links.stopped:  # ranks that have ended since then were killed for it
+    def _take(self, fields: dict[str, Any]) -> None:
+        if "finding" in fields:
+            self._note(Finding(**fields["finding"]))
             return
-        codes |= events.ended
-        reports |= {rank: _report(plan, rank, code) for rank, code in events.ended.items()}
-        passed = len(codes) == len(own) and not any(codes.values())
-        if links.report_wanted or (events.ended and (passed or any(codes.values()))):
-            links.report_preflight([] if passed else [reports.get(rank) or _report(plan, rank) for rank in own])
-        if passed if me else judge.passed():
-            return
-        if me and time.monotonic() > deadline + 3 * _GRACE:
-            name = plan["world"]["nodes"][0]["name"]
-            raise UnfitError(
-                f"the first node ({name}) does not answer",
-                wanted="its judgement of the preflight",
-                found=f"nothing for {3 * _GRACE:.0f} s after the deadline",
-                fix=f"leave that node out (sbatch --exclude); see {run_folder.node_log(0)}",
-                node=name,
-            )
+        self.report |= fields
+        self._since = time.monotonic()
+        if "limit" in fields:
+            self._ends = self._since + fields["limit"]
+        self.waits = self.waits or "ready" in fields
+
+    def _note(self, finding: Finding) -> None:
+        print(f"dray: {finding.level}: {finding}", flush=True)
+        if finding.code:
+            self.report["findings"].append(finding._asdict())
+
+    def _unfit(self, problem: str) -> None:
+        part, phase, why = (self.report[name] for name in ("part", "phase", "why"))
+        found = f"in: {phase}: {why}" if why else f"in: {phase}"
+        fix = "leave this node out (sbatch --exclude), and tell the administrators"
+        wanted = "a check that ends in time"
+        self._note(Finding(f"{part}: {problem}", wanted=wanted, found=found, fix=fix, code=exit_codes.UNFIT))
+
+    def look(self) -> None:
+        """Hear it before the rendezvous, and note if it has ended."""
+        code = self.process.poll()
+        self.hear()
+        if code is not None and not self.waits:
+            self.waits = True
+            if not self.report["findings"]:
+                self._unfit(f"the check ended: {ended_with(code)}")
+
+    def late(self, seconds: float) -> None:
+        """Note that it does not wait for the others after these seconds; it may go on if its last phase began late."""
+        if self.report["phase"] != LOADING and time.monotonic() - self._since >= seconds / 2:
+            self._unfit(f"no answer within {seconds:.0f} s")
+        else:
+            part, phase = self.report["part"], self.report["phase"]
+            self._note(Finding(f"{part} is not checked: {phase} was not done within {seconds:.0f} s"))
+
+    def go(self, environ: Mapping[str, str], limit: int) -> None:
+        """Have it go on with these variables, within these seconds at first."""
+        assert self.process.stdin
+        self._take({"limit": limit})
+        with suppress(BrokenPipeError):  # it has ended, which is seen next
+            self.process.stdin.write(json.dumps(dict(environ.items() - os.environ.items())).encode() + b"\n")
+
+    def end(self, code: int | None) -> str:
+        """How it ended, if it has, with this exit code; empty while it has time."""
+        self.hear()
+        end, late = self.report["end"], time.monotonic() - self._ends
+        if code is None:
+            end = end or ("stuck" if late > _LATE else "")
+        elif code == 0:
+            end = "passed"
+        elif code < 0:
+            end, self.report["why"] = "killed", signal.Signals(-code).name
+        elif late > -_LATE and not self.report["why"]:
+            end = "expired"
+        else:
+            end, self.report["why"] = "crashed", self.report["why"] or f"exit code {code}"
+        self.report["end"] = end
+        return str(end)
 
 
-def _report(plan: Mapping[str, Any], rank: int, code: int | None = None) -> dict[str, Any]:
-    """How far a rank of this node has come, and how it ended if it has."""
-    report: dict[str, Any] = {"phase": "its start", "order": -1, "limit": 0, "time": 0.0, "ends": math.inf}
-    path = f"{plan['scratch']}/{run_folder.PREFLIGHT}/rank-{rank}.json"
-    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-        report = json.load(file)
-    late = time.monotonic() > report.pop("ends")
-    explained = "finding" in report or "crashed" in report
-    report |= {"rank": rank, "stuck": late and code is None, "expired": late and bool(code) and not explained}
-    if code and code < 0:
-        report["killed"] = signal.Signals(-code).name
-    elif code and not explained and not late:
-        report["crashed"] = f"exit code {code}"
-    return report
+class Preflight:
+    """The checks of this node's ranks; on the first node, the judgement by the reports of all nodes."""
 
+    def __init__(self, plan: Mapping[str, Any], me: int) -> None:
+        self._plan, self._me = plan, me
+        self._names = [node["name"] for node in plan["world"]["nodes"]]
+        self._joins_s = plan["world"]["rendezvous_timeout_s"]
+        self._limit = self._joins_s + plan["preflight"]["timeout_s"]
+        self._crashed_at = math.inf
+        self.ranks: list[RankCheck] = []
 
-class Judge:
-    """The first node's judgement by the reports of all nodes."""
+    def start(self) -> None:
+        """Start a process for each rank."""
+        # A check leaves no bytecode on a disk that may be full.
+        argv = [sys.executable, "-B", "-m", "dray.checks.rank", f"{self._plan['folder']}/{run_folder.PLAN}"]
+        each, log = self._plan["world"]["ranks_per_node"], run_folder.node_log(self._me)
+        for local in range(each):
+            rank = self._me * each + local
+            env = {"OMP_NUM_THREADS": "1", **os.environ, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            self.ranks.append(RankCheck(rank, self._names[self._me], log, argv, env))
 
-    def __init__(self, plan: Mapping[str, Any], links: control.Control, deadline: float) -> None:
-        self._plan, self._links, self._deadline = plan, links, deadline
-        self._failed = self._asked = False
-        self._before: dict[int, list[dict[str, Any]]] = {}
-        """The reports from before all were asked."""
-        self._looks_at = 0.0
+    def check_node(self, measured: dict[str, float]) -> Finding | None:
+        """Why this node is unfit, if it is. `measured` gets the TFLOP/s of the slowest GPU.
 
-    def passed(self) -> bool:
+        It takes at most half of the time for which the other nodes wait in the rendezvous.
+        """
+        began, limit = time.monotonic(), self._joins_s / 2
+        while not all(rank.waits for rank in self.ranks) and time.monotonic() < began + limit:
+            time.sleep(_ALONE_LOOK_S)
+            for rank in self.ranks:
+                rank.look()
+        for rank in self.ranks:
+            if not rank.waits:
+                rank.late(limit)
+        print(f"dray: the node check took {time.monotonic() - began:.1f} s", flush=True)
+        if speeds := [rank.report["tflops"] for rank in self.ranks if "tflops" in rank.report]:
+            measured[startup.TFLOPS] = min(speeds)
+        findings = [fields for rank in self.ranks for fields in rank.report["findings"]]
+        if not findings:
+            return None
+        for rank in self.ranks:  # each with what it has started, such as nvidia-smi
+            with suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+        return Finding(**findings[0])._replace(node=self._names[self._me])
+
+    def check_together(self, children: Children, environ: Mapping[str, str], links: Control) -> None:
+        """Return if all ranks can communicate, else raise why."""
+        began = time.monotonic()
+        os.makedirs(f"{self._plan['folder']}/{run_folder.PREFLIGHT}", exist_ok=True)
+        for rank in self.ranks:
+            children.running[rank.process.pid] = rank.report["rank"]
+            rank.go(environ, self._joins_s)
+        try:
+            self._wait(children, links)
+        finally:
+            children.tell(signal.SIGKILL)
+        if links.stopped:  # by a signal to another node
+            sys.exit(128 + signal.SIGTERM)
+        if links.cause:
+            problem, wanted = "the run ends before this node's launch", "no failure on any node"
+            raise StoppedError(problem, wanted=wanted, found=links.cause, code=links.cause.code)
+        print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
+
+    def _wait(self, children: Children, links: Control) -> None:
+        """Wait until this node's ranks, and on the first node all, have passed, or the run ends; else raise why."""
+        deadline = time.monotonic() + self._limit + _GRACE
+        before: list[str] = []
+        while True:
+            events = children.wait(_LOOK_S)
+            if events.signals:  # the run is stopped from outside, and that is no finding of this node's
+                sys.exit(128 + events.signals[0])
+            if links.cause or links.stopped:  # ranks that have ended since then were killed for it
+                return
+            ends = [rank.end(events.ended.get(rank.report["rank"])) for rank in self.ranks]
+            passed = {*ends} == {"passed"}
+            if ends != before and (passed or {*ends} - {"", "passed"}):
+                links.report_preflight([] if passed else [rank.report for rank in self.ranks])
+            before = ends
+            over = time.monotonic() - deadline
+            if passed if self._me else self._all_passed(links.preflight, over=over > 0):
+                return
+            if self._me and over > 3 * _GRACE:
+                raise UnfitError(
+                    f"the first node ({self._names[0]}) does not answer",
+                    wanted="its judgement of the preflight",
+                    found=f"nothing for {3 * _GRACE:.0f} s after the deadline",
+                    fix=f"leave that node out (sbatch --exclude); see {run_folder.node_log(0)}",
+                    node=self._names[0],
+                )
+
+    def _all_passed(self, reports: Mapping[int, Sequence[Mapping[str, Any]]], *, over: bool) -> bool:
         """Whether all ranks of all nodes have passed. DrayError: why they have not."""
-        now, new = time.monotonic(), self._links.preflight
-        whole = len(new) == len(self._plan["world"]["nodes"])
-        if whole and not any(new.values()):
-            return True
-        if now < self._looks_at:
-            return False
-        self._looks_at = now + _LOOK_S
-        reports = {**self._before, **new}
-        if not self._failed and any(reports.values()):
-            self._failed, self._deadline = True, min(self._deadline, now + _OTHERS)
-        over = now > self._deadline
-        if self._failed or over:
-            ranks = _each_rank(self._plan, reports)
-            if found := finding(self._plan, ranks, last=self._asked and (whole or over)):
-                raise found
-        if over:  # ranks that began later may be in order: all nodes say how far theirs have come by now
-            self._asked, self._deadline, self._before = True, now + _GRACE, reports
-            self._links.ask_preflight()
+        ends = {rank["end"] for ranks in reports.values() for rank in ranks}
+        whole = len(reports) == len(self._names)
+        if not ends and (whole or not over):
+            return whole
+        if "crashed" in ends and "expired" not in ends:  # others would have said by now that they know more
+            self._crashed_at = min(self._crashed_at, time.monotonic())
+            over = over or time.monotonic() > self._crashed_at + _OTHERS
+        if found := finding(self._names, reports, self._limit, last=over):
+            raise found
         return False
 
 
-def _each_rank(plan: Mapping[str, Any], reports: Mapping[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """How far each rank has come, of all nodes that have reported it."""
-    done = {"phase": "done", "expired": False}
-    ranks = {rank: {"rank": rank, **done} for node in reports if not reports[node] for rank in _of_node(plan, node)}
-    return {**ranks, **{report["rank"]: report for node in reports.values() for report in node}}
+def finding(
+    names: Sequence[str], reports: Mapping[int, Sequence[Mapping[str, Any]]], limit: int, *, last: bool
+) -> DrayError | None:
+    """What went wrong, by how far each rank came; None while a later report may still change it.
 
-
-def _of_node(plan: Mapping[str, Any], node: int) -> range:
-    each = plan["world"]["ranks_per_node"]
-    return range(node * each, (node + 1) * each)
-
-
-def _node(plan: Mapping[str, Any], rank: int) -> str:
-    return str(plan["world"]["nodes"][rank // plan["world"]["ranks_per_node"]]["name"])
-
-
-def _limit(plan: Mapping[str, Any]) -> int:
-    """Seconds that all ranks have together for the rendezvous and the collectives."""
-    return int(plan["world"]["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"])
-
-
-def _all_nodes(plan: Mapping[str, Any]) -> str:
-    """The node of a finding which does not say whose fault it is: else the first node would name itself."""
-    return listed(node["name"] for node in plan["world"]["nodes"])
-
-
-def finding(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], *, last: bool) -> DrayError | None:
-    """What went wrong, by how far each rank came; None while a later report may still change it."""
-    for rank in ranks.values():
-        if "finding" in rank:
-            found = Finding(**rank["finding"])
-            return error(found._replace(node=found.node or _all_nodes(plan)))
-        if "killed" in rank:
-            return _of(plan, rank, f"was killed by {rank['killed']}", f"in: {rank['phase']}")
-    ended = {
-        number for number, rank in ranks.items() if rank["expired"] or "crashed" in rank or rank["phase"] == "done"
-    }
-    silent = [number for number in range(plan["world"]["size"]) if number not in ended]
-    crashed = [rank for rank in ranks.values() if "crashed" in rank]
-    if not last and (silent or crashed):
+    `reports` has the nodes that have told: a report of each rank, or none where all have passed.
+    """
+    ranks = [rank for node in reports.values() for rank in node]
+    for rank in ranks:
+        if rank["findings"]:
+            told = Finding(**rank["findings"][0])  # without a node: whose fault it is, nobody knows
+            return error(told._replace(node=told.node or listed(names)))
+        if rank["end"] == "killed":
+            return _failed(rank, f"was killed by {rank['why']}", f"in: {rank['phase']}")
+    silent = [name for number, name in enumerate(names) if number not in reports]
+    if not last and (silent or not all(rank["end"] for rank in ranks)):
         return None
-    if crashed and not any(rank["expired"] for rank in ranks.values()):
+    crashed = [rank for rank in ranks if rank["end"] == "crashed"]
+    if crashed and not any(rank["end"] == "expired" for rank in ranks):
         first = min(crashed, key=lambda rank: (rank["order"], rank["time"]))
-        return _of(plan, first, "failed", f"{first['crashed']}, in: {first['phase']}")
-    return _hung(plan, ranks)
+        return _failed(first, "failed", f"{first['why']}, in: {first['phase']}")
+    if silent:
+        return _hung(f"the runner of {listed(silent)} does not answer", f"no report within {limit} s", silent[0])
+    return _slowest(names, [rank for rank in ranks if rank["end"] != "passed"])
 
 
-def _hung(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]) -> DrayError:
-    """The ranks for which the others waited: those whose runner is silent, that came least far, or cannot end."""
-    waiting = {number: rank for number, rank in ranks.items() if rank["phase"] != "done"}
-    furthest: Mapping[str, Any] = max(
-        waiting.values(), key=lambda rank: int(rank["order"]), default={"phase": "done", "order": 0}
-    )
-    least = min((int(rank["order"]) for rank in waiting.values()), default=0)
-    expired = [rank for rank in waiting.values() if rank["expired"]]
-    limit = max(expired, key=lambda rank: int(rank["order"]))["limit"] if expired else _limit(plan)
-    silent = [number for number in range(plan["world"]["size"]) if number not in ranks]
-    slowest = [number for number, rank in waiting.items() if rank["order"] == least < furthest["order"]]
-    stuck = [number for number, rank in waiting.items() if rank.get("stuck")]
-    guilty = silent or slowest or (stuck if len(stuck) < len(waiting) else [])
-    if not guilty:
-        nodes = " ".join(sorted({_node(plan, number) for number in ranks}))
-        return UnfitError(
-            f"{furthest['phase']} did not end within {limit} s on any rank",
-            wanted=_LIMITS,
-            found=f"all ranks hang in it, on {nodes}",
-            fix=f"{_STOOD}, for where each rank stood and what NCCL reported",
-            node=_all_nodes(plan),
-        )
-    where = "its node's runner does not answer" if silent else f"stopped in: {ranks[guilty[0]]['phase']}"
-    others = f"the others waited in: {furthest['phase']}" if waiting else "the others have passed"
+def _slowest(names: Sequence[str], waiting: Sequence[Mapping[str, Any]]) -> DrayError:
+    """The ranks for which the others waited: those that came least far, or that cannot end by themselves."""
+    furthest = max(waiting, key=lambda rank: int(rank["order"]))
+    least = min(rank["order"] for rank in waiting)
+    guilty = [rank for rank in waiting if rank["order"] == least < furthest["order"]]
+    guilty = guilty or [rank for rank in waiting if rank["end"] == "stuck"]
+    phase, seconds = furthest["phase"], furthest["limit"]
+    if len(guilty) in (0, len(waiting)):
+        problem = f"{phase} did not end within {seconds} s on any rank"
+        return _hung(problem, f"all ranks hang in it, on {' '.join(names)}", listed(names))
+    who = listed((f"rank {rank['rank']} on {rank['node']}" for rank in guilty), 4)
+    found = f"stopped in: {guilty[0]['phase']}; the others waited in: {phase}"
+    return _hung(f"{who} did not answer in {seconds} s", found, guilty[0]["node"], guilty[0]["rank"])
+
+
+def _hung(problem: str, found: str, node: str, rank: int | None = None) -> DrayError:
+    return UnfitError(problem, wanted=_LIMITS, found=found, fix=_STOOD, node=node, rank=rank)
+
+
+def _failed(rank: Mapping[str, Any], how: str, found: str) -> DrayError:
     return UnfitError(
-        ", ".join(f"rank {number} on {_node(plan, number)}" for number in guilty[:4])
-        + (f" and {len(guilty) - 4} more" if guilty[4:] else "")
-        + f" did not answer in {limit} s",
-        wanted=_LIMITS,
-        found=f"{where}; {others}",
-        fix=f"leave that node out (sbatch --exclude); {_STOOD}, for where each rank stood",
-        node=_node(plan, guilty[0]),
-        rank=guilty[0],
-    )
-
-
-def _of(plan: Mapping[str, Any], report: Mapping[str, Any], what: str, found: str) -> DrayError:
-    rank = report["rank"]
-    name, log = _node(plan, rank), run_folder.preflight_log(rank // plan["world"]["ranks_per_node"])
-    wanted = "a rank that passes the preflight"
-    return UnfitError(
-        f"rank {rank} on {name} {what}", wanted=wanted, found=found, fix=f"see {log}", node=name, rank=rank
+        f"rank {rank['rank']} on {rank['node']} {how}",
+        wanted="a rank that passes the preflight",
+        found=found,
+        fix=f"see {rank['log']}",
+        node=rank["node"],
+        rank=rank["rank"],
     )

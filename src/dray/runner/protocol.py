@@ -6,9 +6,7 @@ They are named tuples, since the import of dataclasses would double the time of 
 
 from __future__ import annotations
 
-import hmac
 import json
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,16 +14,11 @@ from dray.contract.findings import Finding
 from dray.runner.culprit import Entered, Seen
 from dray.runner.heartbeats import Late
 
-_NONCE = 32
 Message = tuple[Any, ...]
 
 
 class BrokenError(OSError):
     """The peer is gone, or has sent something invalid."""
-
-
-class _Plain(NamedTuple):
-    """A message that says all by its name."""
 
 
 class _Reason(NamedTuple):
@@ -40,8 +33,6 @@ class Hello(NamedTuple):
     node: int
     name: str
     host: str
-    runner: str
-    """Random: a runner that comes again is told from another with its number."""
     plan: str
     dray: str
     image: str
@@ -49,7 +40,7 @@ class Hello(NamedTuple):
     time: float
 
 
-class Welcome(_Plain):
+class Welcome(NamedTuple):
     """All nodes have come, and may start."""
 
 
@@ -63,12 +54,8 @@ class Stop(NamedTuple):
     now: bool = False
 
 
-class Save(_Plain):
+class Save(NamedTuple):
     """All ranks are asked to save and end."""
-
-
-class Saved(_Reason):
-    """The ranks of a node have saved and ended, as they were asked to."""
 
 
 class Failed(_Reason):
@@ -85,12 +72,6 @@ class Hung(_Reason):
     """The run hangs: all nodes save what their ranks do."""
 
 
-class Stacks(NamedTuple):
-    """What the ranks of a node did, each with the ranks that did the same."""
-
-    groups: tuple[tuple[Seen, list[int]], ...]
-
-
 class StartTimes(NamedTuple):
     """How long each part of a node's start took."""
 
@@ -103,42 +84,33 @@ class Reports(NamedTuple):
     reports: tuple[dict[str, Any], ...]
 
 
-class ReportsWanted(_Plain):
+class ReportsWanted(NamedTuple):
     """The first node asks how far the ranks of all nodes have come."""
 
 
 class Idle(NamedTuple):
-    """No process of a node's ranks is left; these ranks had joined the store."""
+    """The launcher of a node has ended; can the node start its ranks again?"""
 
-    ranks: tuple[int, ...]
+    can_restart: bool = True
 
 
 class Restart(NamedTuple):
-    """A start of all ranks, with a key, a port and a store of its own; number 0 is the first. None of it is secret."""
+    """A start of all ranks, with a store of its own at this port of the first node; number 0 is the first start."""
 
     number: int = 0
-    nonce: str = ""
     port: int = 0
-
-    def key(self, secret: bytes) -> bytes:
-        """The key by which a node proves that it belongs to this start; made with the run's secret."""
-        if not self.number:
-            return secret
-        return hmac.digest(secret, f"dray restart {self.number} {self.nonce}".encode(), "sha256")
-
-    def following(self, port: int) -> Restart:
-        """The next start, made by the first node."""
-        return Restart(self.number + 1, os.urandom(_NONCE).hex(), port)
+    why: str = ""
+    """Why the ranks before have ended."""
 
 
-class Ended(_Plain):
+class Ended(NamedTuple):
     """A node's last message: it has ended by itself, and was not lost."""
 
 
 _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Welcome, Refusal, Stop, Save, Saved, Failed, Progress, Late, Hung, Stacks, StartTimes, Reports),
+        *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, StartTimes, Reports),
         *(ReportsWanted, Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }
@@ -152,11 +124,9 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """The message of a line. BrokenError: it is none."""
     try:
-        message = json.loads(line, object_hook=_built)
-    except (ValueError, TypeError, RecursionError) as error:
+        message: Message = json.loads(line, object_hook=_built)
+    except (ValueError, TypeError) as error:
         raise BrokenError(f"malformed message: {error}") from error
-    if not isinstance(message, tuple) or (isinstance(message, _Reason) and not isinstance(message.finding, Finding)):
-        raise BrokenError(f"malformed message: {line[:80]!r}")
     return message
 
 

@@ -11,39 +11,38 @@ import sys
 
 # As in rank.py.
 if __name__ == "__main__":
-    sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
+    sys.path[:] = [*sys.path[1:], os.path.abspath(f"{__file__}/../../..")]
 
 from dray.contract import exit_codes
 from dray.runner import children
 
-_GRACE = 10.0  # seconds from asking the other ranks to end to ending them
+_GRACE = 10.0  # seconds from asking ranks to end to ending them
 
 
-def main(nodes: int, each: int, node: int, master: str, port: str, command: list[str]) -> int:
-    """Run the command once for each local rank; return the first exit code that is not 0."""
+def main(argv: list[str]) -> int:
+    """NODES RANKS NODE MASTER PORT COMMAND...: run it once for each local rank; return the first code that is not 0."""
+    nodes, each, node = map(int, argv[:3])
+    master, port, *command = argv[3:]
     runner = os.getppid()
     ranks = children.Children()
     for local in range(each):
-        rank = node * each + local
         world = {
-            **{"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node)},
-            **{"WORLD_SIZE": str(nodes * each), "LOCAL_WORLD_SIZE": str(each)},
-            **{"MASTER_ADDR": master, "MASTER_PORT": port},
+            "RANK": str(node * each + local),
+            "LOCAL_RANK": str(local),
+            "GROUP_RANK": str(node),
+            "WORLD_SIZE": str(nodes * each),
+            "LOCAL_WORLD_SIZE": str(each),
+            "MASTER_ADDR": master,
+            "MASTER_PORT": port,
         }
         # A session of its own, as torchrun's ranks have: a signal to the group comes from here alone.
         env = {**os.environ, **world, **_task(nodes, each, node, local)}
-        ranks.start(command, label=rank, env=env, session=True)
+        ranks.start(command, label=local, env=env, session=True)
     first, asked = 0, False
     while ranks.running:
         events = ranks.wait()
-        for number in events.signals:
-            if number == signal.SIGUSR1:
-                asked = True
-                ranks.ask()
-            else:
-                ranks.tell(number)
-        if events.signals and os.getppid() != runner:
-            ranks.end(_GRACE)
+        pass_on(events.signals, ranks, runner)
+        asked |= signal.SIGUSR1 in events.signals
         for code in events.ended.values():
             first = first or children.exit_code(code)
         if first and not (asked and first == exit_codes.RETRY):  # the others still save
@@ -51,21 +50,35 @@ def main(nodes: int, each: int, node: int, master: str, port: str, command: list
     return first
 
 
+def pass_on(signals: list[int], ranks: children.Children, parent: int) -> None:
+    """Let ranks hear what this process has heard; end them if the parent with this process id has died."""
+    for number in signals:
+        if number == signal.SIGUSR1:
+            ranks.ask()
+        else:
+            ranks.tell(number)
+    if signals and os.getppid() != parent:
+        ranks.end(_GRACE)
+
+
 def _task(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
     """The variables that srun would set for a task of this rank; empty outside of a Slurm task."""
     if "SLURM_PROCID" not in os.environ:
         return {}
-    size, layout = str(nodes * each), f"{each}(x{nodes})" if nodes > 1 else str(each)
-    found = {
-        **{"SLURM_PROCID": str(node * each + local), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)},
-        **{"SLURM_NTASKS": size, "SLURM_NPROCS": size, "SLURM_STEP_NUM_TASKS": size},
-        **{"SLURM_NTASKS_PER_NODE": str(each), "SLURM_TASKS_PER_NODE": layout, "SLURM_STEP_TASKS_PER_NODE": layout},
+    layout = f"{each}(x{nodes})" if nodes > 1 else str(each)
+    task = {
+        "SLURM_PROCID": str(node * each + local),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
         "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS_PER_NODE": str(each),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), layout),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(nodes * each)),
     }
     if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # of the one task that has started all ranks of the node
-        found["SLURM_CPUS_PER_TASK"] = str(max(1, int(cores) // each))
-    return found
+        task["SLURM_CPUS_PER_TASK"] = str(max(1, int(cores) // each))
+    return task
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], sys.argv[6:]))
+    sys.exit(main(sys.argv[1:]))

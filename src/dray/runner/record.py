@@ -1,4 +1,4 @@
-"""Records why this node or a rank of it failed, as files that outlive it."""
+"""Records why this node or a rank of it failed, and what the node is, as files that outlive it."""
 
 from __future__ import annotations
 
@@ -10,65 +10,72 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from dray.contract import files, hardware, run_folder
-from dray.runner import output
+from dray.contract import failures, files, hardware, processes, run_folder
+from dray.runner import evidence, heartbeats, output
+
+_WAIT_S = 5.0  # at most, for all ranks: a program ends with its supervisor, which records how it ended
 
 
 def write(folder: str, name: str, **fields: object) -> None:
     """Write failures/NAME.json; a full disk must not hide the exit code as well."""
     fields = {"time": time.time(), **fields}  # what follows takes a while
     if not fields.get("lost"):  # this node tells nothing of another that is gone
-        from dray.runner import evidence  # noqa: PLC0415  only what has failed pays for it
-
         fields["evidence"] = evidence.collect(folder, fields.get("log"))
-    _write(f"{folder}/{run_folder.failure(name)}", json.dumps(output.redacted(fields), indent=1))
+    put(f"{folder}/{run_folder.failure(name)}", json.dumps(output.redacted(fields), indent=1))
 
 
-def _write(target: str, text: str) -> None:
-    try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        files.write_atomic(target, text)
-    except OSError as error:
-        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+def first_failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
+    """The record of the first failure of this node's ranks, because of which the others failed; None if none has.
+
+    The launcher has ended, and a rank ends with it. One whose supervisor was killed is recorded now.
+    """
+    folder = plan["folder"]
+    each = plan["world"]["ranks_per_node"]
+    records = []
+    seen = time.time()
+    deadline = time.monotonic() + _WAIT_S
+    for rank in range(me * each, (me + 1) * each):
+        path = f"{folder}/{run_folder.failure(f'rank-{rank}')}"
+        while (program := _unrecorded(plan, rank, path)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if program and not processes.began(program):
+            log = f"{folder}/{run_folder.rank_log(rank)}"
+            write(
+                folder, f"rank-{rank}", node=plan["world"]["nodes"][me]["name"], rank=rank, code=137,
+                why="killed by SIGKILL, or its supervisor was", log=log, last_lines=files.tail(log), time=seen,
+            )  # fmt: skip
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            records.append(json.load(file))
+    first = min((record["time"] for record in records), default=0.0)
+
+    def order(record: Mapping[str, Any]) -> float:
+        lines = [record["why"], *record["last_lines"]]
+        return failures.order(record["time"], first, lambda: failures.follows(lines))
+
+    return min(records, key=order, default=None)
 
 
-def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The hardware and software of this node, as data."""
-    accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm", "rocm6": "rocm"}.get(
-        plan.get("variant", ""), "cpu"
-    )
-    seen = hardware.look(accelerator, environ, packages=me == 0)
-    return {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
+def _unrecorded(plan: Mapping[str, Any], rank: int, path: str) -> int:
+    """The rank's program, if neither its exit code nor a record was written; else 0."""
+    return 0 if os.path.exists(path) else max(0, heartbeats.of(plan["scratch"], rank).program)
 
 
 def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
-    """Write nodes/node-N.json, for the capsule; no run fails if it cannot be written."""
-    target = f"{plan['folder']}/{run_folder.node(me)}"
-    try:
-        told = about(plan, me, environ)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        files.write_atomic(target, json.dumps(told, indent=1))
-    except (OSError, ValueError) as error:
-        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
-
-
-def lines(target: str, told: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of JSON lines."""
-    _write(target, "".join(f"{json.dumps(one)}\n" for one in told))
+    """Write nodes/node-N.json, the node's hardware and software, for the capsule."""
+    # cuda12 has cuda's GPUs, rocm6 those of rocm.
+    seen = hardware.look(plan.get("variant", "").rstrip("0123456789"), environ, packages=me == 0)
+    node = {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
+    put(f"{plan['folder']}/{run_folder.node(me)}", json.dumps(node, indent=1))
 
 
 def saved(folder: str) -> None:
     """Note that all ranks have saved and ended, as they were asked to."""
-    _write(f"{folder}/{run_folder.SAVED}", "")
+    put(f"{folder}/{run_folder.SAVED}", "")
 
 
 def failing_nodes(folder: str, names: Iterable[str]) -> None:
     """Write the names of the unfit nodes, as sbatch --exclude takes them."""
-    target = f"{folder}/{run_folder.FAILING_NODES}"
-    try:
-        files.write_atomic(target, ",".join(names) + "\n")
-    except OSError as error:
-        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+    put(f"{folder}/{run_folder.FAILING_NODES}", ",".join(names) + "\n")
 
 
 def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
@@ -80,4 +87,17 @@ def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
             with suppress(FileNotFoundError):  # there is none, or another node was first
                 os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
     except OSError as error:
-        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+        _say(target, error)
+
+
+def put(target: str, text: str) -> None:
+    """Write a file of the run folder, or print why it cannot be written: no run fails for that."""
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        files.write_atomic(target, text)
+    except OSError as error:
+        _say(target, error)
+
+
+def _say(target: str, error: OSError) -> None:
+    print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)

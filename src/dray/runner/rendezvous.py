@@ -9,27 +9,41 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError, Finding, UnfitError, error
+from dray import __version__
+from dray.contract import exit_codes, files, run_folder
+from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError
+from dray.contract.hostnames import compress
 from dray.runner import address as address_of
-from dray.runner import check, hub, record
-from dray.runner.hello import StoppedError, make_hello
+from dray.runner import hub, record
 from dray.runner.hub import Connection
-from dray.runner.protocol import BrokenError, Hello, Refusal, Restart
-from dray.runner.rendezvous_server import Rendezvous
+from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
 _LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
 _ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-_TRY_S, _LATER_S = 10.0, 5.0  # to connect; and for the first node's answer, whose own deadline may be later
-_ENDING_S = 30  # a launcher that does not end is killed within 10
+_TRY_S = 10.0  # to connect, and then to prove the secret to a first node that thousands reach at once
+_LATER_S = 5.0  # for the first node's answer, whose own deadline may be later
+_OTHER_FILES = 128  # of the runner's and its children's own, and of connections that have proved nothing yet
+_SHOWN = 20  # nodes in a message
+_MOST_SKEW_S = 8.0
+_HELD = {
+    "plan": "put the run folder and HF_HOME on a disk that all nodes share, or at the same path on every machine",
+    "dray": "use the same image on every node",
+    "image": "copy the image to this node again, or put it on a disk that all nodes share",
+}
+
+
+class StoppedError(DrayError):
+    """The run ends for a reason that another node has recorded, or that unfit nodes have."""
 
 
 def secret_of(folder: str) -> bytes:
@@ -39,149 +53,228 @@ def secret_of(folder: str) -> bytes:
         secret = files.read(path, limit=_LONGEST, own=True).strip()
         if len(secret) < _SHORTEST_SECRET:  # a disk was full: one that is short, anybody guesses
             raise OSError(f"{len(secret)} characters")
-    except OSError as error:
-        raise ConfigError(
-            "the run's secret cannot be read",
-            where=path,
-            wanted="the file that was written with plan.json",
-            found=error,
-        ) from error
+    except OSError as found:
+        wanted = "the file that was written with plan.json"
+        raise ConfigError("the run's secret cannot be read", where=path, wanted=wanted, found=found) from found
     return secret
 
 
 def meet(
-    plan: Mapping[str, Any],
-    me: int,
-    digest: str,
-    start: Restart = Restart(),  # noqa: B008  it cannot be changed
-    at: tuple[str, int] | None = None,
-    listener: socket.socket | None = None,
-    unfit: Finding | None = None,
+    plan: Mapping[str, Any], me: int, digest: str, unfit: Finding | None = None
 ) -> tuple[dict[int, Connection], tuple[str, int], socket.socket | None]:
     """Wait for all nodes; return the connections, the first node's address and port, and on it the listening socket.
 
-    Before a restart the others know the first node's address and port, `at`. An `unfit` node comes too, so that all
-    nodes hear of it at once, and none waits for a node that will not come.
+    An `unfit` node comes too, so that all nodes hear of it at once, and none waits for a node that will not come.
     """
     world = plan["world"]
     several = len(world["nodes"]) > 1
-    key = start.key(secret_of(plan["folder"])) if several else b""
-    own = make_hello(plan, me, digest, check.line(unfit))
-    if start.number:  # the ranks before have to end first
-        world = {**world, "rendezvous_timeout_s": world["rendezvous_timeout_s"] + _ENDING_S}
-        plan = {**plan, "world": world}
+    key = secret_of(plan["folder"]) if several else b""
+    own = make_hello(plan, me, digest, unfit.problem if unfit else "")
     if me > 0:
-        first, address = join(plan, own, key, at)
-        return {0: first}, address, None
-    if not listener:
-        listener = address_of.listen(world)
-        if several and world["shared_folder"]:
-            publish(plan, listener)
-    if unfit and not several:
-        record.failing_nodes(plan["folder"], [own.name])
-        raise error(unfit)
-    guests = Rendezvous(plan, own, key, listener).gather() if several else {}
-    return guests, listener.getsockname(), listener
+        first = join(plan, own, key)
+        return {0: first}, first.line.getpeername(), None
+    listener = address_of.listen(world)
+    if several and world["shared_folder"]:
+        publish(plan, listener.getsockname())
+    return gather(plan, own, key, listener), listener.getsockname(), listener
 
 
-def publish(plan: Mapping[str, Any], listener: socket.socket) -> None:
-    """Tell the other nodes where the first one listens."""
-    _write(plan, listener.getsockname())
-
-
-def clocked(plan: Mapping[str, Any], me: int, start: Restart, at: tuple[str, int], clock: Mapping[str, float]) -> None:
-    """As the first node: add to rendezvous.json when the runner began, all nodes had met and ranks were launched."""
-    if me or start.number:
-        return
-    times = {name: round(seconds, 3) for name, seconds in {**clock, "launched": time.time()}.items()}
-    try:
-        _write(plan, at if len(plan["world"]["nodes"]) > 1 else (), times=times)
-    except OSError as error:  # no run ends for it
-        print(f"dray: {run_folder.RENDEZVOUS} cannot be written: {error.strerror}", flush=True)
-
-
-def _write(plan: Mapping[str, Any], at: Sequence[object], **told: object) -> None:
-    fields = {**dict(zip(("address", "port"), at, strict=False)), **told, "attempt": plan["attempt"]}
-    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
-
-
-def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The address and port of this attempt's first node; None before it has written them."""
-    world, folder = plan["world"], plan["folder"]
-    if not world["shared_folder"]:
-        return world["master"], world["port"]
-    try:
-        # Listing the folder makes an NFS client ask again for a file that it remembers as missing.
-        if run_folder.RENDEZVOUS not in os.listdir(folder):
-            return None
-        told = json.loads(files.read(f"{folder}/{run_folder.RENDEZVOUS}", limit=_LONGEST))
-        return (told["address"], told["port"]) if told["attempt"] == plan["attempt"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def join(
-    plan: Mapping[str, Any], own: Hello, key: bytes, at: tuple[str, int] | None = None
-) -> tuple[Connection, tuple[str, int]]:
-    """As any other node: the connection to the first one, and its address and port, once all nodes are there."""
-    nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
-    deadline, pause = time.monotonic() + limit, _PAUSE_S
-    broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
-    time.sleep(first_wait(nodes))
-    while time.monotonic() < deadline:
-        try:
-            if address := at or published(plan):
-                first = _connect(address, own, key, nodes, deadline, limit)
-                return first, (first.line.getpeername()[0], address[1])
-        except BrokenError as error:
-            broken = broken or str(error)
-        except (OSError, ValueError) as error:  # not listening yet, name not there yet or none
-            reason = str(error)
-        time.sleep(max(0.0, min(jittered(pause), deadline - time.monotonic())))
-        pause = longer(pause, nodes)
-    raise UnfitError(
-        f"node {own.node} ({own.name}) could not reach the first node in {limit} s",
-        wanted=f"a connection to {address[0]} port {address[1]}" if address else "the address of the first node",
-        found=broken or reason,
-        fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, or may be on "
-        "a network that this node does not reach",
+def make_hello(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> Hello:
+    """This node's number and name, what all nodes must hold alike, and why its own check found it unfit."""
+    world = plan["world"]
+    return Hello(
+        node=number,
+        name=world["nodes"][number]["name"],
+        host=os.uname().nodename,
+        plan=digest,
+        image=os.environ.get(world["identity"]["image"], ""),
+        dray=__version__,
+        unfit=unfit,
+        time=time.time(),
     )
 
 
-def _connect(address: tuple[str, int], own: Hello, key: bytes, nodes: int, deadline: float, limit: float) -> Connection:
-    """The connection to the first node, once it has let all nodes in. BrokenError: it is another's, or has ended."""
-    line = socket.create_connection(address, timeout=max(0.01, min(_TRY_S, deadline - time.monotonic())))
+def publish(plan: Mapping[str, Any], at: tuple[str, int], **times: float) -> None:
+    """Tell the other nodes where the first one listens, and the report when this start has reached what."""
+    fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], "times": times}
+    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
+
+
+def published(plan: Mapping[str, Any]) -> tuple[str, int]:
+    """The address and port of this attempt's first node. OSError: it has not written them yet."""
+    world, folder = plan["world"], plan["folder"]
+    if not world["shared_folder"]:
+        return world["master"], world["port"]
+    os.listdir(folder)  # makes an NFS client ask again for a file that it remembers as missing
+    told = json.loads(files.read(f"{folder}/{run_folder.RENDEZVOUS}", limit=_LONGEST))
+    if told["attempt"] != plan["attempt"]:
+        raise FileNotFoundError(f"{run_folder.RENDEZVOUS} is of another attempt")
+    return told["address"], told["port"]
+
+
+def join(plan: Mapping[str, Any], own: Hello, key: bytes) -> Connection:
+    """As any other node: the connection to the first one, once all nodes are there."""
+    nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
+    deadline, wanted = time.monotonic() + limit, "the address of the first node"
+    reason: Exception | None = None
+    if nodes > _ONE_WAVE:
+        time.sleep(pause(nodes) / 2)
+    while True:
+        try:
+            address, port = published(plan)
+            wanted = f"a connection to {address} port {port}"
+            line = socket.create_connection((address, port), timeout=_TRY_S)
+            first = hub.greet(line, key, min(deadline, time.monotonic() + _TRY_S))
+            break
+        except (OSError, ValueError) as failed:  # not listening yet, name not there yet or none, another's
+            if not isinstance(reason, BrokenError):  # what an end has done tells more than that there is none
+                reason = failed
+            if time.monotonic() > deadline:
+                raise UnfitError(
+                    f"node {own.node} ({own.name}) could not reach the first node in {limit} s",
+                    wanted=wanted,
+                    found=reason,
+                    fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, "
+                    "or may be on a network that this node does not reach",
+                ) from failed
+        time.sleep(pause(nodes))
     try:
-        first = hub.greet(line, key, min(deadline, time.monotonic() + hub.proof_s(nodes)))
         first.send(own._replace(time=time.time()))
         # The first node knows who is missing. It may have come later, and so may its deadline.
         answer = first.receive_first(time.monotonic() + limit + _LATER_S)
-    except OSError:
-        line.close()
-        raise
+    except OSError as failed:
+        fix = f"see {run_folder.node_log(0)}, and start the run again"
+        raise RetryError("the first node ended before all nodes had come", found=failed, fix=fix) from failed
     if isinstance(answer, Refusal):
-        raise StoppedError(
-            "the first node stopped the launch",
-            found=answer.finding,
-            fix=f"see {run_folder.FAILURES}",
-            code=answer.finding.code,
-        )
+        found, fix = answer.finding, f"see {run_folder.FAILURES}"
+        raise StoppedError("the first node stopped the launch", found=found, fix=fix, code=found.code)
     return first
 
 
-def first_wait(nodes: int) -> float:
-    """Seconds before the first try: thousands at once would overflow the first node's queue (somaxconn).
-
-    The kernel retries a dropped connection only after seconds.
+def pause(nodes: int) -> float:
+    """Seconds between two tries, times a random factor from 0.5 to 1.5: thousands at once would overflow the first
+    node's queue (somaxconn), and the kernel retries a dropped connection only after seconds.
     """
-    return 0.0 if nodes <= _ONE_WAVE else jittered(nodes / _LOOKS_PER_S / 2)
+    factor = 0.5 + int.from_bytes(os.urandom(2), "big") / 65536  # importing `random` would cost more than all of this
+    return factor * max(_PAUSE_S, min(_LONGEST_PAUSE_S, nodes / _LOOKS_PER_S))
 
 
-def longer(pause: float, nodes: int) -> float:
-    """The next pause between two tries: as short for a hundred nodes as for two, and longer for ten thousand."""
-    return min(1.5 * pause, max(_PAUSE_S, min(_LONGEST_PAUSE_S, nodes / _LOOKS_PER_S)))
+def gather(plan: Mapping[str, Any], own: Hello, key: bytes, listener: socket.socket) -> dict[int, Connection]:
+    """As the first node: the connections to all others, once all are here; or tell all why the run cannot start.
+
+    If a node is unfit, the first node still waits for the checks of the others, so that all unfit nodes get named.
+    These began at the same time, and get as long again.
+    """
+    world = plan["world"]
+    nodes = len(world["nodes"])
+    require_files(nodes, own.name)
+    server = hub.Server(listener, key)
+    limit = world["rendezvous_timeout_s"]
+    deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
+    came, hosts = {0: own}, {own.host: own.name}
+    connections: dict[int, Connection] = {}
+    refused: list[Connection] = []
+    refusal: DrayError | None = None
+    while not refusal and len(came) < nodes and time.monotonic() < deadline:
+        server.accept()
+        while server.proved:
+            connection, message = server.proved.pop()
+            hello = Hello(*message)
+            twin = hosts.setdefault(hello.host, hello.name)
+            if why := why_refused(hello, came, "" if world["one_machine"] else twin):
+                refusal = why
+                refused.append(connection)
+                continue
+            came[hello.node], connections[hello.node] = hello, connection
+            if hello.unfit:
+                deadline = min(deadline, time.monotonic() + limit / 2)
+    refusal = refusal or _incomplete(plan, came, listener.getsockname(), server.turned_away)
+    for connection in (*connections.values(), *refused):
+        with suppress(OSError):  # it is gone, which is seen next
+            connection.send(Refusal(refusal.finding) if refusal else Welcome())
+        if refusal:
+            connection.line.close()
+    if refusal:
+        raise refusal
+    return connections
 
 
-def jittered(pause: float) -> float:
-    """The pause times a random factor from 0.5 to 1.5; importing `random` would cost more than all of this."""
-    return pause * (0.5 + int.from_bytes(os.urandom(2), "big") / 65536)
+def _incomplete(
+    plan: Mapping[str, Any], came: Mapping[int, Hello], at: tuple[str, int], turned_away: int
+) -> DrayError | None:
+    """The refusal for nodes that are missing, or unfit: each of these has recorded why."""
+    nodes, limit = plan["world"]["nodes"], plan["world"]["rendezvous_timeout_s"]
+    absent = [node["name"] for number, node in enumerate(nodes) if number not in came]
+    unfit = [hello for _, hello in sorted(came.items()) if hello.unfit]
+    missing = f"missing: {compress(absent)}" if absent else ""
+    if unfit:
+        names = [hello.name for hello in unfit]
+        record.failing_nodes(plan["folder"], names)
+        found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
+        return StoppedError(
+            f"{len(names)} of {len(nodes)} nodes are unfit: {' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}",
+            wanted="nodes that pass the node check",
+            found="\n".join(filter(None, found)),
+            fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
+            code=exit_codes.UNFIT,
+            node=names[0],
+        )
+    if not absent:
+        return None
+    others = f"; {turned_away} connections without this run's secret were closed" if turned_away else ""
+    return UnfitError(
+        f"{len(absent)} of {len(nodes)} nodes did not reach the first one in {limit} s",
+        wanted=f"a connection of every node to {at[0]} port {at[1]}",
+        found=missing + others,
+        fix="see the logs of these nodes; or give them more time: rendezvous_timeout_s=SECONDS",
+    )
+
+
+def why_refused(hello: Hello, came: Mapping[int, Hello], twin: str) -> DrayError | None:
+    """Why a node that has come is refused, if it is; `twin` is the first node with its host name."""
+    who, own = f"node {hello.node} ({hello.name})", came[0]
+    for held, fix in _HELD.items():
+        wanted, found = getattr(own, held), getattr(hello, held)
+        if found != wanted:
+            return ConfigError(
+                f"{who} has a different {held}",
+                wanted=f"{held} {wanted[:12] or '(unknown)'}",
+                found=f"{held} {found[:12] or '(unknown)'}",
+                fix=fix,
+            )
+    if hello.node in came:
+        return ConfigError(
+            f"two nodes have the number {hello.node}",
+            wanted="a number of its own for every node",
+            found=f"{hello.name} has it too",
+            fix="do not export the node's number before srun: each node takes it from its own task",
+        )
+    if twin not in ("", hello.name):
+        return ConfigError(
+            f"{who} and {twin} have the same host name",
+            wanted="different host names, by which libraries tell nodes apart",
+            found=hello.host,
+            fix="give each machine a host name of its own; under Slurm start one task a node (--ntasks-per-node=1)",
+        )
+    skew = abs(hello.time - time.time())
+    if skew > _MOST_SKEW_S:
+        return UnfitError(
+            f"the clock of {who} is {skew:.0f} s away from the first node's",
+            wanted=f"at most {_MOST_SKEW_S:.0f} s",
+            found=f"{skew:.0f} s",
+            fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
+        )
+    return None
+
+
+def require_files(nodes: int, first: str) -> None:
+    """Refuse a first node that cannot hold a connection of each node; the runner has raised the limit."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < nodes + _OTHER_FILES:
+        raise UnfitError(
+            f"the first node may open {most} files, too few for {nodes} nodes",
+            wanted=f"a hard limit of {nodes + _OTHER_FILES} open files: one for each node and some more",
+            found=f"ulimit -n: {most}",
+            where=first,
+            fix=f"ask the administrators to raise it (LimitNOFILE of slurmd), or ask for {most - _OTHER_FILES} nodes",
+        )

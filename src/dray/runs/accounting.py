@@ -14,6 +14,7 @@ from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
 from dray.runs.cost import MOST, MOST_J, Cost
 from dray.runs.paths import RunPaths
+from dray.runs.stop import of_a_batch_job
 
 
 def here(paths: RunPaths, plan: Plan, seconds: float) -> Cost | None:
@@ -49,7 +50,7 @@ def _joules(known: str, job: int, step: str) -> float | None:
 
 def queue_s(known: str) -> float | None:
     """Seconds from submission to start, by Slurm's clock; only for the first attempt of a batch job."""
-    if not re.search(r"(?m)^first_of_job=1$", known) or not re.search(r"(?:^|\s)BatchFlag=1(?:\s|$)", known):
+    if not re.search(r"(?m)^first_of_job=1$", known) or not of_a_batch_job(known):
         return None
     times = [re.search(rf"(?:^|\s){name}=(\S{{19}})(?:\s|$)", known) for name in ("SubmitTime", "StartTime")]
     try:

@@ -10,14 +10,13 @@ from dray import hostlist
 from dray.contract import exit_codes, files
 from dray.contract.findings import DrayError
 from dray.contract.hostnames import compress
-from dray.planning import node_selection
 from dray.planning.schema import Plan
+from dray.planning.world import fewer
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.recovery import Next
-from dray.runs.result import Attempt, Result, read
+from dray.runs.result import Attempt, Result, result_of
 from dray.runs.stop import PREEMPTION, TIME_LIMIT
 
-_LIMIT = 1 << 20  # bytes of a list of nodes
 _NO_NODE_S = ("the disk is full", "disk quota exceeded")
 """Causes that another node would meet too."""
 _HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -29,15 +28,15 @@ def history(paths: RunPaths) -> list[Attempt]:
 
 
 def _before(paths: RunPaths) -> Attempt:
-    with suppress(OSError, ValueError):
-        return attempt(read(paths.result), paths.attempt)
+    if result := result_of(paths):
+        return attempt(result, paths.attempt)
     return Attempt(attempt=paths.attempt, status="unknown", why="it left no result")
 
 
 def failing_nodes(paths: RunPaths, plan: Plan | None) -> list[str]:
     """The plan's nodes that failed their node check."""
     try:
-        named = files.read(paths.failing_nodes, limit=_LIMIT).decode().strip().split(",")
+        named = files.read(paths.failing_nodes).decode().strip().split(",")
     except FileNotFoundError:
         return []
     return [node.name for node in plan.world.nodes if node.name in {*named}] if plan else []
@@ -89,7 +88,7 @@ def _without(plan: Plan, failed: int) -> str:
     if failed <= len(world.spares):
         spares = " ".join(world.spares[:failed])
         return f"spare nodes: {spares} take their place" if failed > 1 else f"spare node: {spares} takes its place"
-    count = node_selection.fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
+    count = fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
     return f"fewer nodes: {count} of {len(world.nodes)} continue (min_nodes = {plan.recipe.min_nodes})" if count else ""
 
 

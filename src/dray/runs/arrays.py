@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from dray import process
-from dray.contract import files, run_folder
+from dray.contract import run_folder
 from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
 from dray.runs import login, refusal, source, write
@@ -121,18 +119,10 @@ def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source,
         if isinstance(refused, DrayError):
             raise refusal.explained(refused, argv) from None
         raise
-    number, _, cluster = done.out.strip().partition(";")
-    now, several = time.time(), len(group) > 1
-    found = []
-    for job in group:
-        queued = Queued(
-            job=int(number), task=job.number if several else None, cluster=cluster, time=now, argv=list(argv)
-        )  # fmt: skip
-        found.append(queued)
-        with suppress(OSError):  # the job is in the queue anyway
-            files.write_atomic(job.run / run_folder.JOB, queued.model_dump_json(indent=1))
-            if code:
-                source.keep(job.run, code)
+    array = Queued.of_sbatch(done.out, argv)
+    found = [array.model_copy(update={"task": job.number}) for job in group] if len(group) > 1 else [array]
+    for job, queued in zip(group, found, strict=True):
+        queue.record(job.run, queued, code)
     return found
 
 

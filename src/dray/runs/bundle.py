@@ -176,7 +176,7 @@ def cleaner(paths: RunPaths, *, homes: bool = True) -> Cleaner:
         plan = read(paths)
         names |= {*plan.recipe.pass_env, *plan.pass_env}
     with suppress(OSError, ValueError):
-        found = files.read(paths.facts, limit=_WHOLE).decode("utf-8", "replace")
+        found = files.read(paths.facts).decode("utf-8", "replace")
         known_homes |= {line[5:].rstrip("/"): "" for line in found.splitlines() if line.startswith("home=/")}
     for uid in (os.geteuid(), paths.run.stat().st_uid):
         with suppress(KeyError):
@@ -184,7 +184,7 @@ def cleaner(paths: RunPaths, *, homes: bool = True) -> Cleaner:
             known_homes[known.pw_dir.rstrip("/")] = known.pw_name
     values = secrets.passed(names, os.environ)
     with suppress(OSError):
-        own = files.read(paths.secret, limit=_TAIL).decode("utf-8", "replace").strip()
+        own = files.read(paths.secret).decode("utf-8", "replace").strip()
         values |= {own: "secret"} if len(own) >= _SHORTEST else {}
     # JSON escapes quotes, backslashes and letters beyond ASCII.
     forms = {form: name for value, name in values.items() for form in (value, json.dumps(value)[1:-1])}

@@ -33,7 +33,6 @@ from dray.runs.result import Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
 
-_LIMIT = 16 << 20  # bytes of a capsule, which grows with the nodes
 _HASHED = 4 << 30  # bytes of the largest file that is hashed
 _NODE = 1 << 20
 _MOST = 65_536  # nodes, and files
@@ -117,7 +116,7 @@ def read(paths: RunPaths) -> Capsule:
     fix = "use dray diff or dray replay, which work without a capsule; runs of an older dray have none"
     if not os.path.lexists(paths.capsule):
         raise ConfigError("the attempt has no capsule", where=paths.folder, wanted=run_folder.CAPSULE, fix=fix)
-    content = files.parse_json(files.text(paths.capsule, what, limit=_LIMIT), what, paths.capsule)
+    content = files.parse_json(files.text(paths.capsule, what), what, paths.capsule)
     found, version = content.get("version") if isinstance(content, dict) else None, 1
     if found != version:
         raise ConfigError(

@@ -6,7 +6,6 @@ Files that an active run needs and other users' files are never removed, and no 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 import time
@@ -30,8 +29,6 @@ KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "la
 DEFAULT = KINDS[:-1]
 """All but layers: recipes name layers, and building one again needs a network."""
 _QUIET_DAYS = 1.0  # a run without a result may be active on another cluster that shares this disk
-_STAGE = re.compile(rb'^ "stage": "(/[^"\\]{0,4000})/[^"\\/]+"', re.MULTILINE)
-_MOST = 16 << 20  # bytes of a plan
 
 
 class Options(NamedTuple):
@@ -43,6 +40,7 @@ class Options(NamedTuple):
     runs: Path
     build: Path | None
     """The checkout's folder for images; None without a checkout."""
+    tokens: Path
 
 
 def look(options: Options) -> list[Item]:
@@ -57,7 +55,7 @@ def look(options: Options) -> list[Item]:
         "runs": lambda: (_run(state, options) for state in states),
         "tune": lambda: (_table(folder, runs, options) for folder, runs in tried.items()),
         "studies": lambda: (_study(folder, queue) for folder in leftovers.tables(options.runs, run_folder.STUDY)),
-        "tokens": _tokens,
+        "tokens": lambda: _tokens(options.tokens),
         "scratch": _scratch,
         "staged": lambda: leftovers.staged(_stages([state.run for state in every])),
         "builds": lambda: leftovers.builds(options.build),
@@ -188,8 +186,7 @@ def _checked(item: Item, needed: list[Path], options: Options) -> Item:
     return item
 
 
-def _tokens() -> Iterator[Item]:
-    cache = Path(f"{node.TOKENS}{os.getuid()}")
+def _tokens(cache: Path) -> Iterator[Item]:
     if os.path.lexists(cache) and files.open_to_others(cache, folder=True):
         return
     for entry in tokens.entries(cache):
@@ -212,6 +209,7 @@ def _stages(runs: list[Path]) -> list[Path]:
     found: set[str] = set()
     for run in runs:
         with suppress(OSError, DrayError):
-            paths = last_attempt(run)
-            found |= {name.decode(errors="replace") for name in _STAGE.findall(files.read(paths.plan, limit=_MOST))}
-    return [Path(stage) for stage in sorted(found)]
+            stage = (table(last_attempt(run).plan, []) or {}).get("stage")
+            if isinstance(stage, str) and stage.startswith("/"):
+                found.add(str(Path(stage).parent))
+    return [Path(folder) for folder in sorted(found)]

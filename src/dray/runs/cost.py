@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 MOST = 1e7  # seconds: no job is longer
 MOST_J = 1e13  # the energy of ten thousand nodes of 3 kW for four days
@@ -44,20 +43,6 @@ class Spent(BaseModel):
     """Energy of the nodes in kWh; None unless Slurm's accounting has it for every attempt."""
     unknown: list[int] = []
     """Attempts whose cost was not recorded; the figures do not include them."""
-
-
-def of(told: object) -> Cost | None:
-    """The cost in a result; None if it is damaged."""
-    with suppress(ValidationError):
-        return told if isinstance(told, Cost) else Cost.model_validate(told)
-    return None
-
-
-def spent_of(told: object) -> Spent | None:
-    """The cost of all attempts in a result; None if it is damaged."""
-    with suppress(ValidationError):
-        return told if isinstance(told, Spent) else Spent.model_validate(told)
-    return None
 
 
 def spent(attempts: Sequence[tuple[int, Cost | None]]) -> Spent | None:

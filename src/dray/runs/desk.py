@@ -10,8 +10,7 @@ from tempfile import TemporaryDirectory
 
 from dray import engines
 from dray.config.image import ACCELERATORS
-from dray.config.preflight import Preflight
-from dray.config.recipe import Command, Recipe
+from dray.config.recipe import Command, Preflight, Recipe
 from dray.contract import jobs, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine

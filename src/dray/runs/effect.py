@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
-from math import ceil
+from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel
 
@@ -12,6 +12,9 @@ from dray.contract.findings import counted
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths
 from dray.runs.reading import reason, written
+
+Losses = Mapping[int, float | None]
+"""Loss by step; None: it was not finite."""
 
 
 class Curve(BaseModel):
@@ -34,11 +37,11 @@ class Parting(BaseModel):
 
     steps: int
     first: int | None = None
-    """The first step whose losses are not equal to the last bit."""
+    """The first step whose losses differ by more than the tolerance; without one, by a bit."""
     first_a: float | None = None
     first_b: float | None = None
     largest: float = 0.0
-    """The largest relative difference."""
+    """The largest relative difference of finite losses."""
     largest_step: int | None = None
     last: int | None = None
     """The last common step."""
@@ -65,7 +68,7 @@ class Effect(BaseModel):
 def effect(a: Sequence[RunPaths], b: Sequence[RunPaths]) -> Effect:
     """Compare the attempts of two runs, each in order."""
     ours, theirs = curve(a), curve(b)
-    return Effect(a=ours, b=theirs, parting=parting(ours, theirs))
+    return Effect(a=ours, b=theirs, parting=compare(ours.losses, theirs.losses))
 
 
 def curve(attempts: Sequence[RunPaths]) -> Curve:
@@ -97,19 +100,30 @@ def curve(attempts: Sequence[RunPaths]) -> Curve:
     )  # fmt: skip
 
 
-def parting(a: Curve, b: Curve) -> Parting:
-    """Compare the losses bit by bit: the first step that differs, and the largest difference."""
-    common = sorted({*a.losses} & {*b.losses})
-    pairs = [(step, a.losses[step], b.losses[step]) for step in common]
-    other = next(((step, x, y) for step, x, y in pairs if x != y), (None, None, None))
-    ratios = [(abs(x - y) / max(abs(x), abs(y)), step) for step, x, y in pairs if x and y and x != y]
-    largest = max(ratios, default=(0.0, None))
-    last = pairs[-1] if pairs else (None, None, None)
-    return Parting(
-        steps=len(common), first=other[0], first_a=other[1], first_b=other[2],
-        largest=largest[0], largest_step=largest[1], last=last[0], last_a=last[1], last_b=last[2],
-        only_a=len(a.losses) - len(common), only_b=len(b.losses) - len(common),
+def difference(a: float | None, b: float | None) -> float:
+    """The relative difference of two losses, the same in both orders; infinite if one of them is not finite."""
+    if a is None or b is None or not math.isfinite(a - b):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+
+
+def compare(a: Losses, b: Losses, tolerance: float = 0.0) -> Parting:
+    """The first step whose losses differ by more than the tolerance, and the largest difference."""
+    common = sorted({*a} & {*b})
+    differences = {step: difference(a[step], b[step]) for step in common}
+    first = next((step for step in common if differences[step] > tolerance), None)
+    finite = [(value, step) for step, value in differences.items() if 0 < value < math.inf]
+    largest, largest_step = max(finite, default=(0.0, None))
+    found = Parting(
+        steps=len(common), first=first, largest=largest, largest_step=largest_step,
+        only_a=len(a) - len(common), only_b=len(b) - len(common),
     )  # fmt: skip
+    if first is not None:
+        found.first_a, found.first_b = a[first], b[first]
+    if common:
+        found.last = common[-1]
+        found.last_a, found.last_b = a[found.last], b[found.last]
+    return found
 
 
 def losses_text(found: Parting, a: str = "A", b: str = "B") -> list[str]:
@@ -124,24 +138,24 @@ def losses_text(found: Parting, a: str = "A", b: str = "B") -> list[str]:
     if found.first is None:
         line = f"all {found.steps} losses are identical to the last bit"
         return [line.replace("all 1 losses are", "the one loss is"), *rest]
-    x, y = _pair(found.first_a, found.first_b)
+    x, y = pair(found.first_a, found.first_b)
     lines = [f"losses first differ at step {found.first}: {x} and {y}"]
     if found.largest_step is not None:
         lines.append(f"largest relative difference {found.largest:.1e}, at step {found.largest_step}")
     if found.last is not None and found.last != found.first:
-        x, y = _pair(found.last_a, found.last_b)
+        x, y = pair(found.last_a, found.last_b)
         lines.append(f"at step {found.last}, the last common step: {x} and {y}")
     return [*lines, *rest]
 
 
-def _pair(a: float | None, b: float | None) -> tuple[str, str]:
+def pair(a: float | None, b: float | None) -> tuple[str, str]:
     """Both values, with enough digits to see the difference."""
     if a is None or b is None:
         return tuple("not finite" if one is None else f"{one:.4g}" for one in (a, b))  # type: ignore[return-value]
     shown = ((f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in range(4, 17))
-    return next((pair for pair in shown if pair[0] != pair[1] or a == b), (repr(a), repr(b)))
+    return next((both for both in shown if both[0] != both[1] or a == b), (repr(a), repr(b)))
 
 
 def _share(values: list[float], share: float) -> float | None:
     """The quantile: the smallest value that this share of the values does not exceed."""
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else None
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None

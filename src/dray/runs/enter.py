@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from dray import engines, process, render
 from dray.contract import files
-from dray.contract.findings import ConfigError, listed
+from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL
 from dray.facts import Layer
 from dray.planning.schema import Plan
 from dray.runs.live import State
+from dray.runs.named import node_number
 from dray.runs.paths import RunPaths
 from dray.runs.write import read
 
@@ -36,14 +37,7 @@ def plan_of(state: State) -> tuple[Plan, RunPaths]:
 def node_of(plan: Plan, word: str) -> str:
     """The name of the node with this number or name; the first node if `word` is empty."""
     names = [node.name for node in plan.world.nodes]
-    if word in names:
-        return word
-    if word.isdecimal() and word.isascii() and len(word) < 8 and int(word) < len(names):
-        return names[int(word)]
-    if word:
-        wanted = f"0 to {len(names) - 1}, or one of {listed(names)}"
-        raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
-    return names[0]
+    return names[node_number(names, word) if word else 0]
 
 
 def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, layer: Layer | None = None) -> list[str]:

@@ -27,7 +27,6 @@ from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
 T = TypeVar("T")
-_ASKED = 1 << 16  # bytes of the stop file
 
 
 def finish(
@@ -159,7 +158,7 @@ class _Left:
 
     def _asked_lines(self) -> list[bytes]:
         with suppress(OSError):
-            return files.read(self.paths.stop, limit=_ASKED).splitlines()
+            return files.read(self.paths.stop).splitlines()
         return []
 
     def _asked_at(self) -> float | None:
@@ -245,7 +244,7 @@ class _Left:
     def preflight(self) -> str | None:
         """The preflight's result in one line."""
         try:
-            report = json.loads(files.read(self.paths.preflight_report, limit=RECORD))
+            report = json.loads(files.read(self.paths.preflight_report))
         except FileNotFoundError:
             return None
         transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
@@ -255,11 +254,12 @@ class _Left:
         return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:
-        """Remove files that a good run does not need: the preflight's rank files, and empty logs."""
-        logs = (*self.paths.logs.glob("preflight-*.log"), self.paths.logs / records.SRUN_LOG)
-        empty = (log for log in logs if log.exists() and not log.stat().st_size)
-        for left in (*self.paths.preflight.glob("rank-*"), *empty):
+        """Remove files that a good run does not need: the preflight's rank files, and an empty log of srun."""
+        for left in self.paths.preflight.glob("rank-*"):
             left.unlink()
+        log = self.paths.logs / records.SRUN_LOG
+        if log.exists() and not log.stat().st_size:
+            log.unlink()
 
     def figures(self, saved: int | None) -> dict[str, Any]:
         """The result's figures from the metrics: steps, losses, speed, and seconds of training after step `saved`."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from dray.contract import files
 
-_MARK = 64  # bytes before the position, which show whether the file was rewritten
-
 
 class Growing:
     """A growing file, which may not exist yet; `position` is where the last read ended."""
@@ -21,25 +19,16 @@ class Growing:
         self.again = 0
         """How often reading started again from the beginning."""
         self._file: tuple[int, int] | None = None
-        self._mark = b""
 
     def open(self) -> BufferedReader:
-        """Open the file at the last position; at 0 if it was replaced, truncated or rewritten. May raise OSError."""
+        """Open the file at the last position; at 0 if it was replaced or truncated. May raise OSError."""
         file = files.open_regular(self.path)
-        try:
-            found = os.fstat(file.fileno())
-            this = (found.st_dev, found.st_ino)
-            same = self._file in (None, this) and self.position <= found.st_size
-            if same and self._mark:
-                file.seek(self.position - len(self._mark))
-                same = file.read(len(self._mark)) == self._mark
-            if not same:
-                self.position, self._mark, self.again = 0, b"", self.again + 1
-            self._file = this
-            file.seek(self.position)
-        except BaseException:
-            file.close()
-            raise
+        found = os.fstat(file.fileno())
+        this = (found.st_dev, found.st_ino)
+        if self._file not in (None, this) or self.position > found.st_size:
+            self.position, self.again = 0, self.again + 1
+        self._file = this
+        file.seek(self.position)
         return file
 
     def lines(self, longest: int, *, whole: bool = False) -> Iterator[bytes]:
@@ -49,12 +38,8 @@ class Growing:
             while line := file.readline(longest):
                 if not line.endswith(b"\n") and len(line) < longest and not whole:
                     return
-                self._passed(line)
+                self.position += len(line)
                 yield line
-
-    def _passed(self, data: bytes) -> None:
-        self.position += len(data)
-        self._mark = data[-_MARK:]
 
     def read(self) -> bytes:
         """The bytes that are new since the last call."""
@@ -63,8 +48,7 @@ class Growing:
                 new = file.read()
         except FileNotFoundError:
             return b""
-        if new:
-            self._passed(new)
+        self.position += len(new)
         return new
 
 

@@ -59,7 +59,8 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
             assert state.job
             if state.paths and not told:
                 say(told := _before(state.paths))
-            squeue.cancel(state.job, state.cluster, waiting=True)
+            # scancel --state=PENDING finds no job that Slurm holds or puts back, such as in REQUEUE_HOLD.
+            squeue.cancel(state.job, state.cluster, waiting=state.job.state == "PENDING")
             if state.job.id not in {job.id for job in squeue.jobs(state.cluster)}:
                 _note(state)
                 none = "" if state.paths else "; it never started"

@@ -30,7 +30,6 @@ PACKAGE = "jupyterlab"
 _ASK = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({PACKAGE!r}) else 3)"
 _LACKS = 3
 _LOOK_S = 0.3
-_MOST = 1 << 16  # bytes of the server's own file
 _FOLDERS = ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 
 
@@ -166,7 +165,7 @@ def _port(place: Place, running: process.Running, log: Path) -> int:
     while running.code() is None:
         for told in place.folder.glob("jpserver-*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # not written yet
-                return int(json.loads(files.read(told, limit=_MOST))["port"])
+                return int(json.loads(files.read(told))["port"])
         time.sleep(_LOOK_S)
     raise _refused(place, running.code() or 1, log)
 

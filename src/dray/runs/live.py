@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import brief, metrics
+from dray.runs import metrics, queued
 from dray.runs.named import cluster_of, id_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
-from dray.runs.reading import LIMIT, Table, dig, require_version, table, written
+from dray.runs.reading import Table, dig, require_version, table, written
 from dray.runs.squeue import JUST_S, Job, Queue
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
@@ -69,8 +69,8 @@ class Left:
 
     @cached_property
     def plan(self) -> Table:
-        """The plan's keys that a list needs; empty without a plan."""
-        return (brief.plan(f"{self.folder}/{run_folder.PLAN}", self.warnings) if self.number else None) or {}
+        """The plan as a table; empty without a plan."""
+        return (table(f"{self.folder}/{run_folder.PLAN}", self.warnings) if self.number else None) or {}
 
     @cached_property
     def paths(self) -> RunPaths:
@@ -95,11 +95,7 @@ class Left:
     @cached_property
     def submitted(self) -> Queued | None:
         """The job that was submitted for the run."""
-        file = f"{self.run}/{run_folder.JOB}"
-        if written(file) is not None:
-            with suppress(OSError, ValueError):
-                return Queued.model_validate_json(files.read(file, limit=LIMIT))
-        return None
+        return None if written(f"{self.run}/{run_folder.JOB}") is None else queued.read(self.run)
 
     @cached_property
     def queued(self) -> Queued | None:
@@ -239,7 +235,7 @@ def _here(left: Left) -> State:
 
 def _process(paths: RunPaths) -> list[Any] | None:
     with suppress(OSError, ValueError, RecursionError):
-        match json.loads(files.read(paths.process, limit=LIMIT)):
+        match json.loads(files.read(paths.process)):
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 return list(found)
     return None

@@ -20,7 +20,7 @@ from dray.runs.reading import written
 
 _LONGEST = 1 << 16  # bytes of a line; a longer one is shown as several lines
 _CHUNK = 1 << 20
-_NAME = re.compile(r"(node|preflight|rank)-([0-9]{1,6})\.log")
+_NAME = re.compile(r"(node|rank)-([0-9]{1,6})\.log")
 _ISO = re.compile(rb"(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|\+00:00)?")
 _GLOG = re.compile(rb"\[?[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?")  # torch's own lines
 _STEP = re.compile(rb"step (\d{1,18})/\d")

@@ -10,12 +10,12 @@ from typing import Any
 
 from dray.contract import run_folder, scratch
 from dray.contract.values import printable
-from dray.runs import cost, live, metrics, stages, startup
+from dray.runs import live, metrics, stages, startup
 from dray.runs.live import Left
 from dray.runs.metrics import Rare
 from dray.runs.named import id_of
 from dray.runs.paths import attempts, last_attempt
-from dray.runs.reading import Table, dig, reason, table, written
+from dray.runs.reading import Table, dig, reason, written
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Job, Queue
 from dray.runs.stages import Live
@@ -77,22 +77,18 @@ class Watched:
             self._ended = None
             return False
         self._ended = self._ended or time.monotonic()
-        return not seen.goes_on or not self._queue.answers or time.monotonic() > self._ended + _NEXT_S
+        return not seen.goes_on or self._queue.is_absent or time.monotonic() > self._ended + _NEXT_S
 
 
 def _queued(left: Left, queue: Queue) -> Table:
     """The state of a submitted run before its first attempt."""
-    told = table(left.run / run_folder.JOB, left.warnings) or {}
-    argv = told.get("argv")
-    named = [word[11:] for word in argv if str(word).startswith("--job-name=")] if isinstance(argv, list) else []
-    fields: Table = {"run": left.run.name, "folder": str(left.run), "warnings": left.warnings}
-    fields |= {"recipe": str(named[0])[:_WIDE] if named else None, "job": metrics.whole(told, "job")}
-    fields |= {"started": _utc(metrics.number(told, "time")), "state": NO_RESULT}
+    fields: Table = {"run": left.run.name, "folder": str(left.run), "warnings": left.warnings, "state": NO_RESULT}
     if left.submitted is None:
-        left.warnings += [] if left.warnings else [f"{left.run / run_folder.JOB} names no job"]
+        left.warnings.append(f"{left.run / run_folder.JOB} names no job")
         return fields
-    job = left.submitted.id
-    fields["job_id"] = str(job)
+    job, names = left.submitted.id, [word[11:] for word in left.submitted.argv if word.startswith("--job-name=")]
+    fields |= {"recipe": names[0][:_WIDE] if names else None, "job": left.submitted.job, "job_id": str(job)}
+    fields["started"] = _utc(left.submitted.time)
     decided = live.decide(left, queue)
     if decided.kind == "queued" and decided.job:
         return fields | {"state": QUEUED, "waiting": _waiting(decided.job)}
@@ -225,8 +221,7 @@ class _Attempt(Left):
         found["steps"] = steps
         if closely and state != QUEUED:
             rare = ({} if read is None else read).setdefault(self.paths.metrics, Rare(self.paths.metrics))
-            plan = table(f"{self.folder}/{run_folder.PLAN}", []) or {}
-            found["live"] = stages.live(self.paths, plan, rare)
+            found["live"] = stages.live(self.paths, self.plan, rare)
         return found
 
 
@@ -240,9 +235,9 @@ def _ended(result: Table, *, closely: bool) -> Table:
         "tokens_per_s": metrics.number(result, "tokens_per_s"),
         "exit_code": metrics.whole(result, "exit_code"),
         "why": _text(why),
-        "spent": cost.spent_of(result.get("spent")),
+        "spent": result.get("spent"),
     }
-    found |= {"startup": startup.of(result.get("startup"))} if closely else {}
+    found |= {"startup": result.get("startup")} if closely else {}
     return found | ({"warnings": [str(one)[:_WIDE] for one in _list(result.get("warnings"))]} if closely else {})
 
 

@@ -91,7 +91,7 @@ def _require_sizes(recipe: Recipe, configuration: dict[str, Any]) -> None:
 def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> Counted | None:
     """The activations that the model saves, counted by a program that needs torch; it may fail unless `exact`."""
     assert recipe.train is not None
-    use = memory.use(recipe, flex=configuration.get("model_type") not in model_shape.WITHOUT_FLEX)
+    use = memory.use(recipe, str(configuration.get("model_type")))
     question = {
         "configuration": configuration,
         "masked": recipe.train.objective == "masked",

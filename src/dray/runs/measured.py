@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dray.contract import exit_codes, files
 from dray.runs.metrics import Event, Metrics, number
 from dray.runs.paths import RunPaths, attempts
-from dray.runs.result import Result
+from dray.runs.result import Result, result_of
 
 DONE, LEFT_OUT, REFUSED, DIFFER, HANGS, FAILED = "done", "left out", "refused", "losses differ", "hangs", "failed"
 _LETTERS = 300
@@ -47,9 +46,7 @@ def of_run(run: Path, code: int, log: Path, *, warm_up: int) -> Row:
     if not found:
         return Row(values={}, state=REFUSED if code == exit_codes.CONFIG else FAILED, why=_printed(log, code))
     paths = RunPaths(run, found[-1])
-    result: Result | None = None
-    with suppress(OSError, ValueError):
-        result = Result.model_validate_json(files.read(paths.result))
+    result = result_of(paths)
     if code or result is None or result.status != "done":
         return Row(values={}, state=FAILED, why=_why(result) or _printed(log, code))
     steps: list[Event] = []
@@ -78,15 +75,6 @@ def spread(seconds: Sequence[float]) -> float:
     """Median deviation from the median, relative to it; one slow step in ten does not change it."""
     middle = statistics.median(seconds)
     return statistics.median(abs(one - middle) for one in seconds) / middle
-
-
-def apart(one: Sequence[float], other: Sequence[float], most: float) -> tuple[int, float] | None:
-    """The first step whose relative loss difference exceeds `most`, and that difference."""
-    for step, (a, b) in enumerate(zip(one, other, strict=False), 1):
-        if (far := abs(b / (a or 1e-30) - 1)) > most:
-            return step, far
-    shorter = min(len(one), len(other))
-    return (shorter + 1, math.inf) if len(one) != len(other) else None
 
 
 def _why(result: Result | None) -> str:

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from dray.contract import files
 from dray.contract.findings import counted
 from dray.runs.follow import Growing
-from dray.runs.reading import RECORD
+from dray.runs.reading import RECORD, dig
 
 Event = dict[str, Any]
 _STEP = b'{"event": "step", '
@@ -132,13 +132,13 @@ def parsed(line: bytes) -> Event | None:
 
 def whole(event: Event, name: str) -> int | None:
     """The value as a count; None if it is none."""
-    value = event.get(name)
+    value = dig(event, name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
 
 
 def number(event: Event, name: str) -> float | None:
     """The value as a finite number; None if it is none."""
-    value = event.get(name)
+    value = dig(event, name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if -1e300 < value < 1e300 else None  # neither NaN nor infinite

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, listed, nearest
+from dray.runs import queued
 from dray.runs.paths import attempts, default_runs, numbered
 
 _ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 _JOB = re.compile(rb"^job=([0-9]{1,18})$", re.MULTILINE)
 _TASK = re.compile(rb"^task=([0-9]{1,18}_[0-9]{1,18})$", re.MULTILINE)
 _CLUSTER = re.compile(rb"^cluster=(.+)$", re.MULTILINE)
-_MOST = 1 << 20  # bytes of a file that is read for a job's number
+_DATE = len("20261120")
 
 
 def find(named: str = "", runs: Path | None = None) -> Path:
@@ -29,12 +29,14 @@ def find(named: str = "", runs: Path | None = None) -> Path:
     folder = Path(named).absolute()
     if "/" in named or os.path.lexists(folder):
         return folder
-    if _ID.fullmatch(named) and (of_job := _of_job(named, runs)):
-        return of_job
     names = [run.name for run in every(runs)]
+    fitting = [name for name in names if name.startswith(named)]
+    # To find a job, the facts of every attempt are read; a name begins with its date.
+    is_date = len(named) >= _DATE and fitting
+    if _ID.fullmatch(named) and not is_date and (of_job := _of_job(named, runs)):
+        return of_job
     if named in names:
         return runs / named
-    fitting = [name for name in names if name.startswith(named)]
     if len(fitting) == 1:
         return runs / fitting[0]
     raise _unclear(named, runs, names, sorted(fitting))
@@ -80,22 +82,15 @@ def is_run(folder: Path) -> bool:
 def jobs(run: Path) -> list[int]:
     """The run's job numbers: of each attempt, newest first, then of the submitted job."""
     found = [job_of(run / run_folder.attempt(number)) for number in reversed(attempts(run))]
-    return [job for job in dict.fromkeys([*found, _submitted(run)[0]]) if job]
-
-
-def _submitted(run: Path) -> tuple[int, str]:
-    """The submitted job, and its task name if it is in an array."""
-    with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        queued = json.loads(files.read(run / run_folder.JOB, limit=_MOST))
-        number, task = int(queued["job"]), queued.get("task")
-        return number, "" if task is None else f"{number}_{int(task)}"
-    return 0, ""
+    submitted = queued.read(run)
+    return [job for job in dict.fromkeys([*found, submitted.job if submitted else 0]) if job]
 
 
 def _tasks(run: Path) -> set[str]:
     """The run's array tasks, as 12_3."""
-    found = {str(id_of(run / run_folder.attempt(number))) for number in attempts(run)} | {_submitted(run)[1]}
-    return {name for name in found if "_" in name}
+    submitted = queued.read(run)
+    found = [id_of(run / run_folder.attempt(number)) for number in attempts(run)]
+    return {name for name in map(str, [*found, submitted.id if submitted else ""]) if "_" in name}
 
 
 def _of_job(named: str, runs: Path) -> Path | None:
@@ -111,6 +106,18 @@ def _of_job(named: str, runs: Path) -> Path | None:
             found=named, fix="dray scale --table STUDY shows all tasks",
         )  # fmt: skip
     return found[-1] if found else None
+
+
+def node_number(names: Sequence[str], word: str) -> int:
+    """The number of the node with this number or name."""
+    if word in names:
+        return names.index(word)
+    if re.fullmatch("[0-9]{1,7}", word) and int(word) < max(1, len(names)):
+        return int(word)
+    raise ConfigError(
+        "the run has no such node", where="--node", wanted=f"a number from 0, or one of {listed(names)}",
+        found=ascii(word),
+    )  # fmt: skip
 
 
 def job_of(attempt: Path | str) -> int:
@@ -133,7 +140,7 @@ def cluster_of(attempt: Path | str) -> str:
 
 def _facts(attempt: Path | str) -> bytes:
     with suppress(OSError):
-        return files.read(f"{attempt}/{run_folder.FACTS}", limit=_MOST)
+        return files.read(f"{attempt}/{run_folder.FACTS}")
     return b""
 
 

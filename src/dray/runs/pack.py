@@ -31,7 +31,7 @@ _INSIDE = re.compile(r"[\w.-]+/(attempt-[1-9][0-9]{0,8}/(?:[\w.-]+/)?[\w.-]+)", 
 _ABOUT = """\
 The capsule of the run {run}: what is needed to repeat it. Made by dray {dray}.
 
-dray capsule show FILE, dray replay FILE and dray diff FILE RUN read this file as it is.
+dray capsule show FILE, dray diff FILE RUN and dray replay FILE --recipe NEW.toml read this file as it is.
 Replaced:
   by [NAME]: values of pass_env and of secret variables such as HF_TOKEN, as they were set when the archive was made
   by [secret]: text that looks like a secret, and in the diff of code values of names such as PASSWORD or token

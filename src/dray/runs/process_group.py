@@ -8,19 +8,14 @@ from dray.contract import files
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
 
-_SHOWN = 8  # ranks
-_LIMIT = 1 << 20  # bytes; the file names each rank
 _FIX = "call init_process_group() in each rank without rank= and world_size=: it reads RANK and WORLD_SIZE"
 
 
 def warning(paths: RunPaths, plan: Plan) -> str | None:
     """The warning; None if all ranks share a group, no rank has one, or nothing was recorded."""
     try:
-        found = json.loads(files.read(paths.process_group, limit=_LIMIT))
+        found = json.loads(files.read(paths.process_group))
     except FileNotFoundError:
         return None
-    world, absent = plan.world, [int(rank) for rank in found["absent"]]
-    names = [f"rank {rank} on {world.nodes[rank // world.ranks_per_node].name}" for rank in absent[:_SHOWN]]
-    listed = f" (missing: {', '.join(names)}{', ...' * bool(absent[_SHOWN:])})" if names else ""
-    group = f"the largest process group has {int(found['largest'])} of the {world.size} ranks{listed}"
+    group = f"the largest process group has {int(found['largest'])} of the {plan.world.size} ranks"
     return f"{group}: the other ranks trained separately, maybe in the same files; {_FIX}"

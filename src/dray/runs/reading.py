@@ -5,21 +5,32 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError, WrapValidator
 from pydantic_core import from_json
 
+from dray.config.model import explained
 from dray.contract import files
-from dray.contract.findings import DrayError
+from dray.contract.findings import ConfigError, DrayError
 
 RECORD = 1 << 20
 """Bytes of a record, a report or a line of metrics."""
-LIMIT = 4 << 20
-"""Bytes of a plan or a result."""
 VERSION = 1
 """The version of result.json."""
 Table = dict[str, Any]
+
+
+def _or_none(told: object, check: Callable[[object], object]) -> object:
+    with suppress(ValidationError):
+        return check(told)
+    return None
+
+
+OR_NONE = WrapValidator(_or_none)
+"""Reads a damaged part of a file as None, so that the rest stays readable."""
 
 
 def table(
@@ -27,7 +38,7 @@ def table(
 ) -> Table | None:
     """The file's JSON object; None if the file is missing, or, with a warning, if it cannot be read."""
     try:
-        found = from_json(files.read(path, limit=LIMIT))
+        found = from_json(files.read(path))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
         check(found, path)
@@ -37,6 +48,25 @@ def table(
         warnings.append(f"{path} cannot be read: {reason(error)}")
         return None
     return found
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def load(model: type[Model], path: Path, noun: str, *, fix: str) -> Model:
+    """The content of a file of dray's own; ConfigError if it is missing, damaged or of another version."""
+    text = files.text(path, f"the {noun}", fix=fix)
+    found = files.parse_json(text, f"the {noun}", path)
+    version, known = found.get("version") if isinstance(found, dict) else None, model.model_fields["version"].default
+    if version != known:
+        raise ConfigError(
+            f"this {noun} was made by another version of dray", where=path, wanted=f"version {known}",
+            found=f"version {version!r:.40}",
+        )  # fmt: skip
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as wrong:
+        raise ConfigError(f"the {noun} is damaged", where=path, found=explained(wrong)) from wrong
 
 
 def require_version(found: object, path: Path | str) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dray.contract import exit_codes, failures, files, run_folder, secrets
 from dray.planning.schema import Plan
 from dray.runs import causes
-from dray.runs.reading import RECORD, reason, written
+from dray.runs.reading import reason, written
 from dray.runs.result import Cause
 
 _MOST = 65_536
@@ -53,7 +53,7 @@ def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) ->
 def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> Record:
     """The record in a file; a damaged one still says who failed."""
     try:
-        record = json.loads(files.read(path, limit=RECORD))
+        record = json.loads(files.read(path))
         time = float(record["time"])
         if not math.isfinite(time):
             raise ValueError(f"its time is {time}")

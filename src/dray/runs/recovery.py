@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 
 class Recovery(BaseModel):
@@ -51,8 +51,8 @@ class Next(BaseModel):
     """Whether the job is requeued."""
     spare: bool = False
     """Whether the job continues at once, with spare nodes or with fewer nodes."""
-    exclude: Annotated[list[str], BeforeValidator(lambda names: [] if names is None else names)] = []
-    """Lost or unfit nodes that the next attempt must not use; null in older files."""
+    exclude: list[str] = []
+    """Lost or unfit nodes that the next attempt must not use."""
     why: str
     """Why the job continues, or does not."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from dray.contract.findings import ConfigError, DrayError, counted, listed, nearest
@@ -26,13 +27,19 @@ class _Name(NamedTuple):
     known: Callable[[], list[str]]
 
 
-def _partitions() -> list[str]:
-    return [*dict.fromkeys(one.name for one in slurm_commands.partitions())]
+def _partitions() -> list[Partition]:
+    with suppress(DrayError):  # sbatch's refusal is what the user must see
+        return slurm_commands.partitions()
+    return []
+
+
+def _partition_names() -> list[str]:
+    return [*dict.fromkeys(one.name for one in _partitions())]
 
 
 _NAMES = {
-    "Invalid partition name": _Name("partition", "p", _partitions),
-    "No partition specified": _Name("partition", "p", _partitions),
+    "Invalid partition name": _Name("partition", "p", _partition_names),
+    "No partition specified": _Name("partition", "p", _partition_names),
     "Invalid account": _Name("account", "A", slurm_commands.accounts),
     "Invalid qos": _Name("qos", "q", slurm_commands.qualities),
     "Invalid feature": _Name("constraint", "C", slurm_commands.features),
@@ -72,7 +79,7 @@ def _named(message: str, name: _Name, argv: Sequence[str]) -> ConfigError:
 
 def _sized(message: str, argv: Sequence[str]) -> ConfigError:
     """Explain the refusal of nodes and GPUs that the partition does not have."""
-    partitions = slurm_commands.partitions()
+    partitions = _partitions()
     nodes, gpus = _number(argv, "nodes"), max(_number(argv, "gpus-per-node"), _number(argv, "gres"))
     named = _value(argv, "partition", "p").split(",")
     asked = [one for one in partitions if one.name in named] or partitions[:1]

@@ -9,23 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live
+from dray.runs import live, queued
 from dray.runs import submit as queue
 from dray.runs.diff import ABSENT, Difference
 from dray.runs.paths import RunPaths, attempts, new_id
-from dray.runs.queued import Queued
 from dray.runs.replay import as_files
 from dray.runs.result import Result, result_of
 
-_LIMIT = 1 << 20
 _STEM = "replay"
 _SCRIPTS = ("multinode.sh", "singlenode.sh")
 # Options that the replay sets itself, that concern other jobs or another time, or that hide the job's number.
@@ -61,10 +57,11 @@ def asked(run: Path) -> Asked | None:
     """The options from the run's job.json. None if it is missing, as after a plain sbatch, or if others may have
     written it: options of sbatch name files that the job would overwrite."""
     file = run / run_folder.JOB
-    with suppress(OSError, ValidationError, ValueError):
-        if not files.is_own(run) or not files.is_own(file):
+    with suppress(OSError, ValueError):
+        submitted = queued.read(run) if files.is_own(run) and files.is_own(file) else None
+        if submitted is None:
             return None
-        argv = Queued.model_validate_json(files.read(file, limit=_LIMIT)).argv
+        argv = submitted.argv
         script = [Path(word).name in _SCRIPTS for word in argv].index(True)
         decided = dict[str, str]()
         for word in argv[script + 1 :]:
@@ -104,7 +101,7 @@ def job(recipe: Recipe, before: Plan, made: Asked | None, runs: Path, more: Sequ
     return Job(planned.argv, folder, plan, recipe)
 
 
-def start(made: Job) -> str:
+def start(made: Job) -> int:
     """Submit the replay, with its recipe in its folder; the job's number."""
     code = Path(made.recipe.command.folder) if made.recipe.command else checkout.root()
     return queue.submit(made.argv, made.folder, made.recipe.runs.share, code, as_files(made.recipe, _STEM))

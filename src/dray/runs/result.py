@@ -12,14 +12,11 @@ from pydantic_core import from_json
 
 from dray.contract import files
 from dray.contract.findings import counted
-from dray.contract.hostnames import compress
 from dray.contract.values import printable
-from dray.runs import cost as costs
-from dray.runs import startup as startups
 from dray.runs.cost import Cost, Spent
 from dray.runs.named import job_of
 from dray.runs.paths import RunPaths
-from dray.runs.reading import LIMIT, require_version
+from dray.runs.reading import OR_NONE, require_version
 from dray.runs.recovery import Next, Recovery
 from dray.runs.startup import Startup
 
@@ -31,11 +28,6 @@ _SHOWN = 20  # nodes in a line
 def _evidence(lines: Any) -> list[str]:  # noqa: ANN401  any JSON value: a damaged part hides no failure
     texts = lines if isinstance(lines, list) else []
     return [line[:_LONGEST] for line in texts if isinstance(line, str)][:_MOST]
-
-
-def _host_list(hosts: Any) -> Any:  # noqa: ANN401  any JSON value
-    names = hosts if isinstance(hosts, list | tuple) else []
-    return compress(names) if names and all(isinstance(name, str) for name in names) else hosts or ""
 
 
 class Cause(BaseModel):
@@ -78,7 +70,7 @@ class Attempt(BaseModel):
     """Its exit code."""
     why: str | None = None
     """The first line of its cause, or what stopped it."""
-    hosts: Annotated[str, BeforeValidator(_host_list)] = ""
+    hosts: str = ""
     """The names of its nodes, as Slurm writes a list: n[1-3,7]."""
     first_step: int | None = None
     """The step from which it resumed; 0 from the beginning."""
@@ -92,7 +84,7 @@ class Attempt(BaseModel):
     """When it ended, in UTC."""
     requeued: bool = False
     """Whether dray requeued the job after it."""
-    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
+    cost: Annotated[Cost | None, OR_NONE] = None
     """The cost of the attempt; null if unknown."""
 
 
@@ -177,11 +169,11 @@ class Result(BaseModel):
     """Whether the job continues by itself; null if the run ended or another attempt would not help."""
     history: list[Attempt] = []
     """The attempts before this one."""
-    startup: Annotated[Startup | None, BeforeValidator(startups.of)] = None
+    startup: Annotated[Startup | None, OR_NONE] = None
     """How long each part of the start took; null if nothing was measured."""
-    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
+    cost: Annotated[Cost | None, OR_NONE] = None
     """The cost of this attempt; null if unknown."""
-    spent: Annotated[Spent | None, BeforeValidator(costs.spent_of)] = None
+    spent: Annotated[Spent | None, OR_NONE] = None
     """The cost of all attempts, with this one."""
     command: bool = False
     """Whether a command ran instead of dray's trainer; dray does not know what it saves."""
@@ -191,7 +183,7 @@ class Result(BaseModel):
 
 def read(path: Path | str) -> Result:
     """Read a result; OSError or ValueError if it is damaged or of another version."""
-    found = from_json(files.read(path, limit=LIMIT))
+    found = from_json(files.read(path))
     require_version(found, path)
     return Result.model_validate(printable(found))
 

@@ -14,6 +14,7 @@ from dray import process
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
 from dray.fitness import slurm_commands
+from dray.runs.stop import of_a_batch_job
 
 # squeue does not list ended jobs.
 _WAITING = frozenset(
@@ -154,8 +155,6 @@ def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
 
 def of_batch(job: Job) -> bool:
     """Whether it is a batch job, not an salloc allocation, which the user may use for other work too."""
-    from dray.runs.stop import of_a_batch_job  # noqa: PLC0415
-
     argv = ["scontrol", "show", "job", "--oneliner", job.id]
     return of_a_batch_job(process.run(argv, check=False, seconds=_ANSWER_S).out)
 

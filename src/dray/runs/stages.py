@@ -78,7 +78,7 @@ def live(paths: RunPaths, plan: dict[str, Any], rare: Rare) -> Live:
         nodes = [_silent(node) for node in nodes]
     notes = [text for _, text in told[-_MOST:]]
     with suppress(OSError):
-        if asked := files.read(paths.folder / run_folder.STOP, limit=_HEAD).decode(errors="replace").split():
+        if asked := files.read(paths.folder / run_folder.STOP).decode(errors="replace").split():
             notes.append(f"asked to save and end ({asked[0][:40]})")
     if quiet is not None and quiet > _QUIET_S:
         notes.append(f"no output for {duration(quiet)}")
@@ -216,3 +216,10 @@ def duration(seconds: float) -> str:
             rest = whole % size // of
             return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
     return f"{whole} s"
+
+
+def measured(seconds: float) -> str:
+    """A measured time: `340 ms`, `2.5 s`; from 100 s on as `duration`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.1f} s" if round(seconds, 1) < 100 else duration(seconds)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from dray.contract import files
 from dray.contract.startup import CONTAINER, NAMES, OWN, PARTS, SBCAST, STAGE, TFLOPS, clean
 from dray.runs.paths import RunPaths
+from dray.runs.stages import measured
 
-_LIMIT = 16 << 20
 _NODES = 256  # in a result, with all their parts
 _LINES = 8
 
@@ -51,18 +51,11 @@ class Startup(BaseModel):
     """TFLOP/s of the slowest GPU in 16-bit matrix products, before the launch."""
 
 
-def of(told: object) -> Startup | None:
-    """The start-up in a result; None if it is damaged."""
-    with suppress(ValidationError):
-        return told if isinstance(told, Startup) else Startup.model_validate(told)
-    return None
-
-
 def read(paths: RunPaths, names: Sequence[str], queue_s: float | None = None) -> Startup | None:
     """The start-up of an attempt with these nodes, finished or not; None if nothing was measured."""
     told: Any = None
     with suppress(OSError, ValueError, RecursionError):
-        told = json.loads(files.read(paths.startup, limit=_LIMIT))
+        told = json.loads(files.read(paths.startup))
     rows = told.get("nodes") if isinstance(told, dict) and told.get("attempt") == paths.attempt else None
     rows = [clean(row) for row in rows[: len(names)]] if isinstance(rows, list) else []
     nodes = {name: row for name, row in zip(names, rows, strict=False) if row}
@@ -84,7 +77,7 @@ def read(paths: RunPaths, names: Sequence[str], queue_s: float | None = None) ->
 def step(paths: RunPaths) -> str:
     """Slurm's number of the step that ran the nodes."""
     with suppress(OSError, ValueError, RecursionError):
-        told = json.loads(files.read(paths.startup, limit=_LIMIT))
+        told = json.loads(files.read(paths.startup))
         return str(told.get("step", "")) if isinstance(told, dict) else ""
     return ""
 
@@ -102,7 +95,7 @@ def lines(found: Startup | None) -> list[str]:
     if 1 < len(found.nodes) <= _LINES:
         return [*told, *(f"start-up of {name}: {_text(parts)}" for name, parts in found.nodes.items())]
     slower = [
-        f"{NAMES[part]} {_took(one.s)} on {one.node}"
+        f"{NAMES[part]} {measured(one.s)} on {one.node}"
         for part, one in found.slowest.items()
         if part in NAMES and one.s > found.parts.get(part, one.s)
     ]
@@ -110,12 +103,4 @@ def lines(found: Startup | None) -> list[str]:
 
 
 def _text(parts: dict[str, float]) -> str:
-    return ", ".join(f"{NAMES[part]} {_took(seconds)}" for part, seconds in parts.items())
-
-
-def _took(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    return ", ".join(f"{NAMES[part]} {measured(seconds)}" for part, seconds in parts.items())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict
 
 from dray.runs.cost import Spent
+from dray.runs.reading import OR_NONE
 from dray.runs.stages import Live
 from dray.runs.startup import Startup
 
@@ -66,8 +69,8 @@ class State(BaseModel):
     waiting: Waiting | None = None
     live: Live | None = None
     """Details of a running attempt, if requested."""
-    startup: Startup | None = None
+    startup: Annotated[Startup | None, OR_NONE] = None
     """How long each part of the last attempt's start took, if requested."""
-    spent: Spent | None = None
+    spent: Annotated[Spent | None, OR_NONE] = None
     """The cost of all attempts, if the last one has ended."""
     warnings: list[str] = []

@@ -33,7 +33,6 @@ _DUE_TO = {
     "JOB REQUEUE": REQUEUE,
 }  # fmt: skip
 _CLOCKS_S = 10.0  # between the clocks of a node and of the disk
-_ASKED = 1 << 16  # bytes of the stop file
 
 
 class Stop(NamedTuple):
@@ -82,7 +81,7 @@ def asked(attempt: Path) -> list[str]:
     with suppress(OSError):
         file = attempt / run_folder.STOP
         # Most stop files are empty, and lists have thousands of runs.
-        return files.read(file, limit=_ASKED).decode(errors="replace").splitlines() if file.stat().st_size else []
+        return files.read(file).decode(errors="replace").splitlines() if file.stat().st_size else []
     return []
 
 

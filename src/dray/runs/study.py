@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -10,13 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from dray.config.model import explained
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, listed
+from dray.runs import effect, reading, state, write
 from dray.runs import look as looking
-from dray.runs import state, write
 from dray.runs.metrics import Event, Metrics, number, whole
 from dray.runs.named import is_run
 from dray.runs.paths import RunPaths, attempts, make_run_folder
@@ -26,7 +24,6 @@ PARITY = 1e-4
 """The largest relative loss difference that fp32 sums in another order can cause."""
 MOST = 256
 """The most runs in a study."""
-_VERSION = 1
 
 
 class Member(BaseModel):
@@ -55,7 +52,7 @@ class Study(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    version: int = _VERSION
+    version: int = 1
     kind: Literal["strong", "weak", "sweep"]
     """strong: the same global batch on any number of ranks; weak: the same batch per rank; sweep: other settings."""
     recipe: str
@@ -116,19 +113,8 @@ def keep(folder: Path, study: Study, members: Sequence[Member]) -> Study:
 
 def load(folder: Path) -> Study:
     """The study in a folder."""
-    path = folder / run_folder.STUDY
-    text = files.text(path, "the study", fix="name a folder with study.json in it: dray scale --table STUDY")
-    found = files.parse_json(text, "the study", path)
-    version = found.get("version") if isinstance(found, dict) else None
-    if version != _VERSION:
-        raise ConfigError(
-            "this study was made by another version of dray", where=path, wanted=f"version {_VERSION}",
-            found=f"version {version!r:.40}",
-        )  # fmt: skip
-    try:
-        return Study.model_validate(found)
-    except ValidationError as wrong:
-        raise ConfigError("the study is damaged", where=path, found=explained(wrong)) from wrong
+    fix = f"name a folder with {run_folder.STUDY} in it: dray scale --table STUDY"
+    return reading.load(Study, folder / run_folder.STUDY, "study", fix=fix)
 
 
 def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
@@ -160,10 +146,10 @@ def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
     return rows, _parity(rows, losses, checked=fp32) if study.kind == "strong" else Parity(checked=False)
 
 
-def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, dict[int, float]]:
+def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, effect.Losses]:
     """The row of one run, and its losses by step."""
     row = Row(run=member.run, ranks=member.ranks, settings=member.settings, state="no run", job_id=member.job_id)
-    losses: dict[int, float] = {}
+    losses: dict[int, float | None] = {}
     lines: list[Event] = []
     for attempt in attempts(run):
         paths = RunPaths(run, attempt)
@@ -172,10 +158,7 @@ def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, dict[int, float]
             for event in Metrics(paths.metrics):
                 kind = event.get("event")
                 if kind == "step" and (step := whole(event, "step")) and "loss" in event:
-                    row.loss = number(event, "loss")
-                    losses[step] = (
-                        math.nan if row.loss is None else row.loss
-                    )  # null stands for a loss that is not finite
+                    row.loss = losses[step] = number(event, "loss")
                     lines.append(event)
                 elif kind == "eval":
                     row.eval_loss = number(event, "loss")
@@ -203,27 +186,18 @@ def _compare(rows: list[Row]) -> None:
             row.efficiency = row.speedup * first.ranks / row.ranks
 
 
-def _parity(rows: list[Row], losses: dict[str, dict[int, float]], *, checked: bool) -> Parity:
+def _parity(rows: list[Row], losses: dict[str, effect.Losses], *, checked: bool) -> Parity:
     found = Parity(checked=checked)
     with_losses = [row for row in rows if losses[row.run]]
     for first, row in ((with_losses[0], other) for other in with_losses[1:]):
-        common = sorted(losses[first.run].keys() & losses[row.run].keys())
-        apart = [(step, _apart(losses[first.run][step], losses[row.run][step])) for step in common]
-        found.steps += len(apart)
-        found.largest = max([found.largest, *(difference for _, difference in apart if math.isfinite(difference))])
-        wrong = next(((step, difference) for step, difference in apart if difference > PARITY), None)
-        if wrong and checked:
-            step, difference = wrong
-            pair = f"{losses[first.run][step]:.6g} on {first.ranks}, {losses[row.run][step]:.6g} on {row.ranks}"
-            found.broken.append(f"step {step}: {pair}, {difference:.1e} apart")
+        parting = effect.compare(losses[first.run], losses[row.run], PARITY)
+        found.steps += parting.steps
+        found.largest = max(found.largest, parting.largest)
+        if parting.first is not None and checked:
+            a, b = effect.pair(parting.first_a, parting.first_b)
+            far = effect.difference(parting.first_a, parting.first_b)
+            found.broken.append(f"step {parting.first}: {a} on {first.ranks}, {b} on {row.ranks}, {far:.1e} apart")
     return found
-
-
-def _apart(one: float, other: float) -> float:
-    """The relative difference of two losses; infinite if only one is finite."""
-    if math.isfinite(one) and math.isfinite(other):
-        return abs(other / (one or 1e-30) - 1)
-    return math.inf if math.isfinite(one) or math.isfinite(other) else 0.0
 
 
 def _fp32(run: Path) -> bool:

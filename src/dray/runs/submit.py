@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -182,7 +181,7 @@ def _waits(option: str) -> bool:
 
 def submit(
     argv: Sequence[str], folder: Path, share: str, code: Path, beside: Mapping[str, str] = MappingProxyType({})
-) -> str:
+) -> int:
     """Make the run folder if needed, submit the job, and return its number. If sbatch refuses, a new folder is removed.
 
     The capsule records the `code` in that folder. Files `beside` are in the run folder before the job begins.
@@ -204,10 +203,14 @@ def submit(
         if isinstance(refused, DrayError):
             raise refusal.explained(refused, argv) from None
         raise
-    number, _, cluster = done.out.strip().partition(";")
-    queued = Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))
+    queued = Queued.of_sbatch(done.out, argv)
+    record(folder, queued, seen)
+    return queued.job
+
+
+def record(run: Path, queued: Queued, code: tuple[source.Source, str] | None) -> None:
+    """Write the submitted job and the state of its code into the run folder."""
     with suppress(OSError):  # the job is in the queue anyway
-        files.write_atomic(folder / run_folder.JOB, queued.model_dump_json(indent=1))
-        if seen:
-            source.keep(folder, seen)
-    return number
+        files.write_atomic(run / run_folder.JOB, queued.model_dump_json(indent=1))
+        if code:
+            source.keep(run, code)

@@ -21,12 +21,8 @@ class Entry(NamedTuple):
 
     folder: Path
     dataset: str
-    size: int
     unused: float
     """Days since a run read or wrote them."""
-
-    def __str__(self) -> str:
-        return f"{self.size / 1e6:10.1f} MB  {self.unused:5.1f} days  {self.folder}  {self.dataset}"
 
     @property
     def made_now(self) -> bool:
@@ -39,10 +35,9 @@ def entries(cache: Path) -> Iterator[Entry]:
     for folder in cache.iterdir() if cache.is_dir() else ():
         if not _TOKENS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
             continue
-        files = [path.lstat() for path in folder.iterdir()]
-        used = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
+        used = max((path.lstat().st_mtime for path in folder.iterdir()), default=folder.stat().st_mtime)
         try:
             dataset = str(json.loads(read(folder / "manifest.json"))["dataset"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             dataset = "(incomplete)"
-        yield Entry(folder, dataset, sum(file.st_size for file in files), (time.time() - used) / _DAY)
+        yield Entry(folder, dataset, (time.time() - used) / _DAY)

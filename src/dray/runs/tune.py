@@ -9,12 +9,10 @@ from pathlib import Path
 from dray import process
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError, counted
 from dray.interrupts import held_back, hurry_on_signals, stoppable
-from dray.planning import search
-from dray.planning.search import Figure
-from dray.planning.tuning import Candidate, Space, applied
-from dray.runs import measured, replay, space, tuned
+from dray.planning.tuning import Candidate, Figure, Space, applied, descend
+from dray.runs import effect, measured, replay, space, tuned
 from dray.runs.measured import DIFFER, DONE, HANGS, LEFT_OUT, Row
 from dray.runs.tuned import Tuning
 
@@ -46,7 +44,7 @@ class Tuner:
                 for candidate in candidates.every():
                     self.figure(candidate)
             else:
-                search.descend(candidates, self.figure)
+                descend(candidates, self.figure)
         self._keep(self.tuning.model_copy(update={"complete": True}))
 
     def figure(self, candidate: Candidate) -> Figure | None:
@@ -78,7 +76,7 @@ class Tuner:
             made = applied(self._recipe, candidate, self._start, ranks=ranks)
             refused = self._where.refusal(made, self._folder)
         except ConfigError as wrong:
-            refused = wrong.problem
+            refused = space.reason(wrong.finding)
         if refused:
             return Row(values={}, state=LEFT_OUT, why=refused)
         name = f"{sum(bool(row.run) for row in self._known.values()) + 1:03}"
@@ -120,15 +118,18 @@ class Tuner:
         first = next((known for known in self._known.values() if known.state == DONE), None)
         if row.state != DONE or first is None:
             return row
-        parting = measured.apart(first.losses, row.losses, self.tuning.tolerance)
-        if parting is None:
+        own, others = (dict(enumerate(one.losses, 1)) for one in (row, first))
+        found = effect.compare(own, others, self.tuning.tolerance)
+        if found.first is not None:
+            pair = f"{own[found.first]:.6g} and {others[found.first]:.6g} in run {first.run}"
+            far = effect.difference(found.first_a, found.first_b)
+            most = f"at most {self.tuning.tolerance:.0e} ({self.tuning.why})"
+            why = f"step {found.first}: {pair}, {far:.1e} apart; wanted {most}"
+        elif found.only_a or found.only_b:
+            why = f"{counted(len(own), 'step')} and {len(others)} in run {first.run}"
+        else:
             return row
-        step, far = parting
-        pair = " and ".join(f"{losses[step - 1]:.6g}" for losses in (row.losses, first.losses) if len(losses) >= step)
-        most = f"at most {self.tuning.tolerance:.0e} ({self.tuning.why})"
-        return row.model_copy(
-            update={"state": DIFFER, "why": f"step {step}: {pair} in run {first.run}, {far:.1e} apart; wanted {most}"}
-        )
+        return row.model_copy(update={"state": DIFFER, "why": why})
 
 
 def none_runs(tuning: Tuning, folder: Path) -> DrayError:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from dray.config.model import explained
 from dray.config.recipe import Recipe
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
-from dray.planning import search
-from dray.planning.search import Figure
-from dray.planning.tuning import Candidate, applied
-from dray.runs import replay
+from dray.planning import tuning as tunings
+from dray.planning.tuning import Candidate, Figure, applied
+from dray.runs import reading, replay
 from dray.runs.measured import DONE, Row
 from dray.runs.paths import make_run_folder
 
-_VERSION = 1
+
+def _recipe(table: dict[str, Any]) -> dict[str, Any]:
+    Recipe.model_validate_json(json.dumps(table))
+    return table
 
 
 class Tuning(BaseModel):
@@ -29,10 +30,10 @@ class Tuning(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    version: int = _VERSION
+    version: int = 1
     path: str
     """The recipe's file."""
-    recipe: dict[str, Any]
+    recipe: Annotated[dict[str, Any], AfterValidator(_recipe)]
     """The recipe, with the settings of the command line."""
     ranks: int
     where: str
@@ -56,7 +57,7 @@ class Tuning(BaseModel):
     def best(self) -> Row | None:
         """The fastest row; among rows equal within noise, the row with the fewest changes."""
         found = {candidate(row.values): row for row in self.rows if row.state == DONE}
-        chosen = search.best(((one, figure(row)) for one, row in found.items()), candidate(self.start))
+        chosen = tunings.best(((one, figure(row)) for one, row in found.items()), candidate(self.start))
         return found[chosen] if chosen else None
 
     def tuned(self, row: Row) -> Recipe:
@@ -92,21 +93,8 @@ def save(folder: Path, tuning: Tuning) -> None:
 
 def load(folder: Path) -> Tuning:
     """The table in a folder."""
-    path = folder / run_folder.TUNE
-    text = files.text(path, "the table", fix=f"name a folder with {path.name} in it: dray tune --table STUDY")
-    found = files.parse_json(text, "the table", path)
-    version = found.get("version") if isinstance(found, dict) else None
-    if version != _VERSION:
-        raise ConfigError(
-            "this table was made by another version of dray", where=path, wanted=f"version {_VERSION}",
-            found=f"version {version!r:.40}",
-        )  # fmt: skip
-    try:
-        tuning = Tuning.model_validate_json(text)
-        Recipe.model_validate_json(json.dumps(tuning.recipe))
-    except ValidationError as wrong:
-        raise ConfigError("the table is damaged", where=path, found=explained(wrong)) from wrong
-    return tuning
+    fix = f"name a folder with {run_folder.TUNE} in it: dray tune --table STUDY"
+    return reading.load(Tuning, folder / run_folder.TUNE, "table", fix=fix)
 
 
 def as_files(tuning: Tuning, row: Row, file: Path, lines: list[str]) -> dict[Path, str]:

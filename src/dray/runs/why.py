@@ -28,7 +28,6 @@ from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
 from dray.runs.write import read
 
-_LIMIT = 4 << 20  # bytes of the facts
 _SHOWN, _WIDE = 12, 400  # last lines, and letters of each
 _AFTER = 6
 _ASK_S = 10.0
@@ -196,7 +195,7 @@ def _doing(seen: state.State) -> str:
 def _asked(paths: RunPaths) -> tuple[str, str | None]:
     """Slurm's state of the run's job, if this machine can ask Slurm."""
     with suppress(DrayError, OSError, ValueError):
-        known = facts.parse(files.read(paths.facts, limit=_LIMIT).decode(errors="replace"), where=str(paths.facts))
+        known = facts.parse(files.read(paths.facts).decode(errors="replace"), where=str(paths.facts))
         if known.job:
             return _accounted(known.task or known.job, known.cluster)
     return "", None

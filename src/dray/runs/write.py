@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from dray import __version__, render
 from dray import facts as probed
-from dray.config import accelerate_file, deepspeed_file, row_functions, sites
+from dray.config import accelerate_file, deepspeed_file, sites
+from dray.config.data import with_text
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
 from dray.contract import dataset, files, node
@@ -24,7 +25,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import variables
-from dray.planning import caches, image, node_selection, trainer
+from dray.planning import environment, image, trainer, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, live, lookup
@@ -101,7 +102,7 @@ def _placed(recipe: Recipe, beside: Path) -> Recipe:
     for key, named in recipe.maps().items():
         if "\n" not in named:  # else it is from a plan, which has the text
             file = beside / named.rpartition(":")[0]
-            text = row_functions.with_text(named, _copied(file, f"the file of {key}", recipe), file)
+            text = with_text(named, _copied(file, f"the file of {key}", recipe), file)
             recipe = _with(recipe, key.split("."), text)
     return recipe
 
@@ -140,7 +141,7 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
     """The plan of this recipe on these facts at this site, with its findings."""
     # The model's activations depend on the chosen variant and precision.
     chosen = trainer.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
-    hub = caches.hub(facts, PurePosixPath(paths.run.parent))
+    hub = environment.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
     runs = grace.earlier(paths.run.parent, recipe.name)
     seconds, run = grace.slowest(paths.run.parent, runs) or (None, "")
@@ -179,9 +180,9 @@ def begin(
 ) -> tuple[Plan, RunPaths]:  # fmt: skip
     """As `write`, at a site that is already chosen."""
     recipe = image.chosen(recipe, choice.site, facts).value
-    facts = node_selection.chosen(recipe, facts)
+    facts = world.select(recipe, facts)
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
-    _make_cache(Path(caches.kept(facts, PurePosixPath(paths.run.parent))), decided)
+    _make_cache(Path(environment.caches(facts, PurePosixPath(paths.run.parent))), decided)
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     write_atomic(paths.stop, "")

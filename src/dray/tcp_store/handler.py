@@ -33,10 +33,10 @@ class StoreRendezvous(RendezvousHandler):
     use_agent_store = True
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._address, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._node, self._nodes = int(os.environ["GROUP_RANK"]), parameters.max_nodes
-        self._run_id = parameters.run_id
-        self._store = TCPStore(self._address, self._port, is_master=False, timeout=_TIMEOUT)
+        self._parameters = parameters
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._place = RendezvousStoreInfo(address, port)
+        self._store = TCPStore(address, port, is_master=False, timeout=_TIMEOUT)
 
     def get_backend(self) -> str:
         """The name under which it is registered."""
@@ -44,8 +44,8 @@ class StoreRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this agent's place at once; the agents' first exchange, which follows, waits for all of them."""
-        place = RendezvousStoreInfo(self._address, self._port)
-        return RendezvousInfo(PrefixStore("dray", self._store), self._node, self._nodes, place)
+        node, nodes = int(os.environ["GROUP_RANK"]), self._parameters.max_nodes
+        return RendezvousInfo(PrefixStore("dray", self._store), node, nodes, self._place)
 
     def num_nodes_waiting(self) -> int:
         """Return 0: more would make this agent start its ranks again."""
@@ -60,7 +60,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def get_run_id(self) -> str:
         """torch's name for the run."""
-        return str(self._run_id)
+        return str(self._parameters.run_id)
 
     def shutdown(self) -> bool:
         """Do nothing: the store ends with the runner."""

@@ -1,17 +1,17 @@
-"""Host libraries compared with an image by their ELF headers: small real libraries, made byte by byte."""
+"""Host libraries compared with an image by the loader: small real libraries, made byte by byte."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from dray.checks import abi, elf
+from dray.checks import abi
 
 Write = Callable[..., Path]
 
@@ -26,36 +26,11 @@ def image(tmp_path: Path, library: Write) -> list[str]:
 
 
 def rows(image: list[str], *libraries: Path, configured: str = "") -> list[abi.Library]:
-    return abi.check(libraries, own=image, configured=configured)
-
-
-def test_the_headers_are_read(tmp_path: Path, library: Write) -> None:
-    path = library(
-        tmp_path / "libfabric.so.1.30.1",
-        "libfabric.so.1",
-        needed=("libcxi.so.1", "libc.so.6"),
-        wants={"libc.so.6": ("GLIBC_2.38", "GLIBC_2.2.5"), "libcxi.so.1": ("LIBCXI_1.5",)},
-        gives=("FABRIC_1.0", "FABRIC_1.7"),
-        runpath="$ORIGIN/../lib:/opt/x",
-    )
-    assert elf.read(path) == elf.Library(
-        machine="x86_64",
-        soname="libfabric.so.1",
-        needed=("libcxi.so.1", "libc.so.6"),
-        runpath=(f"{tmp_path}/../lib", "/opt/x"),
-        needed_versions={"libc.so.6": ("GLIBC_2.38", "GLIBC_2.2.5"), "libcxi.so.1": ("LIBCXI_1.5",)},
-        versions=frozenset({"FABRIC_1.0", "FABRIC_1.7"}),
-    )
-
-
-@pytest.mark.skipif(not shutil.which("readelf"), reason="readelf is not installed")
-@pytest.mark.parametrize("name", ["libz.so.1", "libstdc++.so.6"])
-def test_this_machines_own_libraries_are_read_as_readelf_reads_them(name: str) -> None:
-    path = next(Path(folder, name) for folder in abi.image_folders() if Path(folder, name).exists())
-    output = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True).stdout
-    needed = [line.split("[")[1].rstrip("]") for line in output.splitlines() if "(NEEDED)" in line]
-    assert list(elf.read(path).needed) == needed
-    assert elf.read(path).soname == name
+    with (
+        patch.object(abi, "image_folders", lambda: image),
+        patch.dict(os.environ, LD_LIBRARY_PATH=configured),
+    ):
+        return abi.check(libraries)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +48,12 @@ class TestFit:
     def test_one_that_fits(self, tmp_path: Path, image: list[str], library: Write) -> None:
         wants = {"libc.so.6": ("GLIBC_2.36",)}
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants))
-        assert (row.problems, row.in_image, row.before, row.since) == ((), "", "host", "host")
+        assert (row.problems, row.in_image, row.before, row.since) == ([], "", "host", "host")
 
     def test_one_for_a_newer_glibc(self, tmp_path: Path, image: list[str], library: Write) -> None:
         wants = {"libc.so.6": ("GLIBC_2.2.5", "GLIBC_2.38")}
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants))
-        assert row.problems == (f"needs GLIBC_2.38 of libc.so.6; {image[0]}/libc.so.6 has GLIBC_2.36",)
+        assert row.problems == [f"needs GLIBC_2.38 of libc.so.6; {image[0]}/libc.so.6 lacks it"]
 
     def test_a_plugin_linked_with_another_libfabric(self, tmp_path: Path, image: list[str], library: Write) -> None:
         fabric = library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", gives=("FABRIC_1.0", "FABRIC_1.6"))
@@ -87,87 +62,57 @@ class TestFit:
             needed=["libfabric.so.1"], wants={"libfabric.so.1": ("FABRIC_1.0", "FABRIC_1.8")},
         )  # fmt: skip
         assert [row.problems for row in rows(image, fabric, plugin)] == [
-            (),
-            (f"needs FABRIC_1.8 of libfabric.so.1; {fabric} has FABRIC_1.6",),
+            [],
+            [f"needs FABRIC_1.8 of libfabric.so.1; {fabric} lacks it"],
         ]
 
     def test_one_whose_own_need_was_not_bound(self, tmp_path: Path, image: list[str], library: Write) -> None:
-        (row,) = rows(image, library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"]))
-        assert row.problems == ()
-        assert row.unresolved == ("needs libjansson.so.4, which is neither in the image nor bound",)
+        (row,) = rows(image, library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libnone.so.4"]))
+        assert row.problems == []
+        assert row.unresolved == ["needs libnone.so.4, which is neither in the image nor bound"]
 
     def test_one_whose_need_has_no_versions_is_accepted_as_the_loader_does(
         self, tmp_path: Path, image: list[str], library: Write
     ) -> None:
         wants = {"libz.so.1": ("ZLIB_1.2.9",)}
         (row,) = rows(image, library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libz.so.1"], wants=wants))
-        assert (row.problems, row.unresolved) == ((), ())
+        assert (row.problems, row.unresolved) == ([], [])
 
     def test_two_copies_of_which_one_fits(self, tmp_path: Path, image: list[str], library: Write) -> None:
         """Which copy is loaded depends on the engine's version."""
         old = library(tmp_path / "host/libc.so.6", "libc.so.6", gives=("GLIBC_2.28",))
         wants = {"libc.so.6": ("GLIBC_2.36",)}
         new = library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libc.so.6"], wants=wants)
-        assert rows(image, old, new)[1].problems == ()
+        assert rows(image, old, new)[1].problems == []
 
     def test_the_images_library_path_is_searched(self, tmp_path: Path, image: list[str], library: Write) -> None:
         library(tmp_path / "more" / "libicu.so.7", "libicu.so.7")
         path = library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libicu.so.7"])
         (row,) = rows(image, path, configured=str(tmp_path / "more"))
-        assert row.unresolved == ()
+        assert row.unresolved == []
 
     def test_one_that_has_it_beside_itself(self, tmp_path: Path, image: list[str], library: Write) -> None:
-        path = library(
-            tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"], runpath="$ORIGIN"
-        )
-        library(tmp_path / "host/libjansson.so.4", "libjansson.so.4")
-        assert rows(image, path)[0].unresolved == ()
+        path = library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libnone.so.4"], runpath="$ORIGIN")
+        library(tmp_path / "host/libnone.so.4", "libnone.so.4")
+        assert rows(image, path)[0].unresolved == []
 
     def test_one_for_another_machine(self, tmp_path: Path, image: list[str], library: Write) -> None:
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", machine=183))
-        assert row.problems == ("is built for aarch64, and this node is x86_64",)
-
-    @pytest.mark.parametrize(
-        ("host", "bound", "problems"),
-        [
-            (34, (), ()),
-            (57, (57,), ()),
-            (57, (), ("needs IBVERBS_PRIVATE_34 of libibverbs.so.1; {} has IBVERBS_PRIVATE_57",)),
-            (57, (60,), ("needs IBVERBS_PRIVATE_34 of libibverbs.so.1; {} has IBVERBS_PRIVATE_57",)),
-        ],
-    )
-    def test_the_host_s_libibverbs_and_the_image_s_drivers_of_cards(
-        self, tmp_path: Path, image: list[str], library: Write, host: int, bound: tuple[int, ...], problems: tuple[str]
-    ) -> None:
-        """rdma-core's own rule: another private version, and no card is there, without a word."""
-        self.verbs(library, Path(image[0]), 34)
-        self.driver(library, Path(image[0], "libibverbs"), 34)
-        verbs = self.verbs(library, tmp_path / "host", host)
-        drivers = [self.driver(library, tmp_path / "host", version) for version in bound]
-        row = rows(image, verbs, *drivers)[0]
-        told = "no driver of a network card fits it: libmlx5-rdmav34.so "
-        assert row.problems == tuple(told + one.format(verbs) for one in problems)
-        assert rows(image, verbs, *drivers, configured=image[0])[0].problems == ()  # the image's own is loaded
+        assert len(row.problems) == 1
 
     def test_the_host_s_driver_of_a_card_and_the_image_s_libibverbs(
         self, tmp_path: Path, image: list[str], library: Write
     ) -> None:
-        own = self.verbs(library, Path(image[0]), 34)
-        drivers = [self.driver(library, tmp_path / "host", version) for version in (34, 57)]
-        assert [row.problems for row in rows(image, *drivers)] == [
-            (),
-            (f"needs IBVERBS_PRIVATE_57 of libibverbs.so.1; {own} has IBVERBS_PRIVATE_34",),
-        ]
-
-    def verbs(self, library: Write, folder: Path, private: int) -> Path:
-        gives = ("libibverbs.so.1", "IBVERBS_1.0", "IBVERBS_1.14", f"IBVERBS_PRIVATE_{private}")
-        return library(folder / "libibverbs.so.1", "libibverbs.so.1", gives=gives)
-
-    def driver(self, library: Write, folder: Path, private: int) -> Path:
-        """Its name and its need, as rdma-core makes both."""
-        wants = {"libibverbs.so.1": ("IBVERBS_1.0", f"IBVERBS_PRIVATE_{private}")}
-        name = f"libmlx5-rdmav{private}.so"
-        return library(folder / name, name, needed=["libibverbs.so.1"], wants=wants)
+        """rdma-core's own rule: another private version, and no card is there, without a word."""
+        gives = ("libibverbs.so.1", "IBVERBS_1.0", "IBVERBS_1.14", "IBVERBS_PRIVATE_34")
+        own = library(Path(image[0], "libibverbs.so.1"), "libibverbs.so.1", gives=gives)
+        drivers = []
+        for version in (34, 57):
+            wants = {"libibverbs.so.1": ("IBVERBS_1.0", f"IBVERBS_PRIVATE_{version}")}
+            name = f"libmlx5-rdmav{version}.so"
+            drivers.append(library(tmp_path / "host" / name, name, needed=["libibverbs.so.1"], wants=wants))
+        problem = f"needs IBVERBS_PRIVATE_57 of libibverbs.so.1; {own} lacks it"
+        assert [row.problems for row in rows(image, *drivers)] == [[], [problem]]
 
     def test_which_copy_is_loaded(self, tmp_path: Path, image: list[str], library: Write) -> None:
         path = library(tmp_path / "host/libz.so.1", "libz.so.1")

@@ -16,6 +16,7 @@ from dray.cli import init as verb
 from dray.config.model import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
+from dray.fitness import slurm_commands
 from helpers import PYTHON, ROOT
 
 GPUS = "cpu|4|32|(null)\ngpu|8|64|gpu:a100:4(S:0-1)\ndebug|1|64|gpu:a100:2\n"
@@ -144,6 +145,24 @@ def test_it_asks_only_what_nobody_tells(
     about = [re.split(r"[ :,]", question)[0] for question in questions]
     assert about == [*asked, "model", "dataset"]
     assert next_(capsys.readouterr().out)[-2] == f"/opt/dray submit recipes/mine.toml --nodes 1 {line}"
+
+
+def test_what_a_site_s_wrapper_prints_is_no_partition(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm(sinfo=f"Welcome to harbour\n{GPUS}")
+    verb.init(Path("x"))
+    assert "--sbatch=--partition=gpu" in capsys.readouterr().out
+
+
+def test_a_controller_that_does_not_answer_is_told(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm()
+    (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(slurm_commands, "_ANSWER_S", 0.2)
+    verb.init(Path("x"), gpu="cuda", partition="gpu")
+    out, err = capsys.readouterr()
+    assert err.startswith("dray: warning: sinfo gave no answer in 0.2 s\n")
+    assert "--sbatch=--partition=gpu" in out
 
 
 def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from dray.cli import model
 from dray.contract.findings import ConfigError
 from dray.runs import named
 
@@ -45,6 +47,25 @@ def runs(tmp_path: Path) -> Path:
 )
 def test_it_is_found(runs: Path, word: str, name: str) -> None:
     assert named.find(word, runs) == runs / name
+
+
+@pytest.mark.parametrize(("word", "name"), [("20260102", "20260102-090000-bert-43"), ("2026", None)])
+def test_a_date_is_no_job(runs: Path, word: str, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find a job, all attempts' facts are read; a number that begins several names may be one."""
+    read = Mock(return_value=b"job=2026\n")
+    monkeypatch.setattr(named.files, "read", read)
+    found = named.find(word, runs)
+    assert (found.name if name else read.called) == (name or True)
+    assert read.called is (name is None)
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [(model.evaluate, []), (model.generate, []), (model.export, []), (model.push, ["me/my-model"])],
+)
+def test_verbs_of_a_model_look_in_runs(runs: Path, verb: Callable[..., None], words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="the run's plan is not valid JSON"):
+        verb("20260102", *words, runs=runs)
 
 
 def test_what_is_written_into_a_run_later_makes_it_no_newer(runs: Path) -> None:

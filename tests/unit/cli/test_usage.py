@@ -14,7 +14,7 @@ from dray.config.model import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, counted
 from dray.facts import Facts
-from dray.planning.batch import divide
+from dray.planning.world import divide
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
 

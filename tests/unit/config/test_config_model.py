@@ -207,18 +207,12 @@ def test_a_long_value_is_cut(file: Path) -> None:
         (
             b"plate = 1\nengine power = 2\n",
             "truck truck.toml is not valid TOML\n"
-            "  where:  truck.toml:2:8\n"
-            "  found:  Expected '=' after a key in a key/value pair\n"
-            "          engine power = 2\n"
-            "                 ^",
+            "  where:  truck.toml\n"
+            "  found:  Expected '=' after a key in a key/value pair (at line 2, column 8)",
         ),
         (
             b"plate = 1\r\nstops = [",
-            "truck truck.toml is not valid TOML\n"
-            "  where:  truck.toml:2:10\n"
-            "  found:  Invalid value\n"
-            "          stops = [\n"
-            "                   ^",
+            "truck truck.toml is not valid TOML\n  where:  truck.toml\n  found:  Invalid value (at end of document)",
         ),
         (
             b"plate = " + b"9" * 5000,
@@ -250,10 +244,7 @@ def test_a_missing_file_names_its_neighbours(file: Path) -> None:
     assert refusal(Path("zzz")) == "truck zzz does not exist\n  fix:    in .: tram.toml, truck.toml"
     Path("empty").mkdir()
     assert refusal(Path("empty/a.toml")) == "truck empty/a.toml does not exist"
-    assert (
-        refusal(Path("none/a.toml"))
-        == "truck none/a.toml does not exist\n  found:  the folder none does not exist either"
-    )
+    assert refusal(Path("none/a.toml")) == "truck none/a.toml does not exist"
 
 
 def test_a_path_that_cannot_be_read(file: Path) -> None:

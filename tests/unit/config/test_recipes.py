@@ -19,8 +19,8 @@ from dray.config.model import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.planning.batch import divide
 from dray.planning.plan import plan
+from dray.planning.world import divide
 from dray.runs import local
 from dray.runs import submit as queue
 from dray.runs.write import read_recipe
@@ -285,8 +285,7 @@ NOT_FINITE = "model.config   expected finite numbers: a model's config.json has 
         (("lora.alpha=inf",), "lora.alpha=inf   expected a finite number (command line)"),
         (
             ("launcher=torchrn",),
-            'launcher=torchrn   expected one of "torchrun", "accelerate", "deepspeed", "python", "ray"; '
-            "did you mean `torchrun`? (command line)",
+            'launcher=torchrn   expected one of "torchrun", "accelerate", "deepspeed", "python", "ray" (command line)',
         ),
         (
             ("train.steps=2",),

@@ -19,7 +19,7 @@ from dray.config.site import Fabric, Site, SiteBind, SiteVariable
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
 from dray.fitness import site_file
-from dray.planning import questions
+from dray.planning import missing_facts
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import submit as queue
@@ -471,9 +471,9 @@ class TestAnotherClustersSite:
 
     def test_the_planner_asks_for_its_folders(self) -> None:
         recipe, seen = read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), Facts.model_validate(SEEN)
-        assert questions.ask(recipe, self.SITE, seen) == ["variables=/pfs"]
+        assert missing_facts.ask(recipe, self.SITE, seen) == ["variables=/pfs"]
         known = seen.model_copy(update={"paths": {"/pfs": "there"}})
-        assert questions.ask(recipe, self.SITE, known) == []
+        assert missing_facts.ask(recipe, self.SITE, known) == []
         assert parse(to_text(known), where="w").paths == {"/pfs": "there"}
 
     def test_it_is_refused_where_the_first_node_lacks_one(self) -> None:

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from dray.config.analog import Analog
-from dray.config.checkpoint import Checkpoint
 from dray.config.data import Data, Source
 from dray.config.model import Spec
-from dray.config.training import Evaluation, Lora, Model, Train
+from dray.config.recipe import Checkpoint
+from dray.config.training import Analog, Evaluation, Lora, Model, Train
 from helpers import ROOT, golden
 
 MODULE = ROOT / "src/dray/train/recipe.py"

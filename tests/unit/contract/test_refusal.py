@@ -105,6 +105,10 @@ def test_without_an_answer_the_words_of_sbatch_stay(cluster: Path) -> None:
     assert told("Invalid account or account/partition combination specified", "--account=x") == (
         78, "Slurm refuses this account", "an account of this cluster", "--sbatch=--account=ACCOUNT",
     )  # fmt: skip
+    assert told("Invalid partition name specified", "--partition=x")[2:] == (
+        "a partition of this cluster", "--sbatch=--partition=PARTITION",
+    )  # fmt: skip
+    assert told(NOT_AVAILABLE)[1] == "no nodes of the partition match what this job requests"
     refused = DrayError("sbatch failed with exit code 1", found="sbatch: error: Access/permission denied")
     assert refusal.explained(refused, ["sbatch"]) is refused
 

@@ -78,7 +78,7 @@ def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
         "\nnode::start python3 \\\n  -m \\\n  dray.runner \\\n"
     )
     assert "apptainer" not in script
-    assert "\nexport TRITON_CACHE_DIR=/tmp/dray-7-r/triton\n" in script
+    assert "\nexport PYTHONUNBUFFERED=1\n" in script
     odd = site.model_copy(update={"binds": (SiteBind(path="/a:b", why=""),)})
     with pytest.raises(ConfigError, match="pyxis cannot mount a path with , or : in it"):
         made(root, Path("/r"), site=odd, engine="pyxis", image="/i.sqsh").refuse()
@@ -100,7 +100,7 @@ def test_an_engine_is_one_class_and_a_line_in_the_registry(root: Path, monkeypat
     script = render.node_script(made(root, Path("/r"), site=Site(name="s", about=""), engine="sarus", image="/i.img"))
     assert "node::need /i.img 'the image' " in script
     assert "read_only=locked\n" in script
-    assert "\nexport SARUS_TRITON_CACHE_DIR=/tmp/dray-7-r/triton\n" in script
+    assert "\nexport SARUS_PYTHONUNBUFFERED=1\n" in script
     assert 'node::start sarus \\\n  --image=/i.img \\\n  "${mounts[@]}" \\\n  python3 \\\n' in script
 
 

@@ -105,7 +105,7 @@ def test_modules_are_asked_for_where_they_are_of_use(words: list[str], nodes: in
 def test_what_it_refuses() -> None:
     with pytest.raises(ConfigError, match="podman-hpc cannot check who signed an image"):
         made("image=cuda", f'image_signers=["{"A" * 40}"]').refuse()
-    with pytest.raises(ConfigError, match="image_digest pins a SIF"):
+    with pytest.raises(ConfigError, match="podman-hpc cannot check an image's digest"):
         made("image=cuda", f"image_digest=sha256:{'0' * 64}").refuse()
 
 

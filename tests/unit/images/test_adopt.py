@@ -21,7 +21,7 @@ from dray.facts import Facts
 from dray.images import adopt, store
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
-from dray.planning import questions
+from dray.planning import missing_facts
 from dray.planning.plan import plan
 from dray.runs.write import read_recipe
 from helpers import ROOT
@@ -363,8 +363,8 @@ class TestPlans:
                 {"adopted_lacks": "accelerate ray"},
                 "the adopted image lacks the launcher accelerate",
             ),
-            (("adopted=mine",), {"engine": "pyxis"}, "pyxis does not start an adopted image, which is a SIF"),
-            (("adopted=mine",), {"engine": "docker"}, "docker does not start an adopted image, which is a SIF"),
+            (("adopted=mine",), {"engine": "pyxis"}, "pyxis cannot start an adopted image, which is a SIF"),
+            (("adopted=mine",), {"engine": "docker"}, "docker cannot start an adopted image, which is a SIF"),
         ],
     )
     def test_another_image_is_refused(self, seen, settings, facts, problem):
@@ -387,7 +387,7 @@ class TestPlans:
     )
     def test_the_batch_script_is_told_which_image(self, seen, settings, facts, answer):
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", settings)
-        assert questions.ask(recipe, Site(name="s", about=""), seen.model_copy(update=facts)) == answer
+        assert missing_facts.ask(recipe, Site(name="s", about=""), seen.model_copy(update=facts)) == answer
 
     @pytest.mark.parametrize("name", ["a b", "../x", "", "A"])
     def test_a_name_that_none_can_have(self, name):

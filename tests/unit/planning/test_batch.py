@@ -6,7 +6,7 @@ import pytest
 
 from dray.config.training import Batch
 from dray.contract.findings import ConfigError
-from dray.planning.batch import divide
+from dray.planning.world import divide
 
 
 @pytest.mark.parametrize(

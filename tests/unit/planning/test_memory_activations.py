@@ -62,7 +62,7 @@ def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[
     shape = model_shape.of(raw)
     assert shape
     formula = {
-        name: activations.kept(shape.block, shape.layers, activations.Use(
+        name: activations.kept(shape, activations.Use(
             length, products=2 if autocast or weights == "bf16" else 4, residual=2 if weights == "bf16" else 4,
             autocast=bool(autocast), checkpointed=name == "checkpointed", eager=eager,
             masked=bool(more.get("documents")),
@@ -101,8 +101,9 @@ def test_the_formula_has_the_mask_that_hides_other_documents(kind: str) -> None:
     recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=9", "data.document_mask=true"])
     shape = model_shape.of(raw)
     assert shape
-    assert memory.use(recipe, flex=shape.block.flex).masked == (kind == "gpt2")
-    assert shape.block.flex == _auto(kind)._supports_flex_attn
+    flex = kind not in model_shape.WITHOUT_FLEX
+    assert memory.use(recipe, kind).masked == (kind == "gpt2")
+    assert flex == _auto(kind)._supports_flex_attn
 
 
 def parameters(raw: dict[str, Any], **more: Any) -> dict[str, int]:

@@ -10,7 +10,6 @@ from dray import render
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Files
-from dray.planning import pins
 from dray.planning.plan import plan
 from dray.runs import lookup
 from dray.runs.write import read_recipe
@@ -61,7 +60,6 @@ def test_what_is_pinned(root: Path, overrides: list[str]) -> None:
 def test_a_recipe_that_reads_nothing_of_the_hub(root: Path, tmp_path: Path) -> None:
     assert of(root) is None
     assert of(root, f"model.name={tmp_path}") is None
-    assert pins.on_hub(read_recipe(None, (), ["true"])) == {}
 
 
 @pytest.mark.parametrize(

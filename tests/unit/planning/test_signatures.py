@@ -122,9 +122,7 @@ def test_any_other_does_not(node, tmp_path: Path, says: str, code: int, found: s
     (record,) = (tmp_path / "run" / "attempt-1" / "failures").iterdir()
     written = json.loads(record.read_text())
     assert (written["code"], written["node"]) == (69, host)
-    assert written["why"] == (
-        f"{tmp_path}/my image.sif lacks the required signature\n  wanted: a signature with one of {A}"
-    )
+    assert written["why"] == (f"the image lacks the required signature\n  wanted: a signature with one of {A}")
 
 
 @pytest.mark.parametrize("parts", [PARTS + "\n5    |2  |NONE    |462155776-462176256  |FS", "", "another table"])

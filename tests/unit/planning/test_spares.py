@@ -12,7 +12,7 @@ import pytest
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts, parse, to_text
-from dray.planning import node_selection
+from dray.planning import world
 from dray.runs import submit
 from dray.runs.write import at_site, read_recipe, write
 from jobs import SRUN, Job
@@ -42,21 +42,21 @@ def recipe(root: Path, **values: int) -> Recipe:
 def test_who_takes_part(
     root: Path, nodes: int, spares: int, lost: tuple[str, ...], used: list[str], left: tuple[str, ...]
 ) -> None:
-    found = node_selection.chosen(recipe(root, spares=spares), facts(nodes, *lost))
+    found = world.select(recipe(root, spares=spares), facts(nodes, *lost))
     assert (found.hosts(), found.spares, found.lost) == (used, left, lost)
     assert parse(to_text(found), where="test") == found
 
 
 def test_none_is_left(root: Path) -> None:
     with pytest.raises(UnfitError, match="no spare node is left") as caught:
-        node_selection.chosen(recipe(root, spares=1), facts(3, "n1", "n3"))
+        world.select(recipe(root, spares=1), facts(3, "n1", "n3"))
     assert "n2; n1 n3 failed before" in str(caught.value)
 
 
 @pytest.mark.parametrize("spares", [2, 3])
 def test_all_would_be_spare(root: Path, spares: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        node_selection.chosen(recipe(root, spares=spares), facts(2))
+        world.select(recipe(root, spares=spares), facts(2))
     assert f"sbatch --nodes={spares + 1} or more, or spares=0" in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_fewer_nodes_with_the_same_global_batch(
 
 def test_too_few_are_left(root: Path) -> None:
     with pytest.raises(UnfitError, match="no spare node is left"):
-        node_selection.chosen(recipe(root, nodes=3, min_nodes=2), facts(3, "n1", "n3"))
+        world.select(recipe(root, nodes=3, min_nodes=2), facts(3, "n1", "n3"))
 
 
 def test_more_than_nodes() -> None:

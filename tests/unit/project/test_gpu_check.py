@@ -16,7 +16,7 @@ import pytest
 
 from dray.config import sites
 from dray.facts import Facts
-from dray.planning import deterministic
+from dray.planning import environment
 from dray.planning.estimates import memory, model_shape
 from dray.planning.plan import plan
 from dray.runs import write
@@ -187,7 +187,7 @@ def test_what_it_knows_of_gpus_it_has_not_seen() -> None:
     assert found["codes"] == [*CODES.values()]
     assert found["waits"] == {"loop.py:7": 1}
     assert found["flash"] == FLASH
-    wanted = deterministic.settings(recipe("train.deterministic=true", "image=cuda", "train.compile=false"))
+    wanted = environment.deterministic(recipe("train.deterministic=true", "image=cuda", "train.compile=false"))
     assert found["deterministic"] == {one.name: one.values[0] for one in wanted}
     assert found["ends"] <= 590
 

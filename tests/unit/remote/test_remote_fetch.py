@@ -60,8 +60,8 @@ def files_of(folder: Path) -> dict[str, str]:
         ([b"dray-report-first.html\npage"], REPORT, None, "dray-report-first.html"),
         ([b"dray-rep", b"ort-a.b_c-1.html", b"\n", b"pa", b"ge"], REPORT, None, "dray-report-a.b_c-1.html"),
         ([b"dray-why-first.tar.gz\n", b"page"], WHY, None, "dray-why-first.tar.gz"),
-        ([b"report.md\npage"], REPORT, Path("mine.md"), "mine.md"),
-        ([b"report.md\npage"], REPORT, Path("train.py"), "train.py"),  # the user has typed it
+        ([b"report.html\npage"], REPORT, Path("mine.html"), "mine.html"),
+        ([b"report.html\npage"], REPORT, Path("train.py"), "train.py"),  # the user has typed it
     ],
 )
 def test_a_file_comes(here: Path, blocks: list[bytes], argv: list[str], target: Path | None, name: str) -> None:

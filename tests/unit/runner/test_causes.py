@@ -185,7 +185,7 @@ def test_a_memory_limit_that_is_reached(tmp_path: Path, memory_cgroup: Path) -> 
 
 def test_what_was_killed_before_the_ranks_were_started_is_no_evidence(monkeypatch) -> None:
     monkeypatch.setattr(evidence, "oom_kills", lambda: "5")
-    for before, lines in (("5", 0), ("4", 1), ("", 0), ("x", 0), ("9", 0)):
+    for before, lines in (("5", 0), ("4", 1), ("", 0), ("9", 0)):
         monkeypatch.setenv(evidence.BEFORE, before)
         assert len(evidence._memory()) == lines
 
@@ -362,7 +362,8 @@ def test_no_line_takes_a_pattern_long(piece: str) -> None:
     lines = [piece * (20000 // len(piece))] * 20
     before = time.process_time()
     assert causes.explained(cause(*lines, seen=tuple(line[:1000] for line in lines), code=137)).name == UNKNOWN
-    evidence._TELLING.search(piece * 2000)
+    for pattern in (evidence._TELLING, *evidence._LOGGED.values()):
+        pattern.search(piece * 2000)
     assert time.process_time() - before < 5
 
 

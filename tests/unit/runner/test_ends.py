@@ -82,11 +82,14 @@ def test_a_signal_to_one_node_during_the_preflight_ends_all(
     plan["preflight"] = {"timeout_s": 600, "megabytes": 1, "free_gb": 0, "shared_memory_gb": 0, "memory_gb": 0}
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import sys, time\nif 'dray.checks.preflight' in sys.orig_argv: time.sleep(600)\n"
+        "import sys, time, types\n"
+        "collectives = types.ModuleType('dray.checks.collectives')\n"
+        "collectives.suite = lambda *_: time.sleep(600)\n"
+        "sys.modules['dray.checks.collectives'] = collectives\n"
     )
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
     nodes = [start(number, 2, f"node{number + 1}", PYTHONPATH=path) for number in range(2)]
-    until(lambda: len(list((tmp_path / "logs").glob("preflight-*"))) == 2)
+    until(lambda: len(list(tmp_path.glob("preflight/rank-*.stack"))) == 4)
     nodes[node].send_signal(signal.SIGTERM)
     assert [ended(one)[0] for one in nodes] == [143, 143]
     assert not (tmp_path / "failures").exists()

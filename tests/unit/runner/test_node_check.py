@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dray.checks import health
+from dray.checks import health, node_checks
 from dray.contract import node
 from dray.contract.findings import Finding
-from dray.runner import check, node_checks
+from dray.runner import preflight
 from helpers import runs, until
 from nodes import Start, ended
 
@@ -71,9 +72,10 @@ def test_all_that_are_unfit_are_named_at_once(
         record = records[f"node-{number}"]
         assert (record["code"], record["node"], record["rank"]) == (69, f"node{number + 1}", None)
         first, *_ = record["why"].splitlines()
-        assert first == f"this node cannot write in {tmp_path / 'own'}, and 1 more finding"
-        assert f"this node cannot write in {tmp_path}: {os.strerror(errno.EFBIG)}" in record["why"]
+        assert first == f"this node cannot write in {tmp_path / 'own'}"
+        assert f"found:  {os.strerror(errno.EFBIG)}" in record["why"]
         assert record["why"] in ends[number][1]
+        assert f"dray: error: this node cannot write in {tmp_path}\n" in ends[number][1]
     for number in {0, 1, 2} - {*unfit}:
         assert f"{len(unfit)} of 3 nodes are unfit: {' '.join(names)}" in ends[number][1]
         assert f"{names[0]}: this node cannot write in" in ends[number][1]
@@ -101,7 +103,7 @@ def test_one_node_alone(plan: dict[str, Any], start: Start, tmp_path: Path) -> N
     plan["world"]["nodes"].pop()
     plan |= {"preflight": {**WANTED, "memory_gb": 1e9}, "variant": "cpu", "fabric": FABRIC}
     code, said = ended(start(0, 1, "node1"))
-    assert (code, said.splitlines()[1]) == (69, "the job has too little memory")
+    assert (code, "\nthe job has too little memory\n  wanted: 1000000000.0 GB" in said) == (69, True), said
     assert (tmp_path / "failing_nodes.txt").read_text() == "node1\n"
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-0.json"]
 
@@ -120,88 +122,98 @@ def test_an_unfit_node_whose_first_node_never_came(plan: dict[str, Any], start: 
 
 HANGS = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    'print(\'{"phase": "%s"}\', flush=True)\ntime.sleep(600)'
+    'print(\'{"part": "GPU 3", "phase": "%s"}\', flush=True)\ntime.sleep(600)'
 )
-UNWISE = json.dumps({"finding": Finding("slow", found="hot")._asdict()})
-
-
-def part(code: str, name: str = "GPU 3") -> check.Part:
-    return check.Part(name, [sys.executable, "-S", "-E", "-c", code])
-
-
+UNFIT, UNWISE = (json.dumps({"finding": Finding("slow", found="hot", code=code)._asdict()}) for code in (69, 0))
+READY = "print('{\"ready\": true}', flush=True); import time; time.sleep(600)"
 LIMIT_S = 5.0  # in which a Python starts on a busy machine, too
 
 
-class TestParts:
-    """Processes that end in every way."""
+def end(checks: preflight.Preflight) -> None:
+    for rank in checks.ranks:
+        rank.process.kill()
+        with rank.process:  # closes its pipes
+            pass
 
-    def found(self, *codes: str, seconds: float = 60.0) -> list[list[Finding]]:
-        parts = [part(code) for code in codes]
-        check.run(parts, seconds)
-        return [one.found for one in parts]
+
+class TestRankChecks:
+    """Processes that end in every way, before the rendezvous."""
+
+    @pytest.fixture(autouse=True)
+    def _plan(self, checked: dict[str, Any]) -> None:
+        self.plan = checked
+
+    def check(self, *codes: str, seconds: float = 60.0) -> tuple[Finding | None, dict[str, float]]:
+        """The node's finding, and what was measured."""
+        self.plan["world"]["rendezvous_timeout_s"] = 2 * seconds
+        checks, measured = preflight.Preflight(self.plan, 0), dict[str, float]()
+        for number, code in enumerate(codes, 3):
+            argv = [sys.executable, "-S", "-E", "-c", code]
+            checks.ranks.append(preflight.RankCheck(number, "node1", "logs/node-0.log", argv, os.environ))
+        found = checks.check_node(measured)
+        end(checks)
+        return found, measured
 
     @pytest.mark.seconds
-    def test_one_that_hangs_is_killed_and_named(self) -> None:
+    def test_one_that_hangs_is_killed_and_named(self, capsys: pytest.CaptureFixture[str]) -> None:
         begun = time.monotonic()
-        (found,), (other,) = self.found(HANGS % "matmul", f"print('{UNWISE}')", seconds=LIMIT_S)
+        found, _ = self.check(HANGS % "matmul", f"print('{UNWISE}', flush=True); {READY}", seconds=LIMIT_S)
         assert time.monotonic() - begun < LIMIT_S + 10
         assert found == Finding(
             "GPU 3: no answer within 5 s",
             wanted="a check that ends in time",
-            found="hangs in: matmul",
+            found="in: matmul",
             fix="leave this node out (sbatch --exclude), and tell the administrators",
             code=69,
+            node="node1",
         )
-        assert other == Finding("slow", found="hot")
+        assert "dray: warning: slow\n  found:  hot\n" in capsys.readouterr().out
 
     @pytest.mark.seconds
     def test_what_it_has_started_is_killed_too(self, tmp_path: Path) -> None:
         file = tmp_path / "process"
         child = f"import subprocess; open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
-        self.found(child + HANGS % "health", seconds=LIMIT_S)
+        self.check(child + HANGS % "health", seconds=LIMIT_S)
         process = int(file.read_text())
         until(lambda: not runs(process))
 
     @pytest.mark.seconds
-    def test_a_slow_disk_is_no_fault_of_a_gpu(self) -> None:
-        ((found,),) = self.found(HANGS % check.LOADING, seconds=LIMIT_S)
-        assert (found.code, found.problem) == (0, "GPU 3 is not checked: torch was not loaded within 5 s")
+    def test_a_slow_disk_is_no_fault_of_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.check(HANGS % preflight.LOADING, seconds=LIMIT_S) == (None, {})
+        said = capsys.readouterr().out
+        assert "dray: warning: GPU 3 is not checked: import torch was not done within 5 s\n" in said
 
-    def test_one_that_dies(self, capsys: pytest.CaptureFixture[str]) -> None:
-        dies = 'print(\'{"phase": "device"}\', flush=True)\nimport os; os.kill(os.getpid(), 11)'
-        (killed,), (raised,) = self.found(dies, "print('[1]\\n{\\n[[[', flush=True); raise ImportError('libx.so')")
-        assert (killed.problem, killed.found) == ("GPU 3: the check ended: killed by SIGSEGV", "in: device")
-        assert (raised.problem, raised.code) == ("GPU 3: the check ended: exit code 1", 69)
-        assert raised.found == "in: its start: ImportError: libx.so"
-        assert "dray: GPU 3: ImportError: libx.so" in capsys.readouterr().out
+    def test_all_are_waited_for_and_the_first_finding_is_the_node_s(self, capsys: pytest.CaptureFixture[str]) -> None:
+        found, _ = self.check(READY, f"print('{UNFIT}', flush=True); raise SystemExit(69)", "import os; os.abort()")
+        assert found == Finding("slow", found="hot", code=69, node="node1")
+        assert "dray: error: rank 5: the check ended: killed by SIGABRT\n" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        "said", ["[1]", "7", "null", '"x"', '{"finding": 3}', '{"finding": {"a": 1}}', '{"tflops": "x"}', "[" * 9999]
+        ("ends", "how", "found"),
+        [
+            ("os.kill(os.getpid(), 11)", "killed by SIGSEGV", "in: device"),
+            (
+                'print(\'{"why": "ImportError: libx.so"}\'); sys.exit(1)',
+                "exit code 1",
+                "in: device: ImportError: libx.so",
+            ),
+            ("os._exit(0)", "exit code 0", "in: device"),
+        ],
     )
-    def test_what_is_no_word_of_a_check_is_for_the_log(self, capsys: pytest.CaptureFixture[str], said: str) -> None:
-        assert self.found(f"print({said!r})") == [[]]
-        assert f"dray: GPU 3: {said}" in capsys.readouterr().out
+    def test_one_that_ends(self, ends: str, how: str, found: str) -> None:
+        begin = 'import os, sys; print(\'{"part": "GPU 3", "phase": "device"}\', flush=True)'
+        finding, _ = self.check(f"{begin}\n{ends}", READY)
+        assert finding
+        assert (finding.problem, finding.found, finding.code) == (f"GPU 3: the check ended: {how}", found, 69)
 
-    def test_the_slowest_gpu_is_the_node_s(self, plan, monkeypatch: pytest.MonkeyPatch) -> None:
-        told = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"tflops": NaN}', '{"tflops": -1}', '{"phase": "device"}')
-        monkeypatch.setattr(check, "parts", lambda _: [part(f"print({text!r})") for text in told])
-        measured: dict[str, float] = {}
-        assert (check.node(plan, 0, measured), measured) == (None, {"tflops": 590.25})
+    @pytest.mark.parametrize("line", ["welcome", "[1]", "7", "null", '"x"', '{"finding": 3}', '{"finding": {"a": 1}}'])
+    def test_what_no_check_tells_is_for_the_log(self, capsys: pytest.CaptureFixture[str], line: str) -> None:
+        assert self.check(f"print({line!r}, flush=True); {READY}") == (None, {})
+        assert f"dray: rank 3: {line}\n" in capsys.readouterr().out
 
-    def test_a_stop_from_outside_is_no_finding(self) -> None:
-        code = (
-            "import os\nfrom dray.runner import check\n"
-            "kill = f'kill -TERM {os.getpid()}; sleep 600'\n"
-            "check.run([check.Part('x', ['bash', '-c', kill])], 60)"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-        assert (done.returncode, done.stderr) == (143, "")
-
-
-def test_a_node_is_unfit_by_the_first_finding_and_tells_the_others_in_a_line() -> None:
-    assert check.line(None) == ""
-    assert check.line(Finding("a\n  b " + "x" * 999))[:20] == "a b " + "x" * 16
-    assert len(check.line(Finding("x" * 999))) == 256
+    def test_the_slowest_gpu_is_the_node_s(self) -> None:
+        told = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"phase": "device"}')
+        assert self.check(*(f"print({line!r}, flush=True); {READY}" for line in told)) == (None, {"tflops": 590.25})
 
 
 def names(plan: dict[str, Any]) -> list[str]:
@@ -224,8 +236,6 @@ def test_what_is_looked_at(several: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert names(several | {"variant": "cuda12"}) == [*every, "locked memory", "RDMA cards", "the kernel's log"]
     slingshot = {"variant": "rocm", "fabric": {"kind": "slingshot"}}
     assert names(several | slingshot) == [*every, "locked memory"]
-    gpus = [one.name for one in check.parts(several | {"variant": "cuda"})]
-    assert gpus == ["node", "GPU 0", "GPU 1"]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +267,7 @@ def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
         one
         for name, look in node_checks.checks(plan)
         if name == "locked memory"
-        for one in node_checks.found(name, look)
+        for one in node_checks.findings(name, look)
     ]
     assert [one.level for one in found] == ([level] if level else [])
     for one in found:
@@ -308,9 +318,9 @@ def test_a_wrong_network_variable_is_named_before_any_rank_starts(
 
 
 def test_a_folder_that_is_gone() -> None:
-    (found,) = node_checks.found("room in the run folder", lambda: node.free_space("/no/such", 1.0))
+    (found,) = node_checks.findings("room in the run folder", lambda: node.free_space("/no/such", 1.0))
     assert (found.problem, found.code) == ("room in the run folder: the check failed", 69)
-    assert found.found == f"{os.strerror(errno.ENOENT)}: /no/such"
+    assert found.found == f"[Errno {errno.ENOENT}] {os.strerror(errno.ENOENT)}: '/no/such'"
     written = node.writable("/proc/self")
     assert (written.problem, written.code) == ("this node cannot write in /proc/self", 69)
 
@@ -400,21 +410,23 @@ def test_errors_in_the_kernel_s_log(tmp_path: Path) -> None:
     assert node.xids(str(tmp_path / "none")) == []
 
 
-FINE = {"uncorrected": "0", "pages": "No", "clocks": "0x0000000000000001", "rows_failed": "No", "rows_pending": "No"}
+ECC, PAGES, CLOCKS = "ecc.errors.uncorrected.volatile.total", "retired_pages.pending", "clocks_throttle_reasons.active"
+FAILED, PENDING = "remapped_rows.failure", "remapped_rows.pending"
+FINE = {ECC: "0", PAGES: "No", CLOCKS: "0x0000000000000001", FAILED: "No", PENDING: "No"}
 
 
 @pytest.mark.parametrize(
     ("told", "problem", "level"),
     [
         ({}, None, None),
-        ({"uncorrected": "[N/A]", "pages": "[N/A]", "rows_failed": "", "rows_pending": "", "clocks": ""}, None, None),
-        ({"clocks": "0x0000000000000004"}, None, None),  # the power limit, which every busy GPU comes to
-        ({"clocks": "Active"}, None, None),
-        ({"rows_failed": "Yes"}, "a row of its memory cannot be remapped", "error"),
-        ({"rows_pending": "Yes"}, "its memory has errors, and it has not been reset since", "error"),
-        ({"pages": "Yes"}, "its memory has errors, and it has not been reset since", "error"),
-        ({"uncorrected": "3"}, "its memory had errors that ECC did not correct", "warning"),
-        ({"clocks": "0x0000000000000048"}, "it is slower than it should be", "warning"),
+        ({ECC: "[N/A]", PAGES: "[N/A]", FAILED: "", PENDING: "", CLOCKS: ""}, None, None),
+        ({CLOCKS: "0x0000000000000004"}, None, None),  # the power limit, which every busy GPU comes to
+        ({CLOCKS: "Active"}, None, None),
+        ({FAILED: "Yes"}, "a row of its memory cannot be remapped", "error"),
+        ({PENDING: "Yes"}, "its memory has errors, and it has not been reset since", "error"),
+        ({PAGES: "Yes"}, "its memory has errors, and it has not been reset since", "error"),
+        ({ECC: "3"}, "its memory had errors that ECC did not correct", "warning"),
+        ({CLOCKS: "0x0000000000000048"}, "it is slower than it should be", "warning"),
     ],
 )
 def test_what_nvidia_smi_tells(told: dict[str, str], problem: str | None, level: str | None) -> None:
@@ -462,16 +474,39 @@ def test_what_amdgpu_counts(tmp_path: Path, text: str, seen: bool) -> None:
 
 @pytest.mark.seconds
 @pytest.mark.torch
-def test_without_a_gpu_the_node_is_unfit(several: dict[str, Any], tmp_path: Path) -> None:
+def test_without_a_gpu_the_node_is_unfit(
+    several: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """By the real check of a GPU, with a torch that has none."""
     several["variant"] = "cuda"
     (tmp_path / "plan.json").write_text(json.dumps(several))
     (tmp_path / "own").mkdir()
-    found = check.node(several, 1)
+    checks = preflight.Preflight(several, 1)
+    checks.start()
+    found = checks.check_node({})
+    end(checks)
     assert found
-    assert (found.code, found.node) == (69, "node2")
-    assert found.problem == "GPU 0: torch does not see this GPU, and 1 more finding"
-    assert "GPU 1: torch does not see this GPU: 0" in found.found
+    assert (found.code, found.node, found.problem) == (69, "node2", "GPU 0: torch does not see this GPU")
+    assert (
+        "dray: error: GPU 1: torch does not see this GPU\n  wanted: 2 GPUs, one for each rank\n"
+        in capfd.readouterr().out
+    )
+
+
+@pytest.mark.torch
+def test_a_gpu_goes_through_these_phases(several: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pytest.importorskip("dray.checks.device")
+    monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(device.torch.cuda, "get_device_properties", lambda _: None)
+    for name in ("driver", "works", "right", "memory"):
+        monkeypatch.setattr(device, name, lambda *_: "")
+    monkeypatch.setattr(device, "ceiling", lambda _: 512.345)
+    monkeypatch.setattr(device.health, "of", lambda _: [Finding("slow", found="hot")])
+    told: list[Any] = []
+    rank = SimpleNamespace(plan=several, local=1, report=told.append, tell=lambda **fields: told.append(fields))
+    device.of_rank(rank)
+    phases = [{"phase": name} for name in ("driver", "device", "products", "memory", "matmul", "health")]
+    assert told == [*phases[:5], {"tflops": 512.3}, phases[5], Finding("GPU 1: slow", found="hot")]
 
 
 @pytest.mark.torch

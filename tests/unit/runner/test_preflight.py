@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from dray.checks import transport
+from dray.checks import abi, transport
 from dray.contract.findings import Finding, UnfitError
 from dray.runner import preflight
 from helpers import ROOT, until
@@ -58,6 +58,15 @@ def begin(plan: dict[str, Any], start: Start, tmp_path: Path) -> Begin:
 
 def all_ended(nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return [ended(node) for node in nodes]
+
+
+def check_process(folder: Path, rank: int) -> int:
+    """The process of this rank's check, once it has heard "go"."""
+    until((folder / f"preflight/rank-{rank}.stack").exists)
+    argv = ["pgrep", "-f", f"dray.checks.rank {folder}/plan.json"]
+    processes = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+    variable = f"\0RANK={rank}\0".encode()
+    return next(int(process) for process in processes if variable in Path(f"/proc/{process}/environ").read_bytes())
 
 
 def records(folder: Path) -> dict[str, dict[str, Any]]:
@@ -110,11 +119,7 @@ def test_a_rank_that_stops_is_named_at_the_deadline(begin: Begin, tmp_path: Path
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
     began = time.monotonic()
     nodes = begin(rendezvous_timeout_s=9, timeout_s=4)
-    file = tmp_path / "own/preflight/rank-1.json"
-    while not file.exists():
-        assert time.monotonic() - began < 60
-        time.sleep(0.01)
-    os.kill(json.loads(file.read_text())["pid"], signal.SIGSTOP)
+    os.kill(check_process(tmp_path, 1), signal.SIGSTOP)
     for code, said in all_ended(nodes):
         assert code == 69, said
         assert "rank 1 on node2 did not answer in 9 s\n" in said
@@ -150,7 +155,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(begin: Begin) -> None:
     (first, said), (second, _) = all_ended(begin("", plant))
     assert (first, second) == (69, 69), said
     assert "rank 1 on node2 was killed by SIGSEGV\n" in said
-    assert "  found:  in: import torch\n  fix:    see logs/preflight-1.log\n" in said
+    assert "  found:  in: import torch\n  fix:    see logs/node-1.log\n" in said
 
 
 # The preflight's ranks as they are, but for what needs torch: `suite` is planted.
@@ -201,7 +206,7 @@ def test_a_rank_that_hangs_is_named_by_what_all_have_reported(begin: Begin, tmp_
 def test_a_node_that_is_lost_is_to_blame_and_no_other(begin: Begin, tmp_path: Path) -> None:
     """The ranks of the others are then ended by SIGTERM, for which a healthy node was taken for unfit."""
     nodes = begin(*suite("time.sleep(600)"), each=2, timeout_s=300)
-    until(lambda: len(list(tmp_path.rglob("preflight/rank-*.json"))) == 4)
+    until(lambda: len(list(tmp_path.glob("preflight/rank-*.stack"))) == 4)
     nodes[1].kill()
     code, shown = ended(nodes[0])
     assert (code, "was killed by" in shown) == (75, False), shown
@@ -211,7 +216,7 @@ def test_a_node_that_is_lost_is_to_blame_and_no_other(begin: Begin, tmp_path: Pa
     assert (found["node-0-lost-1.json"]["node"], found["node-0-lost-1.json"]["lost"]) == ("node2", True)
 
 
-RANK, RUNNER = ("dray.checks.preflight", "dray.runner")
+RANK, RUNNER = ("dray.checks.rank", "dray.runner")
 """The programs which `planted_in` can tell."""
 
 
@@ -222,12 +227,12 @@ def planted_in(program: str, lines: str) -> str:
 
 @pytest.mark.seconds
 def test_a_rank_that_ends_without_a_report_is_named(begin: Begin, tmp_path: Path) -> None:
-    """As where the loader finds no library. The first node, which is well, took its own name for the record."""
-    waits, _ = suite("time.sleep(600)")
-    for code, shown in all_ended(begin(waits, planted_in(RANK, "import os\nos._exit(127)"), timeout_s=300)):
+    """As where a library ends its process. The first node, which is well, took its own name for the record."""
+    waits, dies = suite("time.sleep(600)")
+    for code, shown in all_ended(begin(waits, dies.replace("time.sleep(600)", "os._exit(127)"), timeout_s=300)):
         assert code == 69, shown
         assert "rank 1 on node2 failed\n" in shown
-        assert "found:  exit code 127, in: its start\n" in shown
+        assert "found:  exit code 127, in: all-reduce\n" in shown
     (found,) = records(tmp_path).values()
     assert (found["node"], found["rank"]) == ("node2", 1)
 
@@ -294,8 +299,8 @@ def test_a_runner_that_says_nothing_is_named(begin: Begin, tmp_path: Path, silen
     assert code == 69, shown
     assert records(tmp_path)[f"node-{1 - silent}.json"]["node"] == f"node{silent + 1}"
     if silent:
-        assert "rank 1 on node2 did not answer in 8 s\n" in shown
-        assert "its node's runner does not answer; the others have passed" in shown
+        assert "the runner of node2 does not answer\n" in shown
+        assert "found:  no report within 8 s\n" in shown
     else:
         assert "the first node (node1) does not answer\n" in shown
 
@@ -312,29 +317,26 @@ def test_a_launch_that_fails_elsewhere_is_no_failed_preflight(plan: dict[str, An
     assert "found:  the launcher ended: exit code 5" in shown
 
 
-COUNTS = """
-import builtins
-opens = builtins.open
-def counted(path, *more, **named):
-    if "preflight/rank-" in str(path) and "dray.runner" in sys.orig_argv:
-        with opens(f"FOLDER/reads-{os.environ['DRAY_NODE']}", "a") as file:
-            file.write(f"{path}\\n")
-    return opens(path, *more, **named)
-builtins.open = counted
+IMPORTS = """
+import os, sys
+class Imports:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            with open("FOLDER/imports", "a") as file:
+                file.write(f"{sys.orig_argv[3:4]} {os.environ.get('RANK')}\\n")
+sys.meta_path.insert(0, Imports())
 """
 
 
 @pytest.mark.seconds
-def test_a_node_reads_no_reports_of_other_nodes(begin: Begin, tmp_path: Path) -> None:
-    """512 ranks on 64 nodes that failed made 32,000 opens each 50 ms."""
-    counts = COUNTS.replace("FOLDER", str(tmp_path))
-    planted = [f"{text}{counts}" for text in suite("if rank.number != 1: raise RuntimeError('boom')")]
-    for code, shown in all_ended(begin(*planted, each=2)):
-        assert code == 69, shown
-    for node, ranks in ((0, (0, 1)), (1, (2, 3))):
-        reads = (tmp_path / f"reads-{node}").read_text().splitlines()
-        assert {*reads} == {f"{tmp_path}/own/preflight/rank-{rank}.json" for rank in ranks}
-        assert len(reads) <= 6  # at the end of each rank, and when the first node asks
+@pytest.mark.torch
+def test_each_rank_is_checked_by_one_process_that_imports_torch_once(begin: Begin, tmp_path: Path) -> None:
+    """On a node of 8 GPUs it was two: 25 imports before the first step, with those of torchrun and the ranks."""
+    for code, shown in all_ended(begin(*[IMPORTS.replace("FOLDER", str(tmp_path))] * 2, each=2)):
+        assert code == 0, shown
+    imports = (tmp_path / "imports").read_text().splitlines()
+    assert sorted(line for line in imports if "checks" in line) == [f"['dray.checks.rank'] {rank}" for rank in range(4)]
+    assert sum("checks" not in line for line in imports) <= 1  # the first node's store
 
 
 @pytest.mark.seconds
@@ -364,81 +366,83 @@ def test_machines_that_share_no_disk_hear_of_it_too(plan: dict[str, Any], begin:
 class TestWhoIsToBlame:
     """By what each rank of two nodes with two ranks has said."""
 
-    PLAN: ClassVar[dict[str, Any]] = {
-        "world": {"nodes": NODES, "ranks_per_node": 2, "size": 4, "shared_folder": True, "rendezvous_timeout_s": 60},
-        "preflight": {"timeout_s": 30},
-    }
     ORDER = ("import torch", "rendezvous", "all-reduce", "all-gather", "done")
 
-    def ranks(self, *phases: str, **changes: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        said = {}
-        for number, phase in enumerate(phases):
-            said[number] = {
-                "rank": number, "phase": phase, "order": self.ORDER.index(phase), "limit": 60,
-                "time": 100.0 + number, "expired": phase != "done", **changes.get(f"r{number}", {}),
-            }  # fmt: skip
-        return said
+    def reports(self, *phases: str, **changes: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
+        """Of each node: one of each of its ranks, which all stopped at their deadline but for these changes."""
+        ranks = [
+            {
+                "rank": number, "node": f"node{number // 2 + 1}", "phase": phase, "order": self.ORDER.index(phase),
+                "limit": 60, "time": 100.0 + number, "findings": [], "end": "expired" if phase != "done" else "passed",
+                "why": "", "log": "logs/node-9.log", **changes.get(f"r{number}", {}),
+            }
+            for number, phase in enumerate(phases)
+        ]  # fmt: skip
+        return {node: ranks[2 * node : 2 * node + 2] for node in range(len(phases) // 2)}
 
-    def blame(self, ranks: dict[int, dict[str, Any]], *, last: bool = True) -> tuple[str, str, int | None] | None:
-        refusal = preflight.finding(self.PLAN, ranks, last=last)
-        return refusal and (str(refusal).splitlines()[0], refusal.finding.node, refusal.finding.rank)
+    def finding(self, reports: dict[int, list[dict[str, Any]]], *, last: bool = True) -> Finding | None:
+        refusal = preflight.finding(["node1", "node2"], reports, 90, last=last)
+        return refusal and refusal.finding
+
+    def blame(
+        self, reports: dict[int, list[dict[str, Any]]], *, last: bool = True
+    ) -> tuple[str, str, int | None] | None:
+        found = self.finding(reports, last=last)
+        return found and (found.problem, found.node, found.rank)
 
     def test_who_stopped_in_the_same_collective_as_all_others(self) -> None:
-        ranks = self.ranks(*["all-reduce"] * 4, r2={"expired": False, "stuck": True})
-        assert self.blame(ranks, last=False) is None
-        assert self.blame(ranks) == ("rank 2 on node2 did not answer in 60 s", "node2", 2)
+        reports = self.reports(*["all-reduce"] * 4, r2={"end": "stuck"})
+        assert self.blame(reports, last=False) == ("rank 2 on node2 did not answer in 60 s", "node2", 2)
 
     def test_who_came_less_far(self) -> None:
-        ranks = self.ranks("all-gather", "all-reduce", "all-gather", "all-gather")
-        assert self.blame(ranks, last=False) == ("rank 1 on node1 did not answer in 60 s", "node1", 1)
-        text = str(preflight.finding(self.PLAN, ranks, last=True))
-        assert "found:  stopped in: all-reduce; the others waited in: all-gather" in text
+        reports = self.reports("all-gather", "all-reduce", "all-gather", "all-gather")
+        assert self.blame(reports, last=False) == ("rank 1 on node1 did not answer in 60 s", "node1", 1)
+        found = self.finding(reports)
+        assert found
+        assert found.found == "stopped in: all-reduce; the others waited in: all-gather"
 
     def test_nobody_of_a_node_whose_ranks_have_passed(self) -> None:
-        passed = {rank: {"rank": rank, "phase": "done", "expired": False} for rank in (0, 1)}
-        ranks = self.ranks("done", "done", "all-gather", "all-reduce") | passed
-        assert self.blame(ranks, last=False) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
-
-    def test_who_never_began(self) -> None:
-        ranks = self.ranks(*["rendezvous"] * 3)
-        assert self.blame(ranks) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
+        reports = self.reports("done", "done", "all-gather", "all-reduce") | {0: []}
+        assert self.blame(reports, last=False) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
 
     def test_nobody_where_all_hang_alike(self) -> None:
-        hang = preflight.finding(self.PLAN, self.ranks(*["import torch"] * 4), last=False)
-        assert str(hang).splitlines()[:3] == [
+        found = self.finding(self.reports(*["import torch"] * 4), last=False)
+        assert found
+        assert found[:4] == (
             "import torch did not end within 60 s on any rank",
-            "  wanted: all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s",
-            "  found:  all ranks hang in it, on node1 node2",
-        ]
+            "",
+            "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s",
+            "all ranks hang in it, on node1 node2",
+        )
+        assert found.node == "node1, node2"
 
     def test_who_was_killed_and_not_who_noticed(self) -> None:
-        lost = {"crashed": "RuntimeError: Connection closed by peer", "expired": False}
-        ranks = self.ranks(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3={"killed": "SIGKILL", "expired": False})
-        assert self.blame(ranks, last=False) == ("rank 3 on node2 was killed by SIGKILL", "node2", 3)
+        lost = {"end": "crashed", "why": "RuntimeError: Connection closed by peer"}
+        killed = {"end": "killed", "why": "SIGKILL"}
+        reports = self.reports(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3=killed)
+        assert self.blame(reports, last=False) == ("rank 3 on node2 was killed by SIGKILL", "node2", 3)
 
     def test_who_noticed_waits_for_who_knows(self) -> None:
-        lost = {"crashed": "RuntimeError: Connection closed by peer", "expired": False}
-        ranks = self.ranks(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3={"expired": False})
-        assert self.blame(ranks, last=False) is None
+        lost = {"end": "crashed", "why": "RuntimeError: Connection closed by peer"}
+        reports = self.reports(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3={"end": ""})
+        assert self.blame(reports, last=False) is None
 
     def test_who_failed_first_where_nobody_knows_more(self) -> None:
-        lost = {"crashed": "RuntimeError: no", "expired": False}
-        ranks = self.ranks("all-reduce", "rendezvous", "all-reduce", "all-reduce", r0=lost, r1=lost, r2=lost, r3=lost)
-        assert self.blame(ranks) == ("rank 1 on node1 failed", "node1", 1)
+        lost = {"end": "crashed", "why": "RuntimeError: no"}
+        phases = ("all-reduce", "rendezvous", "all-reduce", "all-reduce")
+        reports = self.reports(*phases, r0=lost, r1=lost, r2=lost, r3=lost)
+        assert self.blame(reports) == ("rank 1 on node1 failed", "node1", 1)
 
     def test_whose_runner_says_nothing(self) -> None:
-        ranks = self.ranks("done", "done")
-        assert self.blame(ranks, last=False) is None
-        hang = preflight.finding(self.PLAN, ranks, last=True)
-        assert str(hang).splitlines()[0] == "rank 2 on node2, rank 3 on node2 did not answer in 90 s"
-        assert hang.finding.found == "its node's runner does not answer; the others have passed"
+        for reports in ({0: []}, self.reports("all-gather", "all-gather")):
+            assert self.blame(reports, last=False) is None
+            assert self.blame(reports) == ("the runner of node2 does not answer", "node2", None)
 
     def test_not_who_began_later(self) -> None:
         """It has time left in the collective in which the others have waited in vain."""
-        ranks = self.ranks(
-            *["all-reduce"] * 4, r1={"expired": False, "stuck": False}, r3={"expired": False, "stuck": True}
-        )
-        assert self.blame(ranks) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
+        reports = self.reports(*["all-reduce"] * 4, r1={"end": ""}, r3={"end": "stuck"})
+        assert self.blame(reports, last=False) is None
+        assert self.blame(reports) == ("rank 3 on node2 did not answer in 60 s", "node2", 3)
 
 
 # Lines as the libraries write them; each log ends in what is decisive.
@@ -547,13 +551,10 @@ def test_copies_through_the_hosts_memory_are_seen(lines: tuple[str, ...], found:
 class TestLibraries:
     """The host's and the plugin, once a node, held against the image."""
 
-    def check(self, monkeypatch: pytest.MonkeyPatch, *, named: str, plugin: str = "image", local: str = "0") -> None:
-        module = pytest.importorskip("dray.checks.preflight")
+    def check(self, monkeypatch: pytest.MonkeyPatch, *, named: str, plugin: str = "image") -> None:
         fabric = {"strategy": "host", "libraries": ["/usr/lib64/libnone.so.1"], "plugin": plugin}
-        rank = type("Rank", (), {"plan": {"fabric": fabric, "site": "site s"}, "node": "node2", "phase": print})()
         monkeypatch.setenv("NCCL_NET_PLUGIN", named)
-        monkeypatch.setenv("LOCAL_RANK", local)
-        module._libraries(rank)
+        abi.require({"fabric": fabric, "site": "site s"}, "node2")
 
     def test_an_image_without_its_plugin_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnfitError) as unfit:
@@ -565,7 +566,6 @@ class TestLibraries:
             code=69,
             node="node2",
         )
-        self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so", local="1")  # the first has said it
 
     def test_one_that_needs_a_newer_libfabric(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library) -> None:
         own = tmp_path / "libnccl-net-ofi.so"
@@ -589,9 +589,9 @@ class TestTheSitesFabric:
     ) -> None:
         collectives = pytest.importorskip("dray.checks.collectives")
         fabric = {"transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0, **fabric}
-        plan = {"site": "site s", "fabric": fabric, "world": {"nodes": nodes}}
+        plan = {"site": "site s", "fabric": fabric, "world": {"nodes": nodes}, "variant": "cuda" if gpus else "cpu"}
         rank = type("Rank", (), {"number": 1, "plan": plan, "node": "node2"})()
-        collectives._require_fabric(rank, used, best, [], gpus=gpus)
+        collectives._require_fabric(rank, used, best, [])
 
     def test_a_silent_fallback_is_refused_with_its_reason_and_fix(self) -> None:
         with pytest.raises(UnfitError) as unfit:
@@ -647,7 +647,7 @@ def test_no_collective_of_ours_pickles(begin: Begin) -> None:
 
 
 # Each exchange takes its time, so that on a busy machine too no other link is far below the rest.
-SLOW_LINK = """
+SLOW_RANK = """
 import os, sys, time
 class Late:
     def find_spec(self, name, path=None, target=None):
@@ -655,33 +655,28 @@ class Late:
             import torch.distributed as d
             exchange = d.batch_isend_irecv
             def slowly(ways):
-                time.sleep(4 if ways[0].peer == 2 else 0.2)
+                time.sleep(4 if os.environ['RANK'] == '2' else 0.2)
                 return exchange(ways)
             d.batch_isend_irecv = slowly
             sys.meta_path.remove(self)
 sys.meta_path.insert(0, Late())
 """
-NO_SLOW_LINK = SLOW_LINK.replace("4 if ways[0].peer == 2 else ", "")
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_link_that_is_slow_is_named_by_real_ranks(begin: Begin, tmp_path: Path) -> None:
-    """Only on the way from the second node to the third."""
-    for code, said in all_ended(begin(NO_SLOW_LINK, SLOW_LINK, NO_SLOW_LINK, count=3)):
+@pytest.mark.parametrize(
+    ("nodes", "each", "phase", "named"),
+    [(4, 1, "neighbours", "node3"), (1, 4, "neighbours in the node", "node1: rank 2")],
+)
+def test_a_rank_that_is_slow_is_named_by_real_ranks(
+    begin: Begin, tmp_path: Path, nodes: int, each: int, phase: str, named: str
+) -> None:
+    """As a node with a bad card, or a GPU behind a bad PCIe link: slow to both of its neighbours."""
+    for code, said in all_ended(begin(*[SLOW_RANK] * nodes, count=nodes, each=each)):
         assert code == 0, said
-    (named,) = json.loads((tmp_path / "preflight/report.json").read_text())["slow_links"]
-    assert named.startswith("node2 to node3: 0.00")
-    assert " GB/s, the others " in named
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_a_rank_that_is_slow_in_its_node_is_named(begin: Begin, tmp_path: Path) -> None:
-    """As a GPU behind a bad PCIe link: slow to both of its neighbours."""
-    ((code, said),) = all_ended(begin(SLOW_LINK, count=1, each=3))
-    assert code == 0, said
     report = json.loads((tmp_path / "preflight/report.json").read_text())
-    assert "neighbours in the node, round 3" in report["seconds"]
-    (named,) = report["slow_links"]
-    assert named.startswith("node1: rank 2 to both of its neighbours: 0.00")
+    assert phase in report["seconds"]
+    (line,) = report["slow_links"]
+    assert line.startswith(f"{named} to both of its neighbours: 0.00")
+    assert " GB/s, the others " in line

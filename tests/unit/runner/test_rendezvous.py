@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,21 @@ from dray.runner import rendezvous as meeting
 from dray.runner.children import Loop
 from dray.runner.culprit import Entered, Seen
 from dray.runner.heartbeats import Late
-from dray.runner.hello import make_hello
 from dray.runner.protocol import (
     Ended,
     Failed,
     Idle,
     Message,
+    Progress,
     Reports,
     ReportsWanted,
     Restart,
     Save,
-    Stacks,
     StartTimes,
     Stop,
     Welcome,
 )
-from dray.runner.rendezvous_server import Rendezvous
+from dray.runner.rendezvous import gather, make_hello
 from nodes import SECRET, Start, control, ended, free_port, rendezvous
 
 pytestmark = pytest.mark.hostile("rendezvous")
@@ -55,7 +54,7 @@ def greeting(secret: bytes) -> bytes:
         first.sendall(nonce)
         thread = threading.Thread(target=hub.greet, args=(node, secret, time.monotonic() + 5))
         thread.start()
-        seen = first.recv(hub.GREETING)
+        seen = first.recv(hub.GREETING, socket.MSG_WAITALL)
         first.sendall(hub.proof(secret, b"host", seen[: hub.NONCE], nonce))
         thread.join()
     return seen
@@ -182,13 +181,13 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
     plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
     plan["world"]["rendezvous_timeout_s"] = 4
     with address.listen(plan["world"]) as listener:
-        meeting.publish(plan, listener)
+        meeting.publish(plan, listener.getsockname())
         early = start(1, 3, "node2")
         select.select([listener], [], [])
         time.sleep(0.5)
         own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="1 of 3 nodes did not reach the first one in 4 s") as missing:
-            Rendezvous(plan, own, SECRET.encode(), listener).gather()
+            gather(plan, own, SECRET.encode(), listener)
     code, said = ended(early)
     assert (code, f"  found:  {missing.value.finding.problem}" in said) == (69, True), said
     assert not (tmp_path / "failures").exists()
@@ -199,12 +198,12 @@ def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, sta
     plan["world"]["rendezvous_timeout_s"] = 4
     stranger = other(plan, tmp_path / "other", "another secret")
     with address.listen(plan["world"]) as listener:
-        meeting.publish({**plan, "folder": str(stranger.parent)}, listener)
+        meeting.publish({**plan, "folder": str(stranger.parent)}, listener.getsockname())
         second = start(1, 2, "node2", stranger)
         select.select([listener], [], [])
         own = make_hello(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="without this run's secret were closed"):
-            Rendezvous(plan, own, SECRET.encode(), listener).gather()
+            gather(plan, own, SECRET.encode(), listener)
         code, said = ended(second)
     assert (code, "does not have this run's secret" in said) == (69, True)
 
@@ -213,11 +212,6 @@ def test_a_run_without_its_secret_does_not_start(plan, start: Start, tmp_path: P
     (tmp_path / "secret").unlink()
     code, said = ended(start(0, 2, "node1"))
     assert (code, said.splitlines()[0]) == (78, "the run's secret cannot be read")
-
-
-def knock(where: tuple[str, int], secret: bytes = SECRET.encode()) -> hub.Connection:
-    """A connection that has proved the secret."""
-    return hub.greet(socket.create_connection(where, timeout=30), secret, time.monotonic() + 30)
 
 
 def shown_out(line: socket.socket) -> bool:
@@ -252,13 +246,11 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
 
 @pytest.mark.slow
 @pytest.mark.seconds
-@pytest.mark.parametrize("proved", [False, True])
-def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Start, proved: bool) -> None:
+def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Start) -> None:
     """A byte at a time, each within any timeout of its own."""
     plan["world"]["rendezvous_timeout_s"] = 120
     first = start(0, 2, "node1")
-    line = knock(rendezvous(plan)).line if proved else socket.create_connection(rendezvous(plan))
-    with line:
+    with socket.create_connection(rendezvous(plan)) as line:
         line.settimeout(0.5)
         deadline = time.monotonic() + 60
         gone = False
@@ -272,15 +264,6 @@ def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Star
             except ConnectionError:
                 gone = True
     assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
-
-
-TOLD = ("", "null", "[1]", '{"attempt": 1}', '{"attempt": "1", "port": 5, "address": "n1"}')
-
-
-@pytest.mark.parametrize("text", TOLD)
-def test_a_file_of_the_wrong_kind_tells_nothing(plan: dict[str, Any], tmp_path: Path, text: str) -> None:
-    (tmp_path / "rendezvous.json").write_text(text)
-    assert meeting.published(plan) is None
 
 
 @pytest.mark.seconds
@@ -309,17 +292,17 @@ def test_a_node_waits_for_this_attempt_s_own_file(plan, start: Start, tmp_path: 
 
 
 @pytest.mark.seconds
-def test_one_node_listens_on_loopback_and_tells_nobody(plan, start: Start, tmp_path: Path) -> None:
+def test_one_node_listens_on_loopback(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
     with address.listen({**plan["world"], "interfaces": ["nothsn9"]}) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     assert ended(start(0, 1, "node1"))[0] == 0
-    assert {*json.loads((tmp_path / "rendezvous.json").read_text())} == {"times", "attempt"}
+    assert json.loads((tmp_path / "rendezvous.json").read_text())["times"]
 
 
 def test_a_name_that_is_loopback_on_its_own_machine_is_another_address_for_others(monkeypatch) -> None:
     """As Debian has it: 127.0.1.1 and the machine's name in /etc/hosts."""
-    monkeypatch.setattr(address, "_resolve", lambda _: "127.0.1.1")
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     monkeypatch.setattr(address, "_route", lambda _: "10.0.0.1")
     nodes = [{"name": name, "address": name} for name in ("n1", "n2")]
     world = {"nodes": nodes, "master": "n1", "interfaces": [], "shared_folder": True}
@@ -339,8 +322,8 @@ class TestConnection:
     def test_messages_come_in_their_order(self, ends) -> None:
         host, guest = ends
         for number in range(3):
-            host.send(Idle((number,)))
-        assert guest.receive() == [Idle((0,)), Idle((1,)), Idle((2,))]
+            host.send(Progress(number))
+        assert guest.receive() == [Progress(0), Progress(1), Progress(2)]
 
     def test_what_is_right_behind_the_awaited_message_stays_readable(self, ends) -> None:
         host, guest = ends
@@ -360,23 +343,6 @@ class TestConnection:
             pass
         assert host.line.recv(1) == b""
 
-    @pytest.mark.parametrize(
-        "line",
-        [
-            '{"Failed": [{"Fin{"Idle": [[]]}',
-            '{"Failed": [{"reason": "none"}]}',
-            '{"Failed": ["none"]}',
-            "7",
-            '{"Late": [1]}',
-        ],
-    )
-    def test_a_node_that_sends_no_message_is_lost(self, ends, plan, line: str) -> None:
-        host, guest = ends
-        links = control(plan, {1: host}, Loop())
-        guest.line.sendall(f"{line}\n".encode())
-        links._read(1)
-        assert (links.cause.problem, links.cause.code) == ("node 1 (node2) is gone", 75)
-
     @pytest.fixture
     def crossing(self) -> Iterator[tuple[hub.Connection, hub.Connection, list[Message]]]:
         """Two ends over TCP, of which each has told what the other has not read; most of the host's waits in its
@@ -392,14 +358,14 @@ class TestConnection:
             told: list[Message] = [Failed(Finding(f"{number}{'x' * 4000}")) for number in range(30)]
             for message in told:
                 host.send(message)
-            guest.send(Idle(()))
+            guest.send(Idle())
             yield host, guest, told
 
     @staticmethod
-    def parting(plan: dict[str, Any], *ends: hub.Connection) -> list[threading.Thread]:
+    def closing(plan: dict[str, Any], *ends: hub.Connection) -> list[threading.Thread]:
         """Their own limit is no way out of the test."""
         threads = [
-            threading.Thread(target=control(plan, {1: one}, Loop())._part, args=(600.0,), daemon=True) for one in ends
+            threading.Thread(target=control(plan, {1: one}, Loop()).close, args=(600.0,), daemon=True) for one in ends
         ]
         for thread in threads:
             thread.start()
@@ -411,53 +377,37 @@ class TestConnection:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
 
-    @pytest.mark.parametrize("last", [Restart, Ended])
-    def test_the_last_word_arrives_though_something_is_unread(self, crossing, plan, last: type) -> None:
-        """Else a node takes the first one for lost, which has just called all to a restart."""
+    def test_the_last_word_arrives_though_something_is_unread(self, crossing, plan) -> None:
+        """Else the others take the first node for lost."""
         host, guest, told = crossing
-        links = control(plan, {1: host}, Loop())
-        say = links.close if last is Ended else lambda: links.restart(Restart(1, "ab" * 32, 5))
-        parting = threading.Thread(target=say, daemon=True)
-        parting.start()
+        closing = self.closing(plan, host)
         heard: list[Message] = []
         while len(heard) <= len(told):
             heard += guest.receive()
-        assert (heard[:-1], type(heard[-1]), guest.line.recv(1)) == (told, last, b"")
+        assert (heard[:-1], type(heard[-1])) == (told, Ended)
         guest.line.close()
-        self.over([parting])
+        self.over(closing)
 
     def test_who_reads_nothing_is_not_waited_for(self, crossing, plan) -> None:
         host, _, _ = crossing
-        links = control(plan, {1: host}, Loop())
-        links._part(0.2)
-        assert links._open == {1: host}
+        began = time.monotonic()
+        control(plan, {1: host}, Loop()).close(0.2)
+        assert time.monotonic() - began < 10
 
     def test_two_that_part_at_once(self, crossing, plan) -> None:
         host, guest, _ = crossing
-        self.over(self.parting(plan, host, guest))
+        self.over(self.closing(plan, host, guest))
         assert [host.line.fileno(), guest.line.fileno()] == [-1, -1]
 
     def test_one_that_was_killed(self, crossing, plan) -> None:
         """Its kernel resets the connection."""
         host, guest, _ = crossing
         guest.line.close()
-        self.over(self.parting(plan, host))
+        self.over(self.closing(plan, host))
         assert host.line.fileno() == -1
 
-    def test_a_message_without_an_end_ends_the_connection(self, ends) -> None:
-        host, guest = ends
 
-        def flood() -> None:
-            with suppress(OSError):
-                host.line.sendall(b"x" * (2 << 20))
-
-        threading.Thread(target=flood, daemon=True).start()
-        with pytest.raises(OSError, match="a message is too long"):
-            list(iter(guest.receive, None))
-        guest.line.close()
-
-
-SEEN = Seen(3, "n1", 5, "step", "runs", ("a.py:1 f",), (Entered("0", 9, "all_gather", waits=True),))
+SEEN = Seen(3, "n1", 5, "step", "runs", ("f (a.py:1)",), (Entered("0", 9, "all_gather", waits=True),))
 
 
 @pytest.mark.parametrize(
@@ -465,12 +415,12 @@ SEEN = Seen(3, "n1", 5, "step", "runs", ("a.py:1 f",), (Entered("0", 9, "all_gat
     [
         make_hello({"world": {"nodes": [{"name": "n1"}], "identity": {"image": "X"}}}, 0, "digest"),
         Failed(Finding("it failed", found="x\ny", code=75, rank=3)),
-        Late(1, 2, 3, 4.5, 6.5),
-        Stacks(((SEEN, [3, 4]),)),
+        Late(1, True, 4.5, 6.5),
+        SEEN,
         Reports(({"rank": 1, "finding": {"problem": "p"}},)),
         ReportsWanted(),
         StartTimes({"import": 1.5}),
-        Restart(1, "ab", 5),
+        Restart(1, 5, "why"),
     ],
 )
 def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
@@ -479,9 +429,7 @@ def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
     assert json.dumps(protocol._named(found)) == json.dumps(protocol._named(message))
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"{", b"5", b"null", b"[1]", b'{"Nothing": []}', b'{"Stop": [1, 2]}', b'{"Stop": 5}', b"[" * 9999]
-)
+@pytest.mark.parametrize("line", [b"", b"{", b'{"Stop": [1, 2]}', b'{"Late": [1]}', b'{"Stop": 5}'])
 def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

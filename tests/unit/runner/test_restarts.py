@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import RetryError
-from dray.runner import evidence, hub, locks, record
-from dray.runner.children import Loop
-from dray.runner.protocol import Idle, Restart
+from dray.runner import evidence, locks, record
 from helpers import ROOT
-from nodes import SECRET, Start, control, ended, free_port
+from nodes import Start, ended, free_port
 
 pytestmark = pytest.mark.hostile("restarts")
 
@@ -250,17 +247,11 @@ def test_a_signal_to_one_node_between_two_starts_ends_the_run(
     assert {name.split()[1] for name in starts(plan)} <= {"0/2", "1/2"}
 
 
-ASKED = """
-import os, sys
+SIGNALLED = """
+import os, signal, sys
 if 'dray.runner' in sys.orig_argv:
-    from dray.runner import control
-    lead = control.Control.lead
-    def asked(self, explain):
-        code = lead(self, explain)
-        if self.next and self.next.number == 1:
-            self.ask()  # by a signal before the first node's call was read
-        return code
-    control.Control.lead = asked
+    from dray.runner import record
+    record.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
@@ -268,9 +259,9 @@ if 'dray.runner' in sys.orig_argv:
 def test_a_node_that_was_asked_to_save_between_two_starts_saves(
     plan: dict[str, Any], start: Start, tmp_path: Path
 ) -> None:
-    """The first node has decided by then that all start again, and reads nothing more of this start."""
+    """The first node has begun the next start by then."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(ASKED)
+    (tmp_path / "site" / "sitecustomize.py").write_text(SIGNALLED)
     saves = "trap 'exit 75' USR1; [ $again = 0 ] || while :; do sleep 0.05; done"
     ranks(plan, before=saves, most=1)
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
@@ -280,6 +271,26 @@ def test_a_node_that_was_asked_to_save_between_two_starts_saves(
     assert {name.split()[1] for name in starts(plan)} == {"0/1", "1/1"}
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_while_nodes_wait_for_the_next_start_ends_the_run(
+    plan: dict[str, Any], start: Start, tmp_path: Path, signalled: int
+) -> None:
+    """The ranks of the second node take long to end; the first node's have ended."""
+    late = "[ $RANK -lt 2 ] || trap 'touch told; sleep 4; exit 0' TERM; [ $RANK -lt 2 ] || while :; do sleep 0.05; done"
+    ranks(plan, dies="0 0", before=late, well=9)
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "told").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    nodes[signalled].send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert [ended(node)[0] for node in nodes] == [9, 9]
+    assert time.monotonic() - began < 20
+    assert {name.split()[1] for name in starts(plan)} == {"0/2"}
+
+
 def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes move hang.json, and on a slow disk it was there when they looked."""
     (tmp_path / "failures").mkdir()
@@ -287,30 +298,6 @@ def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, mon
     monkeypatch.setattr(os.path, "exists", lambda _: True)
     record.set_aside(str(tmp_path), 1, ["hang", "rank-2"])
     assert [path.name for path in (tmp_path / "failures" / "restart-1").iterdir()] == ["rank-2.json"]
-
-
-def test_a_node_that_stands_still_holds_up_no_call_to_a_restart(plan: dict[str, Any]) -> None:
-    """It hears of it later: its connection stays open."""
-    ours, theirs = socket.socketpair()
-    links = control(plan, {1: hub.Connection(ours)}, Loop())
-    hub.Connection(theirs).send(Idle(()))  # unread, for which the kernel would drop the call
-    began = time.monotonic()
-    links.restart(Restart(1, "ab", 5))
-    assert time.monotonic() - began < 3
-    assert hub.Connection(theirs).receive() == [Restart(1, "ab", 5)]
-    links.drop()
-    assert ours.fileno() == -1
-    theirs.close()
-
-
-def test_each_start_has_a_key_of_its_own() -> None:
-    secret = SECRET.encode()
-    first = Restart()
-    second, other = first.following(5), first.following(5)
-    assert first.key(secret) == secret
-    third = second._replace(number=2)
-    keys = [secret, second.key(secret), other.key(secret), third.key(secret), second.key(b"another")]
-    assert len(set(keys)) == 5
 
 
 def test_a_lock_of_the_ranks_before_is_removed(tmp_path: Path, capsys) -> None:

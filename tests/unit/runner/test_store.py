@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ pytest.importorskip("torch")
 
 from torch.distributed import TCPStore
 
-from dray.contract import heartbeat
 from dray.planning import accelerate, launchers
 from dray.runner import children, process_group
 from dray.runs.write import read_recipe
@@ -117,63 +115,39 @@ os._exit(0)
 def test_a_process_group_that_is_smaller_than_the_world(
     launcher: str, who: str, largest: int | None, plan: dict[str, Any], start: Start, tmp_path: Path
 ) -> None:
-    """Whose ranks these are is known only where the runners have seen them: these end at once."""
     launch(launcher, plan, start, tmp_path, who, script=LONE)
     file = tmp_path / "process_group.json"
     assert (json.loads(file.read_text())["largest"] if file.exists() else None) == largest
 
 
-COMES = """
-import socket, subprocess, sys
-line = socket.create_connection(("127.0.0.1", int(sys.argv[1]))) if int(sys.argv[1]) else None
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.parametrize("libuv", [True, False])
 @pytest.mark.parametrize(
-    ("came", "addresses", "told"),
+    ("came", "addresses", "largest"),
     [
-        ((0, 2), (0, 1), {"largest": 2, "absent": [1]}),  # the program has numbered them itself
-        ((0, 2), (), {"largest": 2, "absent": [1]}),  # as with NCCL
-        ((0, 1, 2), (0,), {"largest": 1, "absent": []}),
-        ((0, 1, 2), (0, 1, 2), None),
-        ((), (), None),
+        (2, (0, 1), 2),  # the program has numbered them itself
+        (2, (), 2),  # as with NCCL
+        (3, (0,), 1),
+        (3, (0, 1, 2), None),
+        (0, (), None),
     ],
 )
-def test_who_has_joined(
-    libuv: bool, came: tuple[int, ...], addresses: tuple[int, ...], told: object, tmp_path: Path, monkeypatch
+def test_how_many_have_joined(
+    libuv: bool, came: int, addresses: tuple[int, ...], largest: int | None, tmp_path: Path
 ) -> None:
-    """By both of torch's servers, and by the connections that programs hold."""
+    """By both of torch's servers."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
-    clients = [TCPStore("127.0.0.1", store.port, 3, is_master=False) for _ in came]
+    clients = [TCPStore("127.0.0.1", store.port, 3, is_master=False) for _ in range(came)]
     for number in addresses:
         clients[0].set(f"default_pg/0//cpu//0/{number}", b"an address")
-    monkeypatch.setattr(process_group, "_FIRST_S", 0.0)
-    world = {"size": 3, "ranks_per_node": 3}
-    joined = process_group.Joined({"world": world, "scratch": str(tmp_path)}, 0, store.port)
-    with ExitStack() as programs:
-        for rank in range(3):
-            argv = [sys.executable, "-c", COMES, str(store.port if rank in came else 0)]
-            program = programs.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-            assert program.stdout
-            assert program.stdout.readline() == b"ready\n"
-            Path(heartbeat.path(str(tmp_path), rank)).write_bytes(
-                heartbeat.PROGRAM.pack(program.pid).ljust(heartbeat.SIZE, b"\0")
-            )
-        joined.look()
-    assert joined.ranks == {*came}
-    joined.record(str(tmp_path), ("127.0.0.1", store.port))
+    process_group.record(str(tmp_path), 3, ("127.0.0.1", store.port))
     file = tmp_path / "process_group.json"
-    assert (json.loads(file.read_text()) if file.exists() else None) == told
+    assert (json.loads(file.read_text())["largest"] if file.exists() else None) == largest
 
 
 def test_nobody_can_tell_without_a_store(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    plan = {"world": {"size": 3, "ranks_per_node": 3}, "scratch": str(tmp_path)}
-    process_group.Joined(plan, 0, port).record(str(tmp_path), ("127.0.0.1", port))
+    process_group.record(str(tmp_path), 3, ("127.0.0.1", port))
     assert not (tmp_path / "process_group.json").exists()
 
 
@@ -231,14 +205,11 @@ def test_the_installation_registers_the_rendezvous() -> None:
 
 @pytest.mark.slow
 @pytest.mark.seconds
-def test_the_store_serves_more_ranks_than_its_soft_limit_of_files_and_outlives_signals() -> None:
-    """1,024 files are usual, and each rank holds one."""
-    few = "import os, resource, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
-    few += "resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard)); os.execv(sys.argv[1], sys.argv[1:])"
+def test_the_store_outlives_signals() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         argv = [sys.executable, "-m", "dray.tcp_store", "127.0.0.1", str(port), str(listener.fileno())]
-        store = subprocess.Popen([sys.executable, "-c", few, *argv], pass_fds=[listener.fileno()])
+        store = subprocess.Popen(argv, pass_fds=[listener.fileno()])
     try:
         limit = datetime.timedelta(minutes=2)
         clients = [TCPStore("127.0.0.1", port, is_master=False, timeout=limit) for _ in range(64)]

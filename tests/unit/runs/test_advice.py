@@ -92,7 +92,7 @@ def test_gpus_of_another_kind() -> None:
 def test_deepspeed_that_accelerate_leaves_out(words: tuple[str, ...], noted: bool) -> None:
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, gpus_per_node=2, engine="apptainer", image="/i.sif")
     plan = decide(read_recipe(None, words, ["train.py"]), *at_site(facts), RunPaths(Path("/runs/r")))
-    problem = "on a CPU transformers' Trainer and accelerate silently train without DeepSpeed"
+    problem = "on a CPU transformers' Trainer and accelerate silently train without FSDP and DeepSpeed"
     assert (problem in {finding.problem for finding in plan.findings}) is noted
 
 

@@ -20,6 +20,7 @@ from dray.cli import sweep as sweeping
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs import arrays, resubmit, study
 from dray.runs.arrays import Common, Size
+from dray.runs.queued import Queued
 from helpers import PYTHON, ROOT
 from slurms import Slurm
 
@@ -31,6 +32,7 @@ calls=({here}/call-*)
 [[ -e "${{calls[0]}}" ]] && number=$((${{#calls[@]}} + 1)) || number=1
 printf '%s\\0' "$@" >{here}/call-$number
 ((number != $(<{here}/refuses))) || {{ echo "sbatch: error: Invalid account" >&2; exit 1; }}
+echo "12 nodes are down today"
 echo "$((41 + number));local"
 """
 
@@ -89,6 +91,24 @@ def as_a_task(argv: list[str], task: int) -> list[str]:
 
 
 OPTIONS = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "job", "cluster"),
+    [
+        ("42\n", 42, ""), ("42;local\n", 42, "local"), ("7 days left\n42;local\n\n", 42, "local"),
+        ("42\nsee https://site.example\n", 42, ""), ("7\r\n42\r\n", 42, ""),
+    ],
+)  # fmt: skip
+def test_a_wrapper_of_the_site_may_print_more(printed: str, job: int, cluster: str) -> None:
+    found = Queued.of_sbatch(printed, ["sbatch"])
+    assert (found.job, found.cluster, found.argv) == (job, cluster, ["sbatch"])
+
+
+@pytest.mark.parametrize("printed", ["", "12 nodes are down\n", "job 42\n"])
+def test_an_sbatch_that_prints_no_number(printed: str) -> None:
+    with pytest.raises(DrayError, match="sbatch printed no job number"):
+        Queued.of_sbatch(printed, ["sbatch"])
 
 
 def test_a_sweep_is_one_array(queue: Queue, tmp_path: Path, capsys: Capture) -> None:

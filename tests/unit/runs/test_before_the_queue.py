@@ -19,7 +19,7 @@ from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts
 from dray.fitness import doctor, site_file
 from dray.images import store
-from dray.planning import image, questions
+from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
 from dray.render import summary
 from dray.runs import lookup
@@ -171,9 +171,9 @@ class TestTheImage:
         recipe = read_recipe(None, (), RAW)
         guessed = facts(image_variant="cpu", site="lumi")
         unseen = f"variables={' '.join(sites.find('lumi').folders())}"
-        assert questions.ask(recipe, sites.find("lumi"), guessed) == ["image=rocm6", unseen]
+        assert missing_facts.ask(recipe, sites.find("lumi"), guessed) == ["image=rocm6", unseen]
         known = {"image_variant": "rocm6", "paths": dict.fromkeys(sites.find("lumi").folders(), "there")}
-        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update=known)) == []
+        assert missing_facts.ask(recipe, sites.find("lumi"), guessed.model_copy(update=known)) == []
 
     @pytest.mark.parametrize(
         ("content", "found"), [(b"", "an empty file"), (b"#!/bin/sh\necho", "'#!/bin/sh\\necho'"), (b"\xff" * 99, None)]

@@ -51,8 +51,10 @@ def old(folder: Path, days: float) -> bool:
     return True
 
 
-def looked(runs: Path, *kinds: str, days: float = 30, build: Path | None = None, **more: bool) -> dict[str, Item]:
-    options = clean.Options(kinds or ("runs",), days, more.get("checkpoints", False), runs, build)
+def looked(
+    runs: Path, *kinds: str, days: float = 30, build: Path | None = None, tokens: Path = Path("/none"), **more: bool
+) -> dict[str, Item]:
+    options = clean.Options(kinds or ("runs",), days, more.get("checkpoints", False), runs, build, tokens)
     return {item.path.name: item for item in clean.look(options)}
 
 
@@ -164,6 +166,31 @@ def test_layers_go_by_name_and_leave_their_lock(tmp_path: Path) -> None:
     assert sorted(path.name for path in build.iterdir()) == ["dray-cpu-trl.lock", "dray-cpu.sif"]
 
 
+def tokens(cache: Path, name: str, days: float) -> Path:
+    folder = cache / name
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"dataset": f"/data/{name[0]}.txt"}))
+    old(folder, days)
+    return folder
+
+
+def test_tokens_of_datasets(tmp_path: Path) -> None:
+    cache = tmp_path / "my cache"
+    for name, days in (("a" * 24, 90), ("b" * 24, 1), (f"{'c' * 24}.part-{'d' * 16}", 0)):
+        tokens(cache, name, days)
+    (cache / "mine").mkdir()
+    (cache / ("e" * 24)).symlink_to("mine")
+    cache.chmod(0o700)
+    found = looked(tmp_path, "tokens", tokens=cache)
+    assert {name[0]: (item.holds, item.kept) for name, item in found.items()} == {
+        "a": ("/data/a.txt", ""),
+        "b": ("/data/b.txt", "younger than 30 days"),
+        "c": ("/data/c.txt", "is being written"),
+    }
+    assert clean.remove(found["a" * 24]) == ""
+    assert len(list(cache.iterdir())) == 4
+
+
 def test_staged_images(tmp_path: Path) -> None:
     """Where the plans of this user's runs copy them to; by the names that they give them alone."""
     paths, uid = ended(tmp_path / "runs", "mine"), os.getuid()
@@ -272,8 +299,26 @@ def test_it_asks_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
+def test_tokens_go_only_after_a_yes(tmp_path: Path) -> None:
+    folder = tokens(tmp_path / "cache", "a" * 24, 9)
+    folder.parent.chmod(0o700)
+    words = ("tokens", "--cache-dir", "cache", "--older-than", "7d")
+    asked = dray(*words, cwd=tmp_path)
+    assert (asked.returncode, asked.stderr.splitlines()[0]) == (78, "dray: confirmation needs a terminal")
+    assert folder.exists()
+    assert (dray(*words, "--yes", cwd=tmp_path).returncode, folder.exists()) == (0, False)
+    folder.parent.chmod(0o777)
+    for name in ("cache", "nowhere"):
+        refused = dray("tokens", "--cache-dir", name, cwd=tmp_path)
+        assert refused.stderr.startswith("dray: dray cannot clean this folder of tokens\n")
+        assert refused.returncode == 78
+
+
+@pytest.mark.seconds
 @pytest.mark.hostile("clean")
-@pytest.mark.parametrize("words", [("everything",), ("--older-than", "-1d"), ("--older-than", "\u0663d")])
+@pytest.mark.parametrize(
+    "words", [("everything",), ("--older-than", "-1d"), ("--older-than", "\u0663d"), ("--cache-dir", "/none")]
+)
 def test_wrong_words(tmp_path: Path, words: tuple[str, ...]) -> None:
     ended = dray(*words, cwd=tmp_path)
     assert (ended.returncode, "Traceback" in ended.stderr) == (78, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from dray.facts import Facts
-from dray.runs import compared, effect
+from dray.runs import compared, effect, replay
 from dray.runs.paths import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
@@ -192,6 +193,29 @@ def test_losses_that_are_identical(base: RunPaths) -> None:
     log(base, losses)
     found = effect.effect([base], [base]).parting
     assert (effect.losses_text(found), found.identical) == (["all 40 losses are identical to the last bit"], True)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "far"),
+    [
+        (0.0, 0.0, 0.0), (3.0, 3.0, 0.0), (0.0, 1e-9, 1.0), (2.0, 1.0, 0.5), (1.0, -1.0, 2.0), (1e300, -1e300, 2.0),
+        (None, None, math.inf), (None, 1.0, math.inf), (math.nan, math.nan, math.inf), (math.inf, math.inf, math.inf),
+    ],
+)  # fmt: skip
+def test_the_difference_of_two_losses(a: float | None, b: float | None, far: float) -> None:
+    """In both orders, as for diff, replay, scale and tune."""
+    assert (effect.difference(a, b), effect.difference(b, a)) == (far, far)
+    for tolerance in (0.0, 0.4, 0.6):
+        found = effect.compare({1: 1.0, 2: a, 3: 1.0}, {2: b, 3: 1.0}, tolerance)
+        assert (found.first, found.steps, found.only_a) == (2 if far > tolerance else None, 2, 1)
+
+
+def test_two_runs_that_diverged_are_not_identical(base: RunPaths) -> None:
+    log(base, {1: 3.0, 2: None})
+    found = effect.effect([base], [base]).parting
+    assert effect.losses_text(found) == ["losses first differ at step 2: not finite and not finite"]
+    assert not found.identical
+    assert not replay.same(found)
 
 
 def test_one_bit_is_a_difference(base: RunPaths, tmp_path: Path) -> None:

@@ -118,9 +118,11 @@ def test_it_starts_what_the_run_starts(tmp_path: Path) -> None:
     assert code == 3
     assert sorted(path for path in tmp_path.rglob("*") if "bin" not in str(path) and path.name != "seen") == before
     code, own = started(render.node_script(plan), tmp_path)
-    own = [word for word in own if not word.startswith("APPTAINERENV_DRAY_STARTED=")]  # when that node began
-    at = own.index(str(image)) + 1
     assert code == 3
+    environment = {word for word in entered if word.startswith("APPTAINERENV_")}
+    assert {f"APPTAINERENV_{variable.name}={variable.value}" for variable in plan.env} <= environment
+    own, entered = ([word for word in argv if not word.startswith("APPTAINERENV_")] for argv in (own, entered))
+    at = own.index(str(image)) + 1
     assert entered == [*own[:at], "python3", "-c", "print('a b')", *own[at + 4 :]]
 
 

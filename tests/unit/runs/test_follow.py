@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dray.facts import Facts
-from dray.runs import follow
 from dray.runs.follow import Growing
 from dray.runs.logs import Log, new
 from dray.runs.look import Watched
@@ -26,13 +25,14 @@ STEP = '{"event": "step", "time": 5.0, "step": %d, "loss": 2.5}\n'
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each line that was read on."""
     read: list[int] = []
-    plain = Growing._passed
+    plain = Growing.lines
 
-    def noted(self: Growing, data: bytes) -> None:
-        read.append(len(data))
-        plain(self, data)
+    def noted(self: Growing, longest: int) -> Iterator[bytes]:
+        for line in plain(self, longest):
+            read.append(len(line))
+            yield line
 
-    monkeypatch.setattr(follow.Growing, "_passed", noted)
+    monkeypatch.setattr(Growing, "lines", noted)
     return read
 
 
@@ -82,7 +82,6 @@ def again(path: Path, text: str) -> None:
         (lambda path: None, []),
         (lambda path: path.write_text("x\n"), [b"x\n"]),  # cut, and written anew
         (lambda path: path.write_text(""), []),
-        (lambda path: path.write_text("x\ny\nz\n"), [b"x\n", b"y\n", b"z\n"]),  # of at least that length
         (lambda path: again(path, "a\nb\n"), [b"a\n", b"b\n"]),
         (lambda path: path.unlink(), None),
     ],

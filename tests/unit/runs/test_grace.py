@@ -16,7 +16,7 @@ from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files, parse, to_text
 from dray.fitness import doctor, slurm_commands
 from dray.planning import grace as planned
-from dray.planning.rule import Planned
+from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
 from dray.runs.paths import RunPaths
@@ -198,7 +198,8 @@ def found(
     made = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", recipe)
     files = Files(save_s=save, save_run="r1" if save else "", earlier=earlier)
     plan = Plan.model_construct(recipe=made)
-    return list(planned.advice(Planned(plan, SITE, facts(*options, **more), files)))
+    given = rules.Planned(plan, SITE, facts(*options, **more), files)
+    return [*rules._grace(given), *rules._preemption(given)]
 
 
 class TestBefore:
@@ -215,17 +216,6 @@ class TestBefore:
         ]
         assert found(save=60.0) == found(save=None) == found(recipe=("grace_s=140",)) == []
         assert found(scheduler="local") == []
-
-    @pytest.mark.parametrize(
-        ("option", "seconds"),
-        [("--time=2", 120), ("--time=1:30", 90), ("--time=0:01:00", 60), ("-t1", 60), ("--time=0-0", 0),
-         ("--time=0-0:1", 60), ("--time=0-0:0:40", 40), ("--time=08:00:00", None), ("--time=1-0", None),
-         ("--time=UNLIMITED", None), ("--time=", None), ("--time=infinite", None)],
-    )  # fmt: skip
-    def test_not_shorter_than_the_job(self, option: str, seconds: int | None) -> None:
-        (*seen,) = found(option, save=None)
-        wanted = [f"less than {seconds} s, the time limit"] if seconds else []
-        assert [one.wanted for one in seen] == wanted
 
     def test_preemption(self) -> None:
         left = {"preempt_mode": "REQUEUE", "preempt_grace_s": 20, "kill_wait_s": 30, "preempt_signal": True}

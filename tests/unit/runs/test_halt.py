@@ -117,10 +117,9 @@ def test_it_never_goes_back_into_the_queue(
             ["scancel --state=PENDING 18"],
             "the job was waiting in the queue and was cancelled; it never started",
         ),
-        (
-            "EXPEDITING",
-            ["scancel --state=PENDING 18"],
-            "the job was waiting in the queue and was cancelled; it never started",
+        *(
+            (state, ["scancel 18"], "the job was waiting in the queue and was cancelled; it never started")
+            for state in ("EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT")
         ),
         ("CONFIGURING", ["scancel 18"], "the job was cancelled before training began: job 18, CONFIGURING"),
     ],
@@ -407,17 +406,6 @@ def test_another_user_s_job_is_not_taken_for_gone(slurm: Slurm, paths: RunPaths,
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     assert live.look(paths.run)[0::6] == ("unknown", f"the job belongs to user {mine}")
-
-
-def test_a_result_of_before_reads(paths: RunPaths) -> None:
-    finish(paths, code=75, stopped=Stop("preemption", "2026-11-24T05:00:00Z"), batch=True)
-    told = json.loads(paths.result.read_text())
-    told["next"] = {"requeue": False, "exclude": None, "why": "x"}
-    paths.result.write_text(json.dumps(told))
-    found = result_of(paths)
-    assert found
-    assert found.next
-    assert found.next.exclude == []
 
 
 def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: RunPaths, tmp_path: Path) -> None:

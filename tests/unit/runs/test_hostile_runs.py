@@ -36,7 +36,6 @@ why RUN --json
 why RUN OUT.tar.gz --bundle
 stop RUN --no-wait
 report RUN --out OUT.html
-report RUN --markdown
 diff RUN OTHER
 diff OTHER RUN
 capsule show RUN

@@ -18,11 +18,13 @@ import browser
 from damage import RECORD
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
+from dray.runs import stages, startup
 from dray.runs.paths import RunPaths
-from dray.runs.report import axis, curves, html, markdown, sections
+from dray.runs.report import axis, curves, html, numbers, sections
 from dray.runs.report.data import gather
-from dray.runs.report.document import Document, Series, Spans, Table, Text
+from dray.runs.report.document import Document, Item, Series, Spans, Table, Text
 from dray.runs.result import Attempt, Cause, Result, SlowRank
+from dray.runs.startup import Startup
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT, bash_blocks, golden, section
 
@@ -60,9 +62,9 @@ def begin(runs: Path, name: str) -> RunPaths:
     )[1]
     at = BEGAN if paths.attempt == 1 else BEGAN + 300
     os.utime(paths.plan, (at, at))
-    times = {"runner": at + 3, "met": at + 5, "launched": at + 15}
-    told = {"address": "10.0.0.1", "port": 1, "attempt": paths.attempt, "times": times}
-    (paths.folder / "rendezvous.json").write_text(json.dumps(told))
+    parts = {"plan": 2.0, "srun": 1.0, "container": 3.0, "rendezvous": 2.0, "preflight": 10.0, "import": 15.0}
+    nodes = [parts | {"model": 7.5, "first_step": 4.0}, {"container": 3.5, "rendezvous": 1.5, "import": 14.0}]
+    (paths.folder / "startup.json").write_text(json.dumps({"attempt": paths.attempt, "step": "0", "nodes": nodes}))
     return paths
 
 
@@ -82,7 +84,6 @@ def ended(paths: RunPaths, **more: object) -> None:
 def resumed(runs: Path, name: str = "mine") -> Path:
     """A run whose first attempt lost a node after step 44, and whose second went on from step 40."""
     first = begin(runs, name)
-    (first.run / "job.json").write_text(json.dumps({"job": 17, "time": BEGAN - 60, "argv": []}))
     lines(
         first,
         start(BEGAN, 0),
@@ -109,9 +110,7 @@ def resumed(runs: Path, name: str = "mine") -> Path:
         {"event": "slow", "time": BEGAN + 370, "step": 55, "rank": 3, "node": "n2", "times": 1.41},
         {"event": "eval", "time": BEGAN + 381, "step": 60, "loss": 1.25, "perplexity": 3.4903, "accuracy": 0.5},
     )
-    history = Attempt(
-        attempt=1, why="node 1 (n2) is gone", hosts=["n1", "n2"], finished="2026-11-18T11:10:25Z", **before
-    )
+    history = Attempt(attempt=1, why="node 1 (n2) is gone", hosts="n[1-2]", finished="2026-11-18T11:10:25Z", **before)
     recovery = {"why": "node 1 (n2) is gone", "step": 41, "detect_s": 4, "stop_s": 5, "queue_s": 75}
     recovery |= {"start_s": 37.5, "load_s": 2.5, "step_s": 2}
     slow = SlowRank(rank=3, node="n2", times=1.41, step=55)
@@ -126,9 +125,21 @@ def told(*folders: Path) -> Document:
     return sections.document([gather(folder) for folder in folders], "Made by a test.")
 
 
-def test_the_whole_markdown(tmp_path: Path) -> None:
-    made = markdown.page(told(resumed(tmp_path / "my runs")))
-    golden("report.md", made.replace(str(tmp_path).replace("_", r"\_"), "/scratch/me"))
+def as_text(item: Item) -> str:
+    """What a page says, without what it draws."""
+    if isinstance(item, Text):
+        return f"{item.kind}: {item.text}" if item.kind else item.text
+    if isinstance(item, Table):
+        return "\n".join([item.caption, *(" | ".join(row) for row in (item.head, *item.rows))])
+    return item.alt
+
+
+def test_the_whole_content(tmp_path: Path) -> None:
+    made = told(resumed(tmp_path / "my runs"))
+    blocks = [made.title, *map(as_text, made.lead)]
+    for one in made.sections:
+        blocks += [f"## {one.heading}", *map(as_text, one.items)]
+    golden("report.txt", "\n\n".join(blocks).replace(str(tmp_path), "/scratch/me") + "\n")
 
 
 def test_a_start_that_was_measured(tmp_path: Path) -> None:
@@ -160,10 +171,9 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
         ("n1", "2.0 s", "4.0 s", "20.0 s", "12.0 s", "1.5 s"),
         ("n2", "5.5 s", "500 ms", "22.0 s", "", "250 ms"),
     )
-    page = markdown.page(made)
-    assert "| cost, all attempts | 6.00 GPU-hours, 2.50 kWh |" in page
-    assert "| measured peak | 612 TFLOP/s on the slowest GPU (on n2), measured before the launch |" in page
-    assert "an older dray" not in page
+    rows = [row for one in made.sections for item in one.items if isinstance(item, Table) for row in item.rows]
+    assert ("cost, all attempts", "6.00 GPU-hours, 2.50 kWh") in rows
+    assert ("measured peak", "612 TFLOP/s on the slowest GPU (on n2), measured before the launch") in rows
 
 
 class Page(HTMLParser):
@@ -187,7 +197,7 @@ class Page(HTMLParser):
 
 KNOWN = {
     "html", "head", "meta", "title", "style", "body", "header", "nav", "main", "section", "footer", "h1", "h2", "p",
-    "a", "ul", "ol", "li", "figure", "div", "span", "b", "i", "svg", "polyline", "path", "rect", "details",
+    "a", "ul", "ol", "li", "figure", "div", "span", "b", "i", "svg", "polyline", "path", "details",
     "figcaption", "summary", "table", "caption", "thead", "tbody", "tr", "th", "td",
 }  # fmt: skip
 
@@ -202,7 +212,7 @@ def checked(text: str) -> Page:
     assert not any("://" in (value or "") for _, attributes in page.tags for value in attributes.values())
     assert all(one["href"] and one["href"].startswith("#") for one in page.named("a"))
     assert not any(name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes)
-    assert len(page.named("h1")) == len(page.named("title")) - len(page.named("rect")) == 1
+    assert len(page.named("h1")) == len(page.named("title")) == 1
     assert len(page.named("table")) == len(page.named("caption"))
     assert all(one.get("scope") in ("row", "col") for one in page.named("th"))
     assert all(one["aria-label"] for one in page.named("div") if one.get("role") in ("img", "region"))
@@ -215,8 +225,8 @@ def checked(text: str) -> Page:
 def test_the_html(tmp_path: Path) -> None:
     text = html.page(told(resumed(tmp_path)))
     page = checked(text)
-    assert len(page.named("figure")) == 9
-    assert [one["class"] for one in page.named("polyline")].count("curve c0 d0") == 5
+    assert len(page.named("figure")) == 8
+    assert [one["class"] for one in page.named("polyline")].count("curve c0 d0") == 6
     assert "attempt 2 resumed at step 40" in page.text
     assert len(text) < 100_000
 
@@ -225,6 +235,18 @@ def test_several_runs(tmp_path: Path) -> None:
     page = checked(html.page(told(resumed(tmp_path, "one"), resumed(tmp_path, "two"))))
     assert {"curve c0 d0", "curve c1 d0"} <= {one.get("class") for one in page.named("polyline")}
     assert "2 runs compared" in page.text
+
+
+@pytest.mark.parametrize("which", ["two attempts of a run", "two copies of a run"])
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, which: str) -> None:
+    run = resumed(tmp_path, "one")
+    folders = (run / "attempt-1", run / "attempt-2")
+    if which == "two copies of a run":
+        folders = (run, resumed(tmp_path / "copy", "one"))
+    page = checked(html.page(told(*folders)))
+    assert {"curve c0 d0", "curve c1 d0"} <= {one.get("class") for one in page.named("polyline")}
+    legend = [f"one, attempt {n}" for n in (1, 2)] if "attempts" in which else [str(folder) for folder in folders]
+    assert all(page.text.count(name) > 1 for name in legend)
 
 
 def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
@@ -239,8 +261,24 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
     ended(paths, finished="x", status="failed", exit_code=1, cause=cause, warnings=[EVIL], hosts=[EVIL])
     document = told(folder)
     assert "alert(1)" in checked(html.page(document)).text
-    assert "\x1b" not in html.page(document) + markdown.page(document)
-    assert not re.search(r"(?<!\\)<|(?<!\\)\[a\]", markdown.page(document))
+    assert "\x1b" not in html.page(document)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.34, "340 ms"),
+        (0.9996, "1.0 s"),
+        (99.94, "99.9 s"),
+        (99.96, "1 min 39 s"),
+        (120.0, "2 min"),
+        (3725.0, "1 h 2 min"),
+    ],
+)
+def test_a_time_reads_the_same_in_every_verb(seconds: float, text: str) -> None:
+    assert numbers.seconds(seconds) == text
+    assert startup.lines(Startup(parts={"queue": seconds})) == [f"start-up: queue {text}"]
+    assert stages.duration(seconds) == text or seconds < 99.95
 
 
 def test_curves_are_reduced_and_lose_no_extreme() -> None:
@@ -290,7 +328,7 @@ def test_the_verb(tmp_path: Path) -> None:
     assert (made.returncode, made.stderr) == (0, "")
     assert made.stdout == f"report: {tmp_path}/dray-report-mine.html\n"
     checked((tmp_path / "dray-report-mine.html").read_text())
-    refused = dray(folder, "--out", "none/x.md", cwd=tmp_path)
+    refused = dray(folder, "--out", "none/x.html", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (78, "")
     assert refused.stderr.startswith("dray: the report cannot be written\n")
 
@@ -298,28 +336,26 @@ def test_the_verb(tmp_path: Path) -> None:
 @pytest.mark.seconds
 @pytest.mark.hostile("report")
 @pytest.mark.parametrize(
-    ("name", "words", "problem"),
+    ("name", "problem"),
     [
-        ("recipe.toml", [], "--out has a wrong ending"),
-        ("report.html", ["--markdown"], "--out has a wrong ending"),
-        ("README.md", [], "the report would replace a file that is not a report"),
-        ("my page.html", [], "the report would replace a file that is not a report"),
+        ("recipe.toml", "--out has a wrong ending"),
+        ("README.md", "--out has a wrong ending"),
+        ("my page.html", "the report would replace a file that is not a report"),
     ],
 )
-def test_what_dray_did_not_write_stays(tmp_path: Path, name: str, words: list[str], problem: str) -> None:
+def test_what_dray_did_not_write_stays(tmp_path: Path, name: str, problem: str) -> None:
     folder = resumed(tmp_path / "runs")
     (tmp_path / name).write_text("# mine\n\nMade by dray and me.\n")
-    refused = dray(folder, "--out", name, *words, cwd=tmp_path)
+    refused = dray(folder, "--out", name, cwd=tmp_path)
     assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, f"dray: {problem}")
     assert (tmp_path / name).read_text() == "# mine\n\nMade by dray and me.\n"
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("name", ["one.html", "one.md"])
-def test_a_report_is_replaced(tmp_path: Path, name: str) -> None:
+def test_a_report_is_replaced(tmp_path: Path) -> None:
     folder = resumed(tmp_path / "runs")
     for _ in range(2):
-        assert dray(folder, "--out", name, cwd=tmp_path).stdout == f"report: {tmp_path}/{name}\n"
+        assert dray(folder, "--out", "one.html", cwd=tmp_path).stdout == f"report: {tmp_path}/one.html\n"
     (tmp_path / "link.html").symlink_to("train.py")
     assert dray(folder, "--out", "link.html", cwd=tmp_path).returncode == 78
 
@@ -340,9 +376,8 @@ def test_the_commands_of_its_page(tmp_path: Path) -> None:
         "RUN": str(folder),
         "OTHER": str(folder / "attempt-1"),
     }
-    ended = subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
-    assert b"# mine" in ended.stdout
-    assert {"dray-report-mine.html", "compared.html", "run.md"} <= {path.name for path in tmp_path.iterdir()}
+    subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
+    assert {"dray-report-mine.html", "compared.html"} <= {path.name for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match="too many runs"):
         report(Mock(), [str(tmp_path / f"run-{number}") for number in range(25)])
 
@@ -357,6 +392,6 @@ def test_in_a_browser(tmp_path: Path) -> None:
         for found in browser.measured(page, (360, 1440), tmp_path, dark=dark):
             assert found["scrolls"] == found["wide"]
             assert (found["clipped"], found["overlap"], found["faint"]) == ([], [], [])
-            assert len(found["drawn"]) == 11
+            assert len(found["drawn"]) == 9
             assert all(width > 2 and height > 0 for _, width, height in found["drawn"])
             assert all(width > found["wide"] / 2 for title, width, _ in found["drawn"] if title == "Training loss")

@@ -92,10 +92,17 @@ again: dray scale --table {folder}
         ran(tmp_path, "r1", [5.0, 4.0, 3.0])
         ran(tmp_path, "r2", [5.0, None, None])
         code, out = shown(folder, capsys)
-        assert (code, "step 2: 4 on 1, nan on 2, inf apart\n" in out) == (1, True)
+        assert (code, "step 2: 4 on 1, not finite on 2, inf apart\n" in out) == (1, True)
         ran(tmp_path / "both", "r1", [5.0, None])
         ran(tmp_path / "both", "r2", [5.0, None])
         code, out = shown(made(tmp_path / "both", "strong", 1, 2), capsys)
+        assert (code, "step 2: not finite on 1, not finite on 2, inf apart\n" in out) == (1, True)
+
+    def test_losses_that_reach_0(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "strong", 1, 2)
+        ran(tmp_path, "r1", [5.0, 0.0])
+        ran(tmp_path, "r2", [5.0, 0.0])
+        code, out = shown(folder, capsys)
         assert (code, "losses: 0.0e+00 apart at most, step by step; they agree\n" in out) == (0, True)
 
     def test_nothing_is_compared_yet(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,16 +260,17 @@ class TestStart:
 
 @pytest.mark.seconds
 def test_runs_of_a_command_one_after_another_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """For real: without a cluster, `dray run` in this process."""
+    """For real, without a cluster."""
     recipe = tmp_path / "mine.toml"
     recipe.write_text('name = "mine"\nlauncher = "python"\n[preflight]\nwhen = "never"\n[command]\nargv = ["true"]\n')
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(sys, "argv", ["dray.py"])
     with pytest.raises(typer.Exit) as ended:
         scaling.scale(recipe, ["image=cpu"], ranks="1,2", runs=tmp_path / "runs")
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert (ended.value.exit_code, out.count("done: exit code 0")) == (0, 2)
     (folder,) = (path.parent for path in (tmp_path / "runs").glob("*/study.json"))
     rows, parity = study.look(folder, study.load(folder))
@@ -296,7 +304,7 @@ def test_inside_an_salloc_each_run_is_a_process_of_its_own(
     runs, calls = tmp_path / "runs", tmp_path / "calls"
     script.write_text(f'#!/bin/bash\necho "$@" >>{calls}\nmkdir {runs}/${{2#*=}}\n{line}\n')
     script.chmod(0o755)
-    monkeypatch.setattr(studies, "_program", lambda: [str(script)])
+    monkeypatch.setattr(studies, "program", lambda: [str(script)])
     monkeypatch.setattr(studies, "new_id", lambda name: f"20-{name}")
     with pytest.raises(typer.Exit) as ended:
         scaling.scale(RECIPE, ranks="1,2", runs=runs)
@@ -312,7 +320,7 @@ def test_inside_an_salloc_what_is_refused_leaves_no_study(tmp_path: Path, monkey
         monkeypatch.delenv(name, raising=False)
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(studies, "_program", lambda: ["bash", "-c", "exit 78"])
+    monkeypatch.setattr(studies, "program", lambda: ["bash", "-c", "exit 78"])
     with pytest.raises(typer.Exit) as ended:
         scaling.scale(RECIPE, ranks="1,2", runs=tmp_path / "runs")
     assert (ended.value.exit_code, list((tmp_path / "runs").iterdir())) == (78, [])

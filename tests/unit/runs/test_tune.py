@@ -345,7 +345,7 @@ class TestWrong:
         ("words", "problem"),
         [
             (["batch.global_size=7"], "global batch 7 is not divisible by 2 ranks"),
-            (["batch.per_device=3,4"], "global batch 16 is not divisible by 2 ranks x 3 per device"),
+            (["batch.per_device=3,4"], "batch.per_device cannot have this value"),
             (["--keys=lr"], "--keys names a key that dray does not tune"),
             (["train.strategy=ddp,fdsp"], "train.strategy cannot have this value"),
             (["train.lr=1e-3,4e-3"], "dray tune compares values of batch.per_device, train.strategy"),

@@ -19,14 +19,12 @@ from damage import DAMAGES, damaged
 from dray.cli import logs, runs, status, study_table, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.runs import brief
 from dray.runs import look as looking
 from dray.runs.finish import finish
 from dray.runs.logs import joined, new, of
 from dray.runs.look import look
 from dray.runs.metrics import rare, tail
 from dray.runs.paths import RunPaths
-from dray.runs.reading import dig
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Queue
 from dray.runs.state import State
@@ -550,6 +548,23 @@ def test_a_run_that_goes_on_is_waited_for(
     assert watched.over(watched.look())
 
 
+def test_one_squeue_that_fails_ends_no_watch(
+    tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two attempts; without Slurm nothing would come."""
+    tool = slurm().with_name("squeue")
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    paths = begun(tmp_path)
+    stopped(paths)
+    result = json.loads(paths.result.read_text())
+    paths.result.write_text(json.dumps(result | {"next": {"requeue": True, "why": "1 of 3"}}))
+    watched = looking.Watched(paths.run)
+    assert not watched.over(watched.look())
+    tool.unlink()
+    watched = looking.Watched(paths.run)
+    assert watched.over(watched.look())
+
+
 def test_one_node_or_one_rank(talks: RunPaths) -> None:
     assert [log.label for log in of(talks)] == ["node 0", "node 1", "rank 0", "rank 1"]
     assert [log.label for log in of(talks, node=1)] == ["node 1", "rank 1"]
@@ -678,12 +693,18 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     talks.rank_log(1).unlink()
     with pytest.raises(ConfigError) as refused:
         logs.logs(str(talks.run), rank=1)
-    assert refused.value.finding.wanted == "the log of rank 1"
+    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("the log of rank 1", "choose another --rank")
+    talks.rank_log(0).unlink()
+    talks.node_log(0).unlink()
+    with pytest.raises(ConfigError) as refused:
+        logs.logs(str(talks.run), node="0")
+    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("a log of node 0", "choose another --node")
     with pytest.raises(ConfigError, match="the rank is on another node") as refused:
         logs.logs(str(talks.run), node="n1", rank=1)
     assert (refused.value.finding.wanted, refused.value.finding.fix) == ("--node 1", "--rank 1 alone")
-    with pytest.raises(ConfigError, match="--node names no node of the run"):
-        logs.logs(str(talks.run), node="n9")
+    for name in ("n9", "2", "9" * 5000):
+        with pytest.raises(ConfigError, match="the run has no such node"):
+            logs.logs(str(talks.run), node=name)
     seen = look(talks.run, Queue()).model_copy(update={"state": "no result"})
     monkeypatch.setattr(logs.Watched, "look", lambda _watched: seen)
     with pytest.raises(ConfigError, match="found:  the run has no result\n"):
@@ -824,19 +845,8 @@ def test_since_that_is_none(text: str) -> None:
     {"world": {"nodes": ["n1", {"name": None}, {"address": "x"}], "size": "many"}}, {"job": [1]}, {"scratch": {}},
     {"recipe": {"checkpoint": {"folder": 1}, "command": {"argv": ["x"]}}}, {"run_folder": None},
 ])  # fmt: skip
-def test_a_list_takes_from_a_plan_what_the_whole_one_has(tmp_path: Path, change: dict[str, object]) -> None:
-    file = begun(tmp_path).plan
-    whole = json.loads(file.read_text()) | change
-    file.write_text(json.dumps(whole))
-    keys = (
-        "job", "scratch", "run_folder", "recipe.name", "recipe.command", "recipe.train.steps",
-        "recipe.checkpoint.folder", "world.size",
-    )  # fmt: skip
-    found, warnings = brief.plan(file, []), list[str]()
-    assert [dig(found, *key.split(".")) for key in keys] == [dig(whole, *key.split(".")) for key in keys]
-    nodes = dig(whole, "world", "nodes")
-    nodes = nodes if isinstance(nodes, list) else []
-    names = [node["name"] for node in nodes if isinstance(node, dict) and "name" in node]
-    assert [node["name"] for node in dig(found, "world", "nodes") or [] if node and "name" in node] == names
-    file.write_text(json.dumps(whole)[:-9])
-    assert (brief.plan(file, warnings), len(warnings)) == (None, 1)
+def test_a_plan_with_other_values_is_listed(tmp_path: Path, change: dict[str, object]) -> None:
+    paths = begun(tmp_path)
+    paths.plan.write_text(json.dumps(json.loads(paths.plan.read_text()) | change))
+    for closely in (False, True):
+        assert look(paths.run, Queue(), closely=closely).attempt == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dray.cli import status
-from dray.cli.streams import _Output
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.look import Watched
@@ -37,26 +35,6 @@ def begun(runs: Path) -> RunPaths:
 
 def aged(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
-
-
-def test_an_interrupt_prints_no_line_twice() -> None:
-    """Ctrl-C as the write has ended: the buffer over it is not told so."""
-    out, into = os.pipe()
-    stream = io.TextIOWrapper(io.BufferedWriter(_Output(into, "w")), encoding="utf-8")
-
-    def interrupt(_frame: object, event: str, function: object) -> None:
-        if event == "c_return" and getattr(function, "__name__", "") in ("write", "extend"):
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    stream.write("first\n")
-    sys.setprofile(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        stream.flush()
-    stream.write("second\n")
-    stream.close()
-    assert os.read(out, 99) == b"first\nsecond\n"
-    os.close(out)
 
 
 @pytest.mark.hostile("streams")

@@ -27,21 +27,23 @@ def test_the_node_s_script() -> None:
     golden("node-staged.sh", render.node_script(known))
 
 
+TAKES = (
+    "not copied to the nodes: it takes Slurm's sbcast, an engine that can start a copy, and the digest in the image's "
+    "record"
+)
+
+
 @pytest.mark.parametrize(
     ("changed", "copy", "why"),
     [
         ({}, "/tmp/dray-7-r.sif", "copied by sbcast to /tmp/dray-7-r.sif of each node, else read from the shared file"),
         ({"signers": ("A" * 40,)}, "/tmp/dray-7-r.sif", None),
         ({"spares": ("n4",)}, "/tmp/dray-7-r.sif", None),
-        ({"sha256": ""}, "", "not copied to the nodes: there is no record beside the image with its digest"),
-        ({"lost": ("n4",)}, "", "not copied to the nodes again, since the job has lost one"),
-        (
-            {"scheduler": "hosts", "nodelist": "n1,n2,n3"},
-            "",
-            "not copied to the nodes: without Slurm there is no sbcast",
-        ),
-        ({"engine": "podman-hpc"}, "", "not copied to the nodes: podman-hpc cannot start a copy"),
-        ({"engine": "pyxis"}, "", "not copied to the nodes: pyxis cannot start a copy"),
+        ({"sha256": ""}, "", TAKES),
+        ({"lost": ("n4",)}, "", "not copied to the nodes: sbcast fails once the job has lost a node"),
+        ({"scheduler": "hosts", "nodelist": "n1,n2,n3"}, "", TAKES),
+        ({"engine": "podman-hpc"}, "", TAKES),
+        ({"engine": "pyxis"}, "", TAKES),
         ({"disk": "off"}, "", ""),
     ],
 )

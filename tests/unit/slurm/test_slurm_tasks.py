@@ -120,29 +120,19 @@ def test_another_user_s_file(tasks: Path) -> None:
 
 @pytest.mark.hostile("arrays")
 @pytest.mark.parametrize(
-    ("line", "found"),
+    "line",
     [
-        ("", "''"),
-        ("\tx=1", "$'\\tx=1'"),
-        ("../s-1", "../s-1"),
-        ("/etc", "/etc"),
-        (".hidden", ".hidden"),
-        ("s-1\t--", "$'s-1\\t--'"),
-        ("s-1\t--image=/theirs.sif", "$'s-1\\t--image=/theirs.sif'"),
-        ("s-1\t\tx=1", "$'s-1\\t\\tx=1'"),
-        ("s-1\ttrain.lr", "$'s-1\\ttrain.lr'"),
-        ("s-1 x=1", "s-1\\ x=1"),
-        ("x" * 300, "x" * 200),
-        (None, "no\\ such\\ line"),
+        "", "\tx=1", "../s-1", "/etc", ".hidden", "s-1\t--", "s-1\t--image=/theirs.sif", "s-1\t\tx=1", "s-1\ttrain.lr",
+        "s-1 x=1", "x" * 300, None,
     ],
-)
-def test_a_line_that_is_none(tasks: Path, line: str | None, found: str) -> None:
+)  # fmt: skip
+def test_a_line_that_is_none(tasks: Path, line: str | None) -> None:
     tasks.write_text("" if line is None else f"{line}\n")
     assert refused(given(f"--tasks={tasks}", "a.toml")) == [
         "dray: the file with the tasks of this array has no valid line for this task",
         f"  where:  {tasks}, line 1",
         "  wanted: a run's name, then its settings, separated by tabs",
-        f"  found:  {found}",
+        f"  found:  {(line or '')[:200]}",
         "  fix:    submit the study again",
     ]
 

@@ -290,7 +290,7 @@ def test_what_is_refused_before_the_queue(tmp_path: Path) -> None:
     assert "the file of data.map cannot be read\n" in refusal(tmp_path, given)
     file.rmdir()
     for content, said in (
-        (b"def clean(row:\n", "the file of a function on rows is not valid Python\n  where:  HERE/my prep.py:1\n"),
+        (b"def clean(row:\n", "the file of a function on rows is not valid Python\n  where:  HERE/my prep.py\n"),
         (b"x = '\0'\n", "the file of a function on rows is not valid Python\n"),
         (b"# \xe9\n", "the file of data.map is not UTF-8 text\n  where:  HERE/my prep.py:1:3\n"),
         (b"", "there is no function clean\n  where:  HERE/my prep.py\n"),

@@ -19,6 +19,7 @@ np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
 from dray.contract import node  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
+from dray.runs.tokens import entries  # noqa: E402
 from dray.train.data import datasets, tokenizer  # noqa: E402
 from trainings import config  # noqa: E402
 
@@ -43,6 +44,16 @@ def test_documents_stand_in_a_row_with_an_end_after_each(tmp_path: Path) -> None
     assert tokens.ids[:8].tolist() == [97, 98, 99, 256, 256, 100, 101, 256]
     assert tokens.ids.dtype == np.uint16
     assert made(tmp_path / "big", vocabulary=1 << 17).ids.dtype == np.uint32
+
+
+def test_a_run_that_uses_tokens_makes_them_younger(tmp_path: Path) -> None:
+    made(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - 9 * 86400,) * 2)
+    assert [round(one.unused) for one in entries(tmp_path)] == [9]
+    made(tmp_path)
+    assert [round(one.unused) for one in entries(tmp_path)] == [0]
 
 
 def test_a_part_has_its_own_documents(tmp_path: Path) -> None:

@@ -6,20 +6,19 @@ Numbers are bytes. Under autocast norms stay in 32 bits, and every product makes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from dray.planning.estimates.model_shape import Block
+from dray.planning.estimates.model_shape import Shape
 
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")  # in single operations, of which each keeps something
+_BERT_HEAD = 9  # numbers for each hidden one, which its head keeps before the logits
 _LOSS = 12
 """Bytes of a logit in eager mode: its logarithm and two gradients, in 32 bits."""
-
 _PARTS, _CHUNK, _CHUNK_COMPILED = 8, 1 << 27, 1 << 28
 """The fewest parts of chunked logits, and the most numbers of one part: train/kernels/chunked.py has them."""
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """How a recipe runs the model."""
 
     length: int
@@ -34,14 +33,14 @@ class Use:
     masked: bool = False
 
 
-def kept(block: Block, layers: int, use: Use) -> float:
+def kept(model: Shape, use: Use) -> float:
     """Bytes of the activations for each row of tokens."""
-    between = _norm(block, use) + use.products + (0 if use.compiled else block.head)
-    outside = use.length * block.hidden * between
-    layer = use.length * _token(block, use)
+    head = _BERT_HEAD if model.kind == "bert" and not use.compiled else 0
+    outside = use.length * model.hidden * (_norm(model, use) + use.products + head)
+    layer = use.length * _token(model, use)
     if use.checkpointed:
-        return outside + layers * use.length * block.hidden * use.residual + layer
-    return outside + layers * layer
+        return outside + model.layers * use.length * model.hidden * use.residual + layer
+    return outside + model.layers * layer
 
 
 def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> float:
@@ -49,49 +48,49 @@ def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> fl
 
     In parts: those of one part, and of the gradient of the head's weight, which is computed with the loss.
     """
-    size = tokens * vocabulary
+    size, weight = tokens * vocabulary, 4.0 * vocabulary * hidden
     each = 2 * use.products if use.compiled else _LOSS  # compiled: the logit and its gradient
-    whole = size * each
     if loss == "chunked":
-        part = each * (_CHUNK_COMPILED if use.compiled else _CHUNK)
-        return min(whole / _PARTS, part) + 4.0 * vocabulary * hidden
-    return whole
+        return each * min(size / _PARTS, _CHUNK_COMPILED if use.compiled else _CHUNK) + weight
+    return each * size
 
 
-def _token(block: Block, use: Use) -> float:
+def _token(model: Shape, use: Use) -> float:
     """Bytes of one layer for each token."""
-    x, h = use.products, block.hidden
+    x, h = use.products, model.hidden
     # The output of a norm is kept as the input of what follows: cast for each product, if it is in 32 bits.
-    copies = use.autocast and not use.compiled and not (block.gated and use.residual == 2)
-    inputs = ((1 if block.fused else 3) + (2 if block.gated else 1) if copies else 2) * x * h
-    masked = use.masked or 0 < block.window < use.length
+    copies = 2
+    if use.autocast and not use.compiled and not (model.gated and use.residual == 2):
+        copies = (1 if model.kind == "gpt2" else 3) + (2 if model.gated else 1)  # GPT-2 has q, k and v in one product
+    masked = use.masked or 0 < model.window < use.length
     # Only without a mask do kernels take grouped heads as they are.
-    attention = (2 * block.width + 2 * (block.width if masked else block.shared)) * x
-    if block.eager or use.eager:
-        attention += block.heads * use.length * (4 + x if x < 4 else 4)
+    attention = 2 * (model.width + (model.width if masked else model.shared)) * x
+    if use.eager or model.kind == "gpt_neo":  # GPT-Neo has no other attention
+        attention += model.heads * use.length * (4 + x if x < 4 else 4)
     elif masked:
         attention += use.length * x
-    if block.normed:
-        attention += (block.width + block.shared) * (x if use.compiled else 4 + x)
-    return 2 * _norm(block, use) * h + inputs + attention + block.inner * _between(block, use) + 2 * block.dropout * h
+    if model.kind in ("qwen3", "qwen3_moe"):  # norms of queries and keys
+        attention += (model.width + model.shared) * (x if use.compiled else 4 + x)
+    dropouts = 2 if model.dropout else 0
+    return (2 * _norm(model, use) + copies * x + dropouts) * h + attention + model.inner * _between(model, use)
 
 
-def _norm(block: Block, use: Use) -> int:
+def _norm(model: Shape, use: Use) -> int:
     """Bytes of one norm for each number, without its output."""
     if use.compiled:
         return use.residual
-    if block.gated:
+    if model.gated:
         return 4 + use.residual  # RMSNorm: its input in 32 bits, and what its weights are multiplied with
     return 4 if use.autocast else use.residual
 
 
-def _between(block: Block, use: Use) -> int:
+def _between(model: Shape, use: Use) -> int:
     """Bytes between the linear layers, for each number there."""
     x = use.products
-    if block.gated:
+    if model.gated:
         return 3 * x if use.compiled else 4 * x
-    if block.activation == "relu":
+    if model.activation == "relu":
         return x
-    if block.activation in _WRITTEN_OUT and not use.compiled:
+    if model.activation in _WRITTEN_OUT and not use.compiled:
         return 16 if use.autocast else 5 * x
     return 2 * x

@@ -1,17 +1,15 @@
 #!/usr/bin/env bash
 # Libraries of the host for the fabric. node.sh contains this file after places.sh.
 
-declare -a libraries=()
-
-node::newest() { # PATTERN WANTED RECORD: sets `newest`
+node::newest() { # PATTERN WANTED WHY: sets `newest`
   newest="$(compgen -G "$1" | sort --version-sort | tail --lines=1)" || true
   [[ -n "$newest" ]] || node::unfit "$@"
 }
 
-node::library() { # PATTERN WANTED RECORD: the engine puts the host's library into the container's library path
+node::library() { # PATTERN WANTED WHY: the engine puts the host's library into the container's library path
   node::newest "$@"
-  libraries+=("$newest")
-  local joined
-  printf -v joined '%s,' "${libraries[@]}"
-  export APPTAINER_CONTAINLIBS="${joined%,}" SINGULARITY_CONTAINLIBS="${joined%,}"
+  libraries+="${libraries:+,}$newest"
+  export APPTAINER_CONTAINLIBS="$libraries" SINGULARITY_CONTAINLIBS="$libraries"
 }
+
+libraries=""

@@ -5,24 +5,35 @@
 
 declare -a binds=() mounts=()
 
-node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
-  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
-  node::record "$3"
-}
-
 node::host() { echo "${!name:-$(</proc/sys/kernel/hostname)}"; }
 
-node::record() { # RECORD: and the end of this node
+node::record() { # WHY, as JSON: what the runner would write, had the container started; and the end of this node
   local -r record="failures/node-${!number:-unknown}.json"
   # A disk that is full must not hide the exit code as well.
-  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part"; then
+  if printf '{"time": %s, "node": "%s", "rank": null, "code": 69, "why": %s, "log": null, "last_lines": []}\n' \
+    "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part"; then
     mv -- "$record.part" "$record"
   fi || true
   exit 69
 }
 
-node::need() { # PATH WANTED RECORD
+node::unfit() { # PATH WANTED WHY
+  printf 'dray: %s does not exist\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
+  node::record "$3"
+}
+
+node::need() { # PATH WANTED WHY
   [[ -e "$1" ]] || node::unfit "$@"
+}
+
+# shellcheck disable=SC2317 # only a node with an adopted image calls it
+node::same() { # FILE WANTED WHY: an adopted image is used where it is, and its owner may have changed it
+  local found
+  found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1")" || true
+  [[ "$found" == "$2" ]] && return
+  printf 'dray: %s was changed since it was adopted\n  where:  node %s\n  wanted: %s\n  found:  %s\n' \
+    "$1" "$(node::host)" "$2" "$found" >&2
+  node::record "$3"
 }
 
 node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for a file's real path
@@ -33,13 +44,14 @@ node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for 
   done
 }
 
-node::mounts() { # fills `mounts`, the options that the engine gets
-  local entry path last=""
+node::mounts() { # fills `mounts`, the engine's options, as CSV, so that commas and quotes in a path survive
+  local entry path quoted mode last=""
   # A folder before what lies in it: the last mount is the one that is seen. Who may write decides.
   while IFS= read -r -d '' entry; do
-    path="${entry%$'\t'*}"
+    path="${entry%$'\t'*}" mode=",$read_only"
+    [[ "$entry" != *$'\trw' ]] || mode=""
     [[ "$path" != "$last" ]] || unset 'mounts[-1]'
-    node::option "$path" "${entry##*$'\t'}"
-    last="$path"
+    last="$path" quoted="${path//\"/\"\"}"
+    mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
   done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The image is started only if one of these keys has signed it, and it is as it was signed. node.sh contains this file.
 
-node::signed() { # ENGINE image|layer FILE RECORD KEY...
-  local -r engine="$1" what="$2" file="$3" record="$4"
+node::signed() { # ENGINE image|layer FILE WHY KEY...
+  local -r engine="$1" what="$2" file="$3" why="$4"
   local found key groups
   shift 4
   if found="$("$engine" verify --local --json "$file" 2>&1)"; then
@@ -23,5 +23,5 @@ node::signed() { # ENGINE image|layer FILE RECORD KEY...
   printf 'dray: the %s lacks the required signature\n  where:  %s on node %s\n  wanted: a signature with one of %s\n  found:  %s\n  fix:    %s\n' \
     "$what" "$file" "$(node::host)" "$*" "$(paste --serial --delimiters=' ' <<<"$found")" \
     "sign it with dray image sign; import the public key on every node: $engine key import FILE" >&2
-  node::record "$record"
+  node::record "$why"
 }

@@ -65,7 +65,8 @@ node::sweep() {
   done
 }
 
-node::left() { # the processes that have the run's folder on this node in their environment, but what looks for them
+# The processes with the run's folder on this node in their environment (DRAY_HEARTBEATS), but what looks for them.
+node::left() {
   local file
   for file in $(cd /proc && grep --files-with-matches --null-data --no-messages "=$scratch\(/.*\)\?$" [0-9]*/environ); do
     [[ ! -e "/proc/$file" ]] || echo "${file%/environ}"

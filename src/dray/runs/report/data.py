@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dray.contract import files, run_folder
+from dray.contract import files
 from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs import again, records, why
@@ -24,7 +24,6 @@ from dray.runs.report.curves import Trace
 from dray.runs.result import Attempt, Result, who
 from dray.runs.startup import Startup
 
-_LIMIT = 1 << 20
 _ATTEMPTS = 200
 _LINE = "\n"
 
@@ -89,7 +88,6 @@ def gather(folder: Path) -> Run:
     known = {one.attempt: one for one in told.history}
     if result:
         known[last.attempt] = again.attempt(result, last.attempt)
-    ended = _submitted(last.run)
     for number_ in numbers:
         paths = RunPaths(last.run, number_)
         metrics = Metrics(paths.metrics)
@@ -99,11 +97,10 @@ def gather(folder: Path) -> Run:
             warnings.append(f"{paths.metrics} cannot be read: {reason(error)}")
         warnings += metrics.warnings()
         of_one = known.get(number_) or Attempt(attempt=number_, status=why.NO_RESULT)
-        tries.append(_try(paths, trace, of_one, queued=ended))
-        ended = tries[-1].ended
+        tries.append(_try(paths, trace, of_one))
     return Run(
-        name=printable(last.run.name),
-        folder=printable(str(last.run)),
+        name=printable(f"{last.run.name}, attempt {last.attempt}" if one else last.run.name),
+        folder=printable(str(last.folder if one else last.run)),
         paths=last,
         told=told,
         result=result,
@@ -114,7 +111,7 @@ def gather(folder: Path) -> Run:
     )
 
 
-def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try:
+def _try(paths: RunPaths, trace: Trace, known: Attempt) -> Try:
     plan = why.read_plan(paths, [])
     starts = trace.of("start", paths.attempt)
     first, latest = trace.steps.get(paths.attempt, (None, None))
@@ -134,17 +131,7 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
         ended=ended,
         steps=(begin, known.steps if known.steps is not None else whole(latest or {}, "step")),
         lost_s=known.lost_s,
-        startup=startup.measured(found.parts, planned=began, first=first)
-        if found and len(found.parts.keys() - {"queue"})
-        else startup.parts(
-            plan,
-            startup.times(paths),
-            queued=queued if began >= queued else 0.0,
-            planned=began,
-            start=starts[0] if starts else None,
-            first=first,
-            usual=trace.median("step_s") or 0.0,
-        ),
+        startup=startup.measured(found.parts, planned=began, first=first) if found else (),
         nodes=found,
         failures=tuple(_failures(paths)),
         recoveries=tuple(result.recoveries) if result else (),
@@ -173,17 +160,10 @@ def _failures(paths: RunPaths) -> list[Failed]:
     return found
 
 
-def _submitted(run: Path) -> float:
-    with suppress(OSError, ValueError, RecursionError):
-        told = json.loads(files.read(run / run_folder.JOB, limit=_LIMIT))
-        return number(told, "time") or 0.0 if isinstance(told, dict) else 0.0
-    return 0.0
-
-
 def _json(path: Path) -> dict[str, Any]:
     """The file's JSON object; empty if it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        report = printable(json.loads(files.read(path, limit=_LIMIT)))
+        report = printable(json.loads(files.read(path)))
         return report if isinstance(report, dict) else {}
     return {}
 

@@ -1,4 +1,4 @@
-"""The parts of a report (sections with sentences, tables and plots), for HTML and Markdown."""
+"""The parts of a report: sections with sentences, tables and plots."""
 
 from __future__ import annotations
 
@@ -52,17 +52,6 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """A histogram for each name."""
-
-    title: str
-    x: str
-    edges: tuple[float, ...]
-    counts: tuple[tuple[str, tuple[int, ...]], ...]
-    alt: str = ""
-
-
-@dataclass(frozen=True)
 class Span:
     """A bar in a time line, in seconds from its start."""
 
@@ -82,7 +71,7 @@ class Spans:
     alt: str = ""
 
 
-Item = Text | Table | Lines | Bars | Spans
+Item = Text | Table | Lines | Spans
 
 
 @dataclass(frozen=True)

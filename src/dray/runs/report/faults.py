@@ -171,12 +171,6 @@ def startups(runs: Sequence[Run]) -> Iterator[Item]:
         "part of rendezvous, preflight, process groups, datasets and model, and first step. Parts that a run does not "
         "have, such as a queue or a preflight, are left out."
     )
-    if any(one.startup and not (one.nodes and one.nodes.nodes) for run in runs for one in run.tries):
-        yield Text(
-            "For attempts of an older dray, parts named together were not measured separately. Their queue includes "
-            "the job's planning, and their container includes the start of srun. Their compile is the time of the "
-            "first step beyond a median step, if train.compile is set."
-        )
     for run in runs:
         for one in run.tries:
             yield from _nodes(f"{run.name}, " * (len(runs) > 1) + f"attempt {one.number}", one)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from xml.etree.ElementTree import Element
 
 from dray.runs.report import axis
 from dray.runs.report.axis import Axis
-from dray.runs.report.document import Bars, Lines, Point, Series, Spans
+from dray.runs.report.document import Lines, Point, Series, Spans
 from dray.runs.report.markup import folded, table, tag
 from dray.runs.report.numbers import figure, seconds
 
@@ -40,36 +39,6 @@ def lines(plot: Lines, colours: Sequence[str] = ()) -> Element:
         tag("p", plot.y, class_="unit"), _image(plot.alt or plot.title, plane), tag("p", plot.x, class_="unit across"),
         _listed([name for _, name in plot.marks]),
         folded("Numbers", table(f"{plot.title}: numbers of the plot", head, rows)),
-    )  # fmt: skip
-
-
-def bars(plot: Bars) -> Element:
-    """A histogram for each name, stacked on one axis."""
-    across = axis.of(plot.edges, tight=True)
-    rows = []
-    for number, (name, counts) in enumerate(plot.counts):
-        most = max(*counts, 1)
-        drawn = [
-            tag("rect", tag("title", f"{seconds(begin)} to {seconds(end)}: {count:,}"),
-                x=f"{place * _SIZE / len(counts):.1f}", width=f"{_SIZE / len(counts) * 0.9:.1f}",
-                y=f"{(1 - count / most) * _SIZE:.0f}", height=f"{count / most * _SIZE:.0f}")
-            for place, ((begin, end), count) in enumerate(zip(pairwise(plot.edges), counts, strict=True)) if count
-        ]  # fmt: skip
-        ground = _line([(0, _SIZE), (_SIZE, _SIZE)], "grid")
-        rows += [
-            tag("span", name, class_="name"),
-            tag("div", _drawing(ground, *drawn), class_=f"strip {_colour(number)}"),
-        ]
-    rows += [tag("span"), tag("div", *_labels(across, "across"), class_="strip axis")]
-    numbers = tuple(
-        (f"{seconds(begin)} to {seconds(end)}", *(f"{counts[place]:,}" for _, counts in plot.counts))
-        for place, (begin, end) in enumerate(pairwise(plot.edges))
-    )
-    head = ("seconds", *(name for name, _ in plot.counts))
-    return _figure(
-        plot.title, plot.alt, _image(plot.alt or plot.title, tag("div", *rows, class_="rows")),
-        tag("p", plot.x, class_="unit across"),
-        folded("Numbers", table(f"{plot.title}: logged steps in each bar", head, numbers)),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 
 from dray.contract.values import printable
 from dray.runs.report import figures
-from dray.runs.report.document import Bars, Document, Item, Lines, Section, Spans, Table, Text
+from dray.runs.report.document import Document, Item, Lines, Section, Spans, Table, Text
 from dray.runs.report.markup import folded, serialized, table, tag
 
 
@@ -43,8 +43,6 @@ def _item(item: Item, names: tuple[str, ...]) -> Element:
             return folded(item.caption, made) if item.folded else made
         case Lines():
             return figures.lines(item, names)
-        case Bars():
-            return figures.bars(item)
         case Spans():
             return figures.spans(item)
 

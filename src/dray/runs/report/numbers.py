@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dray.runs.report.data import Run
 from dray.runs.report.document import MISSING, Table
+from dray.runs.stages import measured
 
 Cell = tuple[str, Callable[[Run], str]]
 
@@ -27,19 +28,8 @@ def figure(value: float | None, digits: int = 0) -> str:
 
 
 def seconds(value: float | None, none: str = MISSING) -> str:
-    """A duration, such as `340 ms`, `2.5 s`, `3 min 20 s`, `4 h 12 min`."""
-    if value is None:
-        return none
-    if value < 1:
-        return f"{value * 1000:.3g} ms"
-    if value < 100:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    first = next(place for place, (count, _) in enumerate(parts) if count)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+    """A measured time."""
+    return none if value is None else measured(value)
 
 
 def at_the_ends(values: Sequence[float], digits: int) -> tuple[str, ...]:

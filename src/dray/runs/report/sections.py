@@ -23,6 +23,8 @@ _DEEP = 400  # letters of a line about a failure
 
 def document(runs: Sequence[Run], made: str) -> Document:
     """The whole report."""
+    if len({run.name for run in runs}) < len(runs):  # copies of a run; colours and legends go by name
+        runs = [replace(run, name=run.folder) for run in runs]
     trained = [
         Section("Loss and learning rate", tuple(_loss(runs))),
         Section("Speed", tuple(_speed(runs))),

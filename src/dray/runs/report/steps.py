@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from dray.runs.metrics import number
 from dray.runs.report.data import Run
-from dray.runs.report.document import Bars, Item, Table, Text
+from dray.runs.report.document import Item, Table, Text
 from dray.runs.report.numbers import seconds
+from dray.runs.report.plots import curve
 
-_BINS = 32
-_DRAWN = 8  # nodes of a histogram
 _LISTED = 512
 
 
@@ -20,7 +18,7 @@ def items(runs: Sequence[Run]) -> Iterator[Item]:
     """The step times of each run, then the own times of each node."""
     whole = [(run.name if len(runs) > 1 else "all steps", run.trace.values("step_s")) for run in runs]
     if found := [(name, values) for name, values in whole if values]:
-        yield _bars("Seconds per step", found)
+        yield curve(runs, "step_s", "Seconds per step", "seconds, mean since the last logged step", from_zero=True)
         yield _quantiles("How long a step took", "run" if len(runs) > 1 else "of", found)
     else:
         yield Text("No step was logged.")
@@ -29,14 +27,14 @@ def items(runs: Sequence[Run]) -> Iterator[Item]:
 
 
 def _nodes(run: Run, of: str) -> Iterator[Item]:
-    nodes = sorted(((name, [*values]) for name, values in run.trace.nodes.items()), key=lambda one: -_median(one[1]))
+    nodes = sorted(
+        ((name, [*values]) for name, values in run.trace.nodes.items()), key=lambda one: -statistics.median(one[1])
+    )
     if nodes:
-        rest = f", the {_DRAWN} slowest of {len(nodes)}" if len(nodes) > _DRAWN else ""
         yield Text(
             "All ranks wait for one another in each step, so the step time is the same on all nodes. A node's own time "
             "is the forward pass and the wait for data of its slowest rank, without waiting for other ranks."
         )
-        yield _bars(f"Own seconds per step of each node{of}{rest}", nodes[:_DRAWN])
         yield _quantiles(f"Own step time of each node{of}", "node", nodes[:_LISTED])
     elif run.trace.columns["step"]:
         yield Text(f"Own step time of each node{of}: not measured. It needs several ranks and ddp, zero1 or zero2.")
@@ -58,31 +56,11 @@ def _whole(event: dict[str, object], key: str) -> str:
     return f"{value:,.0f}" if value is not None else "unknown"
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
-
-
-def _bars(title: str, named: Sequence[tuple[str, Sequence[float]]]) -> Bars:
-    """Histograms with common bins; the last bin has all values above the 99th percentile."""
-    every = sorted(value for _, values in named for value in values)
-    least, most = every[0], every[min(len(every) - 1, int(len(every) * 0.99))]
-    width = (most - least) / _BINS or max(least, 1e-9) / _BINS
-    edges = tuple(least + width * place for place in range(_BINS + 1))
-    counts = []
-    for name, values in named:
-        bins = [0] * _BINS
-        for value in values:
-            bins[min(_BINS - 1, bisect_right(edges, value) - 1)] += 1
-        counts.append((name, tuple(bins)))
-    told = "; ".join(f"{name}: median {seconds(_median(values))}" for name, values in named)
-    return Bars(title, "seconds; the last bar has all larger values", edges, tuple(counts), f"{title}. {told}.")
-
-
 def _quantiles(caption: str, head: str, named: Sequence[tuple[str, Sequence[float]]]) -> Table:
     rows = []
     for name, values in named:
         ordered = sorted(values)
         at = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.95, 0.99)]
-        shown = (ordered[0], _median(ordered), *at, ordered[-1])
+        shown = (ordered[0], statistics.median(ordered), *at, ordered[-1])
         rows.append((name, f"{len(ordered):,}", *map(seconds, shown)))
     return Table(caption, (head, "logged steps", "minimum", "median", "95 %", "99 %", "maximum"), tuple(rows))

@@ -37,7 +37,7 @@ from dray.train.heartbeat import heartbeat
 LABEL, LAST = 1 << 31, 1 << 30
 """Marks beside a token: it is a label; a document ends with it."""
 IDS = LAST - 1
-MANIFEST = "manifest.json"  # also `dray cache list` reads it; it was modified when the tokens were last used
+MANIFEST = "manifest.json"  # also `dray clean tokens` reads it; it was modified when the tokens were last used
 
 _VERSION = 3
 _FILES = ("ids", "starts")
@@ -102,7 +102,7 @@ def cached(
 ) -> Tokens:
     """The tokens with this fingerprint, made now if missing; with `marked`, documents end at LAST.
 
-    `dataset` is for `dray cache list`, and `scratch` is the attempt's folder on the node.
+    `dataset` is for `dray clean tokens`, and `scratch` is the attempt's folder on the node.
 
     The first rank of each node makes or checks them and the others wait, whether the disk has locks or not. On a disk
     that rank 0 has too, it makes them for all, and the others check them.

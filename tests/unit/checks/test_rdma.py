@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dray.checks import rdma
 from dray.contract.findings import Finding
-from dray.runner import rdma
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="gcc makes the library")
 
@@ -76,7 +76,7 @@ def sysfs(tmp_path: Path, devices: list[str]) -> str:
             [ABI.format("ionic_0"), ABI.format("ionic_1")],
             [
                 (
-                    "the image's driver for ionic speaks ABI 1, the node's kernel 4: RDMA would be off",
+                    "RDMA would be off: Driver ionic does not support the kernel ABI of 4 (supports 1 to 1)",
                     "not usable: ionic_0 ionic_1; usable: none",
                     69,
                 )
@@ -88,21 +88,21 @@ def sysfs(tmp_path: Path, devices: list[str]) -> str:
             [ABI.format("bnxt_re0").replace("ionic", "bnxt_re").replace("1 to 1", "5 to 6")],
             [
                 (
-                    "the image's driver for bnxt_re speaks ABI 5 to 6, the node's kernel 4: "
-                    "RDMA would be off on these cards",
+                    "RDMA would be off on some cards: "
+                    "Driver bnxt_re does not support the kernel ABI of 4 (supports 5 to 6)",
                     "not usable: bnxt_re0; usable: mlx5_0",
                     0,
                 )
             ],
         ),
-        (["mlx5_0"], [], [PRIVATE], [(f"{UNLOADED}: RDMA would be off", "not usable: mlx5_0; usable: none", 69)]),
+        (["mlx5_0"], [], [PRIVATE], [(f"RDMA would be off: {UNLOADED}", "not usable: mlx5_0; usable: none", 69)]),
         (
             ["ionic_0"],
             [],
             [NO_DRIVER],
             [
                 (
-                    "the image has no driver for the node's RDMA cards: RDMA would be off",
+                    "RDMA would be off: the image has no driver for the node's RDMA cards",
                     "not usable: ionic_0; usable: none",
                     69,
                 )
@@ -120,7 +120,8 @@ def test_what_the_image_cannot_drive(
     warnings: list[str],
     found: list[tuple[str, str, int]],
 ) -> None:
-    monkeypatch.setattr(rdma.os.path, "exists", lambda path: path == "/dev/infiniband/uverbs0")
+    (tmp_path / "uverbs0").touch()
+    monkeypatch.setattr(rdma, "_FILES", tmp_path)
     library, sys = verbs(usable, warnings), sysfs(tmp_path, there)
     wanted = [Finding(problem, wanted=WANTED, found=devices, fix=FIX, code=code) for problem, devices, code in found]
     assert rdma.cards(needed=True, sys=sys, library=library) == wanted
@@ -128,11 +129,19 @@ def test_what_the_image_cannot_drive(
     assert capfd.readouterr().err == ""
 
 
-def test_a_container_without_the_device_s_file_or_without_the_library(tmp_path: Path, verbs: Verbs) -> None:
+def test_a_container_without_the_device_s_file(tmp_path: Path, verbs: Verbs) -> None:
     sys = sysfs(tmp_path, ["none_0"])
     (Path(sys) / "class/infiniband_verbs/uverbs0").rename(Path(sys) / "class/infiniband_verbs/uverbs4000")
     (found,) = rdma.cards(needed=True, sys=sys, library=verbs([], []))
-    assert found.problem == "the container's /dev/infiniband lacks them: RDMA would be off"
-    (found,) = rdma.cards(needed=True, sys=sys, library=str(tmp_path / "none" / "libibverbs.so.1"))
-    assert found.problem.startswith("the image cannot load libibverbs: ")
-    assert found.problem.endswith("No such file or directory: RDMA would be off")
+    assert found.problem == "RDMA would be off: the container's /dev/infiniband lacks them"
+
+
+def test_an_image_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uverbs0").touch()
+    monkeypatch.setattr(rdma, "_FILES", tmp_path)
+    library = str(tmp_path / "none" / "libibverbs.so.1")
+    (found,) = rdma.cards(needed=True, sys=sysfs(tmp_path, ["mlx5_0"]), library=library)
+    assert found.problem.startswith(
+        f"RDMA would be off: couldn't load driver {library}: cannot open shared object file"
+    )
+    assert found.code == 69
