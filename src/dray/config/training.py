@@ -76,7 +76,7 @@ class Model(Spec):
     """Attention function of transformers; auto is sdpa, or eager if the model has no other."""
     pad_to_multiple_of: Literal["auto"] | Annotated[int, Field(ge=0, le=1024)] = "auto"
     """The head computes with a vocabulary padded to a multiple of this; saved models are not padded. 0 pads nothing.
-    auto: 128 on GPUs, for speed; none on a CPU, with DeepSpeed or an analog head."""
+    auto: 128 on GPUs, for speed; none on a CPU, or with an analog head."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
     """Type of the weights that the optimizer updates; auto is the named model's own."""
 
