@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from subprocess import CalledProcessError
-from typing import Any
 
 import torch
 
 from dray.checks import image
 from dray.checks.check import Skip, check, skipped
-from dray.contract.findings import Finding, UnfitError, counted
+from dray.contract.findings import Finding, UnfitError
 
 _TRITON = "build the image again: no model that uses Triton runs in it"
 _HEADERS = "install gcc and Python's headers: Triton starts kernels with them"
@@ -40,13 +39,13 @@ def results() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    """Run a kernel on a GPU; without one compile dray's kernels for the image's GPUs, or interpret one."""
+    """Run a kernel on a GPU; without one compile it for the image's GPUs, or interpret it."""
     architectures = image.declared().architectures
     if torch.cuda.device_count():
         yield check("triton", partial(run_kernel, "cuda"), fix=_TRITON)
     elif architectures:
         for architecture in architectures:
-            yield check(f"triton for {architecture}", partial(compile_kernels, architecture), fix=_TRITON)
+            yield check(f"triton for {architecture}", partial(compile_kernel, architecture), fix=_TRITON)
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
         yield check("triton", partial(run_kernel, "cpu"), fix=_TRITON)
@@ -63,22 +62,15 @@ def run_kernel(device: str) -> str:
     return "a kernel, compiled and run, agrees with torch" if device == "cuda" else "a kernel, interpreted, agrees"
 
 
-def compile_kernels(architecture: str) -> str:
-    """Compile dray's own kernels for an architecture; no such GPU is needed."""
-    sources = import_module("dray.checks.kernel").sources(architecture)
-    made = [compiled(source, options, architecture) for source, options in sources]
-    size = sum(len(one.asm.get("cubin") or one.asm["hsaco"]) for one in made)
-    return f"{counted(len(made), 'kernel')} compiled to {size} bytes; not run, no device"
-
-
-def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  # noqa: ANN401  Triton's own
-    """One kernel, compiled to a binary that such a GPU can start."""
+def compile_kernel(architecture: str) -> str:
+    """Compile dray's own kernel for an architecture; no such GPU is needed."""
     target_of = import_module("triton.backends.compiler").GPUTarget
     if architecture.startswith("gfx"):
         target = target_of("hip", architecture, 64)  # CDNA's wavefront; no image is for a consumer's GPU
     else:
         target = target_of("cuda", int(architecture.replace(".", "")), 32)
-    return import_module("triton.compiler").compile(source, target=target, options=options)
+    made = import_module("triton.compiler").compile(import_module("dray.checks.kernel").source(), target=target)
+    return f"1 kernel compiled to {len(made.asm.get('cubin') or made.asm['hsaco'])} bytes; not run, no device"
 
 
 def _c() -> str:

@@ -311,4 +311,4 @@ def test_a_kernel_is_compiled_for_gpus_that_this_machine_lacks(
     from dray.checks import compilers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert compilers.compile_kernels(architecture).startswith("1 kernel compiled to ")
+    assert compilers.compile_kernel(architecture).startswith("1 kernel compiled to ")
