@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import handwritten
 from processes import call
 from rows import Row, judged, left_out, tried
-from training import HERE, Here, looks, step, without_triton
+from training import HERE, Here, looks, step
 
 GPT2, LLAMA = "GPT-2 124M", "Llama 1B"
 AIMS = {GPT2: 0.45, LLAMA: 0.50}  # MFU, attention counted whole, on one H100 or H200
@@ -146,7 +146,6 @@ def _longer(length: int) -> dict[str, Any]:
 
 SPEEDS = (
     Speed("gpt2", GPT2, "compiled, full", {}, aim=True, kernels=True),
-    Speed("triton", GPT2, "compiled, triton", {"train.loss": "triton"}),
     Speed("llama", LLAMA, "compiled, full", {}, aim=True),
     Speed("llama-2048", LLAMA, "compiled, full, 8 x 2,048", _longer(2048)),
     Speed("llama-8192", LLAMA, "compiled, full, 2 x 8,192", _longer(8192)),
@@ -157,9 +156,6 @@ SPEEDS = (
 
 def _speed(speed: Speed, here: Here) -> Iterator[Row]:
     """Tokens a second of the trainer's own loop, without its first steps."""
-    if speed.part == "triton" and (why := without_triton(here)):
-        yield left_out(speed.part, f"{speed.model}, {speed.what}", why)
-        return
     warm, steps = (2, 4) if here.on_cpu else (WARM, STEPS)
     changes = {
         "train.compile": not here.on_cpu, "train.loss": "full", "train.steps": warm + steps, "train.log_every": 16,
@@ -368,7 +364,7 @@ Part = tuple[Callable[[Here], Iterator[Row]], float]
 _SPEEDS: dict[str, Part] = {speed.part: (partial(_speed, speed), 240) for speed in SPEEDS}
 FIRST: dict[str, Part] = {
     "machine": (machine, 90), "gpt2": _SPEEDS.pop("gpt2"), "handwritten": (by_hand, 120), "stock": (stock, 120),
-    "triton": _SPEEDS.pop("triton"), "llama": _SPEEDS.pop("llama"),
+    "llama": _SPEEDS.pop("llama"),
 }  # fmt: skip
 """What is worth most, each with its limit in seconds: three and a half minutes."""
 THEN: dict[str, Part] = {"checkpoint": (checkpoint, 120), "memory": (memory, 120), **_SPEEDS}

@@ -18,7 +18,7 @@ from typing import Any
 
 from processes import call
 from rows import Row, judged, left_out, tried
-from training import HERE, Here, joined, look, planned, step, train, train_two, without_triton
+from training import HERE, Here, joined, look, planned, step, train, train_two
 
 GPT2 = {
     "n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 64,
@@ -45,12 +45,9 @@ CASES: tuple[Case, ...] = (
         for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")
     ),
     ("strategies", "ddp, bf16", {"train.precision": "bf16"}, HALF),
-    ("strategies", "ddp, bf16, master weights", {"train.precision": "bf16", "train.master_weights": True}, HALF),
+    ("strategies", "fsdp, bf16", {"train.strategy": "fsdp", "train.precision": "bf16"}, HALF),
     ("fp16", "ddp, fp16", {"train.precision": "fp16"}, HALF),
-    *(
-        ("losses", f"{loss}, {precision}", {"train.loss": loss, "train.precision": precision}, within)
-        for loss, precision, within in (("chunked", "fp32", SAME), ("triton", "fp32", SAME), ("triton", "bf16", HALF))
-    ),
+    ("losses", "chunked, fp32", {"train.loss": "chunked", "train.precision": "fp32"}, SAME),
 )
 """Parts, what runs in them, how it differs from the CPU's run, and by how much the losses may."""
 
@@ -96,11 +93,8 @@ def losses(here: Here) -> Iterator[Row]:
     wanted = train(here, "losses-cpu", {"variant": "cpu"}).losses
     for case in CASES:
         part, what, *_ = case
-        why = without_triton(here) if what.startswith("triton") else ""
         if what.startswith("zero") and find_spec("deepspeed") is None:
-            why = "this Python lacks deepspeed"
-        if why:
-            yield left_out(part, what, why)
+            yield left_out(part, what, "this Python lacks deepspeed")
         else:
             yield from tried(part, what, partial(_case, here, case, wanted))
 

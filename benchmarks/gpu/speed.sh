@@ -4,4 +4,4 @@
 # shellcheck source=benchmarks/gpu/kept.sh
 source "$(dirname "${BASH_SOURCE[0]}")/kept.sh"
 
-kept::run speed 340 4.8 machine,gpt2,handwritten,stock,triton,llama "$@"
+kept::run speed 340 4.8 machine,gpt2,handwritten,stock,llama "$@"

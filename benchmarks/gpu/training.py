@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,13 +37,6 @@ class Here(NamedTuple):
     def limit(self, seconds: float) -> float:
         """No later than the end of the suite; a CPU may have much else to do."""
         return max(1.0, min(seconds * (10 if self.on_cpu else 1), self.deadline - time.monotonic()))
-
-
-def without_triton(here: Here) -> str:
-    """Why the loss of Triton's kernels is left out."""
-    if here.on_cpu:
-        return "a CPU"
-    return "" if find_spec("triton") else "this Python lacks triton"
 
 
 def environment(folder: str) -> dict[str, str]:

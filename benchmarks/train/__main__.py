@@ -280,16 +280,16 @@ def stream(rounds: int = 5, steps: int = 400) -> None:
 STREAM = """
 import os, sys, time
 from pathlib import Path
-folder, files, (readers, cores, steps, length) = Path(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:])
+folder, names, (readers, cores, steps, length) = Path(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:])
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
 from transformers import PreTrainedTokenizerFast
-from dray.train.data import datasets, sources
+from dray.train.data import datasets, files, sources
 from dray.train.data.stream import Stream
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 encode = datasets.PLAIN.encoder(tokenizer, datasets.end_token(tokenizer))
 reading = sources.Reading("text")
-pieces = sources.cut(sources.pieces(sources.files(str(folder / files))), readers, reading)
+pieces = sources.cut(sources.pieces(files.find(str(folder / names))), readers, reading)
 feed = Stream(pieces, reading, encode, shards=32, length=length, seed=1)
 feed.rows(range(32))
 began = time.perf_counter()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dray.train import saved, shards, strategies
+from dray.train import collectives, saved, shards, strategies
 from dray.train.config import read
 from dray.train.objectives.base import Batch
 from dray.train.strategies import fsdp
@@ -71,6 +71,8 @@ def whole(strategy) -> dict[str, torch.Tensor]:
 
 def case(config, words: dict, folder: Path) -> dict:
     os.environ["LOCAL_WORLD_SIZE"] = str(words.pop("local", 2))
+    memory = words.pop("memory", [1e12] * RANKS)[dist.get_rank()]
+    fsdp._memory = lambda *_: memory
     config = replace(config, gradient_accumulation_steps=MICRO, train=replace(config.train, **words))
     torch.manual_seed(1)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=WORDS, **SIZES))
@@ -113,6 +115,7 @@ def rank(number: int, store: str, cases: list[dict]) -> None:
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number % 2), "LOCAL_WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=number, world_size=RANKS)
+    collectives._control = dist.group.WORLD  # by which all agree on a layout
     config = read(sys.argv[1])
     sys.stdout = sys.stderr
     for place, words in enumerate(cases):

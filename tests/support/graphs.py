@@ -20,7 +20,7 @@ from dray.train.objectives.base import Batch
 CPU = torch.device("cpu")
 TRAIN: dict[str, Any] = {
     "precision": "bf16", "compile": True, "loss": "full", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8,
-    "weight_decay": 0.0, "max_grad_norm": 1.0, "master_weights": False, "fsdp_shard": "auto", "fsdp_prefetch": 1,
+    "weight_decay": 0.0, "max_grad_norm": 1.0, "fsdp_shard": "auto", "fsdp_prefetch": 1,
     "sync_each_batch": "auto", "reshard_after_forward": "auto",
 }  # fmt: skip
 

@@ -7,23 +7,17 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 
 from dray.checks import image
 from dray.checks.check import Skip, check, skipped
-from dray.contract.findings import Finding, UnfitError, counted
+from dray.contract.findings import Finding, UnfitError
 
 _TRITON = "build the image again: no model that uses Triton runs in it"
 _HEADERS = "install gcc and Python's headers: Triton starts kernels with them"
 _EAGER = "train without compilation on a CPU"
 _COUNT, _BLOCK = 1000, 256
-_KERNELS = ("dray.checks.kernel", "dray.train.kernels.triton")
-_SHARED = {"7.0": 96, "8.0": 163, "9.0": 227, "10.0": 227}
-"""Shared memory that a block of a kernel may use, in KiB: a kernel that needs more compiles, but does not start."""
-_LEAST_SHARED = {"cuda": 99, "hip": 64}
-"""The same for other GPUs."""
 _ANSWER = """
 #include <Python.h>
 static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
@@ -44,13 +38,13 @@ def results() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    """Run a kernel on a GPU; without one compile dray's kernels for the image's GPUs, or interpret one."""
+    """Run a kernel on a GPU; without one compile it for the image's GPUs, or interpret it."""
     architectures = image.declared().architectures
     if torch.cuda.device_count():
         yield check("triton", partial(run_kernel, "cuda"), fix=_TRITON)
     elif architectures:
         for architecture in architectures:
-            yield check(f"triton for {architecture}", partial(compile_kernels, architecture), fix=_TRITON)
+            yield check(f"triton for {architecture}", partial(compile_kernel, architecture), fix=_TRITON)
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
         yield check("triton", partial(run_kernel, "cpu"), fix=_TRITON)
@@ -67,31 +61,15 @@ def run_kernel(device: str) -> str:
     return "a kernel, compiled and run, agrees with torch" if device == "cuda" else "a kernel, interpreted, agrees"
 
 
-def compile_kernels(architecture: str) -> str:
-    """Compile dray's own kernels for an architecture; no such GPU is needed."""
-    count = 0
-    for name in _KERNELS:
-        for source, options in import_module(name).sources(architecture):
-            compiled(source, options, architecture)
-            count += 1
-    return f"{counted(count, 'kernel')} compiled; not run, no device"
-
-
-def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  # noqa: ANN401  Triton's own
-    """One kernel, compiled to a binary that such a GPU can start."""
+def compile_kernel(architecture: str) -> str:
+    """Compile dray's own kernel for an architecture; no such GPU is needed."""
     target_of = import_module("triton.backends.compiler").GPUTarget
     if architecture.startswith("gfx"):
         target = target_of("hip", architecture, 64)  # CDNA's wavefront; no image is for a consumer's GPU
     else:
         target = target_of("cuda", int(architecture.replace(".", "")), 32)
-    made = import_module("triton.compiler").compile(source, target=target, options=options)
-    if made.metadata.shared > (most := _SHARED.get(architecture, _LEAST_SHARED[target.backend]) * 1024):
-        raise UnfitError(
-            f"{source.name} needs {made.metadata.shared} bytes of shared memory",
-            wanted=f"at most {most}",
-            fix=_TRITON,
-        )
-    return made
+    made = import_module("triton.compiler").compile(import_module("dray.checks.kernel").source(), target=target)
+    return f"1 kernel compiled to {len(made.asm.get('cubin') or made.asm['hsaco'])} bytes; not run, no device"
 
 
 def _c() -> str:

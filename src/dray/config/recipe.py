@@ -375,9 +375,6 @@ class Recipe(Spec):
             yield "[analog] and [lora] both replace layers of the model; leave one out"
         if self.has_lora and not sharding.mixed_dtypes and self.model.dtype != "fp32":
             yield f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
-        if train.master_weights and (self.has_analog or self.has_lora):
-            name = "analog" if self.has_analog else "lora"
-            yield f"[{name}] replaces layers of the model, which train.master_weights does not support"
         if self.data.answer_column and train.objective != "sft":
             yield f'data.answer_column is for train.objective = "sft", but it is {train.objective}'
         masked = train.objective == "masked"

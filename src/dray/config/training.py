@@ -76,7 +76,7 @@ class Model(Spec):
     """Attention function of transformers; auto is sdpa, or eager if the model has no other."""
     pad_to_multiple_of: Literal["auto"] | Annotated[int, Field(ge=0, le=1024)] = "auto"
     """The head computes with a vocabulary padded to a multiple of this; saved models are not padded. 0 pads nothing.
-    auto: 128 on GPUs, for speed; none on a CPU, with DeepSpeed, an analog head or Triton's loss."""
+    auto: 128 on GPUs, for speed; none on a CPU, or with an analog head."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
     """Type of the weights that the optimizer updates; auto is the named model's own."""
 
@@ -101,10 +101,9 @@ class Train(Spec):
     objective: Literal["causal", "masked", "sft"] = "causal"
     """causal: predict each token from those before it. masked: predict masked tokens from all others. sft: causal, on
     conversations in the model's chat template, with labels on the assistant's messages alone."""
-    loss: Literal["auto", "full", "chunked", "triton"] = "auto"
-    """How logits and loss are made. full: whole logits. chunked: some tokens at a time. triton: tile by tile, by
-    kernels of dray's own, on GPUs from A100 and MI250X on. The last two never hold the logits
-    of all tokens; all skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
+    loss: Literal["auto", "full", "chunked"] = "auto"
+    """How logits and loss are made. full: whole logits. chunked: some tokens at a time, and never the logits of all.
+    Both skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """With objective = masked: probability that a token is masked."""
     lr: Positive
@@ -145,9 +144,6 @@ class Train(Spec):
     strategy: Strategy = "ddp"
     """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
-    master_weights: bool = False
-    """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer updates copies of 32. Nothing is cast
-    in a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
     fsdp_shard: Literal["auto", "node", "all"] | Count = "auto"
     """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
     others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
@@ -201,9 +197,6 @@ class Train(Spec):
                 yield f'{name} = {value} wants lr_scheduler_type = "{kind}", not {self.lr_scheduler_type}'
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr} is more than lr = {self.lr}"
-        if self.master_weights and (self.strategy != "ddp" or self.precision == "fp32"):
-            shown = f"they are {self.strategy} and {self.precision}"
-            yield f"master_weights needs strategy ddp and precision bf16 or fp16; {shown}"
         if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
             yield "on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back"
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]

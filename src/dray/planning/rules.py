@@ -241,25 +241,14 @@ def _checkpoints(given: Planned) -> Iterator[Finding]:
 
 
 def _trainer(given: Planned) -> Iterator[Finding]:
-    """Find a loss, a precision and groups of fsdp that cannot be, or are slow.
-
-    Triton multiplies on V100 without tensor cores, and out of registers that spill (seen with 3.5.1).
-    """
+    """Find a loss, a precision and groups of fsdp that cannot be, or are slow."""
     recipe, site, nodes = given.recipe, given.site, len(given.plan.world.nodes)
     if not recipe.train:
         return
     loss, shard, changes = recipe.train.loss, recipe.train.fsdp_shard, trainer.logit_changes(given.files)
-    if loss == "triton" and (recipe.image == "cpu" or not site.bf16):
+    if loss == "chunked" and changes:
         yield refusal(
-            "train.loss = triton needs a GPU whose tensor cores Triton can use",
-            where="recipe [train]",
-            wanted="an image for GPUs, and NVIDIA A100 or AMD MI250X or newer",
-            found="image = cpu" if recipe.image == "cpu" else f"site {site.name}: {site.about} (bf16 = false)",
-            fix="train.loss=chunked",
-        )
-    if loss in ("chunked", "triton") and changes:
-        yield refusal(
-            f"train.loss = {loss} does not compute this model's loss",
+            "train.loss = chunked does not compute this model's loss",
             where="recipe [train]",
             wanted="a model that does not change logits after its head",
             found=changes,

@@ -63,7 +63,7 @@ def _train(recipe: Recipe) -> Train:
 def precision(recipe: Recipe, site: Site) -> Choice[Recipe]:
     """The recipe with the type of its matrix products, and why it differs from the default."""
     train, on_cpu = recipe.train, recipe.image == "cpu"
-    if train is None or "precision" in train.model_fields_set or (train.master_weights if on_cpu else site.bf16):
+    if train is None or "precision" in train.model_fields_set or (site.bf16 and not on_cpu):
         return Choice(recipe, "")
     changed = recipe.with_values("train", precision="fp32" if on_cpu else "fp16")
     processors = "many CPUs" if on_cpu else f"the GPUs of site {site.name}"
@@ -132,8 +132,6 @@ def vocabulary(recipe: Recipe) -> Choice[int]:
             why = "padding makes nothing faster on a CPU"
         elif recipe.has_analog:
             why = "the head may be analog"
-        elif _train(recipe).loss == "triton":
-            why = "Triton's kernels take any size"
         else:
             multiple, why = _MULTIPLE, "GPUs are slow at products of other sizes"
     padded = f"padded in the head to a multiple of {multiple}" if multiple > 1 else "not padded"

@@ -29,7 +29,7 @@ KEYS = (ROWS, STRATEGY, CHECKPOINTING, COMPILE, LOSS, SHARD)
 """In the order of the search: the fastest strategy depends more on the micro-batch than the reverse."""
 _CHOICES: dict[str, tuple[Value, ...]] = {
     STRATEGY: tuple(STRATEGIES), CHECKPOINTING: (False, True), COMPILE: (False, True),
-    LOSS: ("full", "chunked", "triton"), SHARD: ("node", "all"),
+    LOSS: ("full", "chunked"), SHARD: ("node", "all"),
 }  # fmt: skip
 
 
@@ -85,8 +85,6 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
             )
     if size == 1 or recipe.train.deepspeed:
         known[STRATEGY] = ()
-    if recipe.image == "cpu":
-        known[LOSS] = ("full", "chunked")
     if nodes in (1, size):
         known[SHARD] = ()
     chosen = {key: [start[key]] for key in KEYS}

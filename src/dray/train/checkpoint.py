@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.train import disk, manifest, nodes, positions, restore, saved
+from dray.train import manifest, saved
 from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.divergence import Watch
@@ -48,7 +48,7 @@ def take(config: Config) -> Lease:
             manifest.require_own(folder)
             lease.acquire()
         except OSError as error:
-            raise disk.failed(error, folder, "nothing was trained yet") from error
+            raise saved.failed(error, folder, "nothing was trained yet") from error
         at_end(lease.release)
 
     on_rank_0(begin)
@@ -65,9 +65,7 @@ class Checkpoints:
         self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.lease, place = lease, config.checkpoint.mirror
-        self.mirror = Mirror(place, metrics, keep=self.keep, nodes=nodes.of_run()) if place else None
-        if self.mirror and nodes.is_helper():
-            self.mirror.help()
+        self.mirror = Mirror(place, metrics, keep=self.keep) if place else None
         self._writer = ThreadPoolExecutor(1)
         self._began, self._moved = 0.0, Moved()
         self._pending: Future[None] | None = None
@@ -82,7 +80,7 @@ class Checkpoints:
 
     def reserve(self, position: list[Any] | None) -> None:
         """Take the host's memory for checkpoints now: a run that it does not fit ends before its first step."""
-        self._staging.reserve({**self.strategy.state(), **positions.shards(position)})
+        self._staging.reserve({**self.strategy.state(), **saved.positions(position)})
 
     def save(self, step: int, position: list[Any] | None) -> None:
         """Begin to save; all ranks call it. After `settle` the checkpoint is complete, or the log has a warning."""
@@ -97,7 +95,7 @@ class Checkpoints:
         scaler = self.strategy.scaler
         updates = step - (scaler.skipped if scaler else 0) - self.watch.left_out(step)
         state = self.strategy.state()
-        staged = self._staging.fill({**state, **positions.shards(position)}, self.rank)
+        staged = self._staging.fill({**state, **saved.positions(position)}, self.rank)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
             self.fence()
         about = {"step": step, "updates": updates, "watch": self.watch.state()}
@@ -155,10 +153,10 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> DrayError:
-        return disk.failed(error, self.folder, self.newest_text())
+        return saved.failed(error, self.folder, self.newest_text())
 
     def _require_room(self, size: int) -> None:
-        disk.require_room(self.folder, size, self.newest_text())
+        saved.require_room(self.folder, size, self.newest_text())
 
     def _write(self, part: Path, staged: Staged, about: dict[str, Any]) -> None:
         step = about["step"]
@@ -221,16 +219,13 @@ class Checkpoints:
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            restore.check_order(self.order, path, found["order"])
-            read = self._converted(path, found) if found["version"] == saved.OF_DCP else path
-            if read != path:
-                found = manifest.read(read)
+            saved.require_order(self.order, path, found["order"])
             self.newest = step
             self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.known:
                 self.mirror.put(path)
-            self._checkpoint = read, found
+            self._checkpoint = path, found
             return True
         return False
 
@@ -239,14 +234,13 @@ class Checkpoints:
         if self._checkpoint is None:
             return {}
         path, found = self._checkpoint
-        return restore.load(self.strategy, path, found)
+        return saved.load(self.strategy, path, found)
 
     def again(self, *, without: list[int]) -> Mapping[int, list[Any]]:
         """Load the newest checkpoint again and skip the steps from first to last of `without`; as `resume`."""
         path = self.folder / f"step-{self.newest}"
         found = on_rank_0(partial(saved.look, path))
-        old = found.get("trouble", "an older dray wrote it")
-        troubles = self._troubles(path, found) if "tensors" in found else [old]
+        troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
         if troubles:
             raise DrayError(
                 "the checkpoint to which the run goes back is damaged", where=path, found="; ".join(troubles)
@@ -254,7 +248,7 @@ class Checkpoints:
         skipped = [*self.watch.skipped, without]
         self.watch.load(found.get("watch", {}))
         self.watch.skipped = skipped
-        return restore.load(self.strategy, path, found)
+        return saved.load(self.strategy, path, found)
 
     def _begin(self) -> list[tuple[int, bool]]:
         """The steps that there are and whether each is the mirror's, the newest first; on rank 0."""
@@ -277,19 +271,6 @@ class Checkpoints:
         trouble = self.mirror.fetch(part, path, self._require_room, instead=on_rank_0(make))
         say(f"{path.name} of {self.mirror.place} is {f'skipped: {trouble}' if trouble else 'fetched'}")
         return not trouble
-
-    def _converted(self, path: Path, found: dict[str, Any]) -> Path:
-        """The same checkpoint in a folder of its own, which goes when the next one has been written."""
-        from dray.train import dcp  # noqa: PLC0415  for checkpoints of before alone
-
-        part = path.with_name(f"{path.name}.part-{self.run}")
-
-        def convert() -> None:
-            self._make(part)
-            dcp.convert(path, part, found)
-
-        on_rank_0(convert)
-        return part
 
     def _troubles(self, path: Path, found: dict[str, Any]) -> list[str]:
         """What differs from the manifest; each rank checks its share of the files."""

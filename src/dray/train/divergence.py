@@ -41,7 +41,7 @@ class Watch:
         return {"skipped": self.skipped, "losses": [*self._losses]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there; an older checkpoint has none."""
+        """Go on from there; an imported checkpoint has none."""
         self.skipped, self._high = [*state.get("skipped", [])], False
         self._losses = deque(state.get("losses", []), maxlen=_LINES)
 

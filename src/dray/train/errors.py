@@ -42,8 +42,18 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def message(error: BaseException, most: int = 300) -> str:
+    """What an exception says, on one line; its type where it says nothing."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:most]
+
+
+def described(error: BaseException, most: int = 400) -> str:
+    """The type of an exception and what it says, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+
+
 @contextmanager
-def refusing(problem: str, *, wanted: object, fix: str, where: object = "") -> Iterator[None]:
+def refusing(problem: str, *, fix: str, wanted: object = "", where: object = "") -> Iterator[None]:
     """Turn what a library raises while it loads the user's files into a ConfigError.
 
     A GPU without memory is no fault of theirs, nor is a disk that fails.
@@ -53,8 +63,7 @@ def refusing(problem: str, *, wanted: object, fix: str, where: object = "") -> I
     except Exception as error:
         if isinstance(error, DrayError) or type(error).__name__ == _FULL_GPU or unexpected.is_machines(error):
             raise
-        found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-        raise ConfigError(problem, where=where, wanted=wanted, found=found, fix=fix) from error
+        raise ConfigError(problem, where=where, wanted=wanted, found=described(error), fix=fix) from error
 
 
 def _nondeterministic(raised: Exception) -> DrayError | None:
@@ -77,7 +86,7 @@ def _memory(raised: Exception) -> DrayError | None:
     traceback.print_exception(raised)
     return DrayError(
         "the GPU has no memory left",
-        found=" ".join(str(raised).split())[:600],
+        found=message(raised, 600),
         fix="batch.per_device smaller, train.activation_checkpointing = true, or more GPUs with fsdp or zero3",
     )
 
@@ -90,7 +99,7 @@ def _of_another(raised: Exception) -> DrayError | None:
     traceback.print_exception(raised)
     return DrayError(
         "another rank has ended, and this rank cannot go on without it",
-        found=" ".join(text.split())[:300],
+        found=message(raised),
         fix="dray why RUN shows the first failure; if no rank failed, check the network between the nodes",
     )
 

@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
-from io import BufferedReader
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,30 @@ _SEAL = "sha256"
 _PROSE = "*.md"  # of a final model; a user may write in its card
 
 
+@contextmanager
+def new(path: Path) -> Iterator[BufferedWriter]:
+    """A new file, which is on the disk at the end. No group may write it, whatever the umask."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def written(
     path: Path, *parts: bytes | memoryview, moved: Callable[[int], None] = lambda _size: None
 ) -> dict[str, Any]:
-    """Write a new file and bring it to the disk; its size and checksum. No group may write it, whatever the umask.
+    """Write a new file; its size and checksum.
 
     `moved` hears of each block's bytes.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     checksum = hashlib.sha256()
-    with os.fdopen(handle, "wb") as file:
+    with new(path) as file:
         for part in parts:
             for at in range(0, len(part), BLOCK):
                 file.write(block := part[at : at + BLOCK])
                 checksum.update(block)  # not in a thread of its own: on two cores that took twice the CPU time
                 moved(len(block))
-        file.flush()
-        os.fsync(file.fileno())
     return {"bytes": sum(map(len, parts)), "sha256": checksum.hexdigest()}
 
 

@@ -18,10 +18,13 @@ from dray.contract import gpus
 from dray.contract.run_folder import METRICS, TRACKERS
 from dray.train.config import Config
 from dray.train.errors import say
+from dray.train.model.layers import heads
 from dray.train.strategies.base import Strategy
 from dray.train.trackers import Tracked, Trackers, require
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# transformers' names of how many experts a layer has, and how many of them a token meets.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 class Metrics:
@@ -127,8 +130,8 @@ def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a t
     Attention counts whole, also where it is causal: so do PaLM, nanoGPT, Megatron-LM and torchtitan.
     """
     settings = network.config.get_text_config()
-    experts = next(filter(None, (getattr(settings, name, None) for name in _EXPERTS)), 0)
-    active = settings.num_experts_per_tok / experts if experts else 1.0
+    experts = _first(settings, _EXPERTS)
+    active = _first(settings, _ACTIVE) / experts
     predicted = config.train.mlm_probability if config.train.objective == "masked" else 1.0
     table = network.get_input_embeddings().weight
     head = table if network.config.tie_word_embeddings else getattr(network.get_output_embeddings(), "weight", None)
@@ -143,11 +146,13 @@ def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a t
             share = active
         size = getattr(weight, "ds_numel", weight.numel())  # DeepSpeed's ranks have a part of it
         flops += share * size * (6 if weight.requires_grad else 4)
-    heads = getattr(settings, "num_attention_heads", 0)  # Mamba has none
-    if heads:
-        size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-        flops += 12 * settings.num_hidden_layers * heads * size * config.data.sequence_length
-    return flops
+    widths = sum(count * size for count, size in heads(settings))
+    return flops + 12 * widths * config.data.sequence_length
+
+
+def _first(settings: Any, names: tuple[str, ...]) -> int:  # noqa: ANN401  transformers' own
+    """The number that a configuration has by one of these names; 1 if it has none."""
+    return next(filter(None, (getattr(settings, name, None) for name in names)), 1)
 
 
 def _peak(device: torch.device, precision: str) -> float:

@@ -1,4 +1,4 @@
-"""Mirror of the checkpoints: each node copies its ranks' files during training; all ranks fetch one back.
+"""checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder during training; all ranks fetch one.
 
 Every byte is read back from there and compared with the manifest's checksums before the manifest follows: what has a
 manifest is complete. A copy that fails is tried again, and never ends the run.
@@ -6,39 +6,158 @@ manifest is complete. A copy that fails is tried again, and never ends the run.
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from dray.contract import exit_codes, findings
+from dray.contract.files import open_regular
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.train import manifest
 from dray.train.collectives import on_all, on_rank_0, placed
 from dray.train.data import remote
-from dray.train.errors import say
+from dray.train.errors import described, say
 from dray.train.heartbeat import BEAT_S, Moved
-from dray.train.nodes import Nodes
-from dray.train.place import Files, Place, step_of
 
 if TYPE_CHECKING:
     from dray.train.metrics import Metrics
 
 RETRY_S = 60.0
 _WHAT = "the mirror of the checkpoints"
+_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files of a rank: one sends, and all fetch
+_BLOCK = 1 << 22
+Files = dict[str, dict[str, Any]]
+"""Size and checksum of each, as a manifest has them."""
+
+
+class Place:
+    """A bucket or a folder: `name` is s3://, gs:// or a path. `moved` hears how many bytes a copy has gone on by."""
+
+    def __init__(self, name: str, moved: Callable[[int], None]) -> None:
+        self.name, self._moved, self._remote = name, moved, "://" in name
+
+    def steps(self) -> list[int]:
+        """The steps of the complete copies."""
+        from pyarrow.fs import FileSelector, FileType  # noqa: PLC0415  a run without a mirror does without
+
+        system, root = self._system()
+        within = system.get_file_info(FileSelector(root, allow_not_found=True))
+        if not within and self._remote:
+            (bucket,) = system.get_file_info([root.partition("/")[0]])
+            if bucket.type == FileType.NotFound:
+                raise FileNotFoundError(bucket.path)
+        folders = {step: one.path for one in within if (step := _step_of(one.path)) is not None}
+        ends = system.get_file_info([f"{folder}/{manifest.NAME}" for folder in folders.values()])
+        return sorted(step for step, end in zip(folders, ends, strict=True) if end.type == FileType.File)
+
+    def copy(self, path: Path) -> None:
+        """Copy this checkpoint. Its manifest is deleted first and written last: between, the copy is incomplete."""
+        found = manifest.read(path)
+        if "trouble" in found:
+            raise OSError(found["trouble"])
+        system, root = self._system()
+        folder = f"{root}/{path.name}"
+        if not self._remote:
+            Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
+            Path(folder).mkdir(mode=0o755, exist_ok=True)
+        with suppress(FileNotFoundError):  # of another run, or a damaged one
+            system.delete_file(f"{folder}/{manifest.NAME}")
+
+        def send(name: str) -> None:
+            sent = self._sent(system, path / name, f"{folder}/{name}")
+            if sent != found["files"].get(name, sent):
+                raise OSError(f"{path / name} is not what was written")
+            with system.open_input_stream(f"{folder}/{name}") as file:
+                if self._summed(file) != sent:
+                    raise OSError(f"{folder}/{name} is not what was sent")
+
+        with ThreadPoolExecutor(_SENT_AT_ONCE) as pool:
+            list(pool.map(send, found["files"]))
+        send(manifest.NAME)
+
+    def fetch_manifest(self, part: Path, name: str) -> dict[str, Any]:
+        """Into this folder; the manifest, or `trouble`."""
+        system, root = self._system()
+        if not self._remote:
+            manifest.require_own(Path(root, name))
+        self._fetched(system, f"{root}/{name}/{manifest.NAME}", part / manifest.NAME, manifest.LIMIT)
+        return manifest.read(part)
+
+    def fetch(self, part: Path, name: str, files: Files, names: Iterable[str]) -> str:
+        """Fetch these files; return why one of them differs from what was written."""
+        system, root = self._system()
+
+        def fetch(one: str) -> str:
+            (part / one).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            own = self._fetched(system, f"{root}/{name}/{one}", part / one, files[one]["bytes"])
+            return "" if own == files[one] else f"{one} is not what was written"
+
+        with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
+            return next(filter(None, pool.map(fetch, names)), "")
+
+    def prune(self, newest: int, keep: int) -> None:
+        """Delete all but the newest `keep` copies; leave any newer than this one."""
+        from pyarrow.fs import FileSelector  # noqa: PLC0415
+
+        system, root = self._system()
+        complete = [step for step in self.steps() if step <= newest]
+        kept = {*complete[-keep:], newest}
+        for one in system.get_file_info(FileSelector(root)):
+            step = _step_of(one.path)
+            if step is not None and step < newest and step not in kept:
+                with suppress(FileNotFoundError):
+                    system.delete_file(f"{one.path}/{manifest.NAME}")  # first: from here on it is none
+                system.delete_dir(one.path)
+
+    def _sent(self, system: Any, source: Path, target: str) -> dict[str, Any]:  # noqa: ANN401  pyarrow has no types
+        """Write a file there; its size and checksum here."""
+        with open_regular(source, link=False) as file:
+            if self._remote:
+                with system.open_output_stream(target) as out:
+                    return self._summed(file, out)
+            Path(target).unlink(missing_ok=True)
+            with manifest.new(Path(target)) as out:
+                return self._summed(file, out)
+
+    def _fetched(self, system: Any, source: str, target: Path, most: int) -> dict[str, Any]:  # noqa: ANN401
+        """Bring a file to this disk, and little more of it than that; its size and checksum."""
+        with system.open_input_stream(source) as file, manifest.new(target) as out:
+            return self._summed(file, out, most)
+
+    def _summed(
+        self,
+        file: BinaryIO,
+        out: Any = None,  # noqa: ANN401  a file of any kind
+        most: int | None = None,
+    ) -> dict[str, Any]:
+        """Size and checksum of what it holds, which goes to `out` on the way. It is not read beyond `most`."""
+        checksum, size = hashlib.sha256(), 0
+        while (most is None or size <= most) and (block := file.read(_BLOCK)):
+            checksum.update(block)
+            size += len(block)
+            if out is not None:
+                out.write(block)
+            self._moved(len(block))
+        return {"bytes": size, "sha256": checksum.hexdigest()}
+
+    def _system(self) -> tuple[Any, str]:
+        """By pyarrow, and where in it."""
+        from pyarrow.fs import LocalFileSystem  # noqa: PLC0415
+
+        scheme, _, rest = self.name.partition("://")
+        return (remote.own_system(scheme).fs, rest) if rest else (LocalFileSystem(), self.name.rstrip("/"))
 
 
 class Mirror:
-    """The mirror of one run. Rank 0 begins, puts and settles; other nodes' first ranks help; all ranks fetch.
+    """The mirror of one run. Rank 0 begins, puts and settles; all ranks fetch. `place` is s3://, gs:// or a folder."""
 
-    `place` is s3://, gs:// or a folder.
-    """
-
-    def __init__(self, place: str, metrics: Metrics, *, keep: int, nodes: Nodes | None = None) -> None:
+    def __init__(self, place: str, metrics: Metrics, *, keep: int) -> None:
         self.place, self.metrics, self.keep = place, metrics, keep
-        self.nodes = nodes or Nodes(None, 0, 1)
         self.copying: int | None = None  # retention leaves it in the checkpoint folder
         self.trouble = ""
         self.known: list[int] = []  # the steps that were there at the start
@@ -48,11 +167,6 @@ class Mirror:
         self._thread: Thread | None = None
         self._moved = Moved()
         self._target = Place(place, self._moved.count)
-
-    def help(self) -> None:
-        """Copy this node's files whenever rank 0 asks for it."""
-        self._target = Place(self.place, self.nodes.beat)
-        Thread(target=self.nodes.serve, args=(self._helped,), name="mirror", daemon=True).start()
 
     def begin(self, folder: Path, *, instead: bool) -> list[int]:
         """The steps that are complete in the mirror. If it does not answer, the run ends unless `instead` is true."""
@@ -155,9 +269,9 @@ class Mirror:
                 else:
                     self._changed.wait_for(lambda: self._next is not None)
                 path = cast(Path, self._next)
-                self._next, self._tried, self.copying = None, False, step_of(path.name)
-            trouble = self._copied(path)
-            step = cast(int, self.copying)
+                step = cast(int, _step_of(path.name))
+                self._next, self._tried, self.copying = None, False, step
+            trouble = self._copied(path, step)
             if trouble or self.trouble:
                 self.trouble = trouble and f"the copy of step {step} failed: {trouble}"
                 text = f"WARNING: {trouble}" if trouble else f"step {step} is in {self.place}"
@@ -169,47 +283,19 @@ class Mirror:
                 self.copying = None
                 self._changed.notify_all()
 
-    def _copied(self, path: Path) -> str:
+    def _copied(self, path: Path, step: int) -> str:
         """Why it is not there; empty where it is."""
-        return self._written(lambda: self._copy(path))
-
-    def _written(self, do: Callable[[], None]) -> str:
         try:
             with remote.reading(self.place, _WHAT, "written"):
-                do()
+                self._target.copy(path)
+                self._target.prune(step, self.keep)
         except Exception as error:  # whatever a store answers: the run goes on
-            finding = error.finding if isinstance(error, DrayError) else None
-            text = f"{finding.problem}: {finding.found}" if finding else f"{type(error).__name__}: {error}"
+            text = f"{error.problem}: {error.finding.found}" if isinstance(error, DrayError) else described(error)
             return " ".join(text.split())[:300]
         return ""
 
-    def _copy(self, path: Path) -> None:
-        files = _files(path)
-        names = [*files]
-        self._target.begin(path)
-        self.nodes.ask(str(path))
-        try:
-            self._target.send(path, files, self.nodes.share(names))
-        finally:
-            unsent = self.nodes.wait(self._moved.count)
-        # A node may also not see the mirror, or another one by the same name.
-        left = {*self._target.missing(path, files)}.union(*(self.nodes.share(names, node) for node in unsent))
-        self._target.send(path, files, [name for name in names if name in left])
-        self._target.complete(path)
-        self._target.prune(cast(int, step_of(path.name)), self.keep)
 
-    def _helped(self, name: str) -> str:
-        path = Path(name)
-
-        def send() -> None:
-            files = _files(path)
-            self._target.send(path, files, self.nodes.share([*files]))
-
-        return self._written(send)
-
-
-def _files(path: Path) -> Files:
-    found = manifest.read(path)
-    if "trouble" in found:
-        raise OSError(found["trouble"])
-    return cast(Files, found["files"])
+def _step_of(path: str) -> int | None:
+    """The step in a folder's name."""
+    name = path.rstrip("/").rpartition("/")[2].removeprefix("step-")
+    return int(name) if name.isdecimal() and path.rstrip("/").endswith(f"step-{name}") and len(name) < 19 else None

@@ -15,6 +15,7 @@ from torch.serialization import safe_globals
 
 from dray.contract import files
 from dray.contract.findings import ConfigError
+from dray.train.errors import described
 
 INDEX = ".metadata"
 _LARGEST = 1 << 30  # bytes of an index; 100,000 shards are some 30 MB
@@ -105,7 +106,7 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
         "the file cannot be read",
         where=path,
         wanted="a file of torch.save",
-        found=ascii(" ".join(f"{type(error).__name__}: {error}".split()))[1:-1][:300],
+        found=ascii(described(error, 300))[1:-1][:300],
         fix="copy it again: it is damaged, or of another kind",
     )
 

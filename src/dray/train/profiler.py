@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from dray.contract import files
 from dray.contract.run_folder import PROFILE, PROFILE_TRACE
 from dray.train.config import Config
-from dray.train.errors import say
+from dray.train.errors import message, say
 
 _MOST = 20  # rows of the table
 _NAME = 300  # letters of a kernel's name, which C++ templates make long
@@ -69,7 +69,7 @@ class Profiler:
             do()
         except Exception as error:  # whatever fails, the run goes on
             self._profile = None
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = message(error)
             say(f"WARNING: steps {self._first} to {self._last} are not profiled: {reason}")
 
     def _start(self) -> None:

@@ -84,7 +84,6 @@ class Train:
     log_every: int
     max_grad_norm: float
     strategy: str
-    master_weights: bool
     fsdp_shard: str | int
     sync_each_batch: str | bool
     reshard_after_forward: str | bool

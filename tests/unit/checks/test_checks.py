@@ -304,17 +304,11 @@ def test_no_image_and_a_damaged_one(image: Path) -> None:
 @pytest.mark.seconds
 @pytest.mark.torch
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    ("architecture", "kernels"), [("7.0", "1 kernel"), ("9.0", "3 kernels"), ("gfx90a", "3 kernels")]
-)
-def test_kernels_are_compiled_for_gpus_that_this_machine_lacks(
-    architecture: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("architecture", ["7.0", "9.0", "gfx90a"])
+def test_a_kernel_is_compiled_for_gpus_that_this_machine_lacks(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dray.checks import compilers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert compilers.compile_kernels(architecture).startswith(f"{kernels} compiled; ")
-    monkeypatch.setattr(compilers, "_SHARED", {architecture: 1})
-    if kernels != "1 kernel":
-        with pytest.raises(UnfitError, match=r"summaries needs \d+ bytes of shared memory"):
-            compilers.compile_kernels(architecture)
+    assert compilers.compile_kernel(architecture).startswith("1 kernel compiled to ")

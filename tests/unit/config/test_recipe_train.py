@@ -70,14 +70,6 @@ def told(*words: str) -> str:
         ),
         (("train.steps=5", "train.on_divergence=ignore"), "train.on_divergence=ignore"),
         (("train.steps=5", "train.precision=fp8"), "train.precision=fp8"),
-        (
-            ("train.steps=5", "train.precision=bf16", "train.master_weights=true", "lora.enabled=true"),
-            "[lora] replaces layers of the model, which train.master_weights does not support",
-        ),
-        (
-            ("train.steps=5", "train.precision=bf16", "train.master_weights=true", "analog.enabled=true"),
-            "[analog] replaces layers of the model, which train.master_weights does not support",
-        ),
     ],
 )
 def test_what_does_not_go_together(words: tuple[str, ...], said: str) -> None:

@@ -49,7 +49,6 @@ def chosen(
         ({}, {**LLAMA, "logits_scaling": 1.0, "final_logit_softcapping": None}, 8,
          "chunked: whole logits of 8,192 tokens x 128,256 words would take 6.3 GB"),
         ({"train": {"loss": "chunked"}}, None, 8, "chunked: set in the recipe"),
-        ({"train": {"loss": "triton"}}, LLAMA, 1, "triton: set in the recipe"),
     ],
 )  # fmt: skip
 def test_the_loss_is_chosen_with_its_reason(
@@ -87,11 +86,6 @@ def test_a_compiled_run_has_whole_logits_where_they_fit(memory: float, why: str)
         ("cuda", "full", True, {"logits_scaling": 8}, []),
         ("cuda", "auto", True, {"logits_scaling": 8}, []),
         ("cuda", "chunked", False, {}, []),
-        ("cuda", "triton", True, {}, []),
-        ("rocm", "triton", True, {}, []),
-        ("cpu", "triton", True, {}, ["image = cpu"]),
-        ("cuda12", "triton", False, {}, ["site old: V100 (bf16 = false)"]),
-        ("cpu", "triton", False, {"logits_scaling": 8}, ["image = cpu", "logits_scaling = 8"]),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused(image: str, kind: str, bf16: bool, changes: Any, found: list[str]) -> None:

@@ -97,10 +97,10 @@ class TestApplied:
         assert offloads == ["optimizer", ""]
 
     def test_keys_that_do_not_go_together(self) -> None:
-        recipe = planned("train.precision=bf16", "train.master_weights=true").recipe
+        recipe = planned("train.on_divergence=skip").recipe
         start = candidate(strategy="ddp", per_device=4)
-        with pytest.raises(ConfigError, match="master_weights needs strategy ddp"):
-            tuning.applied(recipe, start.changed({STRATEGY: "fsdp"}), start, ranks=2)
+        with pytest.raises(ConfigError, match="on_divergence = skip needs strategy ddp or fsdp"):
+            tuning.applied(recipe, start.changed({STRATEGY: "zero2"}), start, ranks=2)
 
 
 def test_values() -> None:

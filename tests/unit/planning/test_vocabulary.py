@@ -29,7 +29,6 @@ def recipe(**tables: Any) -> Recipe:
         ({"train": {"strategy": "fsdp"}}, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"image": "cpu"}, 1, "not padded: padding makes nothing faster on a CPU"),
         ({"train": {"strategy": "zero3"}}, 128, f"padded in the head to a multiple of 128: {SLOW}"),
-        ({"train": {"loss": "triton"}}, 1, "not padded: Triton's kernels take any size"),
         ({"analog": {"enabled": True}}, 1, "not padded: the head may be analog"),
         ({"model": {"pad_to_multiple_of": 0}}, 0, "not padded: set in the recipe"),
         ({"model": {"pad_to_multiple_of": 64}, "image": "cpu"}, 64,
@@ -48,7 +47,7 @@ def test_what_is_no_multiple_is_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "logit", "copy"), [({}, 12, 2), ({"precision": "fp32"}, 12, 4), ({"master_weights": True}, 12, 2)]
+    ("train", "logit", "copy"), [({}, 12, 2), ({"precision": "fp32"}, 12, 4), ({"strategy": "fsdp"}, 12, 2)]
 )
 def test_the_estimate_counts_the_padded_size(train: dict[str, Any], logit: int, copy: int) -> None:
     """The logits of 47 words more, and the weight's copy with rows for them."""

@@ -96,7 +96,6 @@ class TestV100:
                 ),
                 "bf16,",
             ),
-            ("iris", "cpu", ("gpus=none", "train.strategy=ddp", "train.master_weights=true"), "bf16,"),
             ("meluxina", "cuda", (), "bf16,"),
         )
         for site, variant, words, shown in cases:

@@ -29,12 +29,11 @@ BEGUN = Callable[..., Run]
 # What befalls the disk, at the steps that a test names; the trainer is as it is.
 STAND_IN = f"""
 import os, runpy, sys
-from pathlib import Path
-from dray.train import lease, manifest, mirror, nodes
+from dray.train import lease, manifest, mirror
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import on_rank_0
-lease.BEAT_S, mirror.RETRY_S, nodes.POLL_S = 0.1, 0.1, 0.1
-save, write, statvfs, send = Checkpoints.save, manifest.write, os.statvfs, mirror.Place.send
+lease.BEAT_S, mirror.RETRY_S = 0.1, 0.1
+save, write, statvfs = Checkpoints.save, manifest.write, os.statvfs
 
 def filled(filler):
     with open(filler, "wb", buffering=0) as file:
@@ -63,13 +62,7 @@ def told(path):
     found[2] *= os.environ.get("ROOM_UNKNOWN") != "1"
     return os.statvfs_result(found)
 
-def sent(self, path, files, names):
-    if "SENT" in os.environ:
-        with Path(os.environ["SENT"] + os.environ["RANK"]).open("a") as file:
-            file.write("".join(f"{{path.name}} {{name}}\\n" for name in names))
-    send(self, path, files, names)
-
-Checkpoints.save, manifest.write, os.statvfs, mirror.Place.send = saved, written, told, sent
+Checkpoints.save, manifest.write, os.statvfs = saved, written, told
 sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -262,11 +255,7 @@ def test_a_run_goes_on_from_its_mirror(run: BEGUN, alone: Run, store: stores.Sto
 @pytest.mark.hostile("checkpoints")
 def test_a_damaged_checkpoint_is_mended_from_the_mirror(run: BEGUN, alone: Run, tmp_path: Path) -> None:
     words = ("checkpoint.every=8", f"checkpoint.folder={tmp_path}/kept", f"checkpoint.mirror={tmp_path}/far")
-    run(2, *words).end(LOCAL_WORLD_SIZE="1", SENT=f"{tmp_path}/sent-")  # two nodes, which copy what is theirs
-    for rank in range(2):
-        sent = (tmp_path / f"sent-{rank}").read_text().splitlines()
-        assert sent[-1] == f"step-16 rank-{rank}.safetensors"
-        assert all(line.endswith(f" rank-{rank}.safetensors") for line in sent)
+    run(2, *words).end()
     (tmp_path / "kept/step-16/rank-1.safetensors").unlink()
     again = run(2, *words).end()
     assert again.events("start")[0]["first_step"] == 16

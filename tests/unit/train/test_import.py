@@ -103,8 +103,11 @@ def test_a_model_has_the_same_numbers(written: Path, tmp_path: Path, name: str, 
     assert not (tmp_path / "model.part").exists()
 
 
-def test_a_trainer_s_checkpoint_is_resumed(written: Path, tmp_path: Path) -> None:
-    resumable(written / "trainer" / "checkpoint-3", tmp_path, truth=written / "truth.safetensors")
+def test_a_trainer_s_optimizer_names_no_weights(written: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a run cannot resume from this checkpoint") as refused:
+        take(written / "trainer" / "checkpoint-3", recipe=recipe(tmp_path))
+    assert refused.value.details["found"] == "optimizer.pt numbers the weights and does not name them"
+    assert refused.value.details["fix"].startswith("start a new training from its weights: --to FOLDER")
 
 
 def test_a_checkpoint_of_dcp_is_resumed(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +119,7 @@ def test_a_checkpoint_of_dcp_is_resumed(written: Path, tmp_path: Path, capsys: p
 def test_a_run_goes_on_from_it(written: Path, tmp_path: Path) -> None:
     """Whatever the strategy: here two ranks of fsdp."""
     (tmp_path / "kept").mkdir()
-    take(written / "trainer" / "checkpoint-3", recipe=recipe(tmp_path))
+    take(written / "dcp" / "step_3", recipe=recipe(tmp_path))
     forks = Forks()
     try:
         words = (f"checkpoint.folder={tmp_path}/kept", "train.strategy=fsdp")

@@ -16,7 +16,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -29,6 +32,7 @@ from helpers import ROOT  # noqa: E402
 from trainings import GPT  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints of others")]
+NAME = "transformer.wte.weight"
 
 
 class Member:
@@ -41,12 +45,19 @@ class Member:
         return getattr, (self.of, "member")
 
 
-class Planted:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+class Act:
+    """What calls this when it is unpickled."""
+
+    def __init__(self, act: Callable[..., Any], *arguments: Any) -> None:
+        self.act, self.arguments = act, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch '{self.mark}'",)
+        return self.act, self.arguments
+
+
+class Planted(Act):
+    def __init__(self, mark: Path) -> None:
+        super().__init__(os.system, f"touch '{mark}'")
 
 
 def network() -> GPT2LMHeadModel:
@@ -61,15 +72,23 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """As Trainer leaves it after one step, by torch's own AdamW."""
-    folder, net = tmp_path / "checkpoint-1", network()
-    net.save_pretrained(folder)
-    matrices, others = ([one for one in net.parameters() if (one.dim() > 1) == big] for big in (True, False))
-    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+    """As Trainer leaves its weights after one step."""
+    folder = tmp_path / "checkpoint-1"
+    network().save_pretrained(folder)
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+    return folder
+
+
+def save(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda states: None) -> Path:
+    """By torch's DCP, with AdamW's state after one step; `change` has the states, by the names of the weights."""
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters())
     net(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long()).loss.backward()
     optimizer.step()
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+    model, state = get_state_dict(net, optimizer)
+    change(state["state"])
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder)
     return folder
 
 
@@ -86,27 +105,20 @@ def take(
 
 def test_the_plain_one_is_taken(source: Path) -> None:
     take(source)
-    take(source, resume=True)
+    take(save(source.parent / "step_1"), resume=True)
     assert (source.parent / "kept" / "step-1" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model.bin"])
-def test_a_planted_pickle_runs_only_where_it_is_trusted(source: Path, name: str) -> None:
+def test_a_planted_pickle_runs_only_where_it_is_trusted(source: Path) -> None:
     mark = source.parent / "mark"
-    planted = (
-        {"state": Planted(mark), "param_groups": []}
-        if name == "optimizer.pt"
-        else weights(source) | {"x": Planted(mark)}
-    )
-    torch.save(planted, source / name)
+    torch.save(weights(source) | {"x": Planted(mark)}, source / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="the file is a pickle that would run code") as refused:
-        take(source, resume=True)
+        take(source)
     assert refused.value.details["found"] == "the global posix.system"
     assert refused.value.details["fix"].startswith("--trust, ")
     assert not mark.exists()
-    if name == "pytorch_model.bin":
-        take(source, trust=True)
-        assert mark.exists()
+    take(source, trust=True)
+    assert mark.exists()
 
 
 def test_a_member_of_an_enumeration_is_taken_and_no_other_attribute(
@@ -217,8 +229,6 @@ def planted_index(folder: Path) -> None:
 )  # fmt: skip
 def test_what_is_refused(source: Path, harm: Callable[[Path], None], problem: str, found: str) -> None:
     harm(source)
-    if harm is not far:
-        (source / "optimizer.pt").unlink()
     with pytest.raises(ConfigError) as refused:
         take(source)
     assert problem in refused.value.problem, refused.value
@@ -228,37 +238,62 @@ def test_what_is_refused(source: Path, harm: Callable[[Path], None], problem: st
     assert not (source.parent / "mark").exists()
 
 
-def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def made(folder: Path) -> None:
-        state = torch.load(folder / "optimizer.pt", weights_only=True)
-        torch.save(change(state) or state, folder / "optimizer.pt")
+@pytest.mark.parametrize("how", ["by value", "by name"])
+def test_any_python_s_enumeration_is_read(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pythons differ in how they pickle its members, which are in DCP's index."""
+    ways = {"by value": lambda one: (type(one), (one.value,)), "by name": lambda one: (getattr, (type(one), one.name))}
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda one, _: ways[how](one))
+    take(save(tmp_path / "step_1"), resume=True)
 
-    return made
+
+@pytest.mark.parametrize("act", [exec, open, getattr, torch.load])
+def test_a_planted_index_runs_nothing(tmp_path: Path, act: Any) -> None:
+    folder, mark = save(tmp_path / "step_1"), tmp_path / "mark"
+    arguments = {exec: (f"open({str(mark)!r}, 'w')",), open: (str(mark), "w")}
+    (folder / ".metadata").write_bytes(pickle.dumps(Act(act, *arguments.get(act, (str(mark), "x")))))
+    with pytest.raises(ConfigError, match="the checkpoint is damaged") as refused:
+        take(folder, resume=True)
+    assert ".metadata names " in refused.value.details["found"]
+    assert not mark.exists()
+
+
+def test_planted_numbers_run_nothing(tmp_path: Path) -> None:
+    """torch.save's file in place of a tensor, of the length that the index has."""
+    folder, mark = save(tmp_path / "step_1"), tmp_path / "mark"
+    file = next(folder.glob("*.distcp"))
+    size = file.stat().st_size
+    torch.save(Planted(mark), file)
+    file.write_bytes(file.read_bytes().ljust(size, b"\0")[:size])
+    with pytest.raises(ConfigError, match="the checkpoint is damaged"):
+        take(folder, resume=True)
+    assert not mark.exists()
+
+
+def every_step(number: float) -> Callable[[dict[str, Any]], None]:
+    return lambda states: [state.update(step=torch.tensor(number)) for state in states.values()] and None
 
 
 @pytest.mark.parametrize(
-    ("harm", "words", "problem"),
+    ("change", "words", "problem"),
     [
-        (lambda folder: (folder / "optimizer.pt").unlink(), (), "a run cannot resume from this checkpoint"),
-        (changed(lambda state: state["state"][0].update(exp_avg=torch.zeros(3))), (), "is damaged"),
-        (changed(lambda state: state["state"].pop(3) and None), (), "is damaged"),
-        (changed(lambda state: state["state"][0].update(step=torch.tensor(9.0))), (), "is damaged"),
-        (changed(lambda state: {"param_groups": 1}), (), "is damaged"),
-        (changed(lambda state: [state]), (), "is damaged"),
-        (changed(lambda state: state["param_groups"][0].update(params=[[1]] * 10)), (), "is damaged"),
-        (lambda folder: None, ("model.config.n_layer=1",), "is damaged"),
-        (lambda folder: None, ("model.config.n_embd=16",), "is damaged"),
-        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 9}'), (), "not a step of the"),
-        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 0}'), (), "not a step of the"),
+        (lambda states: states.clear(), (), "a run cannot resume from this checkpoint"),
+        (lambda states: states[NAME].update(exp_avg=torch.zeros(3)), (), "does not fit the recipe's model"),
+        (lambda states: states[NAME].pop("exp_avg"), (), "is damaged"),
+        (lambda states: states[NAME].update(step=torch.tensor(9.0)), (), "is damaged"),
+        (lambda states: None, ("model.config.n_layer=3",), "is damaged"),
+        (lambda states: None, ("model.config.n_embd=16",), "does not fit the recipe's model"),
+        (every_step(9.0), (), "not a step of the"),
+        (every_step(0.0), (), "not a step of the"),
     ],
-)  # fmt: skip
-def test_what_is_not_resumed(source: Path, harm: Callable[[Path], None], words: tuple[str, ...], problem: str) -> None:
-    harm(source)
+)
+def test_what_is_not_resumed(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: tuple[str, ...], problem: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
-        take(source, resume=True, words=words)
+        take(save(tmp_path / "step_1", change), resume=True, words=words)
     assert problem in refused.value.problem, refused.value
     assert refused.value.details["fix"]
-    assert not (source.parent / "kept").exists()
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +302,7 @@ def test_what_is_not_resumed(source: Path, harm: Callable[[Path], None], words: 
         ((), "an empty folder", "name another folder"),
         (("checkpoint-5/", "checkpoint-40/"), "checkpoint-40, checkpoint-5", "name one of them: {}/checkpoint-40"),
         (("adapter_config.json",), "a LoRA adapter alone", "merge it with peft"),
-        (("manifest.json", "rank-0.json"), "a checkpoint of dray's own", "dray export RUN"),
+        (("manifest.json", "rank-0.safetensors"), "a checkpoint of dray's own", "dray export RUN"),
     ],
 )
 def test_what_is_no_checkpoint(tmp_path: Path, made: tuple[str, ...], found: str, fix: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,10 @@ import pytest
 pytest.importorskip("pyarrow", reason="pyarrow: the training stack is not installed (make demo installs it)")
 pytest.importorskip("huggingface_hub", reason="the training stack is not installed (make demo installs it)")
 
-from torch.distributed import HashStore
-
 import stores
 from dray.contract.findings import DrayError
-from dray.train import manifest, mirror, nodes
+from dray.train import manifest, mirror
 from dray.train.mirror import Mirror
-from dray.train.nodes import Nodes
-from dray.train.place import Place
 from ranks import World
 
 pytestmark = pytest.mark.hostile("checkpoints")
@@ -56,8 +52,8 @@ def checkpoint(folder: Path, step: int, size: int = 1000) -> Path:
     path = folder / f"step-{step}"
     path.mkdir(mode=0o755, parents=True)
     data = os.urandom(size)
-    files = {name: manifest.written(path / name, data) for name in ("rank-0.safetensors", "rank-0.json")}
-    manifest.write(path, {"version": 2, "step": step, "files": files})
+    files = {name: manifest.written(path / name, data) for name in ("rank-0.safetensors", "rank-1.safetensors")}
+    manifest.write(path, {"version": 3, "step": step, "files": files})
     return path
 
 
@@ -102,9 +98,9 @@ def test_the_manifest_comes_last(store: stores.Store, tmp_path: Path) -> None:
     complete = [path for verb, path in store.asked if verb == "POST"]
     assert complete[-2:] == ["b/x/step-4/manifest.json"] * 2  # it begins, and is complete
     read = [path for verb, path in store.asked if verb == "GET" and path.endswith(("json", "tensors"))]
-    assert set(read) == {f"b/x/step-4/{name}" for name in ("rank-0.safetensors", "rank-0.json", "manifest.json")}
+    assert set(read) == {f"b/x/step-4/{name}" for name in ("rank-0.safetensors", "rank-1.safetensors", "manifest.json")}
     last = store.asked.index(("POST", "b/x/step-4/manifest.json"))
-    assert {("GET", "b/x/step-4/rank-0.json"), ("GET", "b/x/step-4/rank-0.safetensors")} <= {*store.asked[:last]}
+    assert {("GET", "b/x/step-4/rank-1.safetensors"), ("GET", "b/x/step-4/rank-0.safetensors")} <= {*store.asked[:last]}
 
 
 def test_a_byte_that_the_store_changed_is_seen_and_sent_again(store: stores.Store, tmp_path: Path) -> None:
@@ -143,6 +139,15 @@ def test_a_copy_that_failed_is_tried_again_by_itself(store: stores.Store, tmp_pa
         assert time.monotonic() < end, made.metrics
         time.sleep(0.02)
     assert made.begin(ELSEWHERE, instead=False) == [4]
+
+
+def test_a_copy_takes_the_place_of_what_was_there(place: str, tmp_path: Path) -> None:
+    """As after a return to an older checkpoint: the same step is saved again, with other bytes."""
+    copied(place, checkpoint(tmp_path / "before", 4))
+    made = copied(place, path := checkpoint(tmp_path / "own", 4))
+    assert made.trouble == ""
+    assert fetched(place, 4, tmp_path / "new") == ""
+    assert content(tmp_path / "new/step-4") == content(path)
 
 
 def test_a_newer_one_takes_the_place_of_one_that_waits(store: stores.Store, tmp_path: Path) -> None:
@@ -244,45 +249,6 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
     assert refused.value.finding.code == 78
 
 
-class Shared:
-    """A store as torch's, which goes when the run ends."""
-
-    def __init__(self) -> None:
-        self._store, self.gone = HashStore(), False
-
-    def __getattr__(self, name: str) -> Any:
-        if self.gone:
-            raise RuntimeError("Connection reset by peer")
-        return getattr(self._store, name)
-
-
-BEGUN = Callable[..., tuple[Mirror, dict[int, list[str]]]]
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[BEGUN]:
-    """The mirror of a run, with a node at each place, and which files each node has sent."""
-    monkeypatch.setattr(nodes, "POLL_S", 0.01)
-    shared, sent, send = Shared(), {}, Place.send
-
-    def noted(own: Place, path: Path, files: Any, names: list[str]) -> None:
-        sent.setdefault(own.node, []).extend(names)
-        send(own, path, files, names)
-
-    def begin(*places: str) -> tuple[Mirror, dict[int, list[str]]]:
-        made = []
-        for node, place in enumerate(places):
-            made.append(Mirror(place, Events(), keep=2, nodes=Nodes(shared, node, len(places))))
-            if node:
-                made[-1].help()
-            made[-1]._target.node = node
-        return made[0], sent
-
-    monkeypatch.setattr(Place, "send", noted)
-    yield begin
-    shared.gone = True
-
-
 def of_ranks(folder: Path, step: int, count: int) -> Path:
     path = folder / f"step-{step}"
     path.mkdir(mode=0o755, parents=True)
@@ -290,141 +256,6 @@ def of_ranks(folder: Path, step: int, count: int) -> Path:
              for rank in range(count)}  # fmt: skip
     manifest.write(path, {"version": 3, "step": step, "files": files})
     return path
-
-
-def ranks(*numbers: int) -> list[str]:
-    return [f"rank-{number}.safetensors" for number in numbers]
-
-
-def test_each_node_copies_what_its_ranks_wrote(begun: BEGUN, place: str, tmp_path: Path) -> None:
-    path = of_ranks(tmp_path / "own", 4, 12)
-    made, sent = begun(place, place, place)
-    made.put(path)
-    made.settle()
-    assert made.trouble == ""
-    assert sent == {0: ranks(0, 1, 2, 3), 1: ranks(4, 5, 6, 7), 2: ranks(8, 9, 10, 11)}
-    made.put(of_ranks(tmp_path / "own", 8, 12))  # once more, by the same
-    made.settle()
-    assert [len(names) for names in sent.values()] == [8, 8, 8]
-    assert Mirror(place, Events(), keep=2).begin(ELSEWHERE, instead=False) == [4, 8]
-    assert fetched(place, 4, tmp_path / "new") == ""
-    assert content(tmp_path / "new/step-4") == content(path)
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_folder_that_another_node_does_not_see_is_filled_by_rank_0(begun: BEGUN, tmp_path: Path, stale: bool) -> None:
-    """A disk of each node's own by one name, on which that node may have an older copy."""
-    path = of_ranks(tmp_path / "own", 4, 9)
-    if stale:
-        (tmp_path / "disk of node 1/step-4").mkdir(parents=True)
-    made, sent = begun(str(tmp_path / "far"), str(tmp_path / "disk of node 1"), str(tmp_path / "far"))
-    made.put(path)
-    made.settle()
-    assert made.trouble == ""
-    assert sent[0] == ranks(0, 1, 2, 3, 4, 5)
-    assert sent[2] == ranks(6, 7, 8)
-    assert content(tmp_path / "far/step-4") == content(path)
-
-
-def test_what_another_node_could_not_send_rank_0_sends(begun: BEGUN, store: stores.Store, tmp_path: Path) -> None:
-    path = of_ranks(tmp_path / "own", 4, 6)
-    made, sent = begun("s3://b/x", "s3://none/x")
-    made.put(path)
-    made.settle()
-    assert made.trouble == ""
-    assert sent == {0: ranks(0, 1, 2, 3, 4, 5), 1: ranks(3, 4, 5)}
-    assert fetched("s3://b/x", 4, tmp_path / "new") == ""
-    assert content(tmp_path / "new/step-4") == content(path)
-
-
-def test_what_another_node_sent_wrong_rank_0_sends_again(
-    begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many bytes as were written, and other ones: that node has read them back."""
-    written = Place._sent
-
-    def flipped(own: Place, system: Any, source: Path, target: str) -> dict[str, Any]:
-        found = written(own, system, source, target)
-        if own.node == 1:
-            Path(target).write_bytes(bytes(found["bytes"]))
-        return found
-
-    monkeypatch.setattr(Place, "_sent", flipped)
-    made, sent = begun(str(tmp_path / "far"), str(tmp_path / "far"))
-    made.put(path := of_ranks(tmp_path / "own", 4, 6))
-    made.settle()
-    assert sent == {0: ranks(0, 1, 2, 3, 4, 5), 1: ranks(3, 4, 5)}
-    assert content(tmp_path / "far/step-4") == content(path)
-
-
-def test_a_copy_of_many_nodes_that_fails_is_tried_again(begun: BEGUN, store: stores.Store, tmp_path: Path) -> None:
-    store.buckets.clear()
-    made, _ = begun(*["s3://b/x"] * 3)
-    made.put(path := of_ranks(tmp_path / "own", 4, 6))
-    made.settle()
-    assert made.trouble
-    store.buckets.add("b")
-    made.settle()
-    assert made.trouble == ""
-    assert fetched("s3://b/x", 4, tmp_path / "new") == ""
-    assert content(tmp_path / "new/step-4") == content(path)
-
-
-def test_rank_0_sends_no_more_than_the_share_of_the_node_that_failed(
-    begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, failed = Place._sent, []
-
-    def sent_once(own: Place, system: Any, source: Path, target: str) -> dict[str, Any]:
-        if own.node == 2 and not failed:
-            failed.append(source)
-            raise OSError("SlowDown: please reduce your request rate")
-        return written(own, system, source, target)
-
-    monkeypatch.setattr(Place, "_sent", sent_once)
-    made, sent = begun(*[str(tmp_path / "far")] * 4)
-    made.put(path := of_ranks(tmp_path / "own", 4, 8))
-    made.settle()
-    assert made.trouble == ""
-    assert sent == {0: ranks(0, 1, 4, 5), 1: ranks(2, 3), 2: ranks(4, 5), 3: ranks(6, 7)}
-    assert content(tmp_path / "far/step-4") == content(path)
-
-
-def test_rank_0_sends_what_a_silent_node_does_not(
-    begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Once that node goes on, it begins with the latest checkpoint."""
-    monkeypatch.setattr(nodes, "SILENT_S", 0.3)
-    help_ = Mirror.help
-    monkeypatch.setattr(Mirror, "help", lambda _: None)
-    made, sent = begun(str(tmp_path / "far"), str(tmp_path / "far"))
-    for step in (4, 8):
-        made.put(path := of_ranks(tmp_path / "own", step, 4))
-        made.settle()
-        assert made.trouble == ""
-        assert content(tmp_path / f"far/step-{step}") == content(path)
-        warning = "WARNING: node 1 sent nothing to the mirror for 0 s: rank 0 sends its files\n"
-        assert capsys.readouterr().out == warning
-    assert sent == {0: ranks(0, 1, 2, 3) * 2}
-    monkeypatch.setattr(nodes, "SILENT_S", 60.0)
-    made.put(path := of_ranks(tmp_path / "own", 12, 4))
-    monkeypatch.setattr(Place, "node", 1, raising=False)
-    help_(Mirror(str(tmp_path / "far"), Events(), keep=2, nodes=Nodes(made.nodes.store, 1, 2)))
-    made.settle()
-    assert sent[1] in (ranks(2, 3), ranks(2, 3) * 2)  # it may come before the latest is asked for
-    assert made.trouble == ""
-    assert content(tmp_path / "far/step-12") == content(path)
-
-
-def test_a_file_that_is_written_again_stays_whole(tmp_path: Path) -> None:
-    """A node that was silent goes on when rank 0 has sent its files, and published them."""
-    far, path = tmp_path / "far", checkpoint(tmp_path / "own", 4)
-    copied(str(far), path)
-    seen = []
-    late = Place(str(far), lambda _: seen.append((far / "step-4/rank-0.json").read_bytes()))
-    late.send(path, manifest.read(path)["files"], ["rank-0.json"])
-    assert {*seen} == {(path / "rank-0.json").read_bytes()}
-    assert content(far / "step-4") == content(path)
 
 
 def fetch(place: str, tmp_path: Path, count: int, elsewhere: str = "") -> list[Any]:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, masking_utils  # noqa: E402
 
-from dray.train.model import attention, attention_scores, dropout  # noqa: E402
+from dray.train.model import attention, attention_scores  # noqa: E402
 from dray.train.objectives.base import LossModule  # noqa: E402
 from trainings import config  # noqa: E402
 
@@ -139,26 +139,6 @@ def test_a_window_hides_what_it_hid(tmp_path: Path) -> None:
         loss, calls, _ = compiled(LossModule(mine), tokens, labels, None, None)
         assert [call["mask"] for call in calls] == masks
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_dropout_of_a_compiled_cpu_has_no_mask_either(kind: str, tmp_path: Path, monkeypatch) -> None:
-    attention.look_for_documents(masked=False)
-    mine = network(kind, **({"attn_pdrop": 0.1} if kind == "gpt2" else {"attention_dropout": 0.1}))
-    attention.install(mine, config(tmp_path, "train.compile=true"), CPU)
-    seen: list[Any] = []
-    own = dropout.attention
-
-    def spy(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        seen.append(attention_mask)
-        return own(module, query, key, value, attention_mask, **options)
-
-    attention.register("dray-dropout", spy)
-    try:
-        LossModule(mine)(*rows()[:2], None, None)
-    finally:
-        attention.register("dray-dropout", own)
-    assert seen == [None]
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Any, *words: str, capability=(9, 0)) -> tuple:

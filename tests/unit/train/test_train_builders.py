@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -106,10 +107,12 @@ def test_every_builder_gives_the_same_documents(tmp_path: Path, builder: str) ->
 
 def test_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
     stores.forget()
-    with stores.serving({"all/1.tar": tar(TEXTS[:50]), "all/2.tar": tar(TEXTS[50:])}) as store:
+    objects = {"all/1.tar": tar(TEXTS[:50]), "all/2.tar": tar(TEXTS[50:]), "all/3.tar.gz": gzip.compress(tar(TEXTS))}
+    with stores.serving(objects) as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL", store.address)
         assert read("s3://all/*.tar", "txt") == TEXTS
         assert read(f"webdataset:{store.address}/all/1.tar", "txt") == TEXTS[:50]
+        assert read(f"webdataset:{store.address}/all/3.tar.gz", "txt") == TEXTS
         store.objects["all/2.tar"] = tar(TEXTS[50:])[: 512 * 20]
         assert "a whole tar file at s3://all/2.tar" in refused("s3://all/*.tar", "txt")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,8 +16,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.contract.findings import ConfigError, DrayError  # noqa: E402
-from dray.train import dcp, manifest, positions, restore, saved, shards  # noqa: E402
-from dray.train.shards import MismatchError, Reader, Shard, Shards, Staging  # noqa: E402
+from dray.train import manifest, saved, shards  # noqa: E402
+from dray.train.shards import MismatchError, Shard, Shards, Staging  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints")]
 MADE_BY = {"run": "one", "image_sha256": "", "dray": "0", "order": {}}
@@ -65,7 +64,7 @@ def write(folder: Path, way: str, count: int, staging: Staging | None = None) ->
     folder.mkdir(mode=0o755, parents=True)
     staging, held = staging or Staging(torch.device("cpu")), []
     for rank in range(count):
-        own = {**WAYS[way](tensors(), rank, count), **positions.shards([[rank, rank, 2, [7]]])}
+        own = {**WAYS[way](tensors(), rank, count), **saved.positions([[rank, rank, 2, [7]]])}
         held.append(saved.written(folder, staging.fill(own, rank), rank))
     found = {"version": 3, "step": 3, "updates": 3, "world_size": count, "scaler": None} | MADE_BY
     found |= functools.reduce(saved.joined, held)
@@ -73,37 +72,11 @@ def write(folder: Path, way: str, count: int, staging: Staging | None = None) ->
     return found
 
 
-def write_as_before(folder: Path, way: str, count: int) -> None:
-    """Version 2 of it."""
-    found = write(folder, way, count)
-    for name in [name for name in found["tensors"] if name.startswith("feed.")]:
-        del found["tensors"][name]
-    for one in found["tensors"].values():
-        one["shards"] = [
-            [shards.file_of(file + place), begin + place * length, length]
-            for file, begin, length, many in one["shards"]
-            for place in range(many)
-        ]
-    for rank in range(count):
-        name = shards.file_of(rank)
-        (folder / name).unlink()
-        staged = Staging(torch.device("cpu")).fill(WAYS[way](tensors(), rank, count), rank)
-        found["files"][name] = manifest.written(folder / name, staged.head, staged.numbers)
-        text = json.dumps({"feed": [[rank, rank, 2, [7]]], "scaler": [8.0, 1, 5]}).encode()
-        found["files"][f"rank-{rank}.json"] = manifest.written(folder / f"rank-{rank}.json", text)
-    del found["scaler"]
-    (folder / "manifest.json").unlink()
-    manifest.write(folder, {**found, "version": 2})
-
-
-@pytest.mark.parametrize("made", [write, write_as_before])
 @pytest.mark.parametrize(("way", "count"), [("ddp", 1), ("ddp", 3), ("fsdp", 4), ("ddp", 60)])
 @pytest.mark.parametrize(("then", "others"), [("ddp", 2), ("fsdp", 3)])
-def test_any_ranks_read_what_any_wrote(
-    tmp_path: Path, made: Callable[..., Any], way: str, count: int, then: str, others: int
-) -> None:
+def test_any_ranks_read_what_any_wrote(tmp_path: Path, way: str, count: int, then: str, others: int) -> None:
     folder = tmp_path / "step-3"
-    made(folder, way, count)
+    write(folder, way, count)
     reader = saved.opened(folder)
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     for rank in range(others):
@@ -125,18 +98,13 @@ class Held:
         self.state = self.state or state
 
 
-@pytest.mark.parametrize(("made", "scale"), [(write, [4.0, 2, 6]), (write_as_before, [8.0, 1, 5])])
-def test_positions_and_the_loss_scale_are_those_of_all_ranks(
-    tmp_path: Path, made: Callable[..., Any], scale: list[Any]
-) -> None:
+def test_positions_and_the_loss_scale_are_those_of_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "step-3"
-    made(folder, "ddp", 3)
-    found = saved.look(folder)
-    if made is write:
-        found["scaler"] = scale
+    write(folder, "ddp", 3)
+    found = saved.look(folder) | {"scaler": [4.0, 2, 6]}
     held: Any = Held()
-    feed = restore.load(held, folder, found)
-    assert held.state == scale
+    feed = saved.load(held, folder, found)
+    assert held.state == [4.0, 2, 6]
     read = {number: [*feed[number][:3], [*feed[number][3]]] for number in feed}
     assert read == {rank: [rank, rank, 2, [7]] for rank in range(3)}
     assert (3 in feed, len(feed)) == (False, 3)
@@ -221,11 +189,6 @@ def renamed(found: dict[str, Any]) -> None:
     found["tensors"]["feed.x"] = found["tensors"].pop("feed.0")
 
 
-def row(file: str) -> Callable[[dict[str, Any]], None]:
-    """As version 2 has them."""
-    return put([[file, 0, 21]], *A, "shards")
-
-
 A, NUMBERS = ("tensors", "weights.a"), "rank-0.safetensors"
 SUM = {"bytes": 0, "sha256": ""}
 NO_STEP = "its manifest is not of this step, or not of a checkpoint"
@@ -235,10 +198,13 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "more and a huge shape": (more, "rank-0.safetensors holds other tensors than the manifest says"),
     "as many files as numbers": (
         shard(0, 3, 1 << 60),
-        "tensor weights.a is in '0', which is not a file of this checkpoint",
+        f"tensor weights.a is in rank-{(1 << 60) - 1}.safetensors, which is not a file of this checkpoint",
     ),
     "no files": (shard(0, 3, 0), "tensor weights.a has a shard without a file, an offset and a length"),
-    "a file that is not there": (shard(1, 0, 3), "tensor weights.a is in '3', which is not a file of this checkpoint"),
+    "a file that is not there": (
+        shard(1, 0, 3),
+        "tensor weights.a is in rank-3.safetensors, which is not a file of this checkpoint",
+    ),
     "another file": (shard(1, 0, 2), "rank-1.safetensors holds other tensors than the manifest says"),
     "the same file twice": (
         put([[0, 0, 18, 1], [0, 18, 3, 1]], *A, "shards"),
@@ -264,11 +230,8 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "true": (shard(0, 1, False), "tensor weights.a has a shard without a file, an offset and a length"),
     "text": (put("all", *A, "shards"), "tensor weights.a has no type, shape and shards"),
     "no list": (put([7], *A, "shards"), "tensor weights.a has a shard without a file, an offset and a length"),
+    "a row of three": (put([[0, 0, 21]], *A, "shards"), "tensor weights.a has a shard without a file, an offset"),
     "file elsewhere": (shard(0, 0, "../x.safetensors"), "tensor weights.a has a shard without a file, an offset"),
-    "file elsewhere, as before": (
-        row("../x.safetensors"),
-        "'../x.safetensors', which is not a file of this checkpoint",
-    ),
     "absolute": (put(SUM, "files", "/etc/passwd"), "its manifest has no valid list of files"),
     "upwards": (put(SUM, "files", "../../x"), "its manifest has no valid list of files"),
     "no checksum": (put({"bytes": 3}, "files", NUMBERS), "its manifest has no valid list of files"),
@@ -303,7 +266,7 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"version": 2, "version": 2, "files": {}}', "an object has the same name twice"),
+        ('{"version": 3, "version": 3, "files": {}}', "an object has the same name twice"),
         ("[" * 200_000, "its manifest cannot be read"),
         ("[]", "its manifest has no valid list of files"),
         ("{", "its manifest cannot be read"),
@@ -351,22 +314,11 @@ def test_a_crafted_safetensors_with_the_right_checksum(tmp_path: Path, head: dic
     assert NUMBERS in refused(folder) or "has more numbers than" in refused(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", '{"feed": 1}', '{"feed": [["x", 0, 0, []]], "scaler": null}', "[" * 99999])
-def test_a_crafted_position_with_the_right_checksum(tmp_path: Path, text: str) -> None:
-    folder = tmp_path / "step-3"
-    write_as_before(folder, "ddp", 1)
-    found = json.loads((folder / "manifest.json").read_text())
-    (folder / "rank-0.json").unlink()
-    found["files"]["rank-0.json"] = manifest.written(folder / "rank-0.json", text.encode())
-    (folder / "manifest.json").write_text(json.dumps(found))
-    assert "rank-0.json" in refused(folder)
-
-
 def test_a_position_before_the_data(tmp_path: Path) -> None:
     folder = tmp_path / "step-3"
     folder.mkdir(mode=0o755)
     about = {"step": 3, "updates": 3, "world_size": 1, "scaler": None} | MADE_BY
-    saved.write(folder, [positions.shards([[0, -1, 0, [5]]])], about)
+    saved.write(folder, [saved.positions([[0, -1, 0, [5]]])], about)
     assert "rank-0.safetensors holds a negative position in the data" in refused(folder)
 
 
@@ -424,92 +376,6 @@ def test_a_umask_that_lets_a_group_write_does_not_count(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert saved.opened(tmp_path / "step-3").tensors
-
-
-@pytest.fixture(params=["by value", "by name"])
-def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint as torch's DCP has written it, of weights, averages and a buffer."""
-    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    # Pythons differ in how they pickle an enumeration's members.
-    how = {
-        "by value": lambda one, _: (type(one), (one.value,)),
-        "by name": lambda one, _: (getattr, (type(one), one.name)),
-    }
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", how[request.param])
-    folder = tmp_path / "step-3"
-    folder.mkdir(mode=0o755)
-    named = {
-        kind: {"a.b": torch.arange(12.0).view(4, 3) + number} for number, kind in enumerate(("weights", "exp_avg"))
-    }
-    with pytest.warns(UserWarning, match="single process"):
-        save({**named, "others": {"half": torch.arange(4).bfloat16()}}, checkpoint_id=folder)
-    (folder / "rank-0.json").write_text('{"feed": null, "scaler": null}')
-    seal(folder)
-    return folder
-
-
-def seal(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.chmod(0o644)
-    sums = {path.name: manifest.described(path) for path in folder.iterdir() if path.name != "manifest.json"}
-    found = {"version": 1, "step": 3, "updates": 3, "world_size": 1, "files": sums} | MADE_BY
-    (folder / "manifest.json").write_text(json.dumps(found))
-
-
-def convert(old: Path) -> Reader:
-    new = old.with_name("step-3.part-x") / "step-3"
-    new.mkdir(mode=0o755, parents=True)
-    dcp.convert(old, new, saved.look(old) | {"version": 2})
-    return saved.opened(new)
-
-
-def test_a_checkpoint_of_dcp_is_converted(old: Path) -> None:
-    read = {"weights.a.b": torch.zeros(4, 3), "exp_avg.a.b": torch.zeros(4, 3), "others.half": torch.zeros(4)}
-    convert(old).fill(whole(read))
-    assert read["weights.a.b"].tolist() == torch.arange(12.0).view(4, 3).tolist()
-    assert read["exp_avg.a.b"].tolist() == (torch.arange(12.0).view(4, 3) + 1).tolist()
-    assert read["others.half"].tolist() == [0, 1, 2, 3]
-
-
-class Planted:
-    def __init__(self, act: Any, *arguments: Any) -> None:
-        self.act, self.arguments = act, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.act, self.arguments
-
-
-@pytest.mark.parametrize("act", [os.system, exec, open, getattr, torch.load])
-def test_a_planted_index_runs_nothing(old: Path, act: Any) -> None:
-    mark = old.parent / "mark"
-    arguments = {os.system: (f"touch {mark}",), exec: (f"open({str(mark)!r}, 'w')",), open: (str(mark), "w")}
-    planted = Planted(act, *arguments.get(act, (str(mark), "x")))
-    (old / ".metadata").write_bytes(pickle.dumps(planted))
-    seal(old)
-    with pytest.raises(ConfigError, match="the checkpoint of an older dray cannot be read") as error:
-        convert(old)
-    assert ".metadata names " in error.value.finding.found
-    assert not mark.exists()
-
-
-def test_planted_numbers_run_nothing(old: Path) -> None:
-    """torch.save's file in place of a tensor, of the length that the index has."""
-    mark, file = old.parent / "mark", next(old.glob("*.distcp"))
-    size = file.stat().st_size
-    torch.save(Planted(os.system, f"touch {mark}"), file)
-    file.write_bytes(file.read_bytes().ljust(size, b"\0")[:size])
-    seal(old)
-    with pytest.raises(ConfigError, match="the checkpoint of an older dray cannot be read"):
-        convert(old)
-    assert not mark.exists()
-
-
-def test_an_older_one_that_others_may_write_is_not_converted(old: Path) -> None:
-    (old / ".metadata").chmod(0o664)
-    with pytest.raises(ConfigError, match="the checkpoint is open to other users"):
-        convert(old)
 
 
 MODEL = {"config.json": "{}", "model.safetensors": "numbers", "parts/x.jinja": "x"}

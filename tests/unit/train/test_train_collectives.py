@@ -27,8 +27,9 @@ CASES = {
     "hsdp": {**LEAN, "fsdp_shard": "node"},
     "two of four nodes": {**LEAN, "fsdp_shard": 2, "local": 1},
     "auto": {"strategy": "fsdp"},
+    "a GPU of another size": {"strategy": "fsdp", "memory": [1e12, 1e12, 1e3, 1e12]},
     "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
-    "masters": {"strategy": "ddp", "precision": "bf16", "master_weights": True},
+    "fsdp bf16": {"strategy": "fsdp", "precision": "bf16"},
 }
 
 
@@ -57,6 +58,7 @@ def seen(tmp_path_factory) -> dict[str, dict]:
         ("hsdp", 2 * (6 + 2), 2 * 6, 6 + 1),
         ("two of four nodes", 2 * (6 + 2), 2 * 6, 6 + 1),
         ("auto", 6, 6, 6 + 1),
+        ("a GPU of another size", 2 * (6 + 2), 2 * 6, 1),  # all ranks have its layout
     ],
 )
 def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(
@@ -97,10 +99,9 @@ def test_ddp_sends_gradients_alone(seen: dict[str, dict]) -> None:
     assert {name for name in seen["ddp"]["found"] if name != "cast"} == {"allreduce_"}
 
 
-def test_no_weight_is_cast_beside_its_master(seen: dict[str, dict]) -> None:
+def test_in_16_bits_fsdp_casts_each_weight_once_in_a_step(seen: dict[str, dict]) -> None:
     """Autocast casts each matrix in each micro-batch, and its gradient back."""
     assert seen["ddp bf16"]["found"]["cast"] >= 2 * 2 * 3 * 7
-    assert seen["masters"]["found"].get("cast", 0) == 0
-    assert {name for name in seen["masters"]["found"] if name != "cast"} == {"allreduce_"}
-    assert seen["masters"]["losses"] == pytest.approx(seen["ddp"]["losses"], rel=5e-3)
-    assert seen["masters"]["norm"] == pytest.approx(seen["ddp"]["norm"], rel=5e-2)
+    assert seen["fsdp bf16"]["found"].get("cast", 0) <= 3 * 7 + 2
+    assert seen["fsdp bf16"]["losses"] == pytest.approx(seen["ddp"]["losses"], rel=5e-3)
+    assert seen["fsdp bf16"]["norm"] == pytest.approx(seen["ddp"]["norm"], rel=5e-2)

@@ -24,8 +24,8 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train import manifest, objectives, positions, saved  # noqa: E402
-from dray.train.data import arrow, corpus, datasets, encoding, lines, resolve, sources, tokenizer  # noqa: E402
+from dray.train import manifest, objectives, saved  # noqa: E402
+from dray.train.data import arrow, corpus, datasets, encoding, files, resolve, sources, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.stream import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -172,9 +172,9 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "d.parquet").write_text("")
-    names = [Path(name).name for name in sources.files(str(tmp_path))]
+    names = [Path(name).name for name in files.find(str(tmp_path))]
     assert names == ["a.jsonl", "b.txt", "c.csv", "d.parquet"]
-    assert sources.files(f"{tmp_path}/*.txt") == (str(tmp_path / "b.txt"),)
+    assert files.find(f"{tmp_path}/*.txt") == (str(tmp_path / "b.txt"),)
 
 
 def test_the_corpus_has_the_same_bytes_everywhere() -> None:
@@ -348,7 +348,7 @@ def test_a_cut_parquet_and_one_of_another_column(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(lines, "_LONGEST", 1 << 20)
+    monkeypatch.setattr(files, "_LONGEST", 1 << 20)
     path = tmp_path / "endless.txt"
     path.write_bytes(b"a fine line\n" + b"x" * (1 << 21))
     told = refused(texts, tmp_path, f"data.train={path}")
@@ -434,9 +434,9 @@ class TestStream:
 
         streams = [self.stream(tmp_path, "jsonl") for _ in range(ranks)]
         before = some(streams, range(15))
-        kept = positions.shards([state for stream in streams for state in stream.state()])
+        kept = saved.positions([state for stream in streams for state in stream.state()])
         saved.write(tmp_path, [kept], {})
-        states = positions.Positions(tmp_path, manifest.read(tmp_path)["tensors"])
+        states = saved.Positions(tmp_path, manifest.read(tmp_path)["tensors"])
         assert [*states] == [*range(len(states))] == [*range(8)]
         others = [self.stream(tmp_path, "jsonl") for _ in range(2)]
         for other in others:

@@ -252,7 +252,7 @@ def test_in_16_bits_sums_are_made_in_32() -> None:
     exact = functional.cross_entropy((hidden.double() @ weight.double().t()), labels, reduction="sum")
     expected = torch.autograd.grad(exact, (hidden, weight))
     wanted = True, True, False
-    loss, _ = head.HeadLoss.apply(hidden, weight, None, labels, "chunked", torch.bfloat16, wanted, False, False)
+    loss, _ = head.HeadLoss.apply(hidden, weight, None, labels, torch.bfloat16, wanted, False, False)
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-3)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):

@@ -98,6 +98,15 @@ def test_of_experts_those_count_that_a_token_meets(kind: str, settings: dict[str
     assert counted == 6 * (sum(sizes.values()) - V * H - experts * 6 / 8) + ATTENTION * 4 * 32
 
 
+def test_gemma_s_configuration_has_another_name_for_them() -> None:
+    """Without it a run of such a model ended in an AttributeError before its first step."""
+    layers = {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 0}
+    experts = {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True}
+    few, sizes = flops("gemma4_text", **MLP, **layers, **experts)
+    every, _ = flops("gemma4_text", **MLP, **layers, **experts | {"top_k_experts": 8})
+    assert every - few == 6 * sum(size for name, size in sizes.items() if ".experts." in name) * 6 / 8
+
+
 def test_masked_tokens_alone_pass_the_head() -> None:
     counted, sizes = flops("bert", "masked", intermediate_size=96)
     rest = sum(sizes.values()) - V * H

@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "attention scores, eager attention": ("train.attention_stats=true", "model.attn_implementation=eager"),
     "masked": BERT,
     # A step is left out, the next one is not.
-    "ddp in fp16": ("train.precision=fp16", f"train.initial_loss_scale={2.0**27}", "train.master_weights=true"),
+    "ddp in fp16": ("train.precision=fp16", f"train.initial_loss_scale={2.0**27}"),
     "fsdp in fp16": ("train.precision=fp16", f"train.initial_loss_scale={2.0**27}", "train.strategy=fsdp"),
 }
 ANALOG = (

@@ -17,7 +17,6 @@ import pytest
 
 np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
-token_writer = pytest.importorskip("dray.train.data.token_writer")
 from dray.contract import node  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.runs.tokens import entries  # noqa: E402
@@ -225,7 +224,7 @@ def test_a_run_waits_for_another_that_makes_the_same(tmp_path: Path, monkeypatch
     """As jobs of an array do, whose tokens are the same."""
     begun, may_end, waits = Event(), Event(), Event()
     begins = "another run makes these tokens; this one waits for it: "
-    monkeypatch.setattr(token_writer, "say", lambda text: text.startswith(begins) and waits.set())
+    monkeypatch.setattr(token_cache, "say", lambda text: text.startswith(begins) and waits.set())
 
     def slow(batch: list[str]) -> list[int]:
         begun.set()

@@ -11,7 +11,6 @@ import pytest
 np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train.data import staged  # noqa: E402
 
 MOUNTS = """22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
 30 22 0:31 / /tmp rw - tmpfs tmpfs rw
@@ -34,12 +33,12 @@ MOUNTS = """22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
 )
 def test_the_file_system_is_the_innermost_mount_s(tmp_path: Path, folder: str, kind: str) -> None:
     (tmp_path / "mounts").write_text(MOUNTS)
-    assert staged.kind(Path(folder), tmp_path / "mounts") == kind
+    assert token_cache.file_system(Path(folder), tmp_path / "mounts") == kind
 
 
 def test_this_machine_s_are_known() -> None:
-    assert staged.kind(Path("/proc/self")) == "proc"
-    assert staged.kind(Path("/")) not in ("", "proc")
+    assert token_cache.file_system(Path("/proc/self")) == "proc"
+    assert token_cache.file_system(Path("/")) not in ("", "proc")
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
 
     def opened(cache: str, scratch: str) -> Path:
         (tmp_path / "attempt").mkdir(mode=0o700, exist_ok=True)
-        monkeypatch.setattr(staged, "kind", lambda folder: scratch if "attempt" in folder.parts else cache)
+        monkeypatch.setattr(token_cache, "file_system", lambda folder: scratch if "attempt" in folder.parts else cache)
         tokens = token_cache.cached(
             tmp_path / "my cache",
             "x",

@@ -16,8 +16,6 @@ _LOSS = 12
 """Bytes of a logit in eager mode: its logarithm and two gradients, in 32 bits."""
 _PARTS, _CHUNK, _CHUNK_COMPILED = 8, 1 << 27, 1 << 28
 """The fewest parts of chunked logits, and the most numbers of one part: train/kernels/chunked.py has them."""
-_SLICE = 1 << 27
-"""Numbers of the logits' gradient that train/kernels/triton.py holds."""
 
 
 class Use(NamedTuple):
@@ -54,8 +52,6 @@ def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> fl
     each = 2 * use.products if use.compiled else _LOSS  # compiled: the logit and its gradient
     if loss == "chunked":
         return each * min(size / _PARTS, _CHUNK_COMPILED if use.compiled else _CHUNK) + weight
-    if loss == "triton":
-        return use.products * min(size, _SLICE) + weight
     return each * size
 
 

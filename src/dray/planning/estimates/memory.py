@@ -104,7 +104,7 @@ def use(recipe: Recipe, kind: str) -> activations.Use:
     stage, deepspeed = STRATEGIES[train.strategy][:2]
     half = train.precision != "fp32"
     # FSDP and DeepSpeed compute with 16-bit weights, and so with 16 bits between the layers.
-    narrow = half and (deepspeed or stage == 3 or train.master_weights)
+    narrow = half and (deepspeed or stage == 3)
     residual = 2 if narrow or recipe.model.dtype == "bf16" else 4
     return activations.Use(
         recipe.data.sequence_length,

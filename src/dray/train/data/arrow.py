@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dray.contract import dataset
-from dray.train.data import remote, table
+from dray.train.data import files, remote
 
 _ROWS = 1024
 """Rows that are Python's objects at a time: a stream has a file open for each of many shards."""
@@ -63,7 +63,7 @@ def unzstd(source: str | BinaryIO) -> BinaryIO:
 
 def _require(path: str, column: str | None, names: list[str]) -> None:
     if column is not None and column not in names:
-        table.no_column(path, column, names)
+        files.no_column(path, column, names)
 
 
 def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types

@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from dray.contract.findings import ConfigError, DrayError
-from dray.train.data import lines, remote, table
+from dray.train.data import files, remote
+from dray.train.errors import described
 
 _PACKAGES = {"lance": "pylance", "vortex": "vortex-data", "sql": "sqlalchemy"}  # where it has another name
 _TAR_ENDS = 1024  # bytes of zeros
@@ -29,7 +30,7 @@ def rows(builder: str, path: str, column: str | None, options: str) -> Iterator[
     with TemporaryDirectory(prefix="dray-datasets-") as cache, _explained(place, lambda: number):
         for row in _opened(builder, path, cache, json.loads(options)):
             if column is not None and column not in row:
-                table.no_column(path, column, [*row])
+                files.no_column(path, column, [*row])
             yield row if column is None else row[column]
             number += 1
 
@@ -44,18 +45,18 @@ def slices(split: str, total: int) -> list[tuple[int, int]]:
 def _opened(builder: str, path: str, cache: str, options: dict[str, Any]) -> Iterable[dict[str, Any]]:
     library = _library()
     if builder == "xml":  # the one of datasets 5.2.0 opens a list in the place of a file
-        with lines.opened(path) as file:
+        with files.opened(path) as file:
             return [{"xml": io.TextIOWrapper(file, **{"encoding": "utf-8"} | options).read()}]
     if builder == "sql":  # load_dataset knows no such name, and asks the hub for it
         made = import_module("datasets.packaged_modules.sql.sql").Sql(
             cache_dir=cache, con=f"sqlite:///{path}", **options
         )
         return cast(Iterable[dict[str, Any]], made.as_streaming_dataset(split="train"))
-    files = [path]
+    parts = [path]
     if builder == "lance":  # a folder, whose files it knows by themselves
-        files = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
+        parts = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
     found = library.load_dataset(
-        builder, data_files={"train": files}, split="train", streaming=True, cache_dir=cache, **options
+        builder, data_files={"train": parts}, split="train", streaming=True, cache_dir=cache, **options
     )
     return cast(Iterable[dict[str, Any]], found)
 
@@ -80,7 +81,7 @@ def _library() -> Any:  # noqa: ANN401  it has no types
 
 def _require_whole_tar(path: str) -> None:
     """Python's tarfile takes an archive that ends between two files for a whole one."""
-    with remote.opened(path) if "://" in path else lines.opened(path) as file:
+    with files.opened(path) as file:
         if path.lower().endswith(".tar"):
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAR_ENDS))
@@ -110,12 +111,11 @@ def _explained(place: str, number: Any) -> Iterator[None]:  # noqa: ANN401  a fu
         if "zstd not supported" in str(error):
             raise remote.missing_package("zstandard", f"{place.partition(':')[0]}: with .zst", str(error)) from error
         cause = error.__cause__ or error.__context__ or error
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        more = " ".join(f"; {type(cause).__name__}: {cause}".split()) if cause is not error else ""
+        text = described(error) + (f"; {described(cause)}" if cause is not error else "")
         raise ConfigError(
             "a shard of the dataset cannot be read",
             where=f"after row {number()} of {place}",
             wanted=f"rows that the datasets builder {place.partition(':')[0]} can read",
-            found=(text + more)[:400],
+            found=text[:400],
             fix="write that file again; or set data.config_kwargs for its builder",
         ) from error

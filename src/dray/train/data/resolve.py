@@ -13,7 +13,7 @@ from dray.contract.dataset import HUB, parse
 from dray.contract.findings import ConfigError
 from dray.train.collectives import on_rank_0
 from dray.train.data import builders, hub, sources
-from dray.train.data.listing import builder_of
+from dray.train.data.files import builder_of, find, identity
 from dray.train.data.sources import Piece, Reading
 
 Identity = tuple[tuple[object, ...], ...]
@@ -68,9 +68,9 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
         if named.builder == HUB:
             parts = hub.dataset(name, split, streamed=streamed)
         else:
-            found = sources.files(named.files, named.builder)
+            found = find(named.files, named.builder)
             parts = [(one if "[" in one else "", found) for one in (named.split or "train").split("+")]
-        return [(rows, sources.identity(files)) for rows, files in parts]
+        return [(rows, identity(files)) for rows, files in parts]
 
     elsewhere = named.remote or (named.builder == HUB and (streamed or "[" in named.split))
     parts = on_rank_0(look) if elsewhere else look()
@@ -79,7 +79,7 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
 
 def of_files(names: tuple[str, ...]) -> Dataset:
     """Files of this machine's disk, all of their rows."""
-    return Dataset((Part("", sources.identity(names)),))
+    return Dataset((Part("", identity(names)),))
 
 
 def pieces(found: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:

@@ -18,13 +18,10 @@ from urllib.parse import urlsplit
 
 from dray.contract.dataset import BUILTIN, ending
 from dray.contract.findings import ConfigError
-from dray.train.data import builders, chat, corpus, remote, table
-from dray.train.data.lines import COMPRESSED, opened, parsed, read
-from dray.train.data.listing import ARROW, LINES, builder_of, files, identity, readable
+from dray.train.data import builders, chat, corpus, files, remote
+from dray.train.data.files import ARROW, LINES, builder_of, identity, opened, parsed, readable
 from dray.train.data.mapping import Map
 from dray.train.data.remote import Seen
-
-__all__ = ["Piece", "Reading", "count", "cut", "documents", "files", "identity", "pieces"]
 
 _PIECE, _LEAST = 1 << 24, 1 << 14  # bytes of a file of lines; of a piece of it, where readers are many
 _AT_ONCE = 32  # footers
@@ -214,7 +211,7 @@ def _all_rows(piece: Piece, column: str | None, reading: Reading) -> Iterator[An
     elif kind in (".json", ".jsonl", ".ndjson"):
         yield from _json_rows(piece, column)
     else:
-        lines = (line.rstrip("\r\n") for _, line in read(piece.path, piece.begin, piece.end))
+        lines = (line.rstrip("\r\n") for _, line in files.lines(piece.path, piece.begin, piece.end))
         yield from lines if column is not None else ({"text": line} for line in lines)
 
 
@@ -224,11 +221,11 @@ def _in_arrow(name: str) -> bool:
 
 
 def _is_compressed(name: str) -> bool:
-    return (urlsplit(name).path if "://" in name else name).lower().endswith(COMPRESSED)
+    return (urlsplit(name).path if "://" in name else name).lower().endswith(files.COMPRESSED)
 
 
 def _json_rows(piece: Piece, column: str | None) -> Iterator[Any]:
-    for place, line in read(piece.path, piece.begin, piece.end):
+    for place, line in files.lines(piece.path, piece.begin, piece.end):
         if line.isspace():
             continue
         try:
@@ -263,13 +260,13 @@ def _cell(row: object, column: str | None, path: str) -> object:
     if column is None:
         return row
     if not isinstance(row, dict) or column not in row:
-        table.no_column(path, column, list(row) if isinstance(row, dict) else [type(row).__name__])
+        files.no_column(path, column, list(row) if isinstance(row, dict) else [type(row).__name__])
     return row[column]
 
 
 def _csv_rows(piece: Piece, column: str | None, between: str) -> Iterator[Any]:
     with opened(piece.path) as file:
-        yield from table.rows(file, piece.path, column, between)
+        yield from files.table(file, piece.path, column, between)
 
 
 def _arrow() -> ModuleType:

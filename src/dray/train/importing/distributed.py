@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dray.train.importing.source import Adam, Source, Tensors, checked, damaged, file, names, natural
+from dray.train.importing.source import Adam, Source, Tensors, checked, damaged, file, names, natural, reading
 from dray.train.pickles import INDEX, Distributed
 
 _OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -36,11 +36,9 @@ def _read(folder: Path) -> Tensors:
     own = {name for name in names(folder) if name.endswith(".distcp")}
     for name in (*own, INDEX):
         file(folder, name)
-    try:
+    with reading(folder):
         tensors = Distributed(folder, own)
         return {name: tensors.read(name) for name in tensors}
-    except Exception as error:  # whatever a crafted pickle makes of its reader
-        raise damaged(folder, " ".join(f"{type(error).__name__}: {error}".split())) from error
 
 
 def _adam(states: Tensors, folder: Path, network: torch.nn.Module) -> Adam:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 
 from dray.contract import files
 from dray.contract.findings import ConfigError
+from dray.train import errors
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 Tensors = dict[str, torch.Tensor]
@@ -40,7 +42,7 @@ class Source:
     step: int | None = None
     """How many optimizer steps were taken, where the source tells; else AdamW's count of updates does."""
     adam: Callable[[torch.nn.Module], Adam] | None = None
-    """AdamW's state for this model: most kinds name it only by the model's order of weights."""
+    """AdamW's state for this model."""
     without: str = field(default="no optimizer state")
     """Why there is no `adam`."""
 
@@ -85,12 +87,18 @@ def json_of(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
+_DAMAGED = "the checkpoint is damaged, or of an unknown version"
+_COPY = "copy it again, or import its weights from another file"
+
+
 def damaged(where: Path, found: str) -> ConfigError:
     """The error of a file that is not as its program writes it."""
-    return ConfigError(
-        "the checkpoint is damaged, or of an unknown version", where=where, found=found[:300],
-        fix="copy it again, or import its weights from another file",
-    )  # fmt: skip
+    return ConfigError(_DAMAGED, where=where, found=found[:300], fix=_COPY)
+
+
+def reading(where: Path) -> AbstractContextManager[None]:
+    """Whatever a crafted file makes of its reader is a damaged file."""
+    return errors.refusing(_DAMAGED, where=where, fix=_COPY)
 
 
 def natural(value: Any, where: Path, what: str) -> int:  # noqa: ANN401  what a file says

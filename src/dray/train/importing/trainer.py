@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import Trainer
 
-from dray.train.importing.source import (
-    WEIGHTS,
-    Adam,
-    Source,
-    Tensors,
-    checked,
-    damaged,
-    file,
-    flat,
-    json_of,
-    natural,
-)
+from dray.train.importing.source import WEIGHTS, Source, Tensors, checked, damaged, file, flat, json_of, natural
 from dray.train.pickles import load
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read(folder: Path, found: set[str], *, trust: bool) -> Source:
@@ -40,8 +25,8 @@ def read(folder: Path, found: set[str], *, trust: bool) -> Source:
         step = natural(json_of(folder, _STATE).get("global_step"), folder / _STATE, "global_step")
     if _OPTIMIZER not in found:
         return Source("weights alone", folder, weights, step)
-    path = file(folder, _OPTIMIZER)
-    return Source("transformers' Trainer", folder, weights, step, partial(_adam, path, trust))
+    without = f"{_OPTIMIZER} numbers the weights and does not name them"
+    return Source("transformers' Trainer", folder, weights, step, without=without)
 
 
 def bare(path: Path, *, trust: bool) -> Source:
@@ -71,63 +56,3 @@ def _sharded(folder: Path, name: str, *, trust: bool) -> Tensors:
     if lost := [tensor for tensor in checked(dict.fromkeys(places, torch.empty(0)), folder) if tensor not in found]:
         raise damaged(folder / name, f"{lost[0]} is in none of its files")
     return found
-
-
-def _adam(path: Path, trust: bool, network: torch.nn.Module) -> Adam:
-    state = load(path, trust=trust)
-    match state:
-        case {"state": dict(numbered), "param_groups": [*groups]} if groups and all(
-            isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-        ):
-            pass
-        case _:
-            raise damaged(path, "no state_dict of an optimizer")
-    order = _order(network, numbered, groups, path)
-    moments: dict[str, Tensors] = {}
-    for kind in _MOMENTS:
-        moments[kind] = checked({name: numbered[number].get(kind) for number, name in order.items()}, path)
-    updates = {natural(numbered[number].get("step"), path, "step") for number in order}
-    if len(updates) != 1:
-        raise damaged(path, f"weights with different numbers of updates: {sorted(updates)[:4]}")
-    return Adam(updates.pop(), moments, {key: groups[0].get(key) for key in ("betas", "eps")})
-
-
-def _order(network: torch.nn.Module, state: dict[Any, Any], groups: list[Any], path: Path) -> dict[Any, str]:
-    """Which weight each number is: the numbers of a group are its weights in the model's order.
-
-    Versions of transformers differ in which weights have no decay. So each way is tried, and one that fits by every
-    shape is taken; of two that fit in two ways neither is.
-    """
-    shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
-    trainer: Any = Trainer
-    decayed = [
-        {*trainer.get_decay_parameter_names(None, network)},  # 4.46 and later
-        {name for name, shape in shapes.items() if len(shape) > 1},  # DeepSpeed's and torch's examples
-        {name for name in shapes if "bias" not in name and not _in_norm(network, name)},  # before
-        {*shapes},
-    ]
-    fits: list[dict[Any, str]] = []
-    numbers = [number for group in groups for number in group["params"]]
-    if all("param_names" in group for group in groups):  # an optimizer that was given names
-        decayed, named = [], [name for group in groups for name in group["param_names"]]
-        fits = [dict(zip(numbers, named, strict=len(numbers) == len(named)))]
-    for some in decayed:
-        order = [name for name in shapes if name in some] + [name for name in shapes if name not in some]
-        one = dict(zip(numbers, order, strict=False))
-        if len(order) == len(numbers) and one not in fits:
-            fits.append(one)
-
-    def shaped(number: Any, name: str, kind: str) -> bool:  # noqa: ANN401
-        tensor = state.get(number, {}).get(kind) if isinstance(state.get(number), dict) else None
-        return isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shapes.get(name)
-
-    fits = [one for one in fits if all(shaped(number, name, kind) for number, name in one.items() for kind in _MOMENTS)]
-    if len(fits) == 1 and {*fits[0].values()} == {*shapes}:
-        return fits[0]
-    found = f"{len(numbers)} weights, and the model has {len(shapes)}" if len(numbers) != len(shapes) else ""
-    raise damaged(path, found or f"{len(fits)} orders of weights fit its states, or exp_avg and exp_avg_sq are missing")
-
-
-def _in_norm(network: torch.nn.Module, name: str) -> bool:
-    module = network.get_submodule(name.rpartition(".")[0])
-    return "norm" in type(module).__name__.lower()

@@ -1,13 +1,12 @@
 """The model's head, the layer from hidden states to logits, and the loss: of the tokens alone that are predicted.
 
-`full` makes whole logits. `chunked` and `triton` make them in parts, and never hold a tensor of tokens x vocabulary.
+`full` makes whole logits. `chunked` makes them in parts, and never holds a tensor of tokens x vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dray.contract.findings import ConfigError
+from dray.train.kernels import chunked
 from dray.train.kernels.entropy import cross_entropy, exact
 
 IGNORE_INDEX = -100
@@ -88,7 +88,7 @@ class Head:
         wanted = [grads and one is not None and one.requires_grad for one in inputs]
         dtype, guess = self._dtype or hidden.dtype, not self._module.training
         loss, predicted = HeadLoss.apply(  # type: ignore[no-untyped-call]
-            *inputs, self._chosen_labels(), self._kind, dtype, wanted, guess, self._compiled
+            *inputs, self._chosen_labels(), dtype, wanted, guess, self._compiled
         )
         return torch.cat([loss[None], predicted.to(loss.dtype)])[None, None]
 
@@ -129,7 +129,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401  those of `head_loss`
         loss, predicted, *changes = head_loss(*arguments)
-        ctx.wanted = arguments[6]
+        ctx.wanted = arguments[5]
         ctx.save_for_backward(*changes)
         ctx.mark_non_differentiable(predicted)
         return loss, predicted
@@ -139,7 +139,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, loss: torch.Tensor, _: Any) -> tuple[Any, ...]:  # noqa: ANN401  torch's own
         kept = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         # In place: a head's gradient in 32 bits is 1 GB for Llama 1B.
-        return *(change.mul_(loss) if asked else None for change, asked in kept), *[None] * 6
+        return *(change.mul_(loss) if asked else None for change, asked in kept), *[None] * 5
 
 
 def head_loss(  # noqa: PLR0917  autograd passes them by position
@@ -147,7 +147,6 @@ def head_loss(  # noqa: PLR0917  autograd passes them by position
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
-    kind: str,
     dtype: torch.dtype,
     wanted: Sequence[bool],
     guess: bool,
@@ -157,17 +156,21 @@ def head_loss(  # noqa: PLR0917  autograd passes them by position
     is empty."""
     predicted = labels.new_zeros(labels.shape if guess else (0,))
     inputs, shapes = (hidden, weight, weight), (hidden.shape, weight.shape, weight.shape[:1])
-    # Triton adds slices to the gradient of hidden states; else each row of it is written once.
-    types = exact(hidden) if kind == "triton" else hidden.dtype, exact(hidden), exact(hidden)
+    types = hidden.dtype, exact(hidden), exact(hidden)  # each row of hidden states' gradient is written once
     changes = [
         hidden.new_zeros(shape if asked else (0,), dtype=kept)
         for shape, asked, kept in zip(shapes, wanted, types, strict=True)
     ]
-    file = import_module(f"dray.train.kernels.{kind}")
-    options = {"compiled": compiled} if kind == "chunked" else {}
     with torch.autocast(hidden.device.type, enabled=False):
-        cast = [None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias)]
-        loss = file.compute(*cast, labels, predicted=predicted, changes=tuple(changes), **options)
+        loss = chunked.compute(
+            hidden.to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            labels,
+            predicted=predicted,
+            changes=(changes[0], changes[1], changes[2]),
+            compiled=compiled,
+        )
     given = [change.to(tensor.dtype) for change, tensor in zip(changes, inputs, strict=True)]
     return loss, predicted, given[0], given[1], given[2]
 

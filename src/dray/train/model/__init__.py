@@ -1,1 +1,1 @@
-"""The network, loaded or new, with LoRA, analog layers, and dray's attention and dropout."""
+"""The network, loaded or new, with LoRA, analog layers, and dray's attention."""

@@ -19,9 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dray.train.config import Config
-from dray.train.model import dropout
+from dray.train.model.layers import heads
 
-_SDPA, _EXPANDED, _DROPOUT, _FLEX = "dray-sdpa", "dray-expanded", "dray-dropout", "dray-flex"
+_SDPA, _EXPANDED, _FLEX = "dray-sdpa", "dray-expanded", "dray-flex"
 _FUSED = (8, 0)  # the first compute capability with flash attention; Triton's matrix products begin there, too
 _DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _SMALLEST_HEAD = 16  # for flex attention
@@ -35,16 +35,10 @@ def look_for_documents(masked: bool) -> None:
 def install(network: Any, config: Config, device: torch.device) -> str:  # noqa: ANN401  a transformers model
     """Set the attention for this device; return the choice with its reason."""
     documents = config.data.document_mask
-    compiled_on_cpu = config.train.compile is True and device.type == "cpu"
-    if compiled_on_cpu:
-        dropout.install(network)
     usual = network.config._attn_implementation
     if usual != "sdpa":
         return f"{usual}: set by model.attn_implementation, or the only one of this model"
     masked = "with a mask for documents" if documents else "without a mask where is_causal is enough"
-    if compiled_on_cpu:
-        network.set_attn_implementation(_DROPOUT)
-        return f"sdpa {masked}; its dropout is compiled into the matrix products"
     if device.type == "cpu":
         network.set_attn_implementation(_SDPA)
         return f"sdpa {masked}"
@@ -65,7 +59,7 @@ def _no_flex(network: Any, capability: tuple[int, int]) -> str:  # noqa: ANN401 
     """Why flex attention cannot be; empty where it can."""
     settings = network.config.get_text_config()
     share = max((getattr(settings, name, 0.0) or 0.0 for name in _DROPOUTS), default=0.0)
-    head = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    head = min(size for _, size in heads(settings))
     if not network._supports_flex_attn:
         return f"{settings.model_type}"
     if capability < _FUSED:
@@ -135,5 +129,4 @@ def _expanded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any
 
 register(_SDPA, sdpa_attention_forward)
 register(_EXPANDED, _expanded)
-register(_DROPOUT, dropout.attention)
 register(_FLEX, flex_attention_forward, _blocks)

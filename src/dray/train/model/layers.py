@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _RECOMPILE_LIMIT = 64
@@ -18,6 +20,16 @@ def layers(network: torch.nn.Module) -> list[torch.nn.Module]:
             repeated.extend(module)
     names = set(getattr(network, "_no_split_modules", None) or ())
     return [layer for layer in repeated if type(layer).__name__ in names] or repeated
+
+
+def heads(settings: Any) -> list[tuple[int, int]]:  # noqa: ANN401  a transformers configuration
+    """The number of each layer's attention heads, and their size, which differs in Gemma 4; Mamba has none."""
+    found = []
+    # An adopted image may have a transformers without this.
+    for layer in getattr(settings, "per_layer_config", None) or [settings] * settings.num_hidden_layers:
+        if count := getattr(layer, "num_attention_heads", 0):
+            found.append((count, getattr(layer, "head_dim", None) or layer.hidden_size // count))
+    return found
 
 
 def compile_each(network: torch.nn.Module) -> None:

@@ -42,7 +42,7 @@ def run(job: Evaluate) -> None:
     train = replace(config.train, strategy="ddp", compile=False)
     config = replace(config, model=saved, train=train, lora=None)
     if job.placing:  # the head's weight may be on the disk: its own layer makes the logits
-        whole = replace(config.train, loss="full", master_weights=False)
+        whole = replace(config.train, loss="full")
         config = replace(config, train=whole, model=replace(config.model, pad_to_multiple_of=0))
     device = init_distributed(config.variant)
     tokens = tokenizer.load(config)

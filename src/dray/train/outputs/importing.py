@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from dray.contract import files
-from dray.contract.findings import ConfigError, DrayError, counted
+from dray.contract.findings import ConfigError, counted
 from dray.contract.jobs import Importing
-from dray.train import importing, manifest, saved
+from dray.train import errors, importing, manifest, saved
 from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, tokenizer
-from dray.train.importing.source import Adam, Source, Tensors, damaged, file, matched, names
+from dray.train.importing.source import Adam, Source, Tensors, file, matched, names, reading
 from dray.train.model import build
 from dray.train.shards import Shards, whole
 from dray.train.strategies.base import KINDS, buffers
@@ -27,28 +27,18 @@ _TOKENIZER = (
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
 _LARGEST = 256 << 20  # bytes of a tokenizer's file
-T = TypeVar("T")
 
 
 def run(job: Importing) -> None:
     """Read it once, and write what was asked for."""
     path = Path(job.source)
-    found = _guarded(path, lambda: importing.find(path, trust=job.trust))
+    with reading(path):
+        found = importing.find(path, trust=job.trust)
     print(f"{path}: {found.kind}, {counted(len(found.weights), 'tensor')}", flush=True)
     if job.target:
         _model(job, found)
     if job.recipe:
         _checkpoint(job, found)
-
-
-def _guarded(path: Path, read: Callable[[], T]) -> T:
-    """Whatever a crafted file makes of its reader is a damaged file."""
-    try:
-        return read()
-    except DrayError:
-        raise
-    except Exception as error:
-        raise damaged(path, " ".join(f"{type(error).__name__}: {error}".split())) from error
 
 
 def _model(job: Importing, found: Source) -> None:
@@ -71,7 +61,7 @@ def _model(job: Importing, found: Source) -> None:
             None, config=settings, state_dict=dict(named), dtype=dtype, output_loading_info=True
         )
     except (RuntimeError, ValueError) as error:
-        _refuse_other(folder, "tensors of the configuration's shapes", " ".join(str(error).split())[:400])
+        _refuse_other(folder, "tensors of the configuration's shapes", errors.message(error, 400))
     if lacking := sorted(loading["missing_keys"]):
         _refuse_other(folder, f"{lacking[0]}, and {len(lacking) - 1} more", f"tensors such as {next(iter(named), '')}")
     part = target.with_name(f"{target.name}.part")
@@ -103,10 +93,8 @@ def _settings(folder: Path, found: Source) -> tuple[Any, Any]:
             fix="--config FOLDER: a folder that save_pretrained wrote for the model that was trained",
         )
     path = file(folder, "config.json")
-    try:
+    with reading(path):  # transformers checks little of what a file says
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers checks little of what a file says
-        raise damaged(path, " ".join(f"{type(error).__name__}: {error}".split())) from error
     architectures = settings.architectures or []
     causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
     if not causal and not any(name.endswith("ForMaskedLM") for name in architectures):
@@ -149,8 +137,8 @@ def _checkpoint(job: Importing, found: Source) -> None:
     tokens = tokenizer.load(config)
     shell = build.shell(config, tokens)
     shell.tie_weights()
-    adam = _guarded(Path(job.source), lambda: found.adam(shell) if found.adam else None)
-    assert adam is not None
+    with reading(Path(job.source)):
+        adam = found.adam(shell)
     weights = matched(found.weights, shell.state_dict(), shell.base_model_prefix, job.prefix)
     state = {"weights": weights, **adam.moments}
     kept = {kind: _those(dict(shell.named_parameters()), state[kind], kind, job.source) for kind in KINDS}

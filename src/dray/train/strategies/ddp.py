@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dray.train.config import Config
-from dray.train.masters import Masters
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.replicas import Replicas
@@ -34,10 +33,8 @@ class Ddp:
         self.device, self.config, self.network = device, config, module.network
         self.scaler = Scaler(config.train.initial_loss_scale, device) if config.train.precision == "fp16" else None
         half = HALF.get(config.train.precision)
-        self._masters: Masters | None = None
-        autocast = half is not None and self.autocasts and not config.train.master_weights
+        autocast = half is not None and self.autocasts
         self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=autocast)
-        self._sync = True
         self._module = self._distributed(module)
         self._optimizer: Any = adamw(map(self._moved, self.network.parameters()), config)
         self._prime(updates=0)
@@ -52,10 +49,6 @@ class Ddp:
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         self.network.to(self.device)
-        if self.config.train.master_weights:
-            for weight in self.network.parameters():
-                dist.broadcast(weight.data, 0)
-            self._masters = Masters(self.network, HALF[self.config.train.precision])
         if dist.get_world_size() == 1:
             return module
         ids = None if self.device.type == "cpu" else [self.device.index]
@@ -66,8 +59,6 @@ class Ddp:
         # Only now: older torches would not copy rank 0's at the start either.
         found.broadcast_buffers = any(map(_writes_buffers, self.network.modules()))
         _order_buckets(found)
-        if masters := self._masters:
-            found.register_comm_hook(None, lambda _, bucket: masters.reduce(bucket))
         return found
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +68,6 @@ class Ddp:
 
     @contextmanager
     def accumulate(self, *, sync: bool) -> Iterator[None]:
-        self._sync = sync and isinstance(self._module, DistributedDataParallel)
         if isinstance(self._module, DistributedDataParallel) and not sync:
             with self._module.no_sync():
                 yield
@@ -86,8 +76,6 @@ class Ddp:
 
     def backward(self, loss: torch.Tensor) -> None:
         torch.autograd.backward(loss * self.scaler.numbers[0].to(loss.dtype) if self.scaler else loss)
-        if self._masters and not self._sync:
-            self._masters.add()
 
     def update(self, lr: float) -> torch.Tensor:
         gradients = self._gradients()
@@ -105,9 +93,6 @@ class Ddp:
         if self.scaler:  # a fused step with found_inf changes nothing, its own count included
             self._optimizer.found_inf = self.scaler.update(norm)
         self._optimizer.step()
-        if self._masters:
-            self._masters.hand_out()
-            self._masters.clear()
         self._drop_gradients()
         return norm
 
@@ -121,8 +106,7 @@ class Ddp:
         return torch.nn.utils.get_total_norm(gradients).float()
 
     def _drop_gradients(self) -> None:
-        if not self._masters:
-            self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Shards:
         return {name: shard for own, replicas in self._held() for name, shard in replicas.part(own).items()}
@@ -131,8 +115,6 @@ class Ddp:
         self._prime(updates)
         for own, replicas in self._held():
             replicas.fill(own, reader)
-        if self._masters:
-            self._masters.hand_out()
 
     def _held(self) -> Iterator[tuple[Shards, Replicas]]:
         """What this rank has, and which ranks have the same."""
@@ -158,7 +140,7 @@ class Ddp:
 
     def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         """What the optimizer moves in the place of the weight."""
-        return self._masters.of[weight] if self._masters else weight
+        return weight
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.detach().float()
@@ -170,10 +152,8 @@ class Ddp:
         weight.data.copy_(value)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        masters: dict[Any, torch.Tensor] = {**self._masters.of} if self._masters else {}
         for name, weight in (*self._named(), *buffers(self.network).items()):
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else masters.get(weight, weight)
-            yield name, whole.detach()
+            yield name, (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
 
 
 def _order_buckets(model: DistributedDataParallel) -> None:

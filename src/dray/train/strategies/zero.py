@@ -21,6 +21,7 @@ from deepspeed.utils import (
 
 from dray.contract.findings import ConfigError
 from dray.train.config import Config
+from dray.train.errors import message
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.replicas import Replicas
 from dray.train.scaler import Scaler, refuse
@@ -53,7 +54,7 @@ class Zero:
             raise ConfigError(
                 "DeepSpeed refuses these settings",
                 wanted="settings that DeepSpeed knows, and a precision that this device has",
-                found=" ".join(str(error).split())[:400],
+                found=message(error, 400),
                 fix="correct train.precision, or the file that train.deepspeed names",
             ) from error
         self._prime()

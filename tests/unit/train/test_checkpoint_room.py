@@ -11,7 +11,9 @@ import pytest
 
 from dray.contract import unexpected
 from dray.contract.findings import UnfitError
-from dray.train import disk
+
+saved = pytest.importorskip("dray.train.saved", reason="torch: the training stack is not installed")
+pytestmark = pytest.mark.torch
 
 
 @pytest.mark.hostile("disks")
@@ -30,7 +32,7 @@ from dray.train import disk
     ],
 )  # fmt: skip
 def test_what_somebody_mends_is_told_from_what_stays(raised: Exception, code: int, found: str) -> None:
-    failed = disk.failed(raised, Path("/kept"), "there is no checkpoint yet")
+    failed = saved.failed(raised, Path("/kept"), "there is no checkpoint yet")
     assert (failed.finding.code, failed.finding.found) == (code, found)
     assert failed.problem == "the checkpoint cannot be written"
 
@@ -39,7 +41,7 @@ def test_what_somebody_mends_is_told_from_what_stays(raised: Exception, code: in
 @pytest.mark.parametrize("name", ["ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "ECONNRESET", "EROFS", "ENOMEM", "EMFILE"])
 def test_what_a_save_survives_is_nobody_s_configuration(name: str) -> None:
     raised = OSError(number := getattr(errno, name), os.strerror(number), "/kept/x")
-    assert disk.failed(raised, Path("/kept"), "").finding.code == 69
+    assert saved.failed(raised, Path("/kept"), "").finding.code == 69
     assert unexpected.error(raised, log=True).finding.code == 69
 
 
@@ -49,10 +51,10 @@ def test_room_for_a_save(blocks: int, free: int, fits: bool, monkeypatch: pytest
     told = SimpleNamespace(f_bavail=free, f_blocks=blocks, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: told)
     if fits:
-        disk.require_room(Path("/kept"), 4 << 20, "")
+        saved.require_room(Path("/kept"), 4 << 20, "")
         return
     with pytest.raises(UnfitError) as refused:
-        disk.require_room(Path("/kept"), 4 << 20, "the newest checkpoint is of step 4")
+        saved.require_room(Path("/kept"), 4 << 20, "the newest checkpoint is of step 4")
     assert str(refused.value) == (
         "the checkpoint does not fit on the disk\n  where:  /kept\n  wanted: 0.004194 GB\n"
         "  found:  No space left on device (0.004096 GB free, 0.004194 GB needed)\n"
