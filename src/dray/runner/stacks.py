@@ -93,11 +93,14 @@ def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
 
 
 def _pythons(program: int) -> list[int]:
-    """The processes of the program that handle SIGABRT, as faulthandler does, without their own children."""
+    """The Pythons of the program that handle SIGABRT, as faulthandler does, without their own children."""
     pythons = []
     look = [program]
     for process in look:
-        if children.handles(process, signal.SIGABRT):
+        name = ""
+        with suppress(OSError):  # it has ended
+            name = os.path.basename(os.readlink(f"/proc/{process}/exe"))
+        if name.startswith("python") and children.handles(process, signal.SIGABRT):  # a shell's trap handles it too
             pythons.append(process)
         else:
             look += children.below(process)
