@@ -42,6 +42,8 @@ def save(seen: list[Seen], rank: int, plan: Mapping[str, Any], file: str, began:
     scratch = plan["scratch"]
     log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
     beat = heartbeats.of(scratch, rank)
+    if beat.program > 0 and not _is_below(beat.program):
+        beat = beat._replace(program=0)
     found = seen[rank]._replace(state="ended" if beat.program else "")
     if beat.time:
         found = found._replace(step=beat.step, phase=heartbeat.PHASES[beat.phase])
@@ -90,6 +92,16 @@ def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
             name = entry["profiling_name"].rpartition(":")[2]
             last[group] = Entered(group, entry["collective_seq_id"], name, waits=entry.get("retired") is False)
     return list(last.values())
+
+
+def _is_below(process: int) -> bool:
+    """Whether this runner has started it: a program may write anything into its heartbeat."""
+    while process > 1:
+        parent = _read(process, process, "stat").rpartition(") ")[2].split()[1:2]
+        process = int(parent[0]) if parent else 0
+        if process == os.getpid():
+            return True
+    return False
 
 
 def _pythons(program: int) -> list[int]:
