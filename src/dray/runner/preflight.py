@@ -66,7 +66,8 @@ class RankCheck:
 
     def _take(self, fields: dict[str, Any]) -> None:
         if "finding" in fields:
-            self._note(Finding(**fields["finding"]))
+            found = Finding(**fields["finding"])
+            self._note(found if self.waits else found._replace(node=self.report["node"]))  # later it may be another's
             return
         self.report |= fields
         self._since = time.monotonic()

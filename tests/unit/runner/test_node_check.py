@@ -212,6 +212,28 @@ class TestRankChecks:
         assert f"dray: rank 3: {line}\n" in capsys.readouterr().out
 
     def test_the_slowest_gpu_is_the_node_s(self) -> None:
+    @pytest.mark.parametrize(("ready", "node"), [("", "node1"), (READY.partition(";")[0], "")])
+    def test_what_a_rank_finds_alone_is_its_node_s_also_if_it_comes_late(self, ready: str, node: str) -> None:
+        """What it finds with the others may be the fault of any node."""
+        argv = [sys.executable, "-S", "-E", "-c", f"{ready}\nprint('{UNFIT}', flush=True)"]
+        rank = preflight.RankCheck(3, "node1", "logs/node-0.log", argv, os.environ)
+        with rank.process:
+            rank.process.wait()
+            rank.hear()
+        assert [found["node"] for found in rank.report["findings"]] == [node]
+
+    def test_one_that_ends_while_it_waits_is_not_reaped(self) -> None:
+        """Else nobody would notice that it has ended, and its number may be another's."""
+        waits, works = READY.partition(";")[0], f"import time; time.sleep(1); {READY}"
+        self.plan["world"]["rendezvous_timeout_s"] = 120
+        checks = preflight.Preflight(self.plan, 0)
+        for code in (waits, works):
+            argv = [sys.executable, "-S", "-E", "-c", code]
+            checks.ranks.append(preflight.RankCheck(3, "node1", "logs/node-0.log", argv, os.environ))
+        assert checks.check_node({}) is None
+        assert checks.ranks[0].process.returncode is None
+        end(checks)
+
         told = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"phase": "device"}')
         assert self.check(*(f"print({line!r}, flush=True); {READY}" for line in told)) == (None, {"tflops": 590.25})
 
