@@ -91,7 +91,9 @@ class RankCheck:
         """Hear it before the rendezvous, and note if it has ended."""
         code = self.process.poll()
         self.hear()
-        if code is not None and not self.waits:
+        code = None if self.waits else self.process.poll()  # the runner's Children reap what waits
+        if code is not None:
+            self.hear()
             self.waits = True
             if not self.report["findings"]:
                 self._unfit(f"the check ended: {ended_with(code)}")
