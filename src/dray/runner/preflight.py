@@ -89,7 +89,6 @@ class RankCheck:
 
     def look(self) -> None:
         """Hear it before the rendezvous, and note if it has ended."""
-        code = self.process.poll()
         self.hear()
         code = None if self.waits else self.process.poll()  # the runner's Children reap what waits
         if code is not None:
@@ -174,7 +173,9 @@ class Preflight:
         for rank in self.ranks:  # each with what it has started, such as nvidia-smi
             with suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
-        return Finding(**findings[0])._replace(node=self._names[self._me])
+        found = "\n".join(fields["found"] for fields in findings if fields["found"])
+        problem = "; ".join(fields["problem"] for fields in findings)
+        return Finding(**findings[0])._replace(problem=problem, found=found, node=self._names[self._me])
 
     def check_together(self, children: Children, environ: Mapping[str, str], links: Control) -> None:
         """Return if all ranks can communicate, else raise why."""

@@ -183,9 +183,10 @@ class TestRankChecks:
         said = capsys.readouterr().out
         assert "dray: warning: GPU 3 is not checked: import torch was not done within 5 s\n" in said
 
-    def test_all_are_waited_for_and_the_first_finding_is_the_node_s(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_all_are_waited_for_and_all_findings_are_the_node_s(self, capsys: pytest.CaptureFixture[str]) -> None:
         found, _ = self.check(READY, f"print('{UNFIT}', flush=True); raise SystemExit(69)", "import os; os.abort()")
-        assert found == Finding("slow", found="hot", code=69, node="node1")
+        problem = "slow; rank 5: the check ended: killed by SIGABRT"
+        assert found == Finding(problem, found="hot\nin: its start", code=69, node="node1")
         assert "dray: error: rank 5: the check ended: killed by SIGABRT\n" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
