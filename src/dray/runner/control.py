@@ -71,6 +71,8 @@ class Control:
         self.preflight: dict[int, list[dict[str, Any]]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
         self.report_wanted = False
+        self.cause_before: Finding | None = None
+        """On other nodes than the first: the cause of the start before, once the next one has begun."""
         self._begin(Restart())
         for node, connection in channels.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
@@ -261,6 +263,7 @@ class Control:
             case Failed(finding):
                 self.end(finding)
             case Restart():
+                self.cause_before = self.cause
                 self._begin(message)
             case Ended():
                 self._forget(node)

@@ -81,6 +81,7 @@ def test_all_ranks_start_again(plan: dict[str, Any], start: Start, dies: str, fi
     assert (ports[0] == ports[1]) == fixed
     assert f"restart-1/rank-{dies[0]}.json" in failures(plan)
     assert all(name.startswith("restart-1/") for name in failures(plan))
+    assert ({"restart-1/node-0.json", "restart-1/node-1.json"} <= failures(plan).keys()) == fixed  # on each machine
     node = int(dies[0]) // 2 + 1
     assert f"dray: restart 1 of 2: rank {dies[0]} on node{node}: exit code 9\n" in said
 
