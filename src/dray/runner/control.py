@@ -112,7 +112,7 @@ class Control:
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
                 self.can_restart = self._children.sweep(_KILLING_S) and self.can_restart
-                self._tell_all(Idle(self.can_restart))
+                self._tell_all(Idle(self.can_restart, self.cause if self.saved else None))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
@@ -267,9 +267,11 @@ class Control:
                 self._begin(message)
             case Ended():
                 self._forget(node)
-            case Idle(can_restart):
+            case Idle(can_restart, saved):
                 self.can_restart = self.can_restart and can_restart
                 self._idle.add(node)
+                if saved and not self.cause:  # the first node's own ranks may have ended with 0
+                    self.cause, self.saved = saved, True
             case StartTimes(parts):
                 self._timings.hear(node, parts)
             case Reports(reports):
