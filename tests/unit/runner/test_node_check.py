@@ -443,6 +443,7 @@ FINE = {ECC: "0", PAGES: "No", CLOCKS: "0x0000000000000001", FAILED: "No", PENDI
     [
         ({}, None, None),
         ({ECC: "[N/A]", PAGES: "[N/A]", FAILED: "", PENDING: "", CLOCKS: ""}, None, None),
+        ({ECC: "[Not Supported]"}, None, None),
         ({CLOCKS: "0x0000000000000004"}, None, None),  # the power limit, which every busy GPU comes to
         ({CLOCKS: "Active"}, None, None),
         ({FAILED: "Yes"}, "a row of its memory cannot be remapped", "error"),
