@@ -155,6 +155,8 @@ class Runner:
             self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
         except OSError as error:
             raise DrayError(f"the launcher cannot start: {command[0]}: {error.strerror}", code=127) from error
+        if self.links.asked:  # between two starts
+            self.supervised.ask()
         if log:
             log.watch(self.supervised)
         if not self.me and not self.start.number:
