@@ -212,7 +212,6 @@ class TestRankChecks:
         assert self.check(f"print({line!r}, flush=True); {READY}") == (None, {})
         assert f"dray: rank 3: {line}\n" in capsys.readouterr().out
 
-    def test_the_slowest_gpu_is_the_node_s(self) -> None:
     @pytest.mark.parametrize(("ready", "node"), [("", "node1"), (READY.partition(";")[0], "")])
     def test_what_a_rank_finds_alone_is_its_node_s_also_if_it_comes_late(self, ready: str, node: str) -> None:
         """What it finds with the others may be the fault of any node."""
@@ -235,6 +234,7 @@ class TestRankChecks:
         assert checks.ranks[0].process.returncode is None
         end(checks)
 
+    def test_the_slowest_gpu_is_the_node_s(self) -> None:
         told = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"phase": "device"}')
         assert self.check(*(f"print({line!r}, flush=True); {READY}" for line in told)) == (None, {"tflops": 590.25})
 
