@@ -166,7 +166,7 @@ def _meet(scratch: Path, count: int, *, on: bool = False) -> float:
     folder, path = scratch, scratch / "plan.json"
     (folder / "logs").mkdir(parents=True)
     (folder / "secret").write_text("5ec2e7" * 8)
-    room = {"free_gb": 0.1, "shared_memory_gb": 0.01, "memory_gb": 0.1}
+    room = {"timeout_s": 60, "free_gb": 0.1, "shared_memory_gb": 0.01, "memory_gb": 0.1}
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": room if on else None}
     launch |= {"variant": "cpu", "fabric": {"kind": "unknown"}, "env": [], "pass_env": []}
     path.write_text(

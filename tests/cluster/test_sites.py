@@ -147,11 +147,18 @@ def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, cluster) -> No
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, cluster) -> None:
-    look = ["pgrep", "-o", "-f", "dray.checks.rank"]
+    look = ["pgrep", "-o", "-a", "-f", "dray.checks.rank"]
+
+    def waits() -> str:
+        """The process of the rank once it has heard "go", after which its stack is written at a deadline."""
+        process, *_, plan = cluster.exec(look, node="n2").out.split() or ["", ""]
+        stack = f"{plan.removesuffix('plan.json')}preflight/rank-1.stack"
+        return process if plan and cluster.exec(["test", "-e", stack], node="n2").code == 0 else ""
+
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "rendezvous_timeout_s=20", *SHORT)
         deadline = time.monotonic() + 60
-        while not (process := cluster.exec(look, node="n2").out.strip()):
+        while not (process := waits()):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert cluster.exec(["kill", "-STOP", process], node="n2").code == 0

@@ -61,7 +61,7 @@ def nvidia(values: Mapping[str, str]) -> Iterator[Finding]:
     if pending:
         yield _unfit("its memory has errors, and it has not been reset since", f"{' and '.join(pending)} = Yes")
     name = "ecc.errors.uncorrected.volatile.total"
-    if values[name] not in ("", "0", "[N/A]"):
+    if values[name].isdigit() and int(values[name]):  # not [N/A], [Not Supported]
         yield _uncorrected(f"{values[name]} since the driver was loaded ({name})")
     clocks = values["clocks_throttle_reasons.active"]
     bits = int(clocks, 16) if clocks.startswith("0x") else 0

@@ -7,7 +7,6 @@ slow if both of its ends are.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from dray.checks.device import now
 if TYPE_CHECKING:
     from dray.checks.rank import Rank
 
-FEWEST = 3  # nodes, or ranks of a node: two have one link, which the all-reduce measures
+FEWEST = 4  # nodes, or ranks of a node: in a ring of three a slow one slows all links
 _BYTES = 16 << 20
 _TIMES = 3
 _SLOW, _USUAL = 4.0, 0.75  # times slower than the link that is faster than three quarters of all
@@ -117,12 +116,19 @@ def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside
 
 
 def _lines(far: Mapping[tuple[str, str], tuple[float, float]]) -> list[str]:
-    """A line for each link with its speed and the usual one; a member with two slow links is named once."""
-    slow_links = Counter(member for link in far for member in link)
+    """A line for each link; a member with two slow links is named once, unless a neighbour has two as well."""
+    neighbours: dict[str, list[str]] = {}
+    for a, b in far:
+        neighbours.setdefault(a, []).append(b)
+        neighbours.setdefault(b, []).append(a)
+    slow_members = set()
+    for member, others in neighbours.items():
+        if len(others) == 2 and all(len(neighbours[other]) == 1 for other in others):
+            slow_members.add(member)
     speeds: dict[str, tuple[float, float]] = {}
     for (a, b), speed in far.items():
         who = f"{a} to {b.rpartition(': ')[2]}"
-        if 2 in (slow_links[a], slow_links[b]):
-            who = f"{a if slow_links[a] == 2 else b} to both of its neighbours"
+        for member in slow_members.intersection((a, b)):
+            who = f"{member} to both of its neighbours"
         speeds[who] = min(speed, speeds.get(who, speed))
     return [f"{who}: {gb_s:.2g} GB/s, the others {usual:.3g}" for who, (gb_s, usual) in speeds.items()][:_SHOWN]

@@ -299,14 +299,14 @@ class Recipe(Spec):
         for name in (*self.env, *self.pass_env):
             if name in _OURS or name.startswith(("SLURM_", "DRAY_")):
                 yield f"{name}: the scheduler or the launcher sets this; leave it out of env and pass_env"
-        for name, value in self.env.items():
+        for name in self.env:
             if name in self.pass_env:
                 yield f"{name}: in env and in pass_env; leave it out of one"
-            if secrets.is_variable(name, value):
-                yield (
-                    f"{name}: this looks like a secret, and every run folder holds its recipe; set it where you submit "
-                    "and name it in pass_env"
-                )
+        if shown := [name for name, value in self.env.items() if secrets.is_variable(name, value)]:
+            yield (
+                f"env: {', '.join(shown)}: this looks like a secret, and every run folder holds its recipe; set it "
+                "where you submit and name it in pass_env"
+            )
         if self.min_nodes > self.nodes:
             yield f"min_nodes = {self.min_nodes}: expected at most nodes, which is {self.nodes}"
 

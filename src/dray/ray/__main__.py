@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dray.contract import files, hardware, run_folder
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import DrayError, RetryError, UnfitError
 from dray.runner import address, rendezvous
 from dray.runner.children import Children, below, ended_with
 
@@ -45,7 +45,11 @@ def main(folder: str, gpus: str, *command: str) -> int:
     # above those of Ray's workers.
     head = (os.environ["MASTER_ADDR"], 20_000 + (store + 5_000) % 10_000)
     if is_head:
-        address.listen({**world, "port": head[1]}).close()
+        try:
+            address.listen({**world, "port": head[1]}).close()
+        except RetryError as busy:
+            busy.amend(fix="start the run again: Ray gets another port, unless the recipe has `port`; change that")
+            raise
     if all(variable["name"] != "OMP_NUM_THREADS" for variable in plan["env"]):
         os.environ.pop("OMP_NUM_THREADS", None)  # for one process a node; Ray sets it for each of its workers
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()

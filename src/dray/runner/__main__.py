@@ -155,6 +155,8 @@ class Runner:
             self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
         except OSError as error:
             raise DrayError(f"the launcher cannot start: {command[0]}: {error.strerror}", code=127) from error
+        if self.links.asked:  # between two starts
+            self.supervised.ask()
         if log:
             log.watch(self.supervised)
         if not self.me and not self.start.number:
@@ -168,14 +170,15 @@ class Runner:
 
     def lead(self) -> int:
         """Wait for the end of all nodes' ranks, and record what no rank could; return this node's exit code."""
-        links = self.links
-        code, cause = links.lead(self.failure), links.cause
+        links, hang = self.links, self.links.hang
+        code = links.lead(self.failure)
+        cause = links.cause if links.start is self.start else links.cause_before
         self.finish_log()
         if cause and not links.stopped:
             record.first_failure(self.plan, self.me)
         if cause and not self.world["shared_folder"]:  # the record is on another machine
-            if links.hang and links.hang.since:
-                links.hang.write_record(cause)
+            if hang and hang.since:
+                hang.write_record(cause)
             else:
                 self.record(cause)
         return code

@@ -78,12 +78,15 @@ class Children(Loop):
         calls `ended` with its code.
         """
         failed, report = os.pipe2(os.O_CLOEXEC)
+        own = os.getpid()
         # A signal between fork and exec would be lost, or wake the parent by the pipe that both have.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         child = os.fork()
         if child == 0:
             try:
                 _prctl(_PR_SET_PDEATHSIG, on_parent_death)
+                if os.getppid() != own:  # it was killed before this child asked for the signal
+                    os._exit(128 + on_parent_death)
                 if session:
                     os.setsid()
                 if output is not None:

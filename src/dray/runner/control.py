@@ -70,6 +70,8 @@ class Control:
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
         self.preflight: dict[int, tuple[Report, ...]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
+        self.cause_before: Finding | None = None
+        """On other nodes than the first: the cause of the start before, once the next one has begun."""
         self._begin(Restart())
         for node, connection in channels.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
@@ -109,7 +111,7 @@ class Control:
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
                 self.can_restart = self._children.sweep(_KILLING_S) and self.can_restart
-                self._tell_all(Idle(self.can_restart))
+                self._tell_all(Idle(self.can_restart, self.cause if self.saved else None))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
@@ -253,12 +255,15 @@ class Control:
             case Failed(finding):
                 self.end(finding)
             case Restart():
+                self.cause_before = self.cause
                 self._begin(message)
             case Ended():
                 self._forget(node)
-            case Idle(can_restart):
+            case Idle(can_restart, saved):
                 self.can_restart = self.can_restart and can_restart
                 self._idle.add(node)
+                if saved and not self.cause:  # the first node's own ranks may have ended with 0
+                    self.cause, self.saved = saved, True
             case StartTimes(parts):
                 self._timings.nodes[node] = parts
             case Reports(reports):

@@ -65,16 +65,20 @@ def physical(threads: Sequence[int], sys: str) -> list[Core]:
 
 
 def split(cores: Sequence[Core], ranks: int, homes: Mapping[int, int], gpus: Sequence[int]) -> list[list[Core]]:
-    """Equal shares in the order of NUMA nodes; of those of the ranks' GPUs, if there is one GPU for each rank.
+    """Equal shares in the order of NUMA nodes; if there is one GPU for each rank, of the cores next to it.
 
     `homes` has the NUMA node of each thread, `gpus` that of each GPU.
     """
+    near = {node: [core for core in cores if homes.get(core[0]) == node] for node in gpus}
+    if len(gpus) == ranks and all(len(near[node]) >= gpus.count(node) for node in gpus):
+        return [_share(near[node], gpus[:rank].count(node), gpus.count(node)) for rank, node in enumerate(gpus)]
     ordered = sorted(cores, key=lambda core: homes.get(core[0], LIMIT))
-    near = gpus if len(gpus) == ranks else [0] * ranks
-    size = len(ordered) // ranks
-    by_gpu = sorted(range(ranks), key=lambda rank: near[rank])
-    starts = [size * by_gpu.index(rank) for rank in range(ranks)]
-    return [ordered[start : start + size] for start in starts]
+    return [_share(ordered, rank, ranks) for rank in range(ranks)]
+
+
+def _share(cores: Sequence[Core], number: int, shares: int) -> list[Core]:
+    size = len(cores) // shares
+    return [*cores[number * size : (number + 1) * size]]
 
 
 def _homes(sys: str) -> dict[int, int]:

@@ -27,6 +27,7 @@ _TELLING = re.compile(
     r"|nfs: server .{1,80} not responding",
     re.IGNORECASE,
 )
+_OWNER = re.compile(r"(?:\buid=|UID:)(\d{1,10})")
 _OOM_KILL = re.compile("oom-kill|out of memory", re.IGNORECASE)
 _LOGGED = {
     "GPU memory": re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate.{0,500}"),
@@ -70,15 +71,16 @@ def _counters() -> Iterator[str]:
             yield f"/sys/fs/cgroup/{name.format('')}"
 
 
-def _killed() -> int:
-    """How many were killed since the ranks were started; 0 if unknown."""
+def _killed() -> int | None:
+    """How many were killed since the ranks were started; None if unknown."""
     before = os.environ.get(BEFORE, "")
     after = oom_kills()
-    return int(after) - int(before) if before and after else 0
+    return int(after) - int(before) if before and after else None
 
 
 def _memory() -> list[str]:
-    if (killed := _killed()) <= 0:
+    killed = _killed() or 0
+    if killed <= 0:
         return []
     limit = node.memory_limit()
     end = f"; its limit is {limit / 1e9:.3f} GB" if limit else ""
@@ -120,14 +122,16 @@ def _kernel() -> list[str]:
     ctypes.CDLL(None).klogctl(_READ_ALL, buffer, _KERNEL_LOG)
     began = int(processes.began(os.getpid())) / os.sysconf("SC_CLK_TCK")
     oldest = began - _SOON_S - time.clock_gettime(time.CLOCK_BOOTTIME) * _DRIFT
-    killed = _killed() > 0
+    killed = _killed()
     lines = []
     for line in buffer.value.decode("utf-8", "replace").splitlines():
         stamp = _STAMP.match(line)
         sign = _TELLING.search(line[:2000])
         if not stamp or not sign or float(stamp[1]) < oldest:
             continue
-        if killed or not _OOM_KILL.match(sign[0]):  # else it was a process of another job
+        owner = _OWNER.search(line)
+        own = not owner or int(owner[1]) == os.getuid()
+        if own and (killed != 0 or not _OOM_KILL.match(sign[0])):  # else it was a process of another job
             lines.append(f"kernel log: {line[line.index('[') :]}")
     return lines[-6:]
 

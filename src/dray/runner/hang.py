@@ -151,4 +151,7 @@ class Hang:
 def _line(alike: list[Seen]) -> str:
     """Ranks that do the same, as a line of seen.jsonl, and what the first of them does."""
     which = {"ranks": cores.render(rank.rank for rank in alike), "nodes": compress(rank.node for rank in alike)}
-    return json.dumps({"count": len(alike), **which, **alike[0]._asdict()}) + "\n"
+    what = alike[0]._asdict()
+    del what["rank"], what["node"]
+    what["flight"] = [entered._asdict() for entered in alike[0].flight]
+    return json.dumps({"count": len(alike), **which, **what}) + "\n"

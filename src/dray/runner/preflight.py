@@ -67,7 +67,8 @@ class RankCheck:
 
     def _take(self, fields: Report) -> None:
         if "finding" in fields:
-            self._note(Finding(**fields["finding"]))
+            found = Finding(**fields["finding"])
+            self._note(found if self.waits else found._replace(node=self.report["node"]))  # later it may be another's
             return
         self.report |= fields
         self._since = time.monotonic()
@@ -89,9 +90,10 @@ class RankCheck:
 
     def look(self) -> None:
         """Hear it before the rendezvous, and note if it has ended."""
-        code = self.process.poll()
         self.hear()
-        if code is not None and not self.waits:
+        code = None if self.waits else self.process.poll()  # the runner's Children reap what waits
+        if code is not None:
+            self.hear()
             self.waits = True
             if not self.report["findings"]:
                 self._unfit(f"the check ended: {ended_with(code)}")
@@ -171,7 +173,9 @@ class Preflight:
         for rank in self.ranks:  # each with what it has started, such as nvidia-smi
             with suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
-        return Finding(**findings[0])._replace(node=self._names[self._me])
+        found = "\n".join(fields["found"] for fields in findings if fields["found"])
+        problem = "; ".join(fields["problem"] for fields in findings)
+        return Finding(**findings[0])._replace(problem=problem, found=found, node=self._names[self._me])
 
     def check_together(self, children: Children, environ: Environ, links: Control) -> None:
         """Return if all ranks can communicate, else raise why."""

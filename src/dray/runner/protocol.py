@@ -89,6 +89,8 @@ class Idle(NamedTuple):
     """The launcher of a node has ended; can the node start its ranks again?"""
 
     can_restart: bool = True
+    saved: Finding | None = None
+    """That its ranks have saved and ended, as they were asked to."""
 
 
 class Restart(NamedTuple):

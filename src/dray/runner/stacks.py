@@ -41,6 +41,8 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
     scratch = plan["scratch"]
     log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
     beat = heartbeats.of(scratch, rank)
+    if beat.program > 0 and not _is_below(beat.program):
+        beat = beat._replace(program=0)
     found = seen[rank]._replace(state="ended" if beat.program else "")
     if beat.time:
         found = found._replace(step=beat.step, phase=heartbeat.PHASES[beat.phase])
@@ -84,12 +86,25 @@ def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
     return list(last.values())
 
 
+def _is_below(process: int) -> bool:
+    """Whether this runner has started it: a program may write anything into its heartbeat."""
+    while process > 1:
+        parent = _read(process, process, "stat").rpartition(") ")[2].split()[1:2]
+        process = int(parent[0]) if parent else 0
+        if process == os.getpid():
+            return True
+    return False
+
+
 def _pythons(program: int) -> list[int]:
-    """The processes of the program that handle SIGABRT, as faulthandler does, without their own children."""
+    """The Pythons of the program that handle SIGABRT, as faulthandler does, without their own children."""
     pythons = []
     look = [program]
     for process in look:
-        if children.handles(process, signal.SIGABRT):
+        name = ""
+        with suppress(OSError):  # it has ended
+            name = os.path.basename(os.readlink(f"/proc/{process}/exe"))
+        if name.startswith("python") and children.handles(process, signal.SIGABRT):  # a shell's trap handles it too
             pythons.append(process)
         else:
             look += children.below(process)

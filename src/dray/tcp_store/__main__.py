@@ -5,6 +5,7 @@ Launchers and ranks may connect before torch is imported: the kernel has them wa
 
 from __future__ import annotations
 
+import resource
 import signal
 import sys
 
@@ -18,6 +19,9 @@ def main(address: str, port: int, file: int) -> None:
     except ImportError as error:
         print(f"dray: there is no store at MASTER_ADDR and MASTER_PORT: {error}", file=sys.stderr, flush=True)
         return
+    # Each rank holds connections: 9,408 nodes of 8 hold more than the runner's own limit.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
     while store:
         signal.pause()

@@ -42,10 +42,18 @@ def test_each_link_is_measured_once(nodes: int, each: int, inside: bool) -> None
         (8, {}, []),
         (8, {(1, 2): 0.4}, ["n2 to n3: 0.4 GB/s, the others 40"]),
         (8, {(7, 0): 0.4}, ["n8 to n1: 0.4 GB/s, the others 40"]),
-        (3, {(2, 0): 9.9}, ["n3 to n1: 9.9 GB/s, the others 40"]),
-        (3, {(2, 0): 10.1}, []),
+        (4, {(3, 0): 9.9}, ["n4 to n1: 9.9 GB/s, the others 40"]),
+        (4, {(3, 0): 10.1}, []),
         (4, {(0, 1): 0.4, (1, 2): 0.5}, ["n2 to both of its neighbours: 0.4 GB/s, the others 40"]),
         (8, {(3, 4): 0.4, (4, 5): 0.5}, ["n5 to both of its neighbours: 0.4 GB/s, the others 40"]),
+        (  # n2 is well: n1 and n3 may be slow, or one of them and a link
+            8,
+            {(7, 0): 0.4, (0, 1): 0.4, (1, 2): 0.4, (2, 3): 0.4},
+            [
+                f"{a} to {b}: 0.4 GB/s, the others 40"
+                for a, b in (("n1", "n2"), ("n2", "n3"), ("n3", "n4"), ("n8", "n1"))
+            ],
+        ),
         (8, {(0, 1): 0.1, (4, 5): 0.0}, ["n1 to n2: 0.1 GB/s, the others 40", "n5 to n6: 0 GB/s, the others 40"]),
     ],
 )

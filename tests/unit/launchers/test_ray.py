@@ -228,7 +228,7 @@ def test_another_program_has_the_port_of_the_head(node, tmp_path: Path) -> None:
         "dray: port 27000 is busy on n1\n"
         "  wanted: port 27000 free on the first node\n"
         "  found:  another program listens there\n"
-        "  fix:    remove `port` from the recipe, and dray takes a free one; or start the run again later\n"
+        "  fix:    start the run again: Ray gets another port, unless the recipe has `port`; change that\n"
     )
     assert not (tmp_path / "seen").exists()
 

@@ -181,6 +181,6 @@ def test_all_secrets_of_a_recipe_are_named_and_none_is_shown(root: Path, tmp_pat
     _, _, err = Desk(root, tmp_path).dray(*RUBBISH["secrets"][0])
     assert err == (
         "dray: recipe my.toml has 1 error\n"
-        "  found:  env   HF_TOKEN, WANDB_API_KEY, X: this looks like a secret, and every run folder holds its recipe; "
+        "  found:  env: HF_TOKEN, WANDB_API_KEY, X: this looks like a secret, and every run folder holds its recipe; "
         "set it where you submit and name it in pass_env\n"
     )

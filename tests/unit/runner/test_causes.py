@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -187,6 +188,24 @@ def test_a_memory_limit_that_is_reached(tmp_path: Path, memory_cgroup: Path) -> 
     # A kill of another sort, in the same cgroup and just after: neither the counter nor the kernel's log is of it.
     killed = failed(tmp_path, *python("import os; os.kill(os.getpid(), 9)"), before="1", prefix=enter)
     assert (killed.code, killed.name) == (137, UNKNOWN)
+
+
+@pytest.mark.parametrize(("killed", "kept"), [(None, "own"), (1, "own"), (0, "")])
+def test_whose_kills_in_the_kernel_s_log_are_evidence(monkeypatch, killed: int | None, kept: str) -> None:
+    """Without a counter, those of this user's processes."""
+    stamp = "<4>[9999999999.000000]"
+    users = {"own": os.getuid(), "other": os.getuid() + 1}
+    log = "".join(f"{stamp} oom-kill:task={name},pid=2,uid={uid}\n" for name, uid in users.items())
+    log += f"{stamp} NVRM: Xid (PCI:0000:3b:00): 79\n"
+
+    def read(_: int, buffer: ctypes.Array, _size: int) -> None:
+        buffer.value = log.encode()
+
+    monkeypatch.setattr(evidence.ctypes, "CDLL", lambda _: SimpleNamespace(klogctl=read))
+    monkeypatch.setattr(evidence, "_killed", lambda: killed)
+    *kills, xid = evidence._kernel()
+    assert "Xid" in xid
+    assert [line.partition("task=")[2].partition(",")[0] for line in kills] == kept.split()
 
 
 def test_what_was_killed_before_the_ranks_were_started_is_no_evidence(monkeypatch) -> None:

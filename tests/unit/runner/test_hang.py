@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError, Finding
-from dray.runner import file_watch, hang, heartbeats, hub
+from dray.runner import file_watch, hang, heartbeats, hub, stacks
 from dray.runner.children import Loop
 from dray.runner.culprit import Entered, Seen, culprit
 from dray.runner.heartbeats import Heartbeats
@@ -293,6 +294,35 @@ def test_what_a_program_writes_stays_within_its_bounds(tmp_path: Path) -> None:
     assert heartbeats.of(str(tmp_path), 0)[1:4] == (-7, heartbeat.STEP, 1)
     wrote(tmp_path, 0, (1 << 63) - 1, -1, -(1 << 63), -1)
     assert looked(beats, 4, 8) is None  # it has no limit
+
+
+@pytest.mark.parametrize("whose", ["first", "own", "parent", "orphan"])
+def test_a_process_that_is_no_rank_of_this_node_is_left_alone(tmp_path: Path, whose: str) -> None:
+    """As where a program writes its step where its process id stands."""
+    starts = "sleep 60 >/dev/null 2>&1 & echo $!"
+    orphan = int(subprocess.run(["sh", "-c", starts], capture_output=True, check=True).stdout)
+    program = {"first": 1, "own": os.getpid(), "parent": os.getppid(), "orphan": orphan}[whose]
+    try:
+        wrote(tmp_path, 0, 1, heartbeat.STEP, 0, 1, program=program)
+        seen = [Seen(0, "node1", state="unseen")]
+        plan = {"folder": str(tmp_path), "scratch": str(tmp_path)}
+        stacks.save(seen, 0, plan, str(tmp_path / "rank-0.txt"), time.monotonic())
+        assert (seen[0].state, seen[0].frames) == ("", ())
+        os.kill(orphan, 0)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_the_python_below_a_shell_with_a_trap_is_found() -> None:
+    """bash handles SIGABRT for a trap of EXIT, and writes no stack."""
+    program = f"{python()} -X faulthandler -c 'print(1, flush=True); import time; time.sleep(60)'"
+    argv = ["bash", "-c", f"trap : EXIT; {program}; true"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as shell:
+        assert shell.stdout
+        shell.stdout.readline()
+        (found,) = stacks._pythons(shell.pid)
+        assert found != shell.pid
+        os.killpg(shell.pid, signal.SIGKILL)
 
 
 def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(plan: dict[str, Any]) -> None:

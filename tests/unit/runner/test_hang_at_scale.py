@@ -87,8 +87,8 @@ def test_the_odd_rank_is_named(tmp_path: Path) -> None:
         (3199, "0-1336,1338-3199", "n[1-400]"),
     ]
     assert lines[0] == {
-        "count": 1, "ranks": "1337", "nodes": "n168", "rank": 1337, "node": "n168", "step": 5, "phase": "step",
-        "state": "runs", "frames": [*READ], "flight": [["0", 8, "barrier", False]],
+        "count": 1, "ranks": "1337", "nodes": "n168", "step": 5, "phase": "step", "state": "runs", "frames": [*READ],
+        "flight": [{"group": "0", "number": 8, "name": "barrier", "waits": False}],
     }  # fmt: skip
     assert json.loads((tmp_path / "failures" / "hang.json").read_text())["last_lines"] == [*READ]
 

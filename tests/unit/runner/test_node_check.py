@@ -183,9 +183,10 @@ class TestRankChecks:
         said = capsys.readouterr().out
         assert "dray: warning: GPU 3 is not checked: import torch was not done within 5 s\n" in said
 
-    def test_all_are_waited_for_and_the_first_finding_is_the_node_s(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_all_are_waited_for_and_all_findings_are_the_node_s(self, capsys: pytest.CaptureFixture[str]) -> None:
         found, _ = self.check(READY, f"print('{UNFIT}', flush=True); raise SystemExit(69)", "import os; os.abort()")
-        assert found == Finding("slow", found="hot", code=69, node="node1")
+        problem = "slow; rank 5: the check ended: killed by SIGABRT"
+        assert found == Finding(problem, found="hot\nin: its start", code=69, node="node1")
         assert "dray: error: rank 5: the check ended: killed by SIGABRT\n" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
@@ -210,6 +211,28 @@ class TestRankChecks:
     def test_what_no_check_tells_is_for_the_log(self, capsys: pytest.CaptureFixture[str], line: str) -> None:
         assert self.check(f"print({line!r}, flush=True); {READY}") == (None, {})
         assert f"dray: rank 3: {line}\n" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(("ready", "node"), [("", "node1"), (READY.partition(";")[0], "")])
+    def test_what_a_rank_finds_alone_is_its_node_s_also_if_it_comes_late(self, ready: str, node: str) -> None:
+        """What it finds with the others may be the fault of any node."""
+        argv = [sys.executable, "-S", "-E", "-c", f"{ready}\nprint('{UNFIT}', flush=True)"]
+        rank = preflight.RankCheck(3, "node1", "logs/node-0.log", argv, os.environ)
+        with rank.process:
+            rank.process.wait()
+            rank.hear()
+        assert [found["node"] for found in rank.report["findings"]] == [node]
+
+    def test_one_that_ends_while_it_waits_is_not_reaped(self) -> None:
+        """Else nobody would notice that it has ended, and its number may be another's."""
+        waits, works = READY.partition(";")[0], f"import time; time.sleep(1); {READY}"
+        self.plan["world"]["rendezvous_timeout_s"] = 120
+        checks = preflight.Preflight(self.plan, 0)
+        for code in (waits, works):
+            argv = [sys.executable, "-S", "-E", "-c", code]
+            checks.ranks.append(preflight.RankCheck(3, "node1", "logs/node-0.log", argv, os.environ))
+        assert checks.check_node({}) is None
+        assert checks.ranks[0].process.returncode is None
+        end(checks)
 
     def test_the_slowest_gpu_is_the_node_s(self) -> None:
         told = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"phase": "device"}')
@@ -421,6 +444,7 @@ FINE = {ECC: "0", PAGES: "No", CLOCKS: "0x0000000000000001", FAILED: "No", PENDI
     [
         ({}, None, None),
         ({ECC: "[N/A]", PAGES: "[N/A]", FAILED: "", PENDING: "", CLOCKS: ""}, None, None),
+        ({ECC: "[Not Supported]"}, None, None),
         ({CLOCKS: "0x0000000000000004"}, None, None),  # the power limit, which every busy GPU comes to
         ({CLOCKS: "Active"}, None, None),
         ({FAILED: "Yes"}, "a row of its memory cannot be remapped", "error"),

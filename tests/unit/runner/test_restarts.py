@@ -82,6 +82,7 @@ def test_all_ranks_start_again(plan: dict[str, Any], start: Start, dies: str, fi
     assert (ports[0] == ports[1]) == fixed
     assert f"restart-1/rank-{dies[0]}.json" in failures(plan)
     assert all(name.startswith("restart-1/") for name in failures(plan))
+    assert ({"restart-1/node-0.json", "restart-1/node-1.json"} <= failures(plan).keys()) == fixed  # on each machine
     node = int(dies[0]) // 2 + 1
     assert f"dray: restart 1 of 2: rank {dies[0]} on node{node}: exit code 9\n" in said
 
@@ -251,18 +252,25 @@ def test_a_signal_to_one_node_between_two_starts_ends_the_run(
 SIGNALLED = """
 import os, signal, sys
 if 'dray.runner' in sys.orig_argv:
-    from dray.runner import record
-    record.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)
+    from dray.runner import evidence, record
+    {}
 """
 
 
 @pytest.mark.seconds
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "record.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)",
+        "evidence.require_image = lambda _: sys._getframe(1).f_locals['links'].ask()",  # with the call to the start
+    ],
+)
 def test_a_node_that_was_asked_to_save_between_two_starts_saves(
-    plan: dict[str, Any], start: Start, tmp_path: Path
+    plan: dict[str, Any], start: Start, tmp_path: Path, asks: str
 ) -> None:
     """The first node has begun the next start by then."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SIGNALLED)
+    (tmp_path / "site" / "sitecustomize.py").write_text(SIGNALLED.format(asks))
     saves = "trap 'exit 75' USR1; [ $again = 0 ] || while :; do sleep 0.05; done"
     ranks(plan, before=saves, most=1)
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])

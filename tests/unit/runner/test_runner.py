@@ -213,6 +213,41 @@ def test_ranks_and_their_preflight_may_open_many_files(plan, start: Start, tmp_p
     assert seen == dict.fromkeys(("dray.checks.rank.files", "launcher.files"), allowed)
 
 
+def test_the_store_may_open_as_many_as_the_machine_allows(tmp_path: Path) -> None:
+    """Each rank of a run of 75,000 holds a connection."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "distributed.py").write_text(
+        "import resource, sys\ndef TCPStore(*_, **__): sys.exit(str(resource.getrlimit(resource.RLIMIT_NOFILE)))"
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    ended = subprocess.run(
+        [sys.executable, "-m", "dray.tcp_store", "127.0.0.1", "0", "0"],
+        env={**PYTHON, "PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert ended.stderr == f"({hard}, {hard})\n"
+
+
+def test_a_child_ends_if_its_parent_is_killed_before_it_can_notice(tmp_path: Path) -> None:
+    """Between fork and the child's request for a signal at the parent's death."""
+    script = (
+        "import os, signal, time\n"
+        "from dray.runner import children\n"
+        "def die(*_):\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    time.sleep(0.5)\n"
+        "children._prctl = die\n"
+        f"children.Children().start(['touch', {str(tmp_path / 'started')!r}])\n"
+    )
+    parent = subprocess.run([sys.executable, "-c", script], env=PYTHON, check=False)
+    time.sleep(1.5)
+    assert (parent.returncode, (tmp_path / "started").exists()) == (-signal.SIGKILL, False)
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "raised"),
     [
@@ -460,7 +495,8 @@ def test_what_the_job_is_told_every_rank_hears() -> None:
         ("1-6", 2, ["0-3", "4-7"], [], ["1-3", "4-6"]),
         ("0-7", 2, ["0-3", "4-7"], [1, 0], ["4-7", "0-3"]),
         ("0-7", 4, ["0-3", "4-7"], [1, 0, 1, 0], ["4-5", "0-1", "6-7", "2-3"]),
-        ("0-7", 2, ["0-1", "2-3", "4-5", "6-7"], [3, 1], ["4-7", "0-3"]),  # NUMA nodes without a GPU
+        ("0-7", 2, ["0-1", "2-3", "4-5", "6-7"], [3, 1], ["6-7", "2-3"]),  # NUMA nodes without a GPU
+        ("0-7", 4, ["0-3", "4-7"], [0, 0, 0, 1], ["0", "1", "2", "4-7"]),
         ("0-7", 2, ["0-3", "4-7"], [1, 0, 1, 0], ["0-3", "4-7"]),  # two of four GPUs, and nobody says which
         ("0-7", 2, ["0-3", "4-7"], [-1, -1], ["0-3", "4-7"]),  # one node of memory, as virtual machines have it
         ("0-8", 2, ["0-8"], [], ["0-3", "4-7"]),

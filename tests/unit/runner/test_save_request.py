@@ -72,6 +72,18 @@ def test_all_ranks_save_and_the_first_node_says_75(plan: dict[str, Any], start: 
 
 
 @pytest.mark.seconds
+def test_the_first_node_s_ranks_may_end_with_0(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
+    """As where they had done all before they were asked: the run is not done for that."""
+    nodes_of(plan, tmp_path, program=SAVES.replace("exit(code)", "exit(code * (int(me) > 1))"))
+    (tmp_path / "load").touch()
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    until(*(tmp_path / f"ready-{rank}" for rank in range(4)))
+    (tmp_path / run_folder.STOP).write_text("USR1\n")
+    assert [ended(node)[0] for node in nodes] == [75, 0]
+    assert (tmp_path / run_folder.SAVED).is_file()
+
+
+@pytest.mark.seconds
 def test_one_that_is_loading_hears_it_later(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes_of(plan, tmp_path)
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
