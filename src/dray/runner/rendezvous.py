@@ -19,8 +19,8 @@ from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError, listed
 from dray.contract.hostnames import compress
 from dray.runner import address as address_of
-from dray.runner import hub, record
-from dray.runner.hub import Connection
+from dray.runner import record
+from dray.runner.hub import Connection, Server, greet
 from dray.runner.plan import Endpoint, Plan, names
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
@@ -121,7 +121,7 @@ def join(plan: Plan, own: Hello, key: bytes) -> Connection:
             address, port = published(plan)
             wanted = f"a connection to {address} port {port}"
             line = socket.create_connection((address, port), timeout=_TRY_S)
-            first = hub.greet(line, key, min(deadline, time.monotonic() + _TRY_S))
+            first = greet(line, key, min(deadline, time.monotonic() + _TRY_S))
             break
         except (OSError, ValueError) as failed:  # not listening yet, name not there yet or none, another's
             if not isinstance(reason, BrokenError):  # what an end has done tells more than that there is none
@@ -164,7 +164,7 @@ def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[
     """
     world = plan["world"]
     nodes = len(world["nodes"])
-    server = hub.Server(listener, key)
+    server = Server(listener, key)
     limit = world["rendezvous_timeout_s"]
     deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
     came = {0: own}
