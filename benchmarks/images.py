@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from dray import process
 from dray.clients import builder, docker
 from dray.cluster.local import LocalCluster
-from dray.config import checkout
+from dray.config import dray_home
 from dray.images import inputs, store
 from dray.images.inputs import BuildContext
 from dray.images.rootfs import PROGRAM, ROOTFS, squashfs
@@ -55,7 +55,7 @@ From: {{ BASE }}
 def main() -> None:
     """Make the plain image and the other packings, and start them all in turn."""
     variant = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    root = checkout.root()
+    root = dray_home.root()
     sif = store.sif(root, variant)
     source = inputs.gather(root, variant, base=os.environ.get("DRAY_IMAGE_BASE"), say=_quiet)
     with TemporaryDirectory(dir=root / "build", prefix=".bench-") as made, closing(docker.client()) as client:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from dray import __version__, render
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.site import Site
 from dray.facts import Facts
 from dray.planning.plan import plan
@@ -120,7 +120,7 @@ def _plan() -> None:
     print("\nplanning and rendering, best of 5, milliseconds")
     for count in NODES:
         said = [f"batch.global_size={count * 8}"]
-        recipe = write.read_recipe(checkout.root() / "recipes" / "smoke-cpu.toml", said)
+        recipe = write.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml", said)
         facts = Facts(scheduler="slurm", nodelist=f"n[1-{count}]", nodes=count, engine="apptainer", image="/i.sif")
         seconds = []
         for _ in range(5):
@@ -174,7 +174,7 @@ def _meet(scratch: Path, count: int, *, on: bool = False) -> float:
             {"run": "r1", "folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world}
         )
     )
-    source = str(checkout.root() / "src")
+    source = str(dray_home.root() / "src")
     begun = time.perf_counter()
     started = [
         subprocess.Popen(  # noqa: S603  our own list

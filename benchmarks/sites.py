@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from dray.clients import docker
 from dray.cluster.local import LocalCluster
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.site import Site
 from dray.facts import Facts
 from dray.fitness import variables
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _environment() -> None:
-    recipe = write.read_recipe(checkout.root() / "recipes" / "smoke-cpu.toml")
+    recipe = write.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml")
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
     made = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray="0")
     names = sorted(variables.rules().names)[::3][:200]

@@ -174,7 +174,7 @@ adopt::look() { # FOLDER NAME FILE FACTS DIGEST: what the image's own Python say
   local found code=0 name
   local -a folders=("$DRAY_HOME" "${1%/*}") mounts pip=()
   found="$("$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd --contain --pwd=/ "$1/image.sif" \
-    python3 -c "$(<"$DRAY_HOME/src/dray/checks/adopted.py")")" || code=$?
+    python3 -c "$(<"$DRAY_HOME/src/dray/checks/list_packages.py")")" || code=$?
   [[ "$found" =~ \"python\":\ \"([0-9]+)\.([0-9]+) ]] || lib::die 69 "the image does not start, or has no python3" "where:  $3" \
     "found:  exit code $code; the lines above say more" "fix:    $engine exec $(printf %q "$3") python3 --version"
   ((BASH_REMATCH[1] == 3 && BASH_REMATCH[2] >= 11)) || lib::die 78 "the image's Python is too old for dray" "where:  $3" \

@@ -261,14 +261,14 @@ def _job(kind: str, model: str, plan: str) -> str:
     """Where it ran."""
     import torch  # noqa: PLC0415
 
-    from dray.contract import jobs  # noqa: PLC0415
+    from dray.contract import image_tasks  # noqa: PLC0415
     from dray.train.outputs import evaluate, generate  # noqa: PLC0415
 
     joined()
     if kind == "generate":
-        generate.run(jobs.Generate(model, "causal", "one: ", 8, 0.0, 0, trust_remote_code=False))
+        generate.run(image_tasks.Generate(model, "causal", "one: ", 8, 0.0, 0, trust_remote_code=False))
     else:
-        evaluate.run(jobs.Evaluate(model, json.loads(Path(plan).read_text())))
+        evaluate.run(image_tasks.Evaluate(model, json.loads(Path(plan).read_text())))
     return "GPU" if torch.cuda.is_available() and torch.cuda.max_memory_allocated() else "CPU"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
-from dray.runner import hub, protocol, rendezvous
+from dray.runner import connections, protocol, rendezvous
 
 _MOST = 65536  # bytes of one look
 
@@ -105,10 +105,10 @@ class Node(Caller):
     def _go_on(self, line: socket.socket) -> None:
         theirs, own = self._nonces
         if not theirs:
-            if len(self._data) >= hub.NONCE:
-                theirs, own = self._nonces = self._data[: hub.NONCE], os.urandom(hub.NONCE)
-                self._data = self._data[hub.NONCE :]
-                line.sendall(own + hub.proof(self.crowd.key, b"guest", theirs, own))
+            if len(self._data) >= connections.NONCE:
+                theirs, own = self._nonces = self._data[: connections.NONCE], os.urandom(connections.NONCE)
+                self._data = self._data[connections.NONCE :]
+                line.sendall(own + connections.proof(self.crowd.key, b"guest", theirs, own))
         elif not self._introduced:
             if len(self._data) >= 32:
                 self._introduce(line, theirs, own)
@@ -117,7 +117,7 @@ class Node(Caller):
             self.crowd.leave(self)
 
     def _introduce(self, line: socket.socket, theirs: bytes, own: bytes) -> None:
-        if not hmac.compare_digest(self._data[:32], hub.proof(self.crowd.key, b"host", own, theirs)):
+        if not hmac.compare_digest(self._data[:32], connections.proof(self.crowd.key, b"host", own, theirs)):
             sys.exit("the first node does not hold the secret")
         self._data = self._data[32:]
         line.sendall(protocol.encode(self.hello._replace(time=time.time())))
@@ -129,7 +129,7 @@ class Stranger(Caller):
 
     def __init__(self, crowd: Crowd, number: int) -> None:
         super().__init__(crowd, "127.0.0.10")
-        self.rubbish = (b"", b"x", b"x" * 40, os.urandom(hub.GREETING), bytes(100_000))[number % 5]
+        self.rubbish = (b"", b"x", b"x" * 40, os.urandom(connections.GREETING), bytes(100_000))[number % 5]
         crowd.later(self, 0)
 
     def act(self) -> None:

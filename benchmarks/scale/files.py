@@ -14,10 +14,10 @@ from unittest import mock
 
 from table import Row
 
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract import run_folder
 from dray.facts import Facts
-from dray.runner import evidence, record
+from dray.runner import evidence, failure_record
 from dray.runs import write
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
@@ -48,7 +48,7 @@ def rows() -> list[Row]:
 def _left(count: int, *, fails: bool) -> Iterator[tuple[RunPaths, float]]:
     with TemporaryDirectory(prefix="dray-files-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
         recipe = write.read_recipe(
-            checkout.root() / "recipes" / "smoke-cpu.toml",
+            dray_home.root() / "recipes" / "smoke-cpu.toml",
             [f"batch.global_size={4 * count * EACH}", f"ranks_per_node={EACH}", "preflight.when=always"],
         )
         facts = Facts(
@@ -73,12 +73,12 @@ def _nodes(plan: dict[str, Any], *, fails: bool) -> None:
     for me, one in enumerate(plan["world"]["nodes"]):
         with Path(plan["folder"], run_folder.node_log(me)).open("ab") as log:  # as srun does
             log.write(b"dray: preflight took 1.0 s\n")
-        record.this_node(plan, me, {})
+        failure_record.this_node(plan, me, {})
         for rank in range(me * each, (me + 1) * each):
             place = Path(plan["folder"], run_folder.rank_log(rank))
             place.write_bytes(b"step 1\n")
             if fails and rank % each < FAILING:
-                record.write(
+                failure_record.write(
                     plan["folder"], f"rank-{rank}", node=one["name"], rank=rank, code=1, why="x", log=str(place),
                     last_lines=[],
                 )  # fmt: skip

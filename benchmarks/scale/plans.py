@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from table import Row
 
 from dray import __version__, render
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.site import Site
 from dray.contract.findings import DrayError
 from dray.facts import Facts
@@ -43,7 +43,7 @@ def rows() -> list[Row]:
 
 
 def _plan(nodelist: str, count: int) -> None:
-    recipe = write.read_recipe(checkout.root() / "recipes" / "smoke-cpu.toml", [f"batch.global_size={count * 8}"])
+    recipe = write.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml", [f"batch.global_size={count * 8}"])
     facts = Facts(scheduler="slurm", nodelist=nodelist, nodes=count, engine="apptainer", image="/i.sif")
     site = Site(name="generic", about="")
     made = plan(recipe, site, facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray=__version__)

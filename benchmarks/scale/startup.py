@@ -26,8 +26,8 @@ import plans
 import rendezvous
 from table import Row, fit
 
-from dray.contract import startup
-from dray.runner.hub import Connection
+from dray.contract import start_times
+from dray.runner.connections import Connection
 from dray.runner.protocol import StartTimes
 from dray.runner.start_timings import StartTimings
 
@@ -36,7 +36,7 @@ _MEASURED = (64, 256, 1024)  # nodes by which the growth is known; the largest o
 _MESHES = (8, 16, 32, 64)  # ranks in one process
 _SIMULATED_RANKS = 256
 _IMAGE_GB = 2.6
-_PARTS = dict.fromkeys((startup.STAGE, *startup.RANK, startup.CONTAINER, startup.PREFLIGHT), 12.345)
+_PARTS = dict.fromkeys((start_times.STAGE, *start_times.RANK, start_times.CONTAINER, start_times.PREFLIGHT), 12.345)
 
 
 def rows() -> list[Row]:

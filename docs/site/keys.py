@@ -8,8 +8,8 @@ from itertools import groupby
 from pydantic import BaseModel
 from text import code, entry, plain, slug
 
-from dray.config.image import Image
-from dray.config.json_schema import Schema
+from dray.config.describe_keys import Schema
+from dray.config.image_definition import Image
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.planning.plan import Plan

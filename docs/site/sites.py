@@ -8,8 +8,8 @@ from typing import Any
 
 from text import cell, code, plain
 
-from dray.config import checkout
-from dray.config.model import load
+from dray.config import dray_home
+from dray.config.load_toml import load
 from dray.config.site import Site
 
 _SECTION = re.compile(r"^## ([a-z0-9._-]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -19,7 +19,7 @@ _NODES = {"any": "any number of nodes", "one": "one node", "several": "several n
 
 def pages(overview: str) -> dict[str, str]:
     """The pages, and docs/sites.md with a link to a cluster's page in the place of its section."""
-    files = sorted((checkout.root() / "slurm" / "sites").glob("*.toml"))
+    files = sorted((dray_home.root() / "slurm" / "sites").glob("*.toml"))
     known = {path.stem: load(Site, path) for path in files}
     prose = {name: text for name, text in _SECTION.findall(overview) if name in known}
     made = {f"sites/{name}.md": page(site, prose.get(name, "")) for name, site in known.items()}

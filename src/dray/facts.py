@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dray import engines
-from dray.config.model import explained
+from dray.config.load_toml import explained
 from dray.contract.findings import ConfigError, Finding, counted
 from dray.hostlist import expand
 

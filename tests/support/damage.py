@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from dray import facts
 from dray.config import mirrors
-from dray.config.image import Image
-from dray.config.model import load
+from dray.config.image_definition import Image
+from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files, run_folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dray.planning import tuning
+from dray.planning import tune_search
 from dray.runs import tuned
 from dray.runs.tuned import Tuning
 
@@ -66,4 +66,4 @@ def among_the_best(by_search: dict[str, Any], by_grid: dict[str, Any]) -> bool:
     grid = Tuning.model_validate({key: value for key, value in by_grid.items() if key in Tuning.model_fields})
     figures = {tuned.candidate(row.values): tuned.figure(row) for row in grid.rows}
     found = figures[tuned.candidate(by_search["best"]["values"])]
-    return not any(tuning.beats(figure, found) for figure in figures.values())
+    return not any(tune_search.beats(figure, found) for figure in figures.values())

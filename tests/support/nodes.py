@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dray.runner.children import Loop
+from dray.runner.connections import Connection
 from dray.runner.control import Control
-from dray.runner.hub import Connection
 from dray.runner.start_timings import StartTimings
 from helpers import PYTHON
 

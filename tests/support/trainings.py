@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.runs import local, write
 from helpers import ROOT
 
@@ -38,11 +38,11 @@ class Forks:
     def hear(self) -> Any:
         return json.loads(self.process.stdout.readline())
 
-    def job(self, job: jobs.Job, folder: Path, **env: str) -> tuple[int, str]:
+    def job(self, job: image_tasks.Job, folder: Path, **env: str) -> tuple[int, str]:
         """What a verb starts in the image, such as an export: its exit code, and all that it printed."""
         folder.mkdir(exist_ok=True)
         file, log = folder / "job.json", folder / "job.log"
-        file.write_text(json.dumps(jobs.to_json(job)))
+        file.write_text(json.dumps(image_tasks.to_json(job)))
         log.unlink(missing_ok=True)
         self.say({"kind": "job", "file": str(file), "ranks": [{"env": env, "log": str(log)}]})
         ended = self.hear()

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray.checks import group
+from dray.checks import isolated
 from dray.contract import exit_codes
 
 GROUPS = ("image", "device", "operators", "compilers")
@@ -25,7 +25,7 @@ def main() -> int:
     began, results = time.monotonic(), []
     with TemporaryDirectory(prefix="dray-checks-") as scratch:
         for name in GROUPS:
-            for result in group.run(f"dray.checks.{name}", Path(scratch), limit=LIMIT):
+            for result in isolated.run(f"dray.checks.{name}", Path(scratch), limit=LIMIT):
                 results.append(result)
                 if not as_json:
                     print(result.line(), flush=True)

@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 
 from dray.checks import image
-from dray.checks.check import Skip, check, skipped
+from dray.checks.run_check import Skip, check, skipped
 from dray.contract.findings import Finding, UnfitError
 
 _TRITON = "build the image again: no model that uses Triton runs in it"
@@ -52,7 +52,7 @@ def _triton() -> Iterator[Finding]:
 
 def run_kernel(device: str) -> str:
     """Run a kernel and compare its result with torch's."""
-    add = import_module("dray.checks.kernel").add
+    add = import_module("dray.checks.triton_kernel").add
     left, right = torch.randn(2, _COUNT, device=device)
     out = torch.empty_like(left)
     add[(-(-_COUNT // _BLOCK),)](left, right, out, _COUNT, block=_BLOCK)
@@ -68,7 +68,7 @@ def compile_kernel(architecture: str) -> str:
         target = target_of("hip", architecture, 64)  # CDNA's wavefront; no image is for a consumer's GPU
     else:
         target = target_of("cuda", int(architecture.replace(".", "")), 32)
-    made = import_module("triton.compiler").compile(import_module("dray.checks.kernel").source(), target=target)
+    made = import_module("triton.compiler").compile(import_module("dray.checks.triton_kernel").source(), target=target)
     return f"1 kernel compiled to {len(made.asm.get('cubin') or made.asm['hsaco'])} bytes; not run, no device"
 
 

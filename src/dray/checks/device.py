@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dray.checks import drivers, health, image
-from dray.checks.check import Skip, check
+from dray.checks.run_check import Skip, check
 from dray.contract import exit_codes, gpus, node
 from dray.contract.findings import DrayError, Finding, UnfitError
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from dray.checks.check import Skip
+from dray.checks.run_check import Skip
 from dray.contract import node
 from dray.contract.findings import UnfitError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from dray.checks.check import Skip, check, passed
+from dray.checks.run_check import Skip, check, passed
 from dray.contract.findings import Finding, UnfitError
 
 # The module whose import shows that the package works, and the names of its distribution. In this order an

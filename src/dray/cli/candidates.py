@@ -45,7 +45,7 @@ def _sites(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: A
 
 def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
     """Folders and .toml files, as any shell completes them, and the names of the recipes that come with dray."""
-    from dray.config import checkout  # noqa: PLC0415
+    from dray.config import dray_home  # noqa: PLC0415
 
     begun = incomplete.rpartition("/")[0] + "/" * ("/" in incomplete)
     for path in Path(begun or ".").expanduser().iterdir():
@@ -53,13 +53,13 @@ def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa:
         if not hidden and (path.suffix == ".toml" or path.is_dir()):
             yield begun + path.name + "/" * path.is_dir()
     if not begun:
-        yield from (path.stem for path in (checkout.root() / "recipes").glob("*.toml"))
+        yield from (path.stem for path in (dray_home.root() / "recipes").glob("*.toml"))
 
 
 def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
     """Each key with its =; after the =, the key's values if they are few."""
-    from dray.config import checkout  # noqa: PLC0415
-    from dray.config.json_schema import Schema  # noqa: PLC0415
+    from dray.config import dray_home  # noqa: PLC0415
+    from dray.config.describe_keys import Schema  # noqa: PLC0415
     from dray.config.recipe import Recipe  # noqa: PLC0415
     from dray.images import store  # noqa: PLC0415
 
@@ -70,7 +70,7 @@ def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: AR
         if not equals:
             yield f"{key}=" if not kind.startswith("a table") else f"{key}."
         elif key == name == "adopted":
-            yield from (f"adopted={adopted}" for adopted in store.adopted_names(checkout.root()))
+            yield from (f"adopted={adopted}" for adopted in store.adopted_names(dray_home.root()))
         elif key == name:
             choices = re.findall(r'"([^"]*)"', kind) + (["true", "false"] if "true or false" in kind else [])
             yield from (f"{key}={choice}" for choice in choices)

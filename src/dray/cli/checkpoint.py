@@ -11,7 +11,7 @@ import typer
 from dray.cli.chosen import Engine, found
 from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs import desk
 from dray.runs.write import read_recipe
@@ -87,7 +87,7 @@ def take(
     settings = _to_resume(found(recipe), overrides or []) if recipe else None
     if target:
         target.parent.mkdir(parents=True, exist_ok=True)
-    job = jobs.Importing(
+    job = image_tasks.Importing(
         str(source),
         str(target or ""),
         recipe=settings.model_dump(mode="json") if settings else {},

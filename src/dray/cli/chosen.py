@@ -14,10 +14,10 @@ import typer
 
 from dray import engines
 from dray.cli import candidates
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.recipe import Recipe
+from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, counted
-from dray.contract.values import printable
 from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import write
@@ -47,7 +47,7 @@ def found(path: Path) -> Path:
     """
     with suppress(OSError):  # no file can have this name, as the reader says later
         if not path.exists():
-            ours = checkout.root()
+            ours = dray_home.root()
             candidates = (ours / path, ours / "recipes" / f"{path}.toml")
             name = len(path.parts) == 1 and path.suffix != ".toml"
             misspelt = candidates[1] if name else path if path.parent.is_dir() else candidates[0]
@@ -105,7 +105,7 @@ class Chosen:
     def beside(self) -> Path:
         """The folder of the recipe; for a command the working folder."""
         if self.last:
-            return checkout.root()
+            return dray_home.root()
         return self.path.absolute().parent if self.path else Path.cwd()
 
     @property
@@ -119,7 +119,7 @@ class Chosen:
         if not self.last or any(one.startswith(("image=", "adopted=")) for one in self.overrides):
             return ""
         plan, file = self.last.plan, Path(self.last.plan.image)
-        own = store.sif(checkout.root(), plan.recipe.image_name)
+        own = store.sif(dray_home.root(), plan.recipe.image_name)
         is_own = file.suffix != own.suffix or (own.exists() and file.exists() and own.samefile(file))
         return "" if is_own or not file.is_file() else str(file)
 

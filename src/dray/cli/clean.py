@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dray.cli.options import Runs
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract import exit_codes, files, node
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.runs import clean as old
@@ -102,7 +102,7 @@ def _tokens(named: Path | None) -> Path:
 
 def _build() -> Path | None:
     try:
-        return checkout.root() / "build"
+        return dray_home.root() / "build"
     except DrayError:
         return None
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dray.cli.chosen import Engine, Overrides, RecipeFile
-from dray.contract import jobs
+from dray.contract import image_tasks
+from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, counted
-from dray.contract.values import cell, printable
 from dray.runs import desk
 from dray.runs.write import read_recipe
 
@@ -59,7 +59,7 @@ def inspect(
         )
     with TemporaryDirectory(prefix="dray-") as folder:
         report = Path(folder, "report.json")
-        job = jobs.Inspect(settings.model_dump(mode="json"), rows, str(report))
+        job = image_tasks.Inspect(settings.model_dump(mode="json"), rows, str(report))
         with redirect_stdout(sys.stderr):  # what the trainer prints
             code = desk.once(settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate"))
         if code:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dray.cli.options import Site
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, Finding
 from dray.fitness import build as builds
@@ -43,7 +43,7 @@ def doctor(
 
 def _build(variant: str) -> tuple[list[Finding], int]:
     """Each finding once, of this image or of all, and the exit code; of all images, the code of the best one."""
-    root = checkout.root(build=True)
+    root = dray_home.root(build=True)
     shared = list(checks.mirror_table())
     named = [variant] if variant else builds.variants(root)
     found = [[*builds.check(Build(checkout=root, variant=name)), *shared] for name in named]

@@ -10,7 +10,7 @@ import typer
 
 from dray.cli.chosen import Arguments, Launcher, chosen
 from dray.cli.options import GpusPerNode, Nodes, Ranks, Site
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract import exit_codes
 from dray.contract.findings import counted
 from dray.fitness import variables
@@ -43,7 +43,7 @@ def check(
 
     dray env check recipes/smoke-cpu.toml --site lumi -N4 image=rocm
     """
-    root = checkout.root()
+    root = dray_home.root()
     given = arguments or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
     settings = chosen(given, launcher, context, ranks, gpus_per_node).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)

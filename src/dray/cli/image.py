@@ -12,8 +12,8 @@ import typer
 from dray import process
 from dray.cli import image_adopt, image_layer, image_lock, image_look
 from dray.clients import builder
-from dray.config import checkout
-from dray.config.image import ACCELERATORS
+from dray.config import dray_home
+from dray.config.image_definition import ACCELERATORS
 from dray.contract.findings import ConfigError
 from dray.fitness import build as needs
 from dray.fitness.build import Build
@@ -88,7 +88,7 @@ def build(
     dray image build cpu
     dray image build cuda --format docker
     """
-    root, formats = checkout.root(build=True), list(dict.fromkeys(kind or [Format.SIF]))
+    root, formats = dray_home.root(build=True), list(dict.fromkeys(kind or [Format.SIF]))
     if out and Format.SIF not in formats:
         raise ConfigError("--out is for --format sif", found=out, fix="docker save writes a Docker image to a file")
     if bundled and wheels:
@@ -130,7 +130,7 @@ def bundle_(
 
     dray image bundle cuda --out cuda-bundle
     """
-    root = checkout.root(build=True)
+    root = dray_home.root(build=True)
     folder = (out or root / "build" / f"bundle-{variant}").absolute()
     with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say, builder.engine():
         source = inputs.gather(
@@ -147,7 +147,7 @@ def enter(variant: Variant) -> None:
 
     dray image enter cpu
     """
-    root = checkout.root(build=True)
+    root = dray_home.root(build=True)
     failed = store.failed(root, variant)
     if not (failed / ROOTFS).is_dir():
         raise ConfigError("there is no failed build of this image", where=failed, fix=f"dray image build {variant}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dray.cli.options import Site
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract.findings import DrayError
 from dray.fitness import host, host_libraries
 from dray.images import adopt as adopting
@@ -32,7 +32,7 @@ def adopt(
 
     dray image adopt theirs.sif --name theirs
     """
-    root = checkout.root(build=True)
+    root = dray_home.root(build=True)
     made = adopting.adopt(root, source, name=name, force=force, say=lambda line: print(line, file=sys.stderr))
     width = max(map(len, (*made.versions, "digest")))
     print(f"{made.file}\n{'digest':<{width}}  {made.digest}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.images.layers import make
@@ -54,7 +54,7 @@ def layer(
     if wheels and not wheels.is_dir():
         raise ConfigError("the folder of wheels does not exist", where=wheels)
     path, made = make.make(
-        checkout.root(build=True), variant, asked, name=name, locked=lock,
+        dray_home.root(build=True), variant, asked, name=name, locked=lock,
         own_wheels=wheels and wheels.absolute(), upgrade=upgrade,
     )  # fmt: skip
     key = path.stem.removeprefix(f"dray-{variant}-")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract.findings import ConfigError
 from dray.images import inputs
 from dray.images.build_output import build_log
@@ -36,7 +36,7 @@ def lock(
 
     dray image lock cuda --check
     """
-    root = checkout.root(build=True)
+    root = dray_home.root(build=True)
     if variant == "debian":
         _debian(root, base, check=check)
         return

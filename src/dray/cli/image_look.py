@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dray.config import checkout
+from dray.config import dray_home
+from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError
-from dray.contract.values import printable
 from dray.images import adopted_folder, store
 from dray.images.sif import contents, record
 from dray.images.sif import format as sif_format
@@ -109,7 +109,7 @@ def sbom(image: Image) -> None:
 
 
 def _file(image: str) -> Path:
-    return store.named(checkout.root(), image)
+    return store.named(dray_home.root(), image)
 
 
 def _adopted(file: Path, known: record.Record) -> str:

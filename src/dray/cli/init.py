@@ -16,8 +16,8 @@ from dray import process
 from dray.cli import candidates
 from dray.cli.options import program
 from dray.cli.recipe import require_good, write
-from dray.config import checkout, sites
-from dray.config.image import ACCELERATORS
+from dray.config import dray_home, sites
+from dray.config.image_definition import ACCELERATORS
 from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
@@ -94,7 +94,7 @@ def init(
     require_good(new.text())  # before the checkout is written
     recipe = Path("recipes", f"{new.name}.toml")
     if not (folder / "containers" / "steps").is_dir():
-        checkout.write(folder)
+        dray_home.write(folder)
     write(folder / recipe, new.text())
     print(f"site: {found.site.name} ({found.reason})")
     print(f"{folder}: containers/ to build, slurm/ to submit, recipes/ to train\n{folder / recipe}:\n\n{new.text()}")
@@ -211,7 +211,7 @@ def _options(partition: str, site: Sequence[str], account: str) -> list[str]:
 
 def _submit(recipe: Path, variant: str, gpus: int, site: Site, options: Sequence[str]) -> list[list[str]]:
     engine = site.engine or "apptainer"
-    absent = store.absent(store.job_file(checkout.root(), variant, engine), variant, engine)
+    absent = store.absent(store.job_file(dray_home.root(), variant, engine), variant, engine)
     named = [] if site.name == host.site().site.name else ["--site", site.name]
     argv = ["submit", str(recipe), "--nodes", "1", *(["--gpus-per-node", str(gpus)] if gpus else []), *named, *options]
     return [*([["image", "build", variant]] if absent else []), [*argv, "--dry-run"], argv]

@@ -13,7 +13,7 @@ from dray.cli import candidates
 from dray.cli.chosen import Engine
 from dray.cli.options import Runs
 from dray.config.recipe import Recipe
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub, trust, write
 from dray.runs.named import find
@@ -89,7 +89,7 @@ def evaluate(
     if not trust_run and trust.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
         trust.require(trust.functions(theirs), str(folder))
-    job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)
+    job = image_tasks.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)
     seen = ("data", "evaluate", "checkpoint")
     recipe = _writing(recipe, offload_folder)
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=seen, by_gpu=True))
@@ -139,7 +139,7 @@ def generate(
     """
     plan, final = desk.ended(_folder(run, runs), trust=trust_run)
     recipe = plan.recipe
-    job = jobs.Generate(
+    job = image_tasks.Generate(
         str(final),
         objective=recipe.train.objective if recipe.train else "causal",
         prompt=prompt,
@@ -180,7 +180,7 @@ def export(
     if target.exists():
         raise ConfigError("the target exists already", where=target, fix="--to ANOTHER_FOLDER")
     target.parent.mkdir(parents=True, exist_ok=True)
-    job = jobs.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
+    job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
     held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder), "mirror": ""})
     recipe = plan.recipe.model_copy(update={"checkpoint": held})
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint")))
@@ -236,5 +236,5 @@ def push(
         if not folder.is_dir():
             raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter to push the model")
     recipe = plan.recipe.model_copy(update={"pass_env": hub.passed()})
-    job = jobs.Push(str(folder), name, private=not public)
+    job = image_tasks.Push(str(folder), name, private=not public)
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=folder, env={"HF_HUB_OFFLINE": "0"}))

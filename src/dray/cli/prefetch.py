@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from dray.cli.chosen import Engine, Overrides, RecipeFile
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub, local
 from dray.runs.write import read_recipe
@@ -45,7 +45,7 @@ def prefetch(
     sections = settings.model_dump(mode="json", include={"data", "model", "evaluate"})
     code = desk.once(
         settings,
-        jobs.Prefetch(**sections),
+        image_tasks.Prefetch(**sections),
         engine=engine,
         folder=Path.cwd(),
         env={"HF_HUB_OFFLINE": "0"},

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from dray.contract.control_characters import printable
 from dray.contract.findings import counted
-from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
 from dray.runs.metrics import Event, number, parsed, whole

@@ -14,9 +14,9 @@ import typer
 from dray.cli import candidates
 from dray.cli.chosen import Overrides, RecipeFile
 from dray.cli.options import Json
-from dray.config import checkout, packages
-from dray.config.json_schema import Schema
-from dray.config.model import Spec, validate
+from dray.config import dray_home, requirements
+from dray.config.describe_keys import Schema
+from dray.config.load_toml import Spec, validate
 from dray.config.new_recipe import New
 from dray.config.recipe import Recipe
 from dray.contract import files
@@ -36,9 +36,9 @@ def list_(as_json: Json = False) -> None:
     """
     beyond: set[str] = set()
     listed = []
-    for path in sorted((checkout.root() / "recipes").glob("*.toml")):
+    for path in sorted((dray_home.root() / "recipes").glob("*.toml")):
         recipe = read_recipe(path)
-        more = {package.module for package in packages.of(recipe) if not package.demo}
+        more = {package.module for package in requirements.of(recipe) if not package.demo}
         listed.append({"name": path.stem, "about": recipe.about, "file": str(path), "needs": sorted(more)})
         beyond |= more
     if as_json:

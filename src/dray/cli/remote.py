@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dray.cli import candidates
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.remote import bring, names, parcel, ssh
@@ -62,7 +62,7 @@ def check(
     dray remote check lumi --image cpu
     """
     remote = names.find(name)
-    file = bring.require_sif(store.named(checkout.root(), image)) if image else None
+    file = bring.require_sif(store.named(dray_home.root(), image)) if image else None
     with ssh.connected(remote) as connection:
         print(ssh.shown(connection.ask("check", remote.path).encode()), end="")
         if file:

@@ -17,8 +17,8 @@ import typer
 from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Runs
+from dray.contract.control_characters import cell
 from dray.contract.findings import ConfigError, counted
-from dray.contract.values import cell
 from dray.runs import cost, state
 from dray.runs.look import look
 from dray.runs.named import seen

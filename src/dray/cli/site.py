@@ -15,7 +15,7 @@ import typer
 from dray.cli import candidates
 from dray.cli.options import Json
 from dray.cli.recipe import show_keys
-from dray.config import model, sites
+from dray.config import load_toml, sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import host, site_file
@@ -143,7 +143,7 @@ def new(
     if show_only:
         print(content, end="")
         return
-    model.validate(Site, tomllib.loads(content), what="the site file")  # before every verb reads it
+    load_toml.validate(Site, tomllib.loads(content), what="the site file")  # before every verb reads it
     try:
         path = site_file.write(sites.user_folder(), name, content)
     except OSError as error:

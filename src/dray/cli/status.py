@@ -12,8 +12,8 @@ import typer
 from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
+from dray.contract.control_characters import cell
 from dray.contract.findings import counted
-from dray.contract.values import cell
 from dray.runs import cost, startup, state
 from dray.runs.look import look
 from dray.runs.named import find

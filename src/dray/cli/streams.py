@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.contract.values import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

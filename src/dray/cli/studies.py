@@ -17,7 +17,7 @@ from dray import process
 from dray.cli import study_table
 from dray.cli.candidates import recipes
 from dray.cli.options import program
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
@@ -155,7 +155,7 @@ def _report(jobs: Sequence[arrays.Job]) -> None:
     """Print each warning once; verify each image once, since that reads it all."""
     told = {f"dray: {finding.level}: {finding}" for job in jobs for finding in job.plan.findings}
     for image in {(job.plan.recipe.image_name, job.plan.recipe.image_digest, job.plan.engine) for job in jobs}:
-        store.required(checkout.root(), *image)
+        store.required(dray_home.root(), *image)
     print("".join(f"{line}\n" for line in sorted(told)), end="", file=sys.stderr)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dray.contract.values import cell
+from dray.contract.control_characters import cell
 from dray.runs.study import PARITY, Parity, Row, Study
 
 _BAR = 20

@@ -17,7 +17,7 @@ from dray.cli.on import On
 from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site, typed
 from dray.cli.plan import Verbose, show
 from dray.cli.top import watch
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.runs import resubmit
@@ -97,13 +97,13 @@ def submit(
     plan, argv = queue.planned(recipe, attempt, wanted)  # before the image, which may take long to build
     variant = plan.recipe.image_name
     if not dry_run:
-        store.required(checkout.root(), variant, recipe.image_digest, plan.engine)
+        store.required(dray_home.root(), variant, recipe.image_digest, plan.engine)
         queue.require_free(folder, sbatch or [])
         report(plan)
     if dry_run:
         print(f"{shlex.join(argv)}\n")
         show(plan, verbose=verbose, assumed=True)
-        image = store.job_file(checkout.root(), variant, plan.engine)
+        image = store.job_file(dray_home.root(), variant, plan.engine)
         if how := store.absent(image, variant, plan.engine):
             print(f"dray: note: {image} does not exist; before you submit: {how}", file=sys.stderr)
         return

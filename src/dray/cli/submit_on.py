@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dray.cli.chosen import Chosen
 from dray.cli.on import run
-from dray.config import checkout
-from dray.config.model import parse_toml
+from dray.config import dray_home
+from dray.config.load_toml import parse_toml
 from dray.config.recipe import Recipe
 from dray.contract import files
 from dray.contract.findings import ConfigError
@@ -31,7 +31,7 @@ def submit(name: str, asked: Chosen, argv: Sequence[str], *, site: str, follow: 
             fix="submit this recipe on the login node, or build an image that contains the packages",
         )
     # The digest that the recipe pins is checked here, before the file is sent.
-    image = bring.require_sif(store.required(checkout.root(), recipe.image_name, recipe.image_digest))
+    image = bring.require_sif(store.required(dray_home.root(), recipe.image_name, recipe.image_digest))
     file = Path(site) if site.endswith(".toml") else None
     sent = along(asked, recipe, file)
     typed = [*argv, *([f"--site=.site/{file.name}" if file else f"--site={site}"] if site else [])]

@@ -10,7 +10,7 @@ import typer
 from dray.cli.chosen import Engine
 from dray.cli.options import Run, Runs
 from dray.config.training import Tracker
-from dray.contract import files, jobs
+from dray.contract import files, image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub
 from dray.runs.named import find
@@ -53,7 +53,7 @@ def sync(
     own = tuple(f"{name.partition('_')[0].upper()}_" for name in names)
     given = (*hub.passed(), *sorted(name for name in os.environ if name.startswith(own)))
     recipe = plan.recipe.model_copy(update={"env": {}, "pass_env": tuple(dict.fromkeys(given))})
-    job = jobs.Sync(str(paths.run), plan.run, plan.recipe.name, names, follow)
+    job = image_tasks.Sync(str(paths.run), plan.run, plan.recipe.name, names, follow)
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=paths.run, env={"HF_HUB_OFFLINE": "0"}))
 
 

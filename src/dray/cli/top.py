@@ -19,7 +19,7 @@ from dray.cli.options import Run, Runs
 from dray.cli.progress import Steps
 from dray.cli.streams import is_gone, shown
 from dray.contract import files
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 from dray.runs import metrics
 from dray.runs.look import Watched
 from dray.runs.named import find

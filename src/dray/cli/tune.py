@@ -18,8 +18,8 @@ from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, S
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.planning import tuning as tunings
-from dray.planning.tuning import KEYS, Value
+from dray.planning import tune_search as tunings
+from dray.planning.tune_search import KEYS, Value
 from dray.runs import lookup, space, study, tuned, write
 from dray.runs.measured import Row
 from dray.runs.paths import default_runs, new_id

@@ -22,7 +22,7 @@ from docker.utils.json_stream import split_buffer
 from dray import process
 from dray.clients import builder_container, docker
 from dray.clients.builder_container import FUSE, renamed
-from dray.config import checkout as checkouts
+from dray.config import dray_home as checkouts
 from dray.config import mirrors
 from dray.contract import exit_codes, findings
 from dray.contract.files import write_atomic

@@ -19,7 +19,7 @@ from dray.cluster import health, machines
 from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.health import Health
 from dray.cluster.machines import Config, Ended
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract.findings import UnfitError
 
 _READY_S = 90
@@ -52,7 +52,7 @@ class LocalCluster:
         """Create what is missing, replace what differs, restart what does not answer; return when jobs can start."""
         size = Size(nodes=nodes, gpus_per_node=gpus_per_node)
         before = self.health()
-        base = base or os.environ.get("DRAY_CLUSTER_BASE") or (before.base if before else trixie(checkout.root()))
+        base = base or os.environ.get("DRAY_CLUSTER_BASE") or (before.base if before else trixie(dray_home.root()))
         config = self._config(size, base, share, say)
         if "SBATCH_OUTPUT" in config.environment:
             say(f"the cluster's user cannot write in {config.checkout}: batch jobs write to {config.shared / 'home'}")
@@ -109,7 +109,7 @@ class LocalCluster:
         return Path(self.machine(CONTROLLER).labels["dray.shared"])
 
     def _config(self, size: Size, base: str, share: Path | None, say: Callable[[str], None]) -> Config:
-        root = checkout.root(build=True)
+        root = dray_home.root(build=True)
         shared = (share or root / "build/cluster/shared").resolve()
         uid, gid = _owner(root)
         _make_shared(shared, uid, gid)

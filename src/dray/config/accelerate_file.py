@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from dray.config.model import validate
+from dray.config.load_toml import validate
 from dray.config.recipe import Command, Recipe
 from dray.contract.findings import ConfigError, listed, nearest
 

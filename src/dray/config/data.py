@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from dray.config.model import Natural, Spec
-from dray.contract import dataset, mix, secrets
+from dray.config.load_toml import Natural, Spec
+from dray.contract import dataset_name, mix, secrets
 from dray.contract.findings import ConfigError, listed, nearest
 
 # What decides where bytes come from and go, who asks for them, or whether a dataset's own code runs.
@@ -34,7 +34,7 @@ Map = Annotated[str, AfterValidator(_names_a_function)]
 class Source(Spec):
     """One dataset of a mix."""
 
-    dataset: str
+    dataset_name: str
     """The dataset, written as in data.train. Its last documents are for evaluation."""
     column: str = ""
     """The column with the documents. Left out: data.column."""
@@ -74,7 +74,7 @@ class Data(Spec):
     map: Map = ""
     """FILE.py:FUNCTION: your function, which gets each row as a dict before `column` is read, and returns a dict, a
     list of dicts, or None to drop the row. The plan has the file's text. A relative path starts beside the recipe."""
-    config_kwargs: dict[Literal[*dataset.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
+    config_kwargs: dict[Literal[*dataset_name.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
     """More arguments of load_dataset, by builder of `datasets`, such as sep for csv or sql for sql."""
     min_characters: Natural = 0
     """Shorter documents are left out. The length of a conversation includes the names of its roles."""

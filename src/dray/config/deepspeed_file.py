@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dray.config.model import validate
+from dray.config.load_toml import validate
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES, Strategy
 from dray.contract.files import parse_json

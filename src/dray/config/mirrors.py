@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dray.config.checkout import configuration
-from dray.config.model import Spec, load
+from dray.config.dray_home import configuration
+from dray.config.load_toml import Spec, load
 from dray.contract import files
 from dray.contract.findings import ConfigError
 

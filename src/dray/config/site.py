@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from dray import engines
-from dray.config.image import PLUGIN, Fingerprint, Variant
-from dray.config.model import Natural, NotNegative, Spec, Variable
+from dray.config.image_definition import PLUGIN, Fingerprint, Variant
+from dray.config.load_toml import Natural, NotNegative, Spec, Variable
 from dray.contract import secrets
 from dray.contract.cores import parse
 

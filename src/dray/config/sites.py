@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.config import checkout
-from dray.config.model import load
+from dray.config import dray_home
+from dray.config.load_toml import load
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, nearest
 from dray.facts import Facts
@@ -27,12 +27,12 @@ class Choice(NamedTuple):
 
 def user_folder() -> Path:
     """The folder of the user's own site files, which override dray's files of the same name."""
-    return Path(os.environ.get("DRAY_SITES") or checkout.configuration() / "sites")
+    return Path(os.environ.get("DRAY_SITES") or dray_home.configuration() / "sites")
 
 
 def files() -> dict[str, Path]:
     """Every site's file by its name."""
-    folders = (checkout.root() / "slurm" / "sites", user_folder())
+    folders = (dray_home.root() / "slurm" / "sites", user_folder())
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
@@ -45,7 +45,7 @@ def find(name: str) -> Site:
         near = nearest(name, by_name)
         raise ConfigError(
             f"there is no site {name!r}",
-            where=f"{checkout.root() / 'slurm' / 'sites'} and {user_folder()}",
+            where=f"{dray_home.root() / 'slurm' / 'sites'} and {user_folder()}",
             wanted="a name that `dray site list` prints, or the path of a site file (*.toml)",
             fix=f"--site {near}" if near else "dray site list",
         )

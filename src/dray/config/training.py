@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, field_validator
 
 from dray.config.data import Map
-from dray.config.model import Count, Natural, NotNegative, Positive, Spec
+from dray.config.load_toml import Count, Natural, NotNegative, Positive, Spec
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from dray.contract.node import proc_text
-from dray.contract.startup import BOOT_ID
+from dray.contract.start_times import BOOT_ID
 
 
 def mark(pid: int) -> list[Any]:

@@ -15,8 +15,8 @@ from typing import Any
 
 from dray import process
 from dray.clients import builder, builder_container, docker
-from dray.config.image import Image
-from dray.config.model import load
+from dray.config.image_definition import Image
+from dray.config.load_toml import load
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed, nearest
 from dray.images.rootfs import squashfs

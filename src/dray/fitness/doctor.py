@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dray import __version__, process
-from dray.config import checkout, mirrors, sites
-from dray.config.image import ACCELERATORS
+from dray.config import dray_home, mirrors, sites
+from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
@@ -180,7 +180,7 @@ def _hf_home() -> Iterator[Finding]:
 
 def _images() -> Iterator[Finding]:
     try:
-        root = checkout.root()
+        root = dray_home.root()
     except DrayError as error:
         yield _unfit("checkout", error.problem, error.details.get("fix", ""))
         return

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dray.clients import apptainer
-from dray.config import checkout
-from dray.config.image import ACCELERATORS
+from dray.config import dray_home
+from dray.config.image_definition import ACCELERATORS
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
@@ -53,7 +53,7 @@ def compare(site: Site, image: str) -> Comparison:
 
 
 def _image(image: str) -> Path:
-    file = store.named(checkout.root(), image)
+    file = store.named(dray_home.root(), image)
     if not file.exists():
         fix = f"make image-{image}" if image in ACCELERATORS else f"name a file, or one of {', '.join(ACCELERATORS)}"
         raise ConfigError("the image does not exist", wanted=str(file), fix=fix)

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from dray import engines
-from dray.config.image import ACCELERATORS
+from dray.config.image_definition import ACCELERATORS
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
 from dray.planning.schema import Plan, Variable

@@ -19,7 +19,7 @@ from dray import interrupts, process
 from dray.clients import apptainer, builder_container
 from dray.clients.progress import Say
 from dray.config import mirrors
-from dray.config.image import ACCELERATORS, ADOPTED
+from dray.config.image_definition import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import adopted_folder, bundle, store
 from dray.images.fetch import sha256
@@ -37,7 +37,7 @@ _TRAINER: dict[str, tuple[int, ...]] = {
     "pyarrow": (),
 }
 _START_S = 600.0  # a first start may unpack gigabytes, and import torch from a network disk
-_PROBE = Path(dray.__file__).parent / "checks" / "adopted.py"
+_PROBE = Path(dray.__file__).parent / "checks" / "list_packages.py"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,7 @@ def last_lines(done: process.Done) -> str:
 
 
 def main() -> None:
-    """Run in the image with CHECKOUT FOLDER NAME SOURCE FILE SHA256; stdin is the output of checks/adopted.py."""
+    """Run in the image with CHECKOUT FOLDER NAME SOURCE FILE SHA256; stdin is the output of checks/list_packages.py."""
     checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
     name, source, file, sha256 = sys.argv[3:]
     try:

@@ -18,8 +18,8 @@ from dray import interrupts
 from dray.clients import progress
 from dray.clients.builder import BuildError
 from dray.clients.progress import Say
+from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, UnfitError
-from dray.contract.values import printable
 
 # dray's own lines, and Docker's on the steps of the builder's image.
 _SHOWN = re.compile(r"dray: |Step \d+/\d+ : ")

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from dray.clients import builder, docker
 from dray.clients.progress import Say
 from dray.config import mirrors
-from dray.config.image import Image
-from dray.config.model import load
+from dray.config.image_definition import Image
+from dray.config.load_toml import load
 from dray.contract.findings import ConfigError, listed
 from dray.images import bundle
 from dray.images.bundle import link

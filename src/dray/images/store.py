@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dray import engines
-from dray.config.checkout import root
-from dray.config.image import ACCELERATORS, ADOPTED
+from dray.config.dray_home import root
+from dray.config.image_definition import ACCELERATORS, ADOPTED
 from dray.contract.files import open_regular, read
 from dray.contract.findings import ConfigError, UnfitError, listed, nearest
 from dray.images import adopted_folder

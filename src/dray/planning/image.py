@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from dray.config.image import ACCELERATORS
-from dray.config.model import validate
+from dray.config.image_definition import ACCELERATORS
+from dray.config.load_toml import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract.findings import counted, listed

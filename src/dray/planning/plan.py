@@ -5,14 +5,25 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from dray import engines
-from dray.config.image import ACCELERATORS
+from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import Batch
 from dray.contract import run_folder as names
 from dray.contract.findings import counted
 from dray.facts import Facts, Files
-from dray.planning import accelerate, binds, environment, grace, image, launchers, rules, trainer, transport, world
+from dray.planning import (
+    accelerate,
+    binds,
+    environment,
+    grace,
+    image,
+    launchers,
+    rules,
+    trainer_defaults,
+    transport,
+    world,
+)
 from dray.planning.schema import Plan
 
 _ACCESS = {
@@ -42,7 +53,7 @@ def plan(
     if recipe.batch:
         at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
         shares = world.divide(recipe.batch, world_size=ranks.size, at_first=at_first)
-        recipe, training = trainer.decide(recipe, shares, ranks, site=site, facts=facts, files=files)
+        recipe, training = trainer_defaults.decide(recipe, shares, ranks, site=site, facts=facts, files=files)
         each, steps = shares.per_device, shares.gradient_accumulation_steps
         product = f"{each} per device x {steps} accumulation x {counted(ranks.size, 'rank')}"
         training = {"batch": f"{shares.global_size} = {product}", **training}

@@ -10,15 +10,15 @@ from itertools import dropwhile
 from typing import NamedTuple
 
 from dray import engines
-from dray.config.image import ACCELERATORS
+from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import STRATEGIES
 from dray.contract import exit_codes
+from dray.contract.control_characters import control_characters
 from dray.contract.findings import Finding, counted
-from dray.contract.values import control_characters
 from dray.facts import Facts, Files
-from dray.planning import environment, grace, image, trainer
+from dray.planning import environment, grace, image, trainer_defaults
 from dray.planning.estimates import memory, model_shape
 from dray.planning.schema import Plan
 
@@ -245,7 +245,7 @@ def _trainer(given: Planned) -> Iterator[Finding]:
     recipe, site, nodes = given.recipe, given.site, len(given.plan.world.nodes)
     if not recipe.train:
         return
-    loss, shard, changes = recipe.train.loss, recipe.train.fsdp_shard, trainer.logit_changes(given.files)
+    loss, shard, changes = recipe.train.loss, recipe.train.fsdp_shard, trainer_defaults.logit_changes(given.files)
     if loss == "chunked" and changes:
         yield refusal(
             "train.loss = chunked does not compute this model's loss",

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
 
@@ -38,7 +38,7 @@ class Remote(NamedTuple):
 
 def file() -> Path:
     """The file with the names."""
-    return checkout.configuration() / "remotes.toml"
+    return dray_home.configuration() / "remotes.toml"
 
 
 def parse(name: str, place: str) -> Remote:

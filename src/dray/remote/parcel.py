@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.recipe import Recipe
-from dray.contract import dataset, files
+from dray.contract import dataset_name, files
 from dray.contract.findings import ConfigError
 
 FILES, BYTES = 2000, 64 << 20
@@ -41,7 +41,7 @@ class Parcel(NamedTuple):
 
 def dray() -> Parcel:
     """The scripts of this checkout, or of this installation."""
-    root = checkout.root()
+    root = dray_home.root()
     package = Path(__file__).resolve().parents[1]  # in a wheel the checkout is without it
     found: dict[str, Path] = {}
     for name in _DRAY:
@@ -81,7 +81,7 @@ def texts(value: object, key: str = "") -> Iterator[str]:
 
 def _named(beside: Path, value: str) -> Iterator[Path]:
     """A path or pattern that begins beside the recipe, also with BUILDER: or :SPLIT; an absolute one is there."""
-    for text in dict.fromkeys((value, value.partition(":")[0], dataset.parse(value).files)):
+    for text in dict.fromkeys((value, value.partition(":")[0], dataset_name.parse(value).files)):
         if not text or text.startswith(("/", "~")) or not text.strip("./") or not (found := _matching(beside, text)):
             continue
         if ".." in Path(text).parts:

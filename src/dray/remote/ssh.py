@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dray import process
+from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, UnfitError
-from dray.contract.values import printable
 from dray.remote.names import Remote
 
 _SCRIPT = Path(__file__).with_name("there.sh")

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding
-from dray.contract.startup import PREFLIGHT, RENDEZVOUS
+from dray.contract.start_times import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
     children,
     control,
     environment,
     evidence,
-    node,
-    output,
+    failure_record,
+    node_rank,
     process_group,
-    record,
+    redact,
     rendezvous,
 )
 from dray.runner.plan import Environ, Plan, names, ranks
@@ -51,7 +51,7 @@ def main(path: str) -> int:
     if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
         raise ConfigError("the plan is damaged", where=path, fix="submit the run again")
     environment.merge(plan)
-    os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
+    os.environ[redact.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     allow_files()
     return Runner(plan).run()
 
@@ -73,7 +73,7 @@ class Runner:
         self.began = time.time()
         self.unfit: Finding | None = None
         self.preflight: Preflight | None = None
-        self.log: output.Filter | None = None
+        self.log: redact.Filter | None = None
 
     def run(self) -> int:
         """Meet the other nodes, and start the ranks until they end or must not be started again."""
@@ -99,9 +99,9 @@ class Runner:
     def meet(self) -> None:
         """Check this node, and connect it with the others."""
         plan = self.plan
-        self.me = node.index(self.world, os.environ)
+        self.me = node_rank.index(self.world, os.environ)
         self.timings = StartTimings(plan, self.me)
-        node.require(plan, os.environ)
+        node_rank.require(plan, os.environ)
         scratch.take(plan["scratch"])
         children.adopt()
         if plan["preflight"] is not None:
@@ -131,7 +131,7 @@ class Runner:
         self.start, began = links.start, time.time()
         os.environ[evidence.BEFORE] = evidence.oom_kills()
         environ = environment.of(plan, self.me, self.store, self.start, self.gloo)
-        record.this_node(plan, self.me, environ)
+        failure_record.this_node(plan, self.me, environ)
         if self.listener:
             self.supervised.watch(self.listener.fileno(), self.serve)
             # Most programs of one rank never ask for the store, which costs an import of torch.
@@ -150,7 +150,7 @@ class Runner:
         """Start the launcher, in a session of its own: what the engine's group hears, it would hear twice."""
         self.timings.launched()
         command = argv(self.plan, self.me, *self.store)
-        self.log = log = output.between()
+        self.log = log = redact.between()
         try:
             self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
         except OSError as error:
@@ -175,7 +175,7 @@ class Runner:
         cause = links.cause if links.start is self.start else links.cause_before
         self.finish_log()
         if cause and not links.stopped:
-            record.first_failure(self.plan, self.me)
+            failure_record.first_failure(self.plan, self.me)
         if cause and not self.world["shared_folder"]:  # the record is on another machine
             if hang and hang.since:
                 hang.write_record(cause)
@@ -198,7 +198,7 @@ class Runner:
         number, port, why = links.start
         self.store = self.store[0], port
         ended = [f"rank-{rank}" for rank in ranks(self.plan, me)]
-        record.set_aside(self.folder, number, ["hang", f"node-{me}", *ended])
+        failure_record.set_aside(self.folder, number, ["hang", f"node-{me}", *ended])
         print(f"dray: restart {number} of {self.world['max_restarts']}: {why}", flush=True)
         return True
 
@@ -210,7 +210,7 @@ class Runner:
             self.record(found, str(other), f"node-{self.me}-lost-{other}", lost=True, time=since)
         if not self.me and not links.stopped:
             if links.saved and not links.lost:
-                record.put(f"{self.folder}/{run_folder.SAVED}", "")
+                failure_record.put(f"{self.folder}/{run_folder.SAVED}", "")
             if links.saved or not links.cause:
                 process_group.record(self.folder, self.world["size"], self.store)
         if not self.supervised.sweep(_ENDING_S):
@@ -269,7 +269,7 @@ class Runner:
     def failure(self, code: int) -> Finding:
         """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
         self.finish_log()  # its last lines may be the reason
-        if first := record.first_failure(self.plan, self.me):
+        if first := failure_record.first_failure(self.plan, self.me):
             problem = f"rank {first['rank']} on {self.name}: {first['why']}"
             return Finding(problem, where=first["log"], code=first["code"], node=self.name, rank=first["rank"])
         problem = f"the launcher ended: {children.ended_with(code)}"
@@ -282,7 +282,7 @@ class Runner:
         number = number or self.number
         log = f"{self.folder}/{run_folder.node_log(number)}"
         fields = {"node": found.node, "rank": found.rank, "code": found.code, "why": str(found), "log": log, **more}
-        record.write(self.folder, name or f"node-{number}", **fields, last_lines=files.tail(log))
+        failure_record.write(self.folder, name or f"node-{number}", **fields, last_lines=files.tail(log))
 
 
 def remove_locks(folder: str, before: float) -> None:

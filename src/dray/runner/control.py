@@ -15,9 +15,9 @@ from contextlib import suppress
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import Finding
 from dray.runner.children import Children, exit_code
+from dray.runner.connections import Connection
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
-from dray.runner.hub import Connection
 from dray.runner.plan import Plan
 from dray.runner.protocol import (
     Ended,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dray.contract import cores, exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
 from dray.contract.hostnames import compress
-from dray.runner import record
+from dray.runner import failure_record
 from dray.runner.culprit import Seen, culprit, grouped
 from dray.runner.heartbeats import Heartbeats, Late
 from dray.runner.plan import Plan, names, ranks
@@ -136,13 +136,13 @@ class Hang:
             rank=shown.rank if blamed else None,
         )
         alike = grouped(self._seen, lambda rank: rank._replace(rank=0, node="", flight=()))
-        record.put(f"{self._folder}/seen.jsonl", "".join(map(_line, sorted(alike.values(), key=len))))
+        failure_record.put(f"{self._folder}/seen.jsonl", "".join(map(_line, sorted(alike.values(), key=len))))
         self.write_record(self.named, shown.frames)
         self.open = False
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
         """Write failures/hang.json."""
-        record.write(
+        failure_record.write(
             self._plan["folder"], "hang", node=finding.node, rank=finding.rank, code=finding.code, why=finding.problem,
             log=finding.where, last_lines=list(frames), time=self.since,
         )  # fmt: skip

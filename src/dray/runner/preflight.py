@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from dray.contract import exit_codes, run_folder, startup
+from dray.contract import exit_codes, run_folder, start_times
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
 from dray.runner.children import Children, ended_with
 from dray.runner.control import Control
@@ -166,7 +166,7 @@ class Preflight:
                 rank.late(limit)
         print(f"dray: the node check took {time.monotonic() - began:.1f} s", flush=True)
         if speeds := [rank.report["tflops"] for rank in self.ranks if "tflops" in rank.report]:
-            measured[startup.TFLOPS] = min(speeds)
+            measured[start_times.TFLOPS] = min(speeds)
         findings = [fields for rank in self.ranks for fields in rank.report["findings"]]
         if not findings:
             return None

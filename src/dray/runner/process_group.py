@@ -13,7 +13,7 @@ import struct
 from contextlib import suppress
 
 from dray.contract import run_folder
-from dray.runner import record as records
+from dray.runner import failure_record as records
 from dray.runner.plan import Endpoint
 
 _ANSWER_S = 5.0

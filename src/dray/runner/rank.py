@@ -46,9 +46,9 @@ def _supervise(rank: str, command: list[str]) -> tuple[int, str]:
     started = children.Children()
     beat, between = _heartbeat(rank), None
     if os.environ.get("DRAY_PASSED"):
-        from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
+        from dray.runner import redact  # noqa: PLC0415  5 ms, which other ranks need not wait for
 
-        between = output.between()
+        between = redact.between()
     try:
         started.start(command, on_parent_death=signal.SIGKILL, output=between.writer if between else None)
     except OSError as error:
@@ -104,7 +104,7 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
     number = int(rank) if rank.isdigit() else None
     try:
         from dray.contract import files  # only a rank that died pays for these  # noqa: PLC0415
-        from dray.runner import record  # noqa: PLC0415
+        from dray.runner import failure_record  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
         known = f'"time": {now}, "node": {quoted(node)}, "rank": {rank if rank.isdigit() else "null"}, "code": {code}'
         why = quoted(f"{why}; the image is gone: {error}")
@@ -117,7 +117,9 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
             print(f"dray: {target} cannot be written: {refused}", file=sys.stderr, flush=True)
     else:
         last_lines = files.tail(log)
-        record.write(folder, name, node=node, time=now, rank=number, code=code, why=why, log=log, last_lines=last_lines)
+        failure_record.write(
+            folder, name, node=node, time=now, rank=number, code=code, why=why, log=log, last_lines=last_lines
+        )
 
 
 if __name__ == "__main__":

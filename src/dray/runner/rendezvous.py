@@ -19,8 +19,8 @@ from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError, listed
 from dray.contract.hostnames import compress
 from dray.runner import address as address_of
-from dray.runner import record
-from dray.runner.hub import Connection, Server, greet
+from dray.runner import failure_record
+from dray.runner.connections import Connection, Server, greet
 from dray.runner.plan import Endpoint, Plan, names
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
@@ -202,7 +202,7 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayErro
     missing = f"missing: {compress(absent)}" if absent else ""
     if unfit:
         failing = [hello.name for hello in unfit]
-        record.put(f"{plan['folder']}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
+        failure_record.put(f"{plan['folder']}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
         found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
         return StoppedError(
             f"{len(failing)} of {len(nodes)} nodes are unfit: {listed(failing, _SHOWN)}",

@@ -22,7 +22,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from dray.contract import heartbeat, run_folder
-from dray.runner import children, heartbeats, record
+from dray.runner import children, failure_record, heartbeats
 from dray.runner.culprit import Entered, Seen
 from dray.runner.plan import Plan
 
@@ -65,7 +65,7 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
     text = f"rank {rank} on {found.node} {found.state}: {found.place}\n"
     for name, content in parts.items():
         text += f"\n== {name}\n{content[:_LONGEST].rstrip()}\n"
-    record.put(file, text)
+    failure_record.put(file, text)
     seen[rank] = found
 
 

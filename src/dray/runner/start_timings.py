@@ -11,8 +11,8 @@ import json
 import os
 import time
 
-from dray.contract import heartbeat, processes, run_folder, startup
-from dray.runner import heartbeats, record
+from dray.contract import heartbeat, processes, run_folder, start_times
+from dray.runner import failure_record, heartbeats
 from dray.runner.plan import Plan, names, ranks
 
 _EACH_S = 2.0  # between two looks at the heartbeats, and two writes
@@ -24,11 +24,11 @@ class StartTimings:
     """The times of one node, from the start of its runner to the first step of its ranks; without restarts."""
 
     def __init__(self, plan: Plan, me: int, began: float = _LOADED) -> None:
-        started = os.environ.pop(startup.VARIABLE, "")
-        self.parts = startup.before(started, processes.mark(os.getpid())[0], began)
+        started = os.environ.pop(start_times.VARIABLE, "")
+        self.parts = start_times.before(started, processes.mark(os.getpid())[0], began)
         self._plan = plan
         self._me = me
-        self._step = startup.step(started)
+        self._step = start_times.step(started)
         self.nodes: list[dict[str, float]] = [{} for _ in names(plan)]
         """The times of each node; other nodes have their own alone."""
         self._written = [*self.nodes]
@@ -56,7 +56,7 @@ class StartTimings:
         if _now() < self._looks_at and not last:
             return {}
         self._looks_at = _now() + _EACH_S
-        parts = startup.clean({**self.parts, **self._of_ranks()})
+        parts = start_times.clean({**self.parts, **self._of_ranks()})
         if parts != self.nodes[self._me] and not self._restarted:
             self.nodes[self._me] = parts
             if self._me:
@@ -64,7 +64,7 @@ class StartTimings:
         if not self._me and self.nodes != self._written:  # with thousands of nodes one write has many news
             self._written = [*self.nodes]
             text = json.dumps({"attempt": self._plan["attempt"], "step": self._step, "nodes": self.nodes})
-            record.put(f"{self._plan['folder']}/{run_folder.STARTUP}", text)
+            failure_record.put(f"{self._plan['folder']}/{run_folder.STARTUP}", text)
         return {}
 
     def _of_ranks(self) -> dict[str, float]:
@@ -72,5 +72,5 @@ class StartTimings:
         marks = [heartbeats.of(self._plan["scratch"], rank).marks for rank in ranks(self._plan, self._me)]
         if not all(rank[heartbeat.IMPORTED] for rank in marks):
             return {}
-        parts = {name: mark / 1e9 for name, mark in zip(startup.RANK, max(marks), strict=True) if mark}
-        return {**parts, startup.IMPORT: parts[startup.IMPORT] - self._launched}
+        parts = {name: mark / 1e9 for name, mark in zip(start_times.RANK, max(marks), strict=True) if mark}
+        return {**parts, start_times.IMPORT: parts[start_times.IMPORT] - self._launched}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract.findings import ConfigError
 
 # Where salloc starts the shell on the first node (LaunchParameters=use_interactive_step), in a step with this number.
@@ -46,12 +46,12 @@ def require_nodes(allocation: Allocation, nodes: int | None) -> None:
 
 def argv(allocation: Allocation, *, run: str, site: str, recipe: Sequence[str], command: Sequence[str]) -> list[str]:
     """The bash command that starts the batch script inside the allocation."""
-    script = checkout.root() / "slurm" / ("singlenode.sh" if allocation.nodes == "1" else "multinode.sh")
+    script = dray_home.root() / "slurm" / ("singlenode.sh" if allocation.nodes == "1" else "multinode.sh")
     options = [*([f"--run={run}"] if run else []), *([f"--site={site}"] if site else [])]
     return ["bash", str(script), *options, *recipe, *(["--", *command] if command else [])]
 
 
 def environment(env: Mapping[str, str], runs: Path) -> dict[str, str]:
     """The environment for the batch script: the command runs in the current folder, not in salloc's."""
-    here = {"DRAY_HOME": str(checkout.root()), "DRAY_RUNS": str(runs), "SLURM_SUBMIT_DIR": str(Path.cwd())}
+    here = {"DRAY_HOME": str(dray_home.root()), "DRAY_RUNS": str(runs), "SLURM_SUBMIT_DIR": str(Path.cwd())}
     return {**env, **here}

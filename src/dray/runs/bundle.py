@@ -21,8 +21,8 @@ from pydantic import BaseModel
 
 from dray import __version__
 from dray.contract import files, secrets
+from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.contract.values import printable
 from dray.runs import why
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.write import read

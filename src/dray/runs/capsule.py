@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dray.config.model import explained
+from dray.config.load_toml import explained
 from dray.contract import files, run_folder
+from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, DrayError
-from dray.contract.values import printable
 from dray.images.sif import record
 from dray.planning.schema import Plan
 from dray.runs import again

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 from dray.runs import capsule
 from dray.runs import diff as differ
 from dray.runs.diff import Difference

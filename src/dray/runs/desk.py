@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import engines
-from dray.config.image import ACCELERATORS
+from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Command, Preflight, Recipe
-from dray.contract import jobs, node
+from dray.contract import image_tasks, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine
 from dray.planning.schema import Plan
@@ -76,7 +76,7 @@ def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
 
 def once(
     recipe: Recipe,
-    job: jobs.Job,
+    job: image_tasks.Job,
     *,
     engine: Engine,
     folder: Path,
@@ -84,7 +84,7 @@ def once(
     sections: Sequence[str] = (),
     by_gpu: bool = False,
 ) -> int:
-    """Run one job of contract/jobs.py and show its output as it comes; its exit code.
+    """Run one job of contract/image_tasks.py and show its output as it comes; its exit code.
 
     The job is a run of one rank in `folder` that leaves no run folder. Python imports nothing from `folder`, which may
     be another user's model. The container sees `folder` and the files that the recipe's `sections` name. With `by_gpu`
@@ -112,7 +112,7 @@ def once(
             command=Command(argv=(python, "-m", "dray.train.outputs", str(file)), folder=str(folder)),
         ).model_copy(update=visible)
         plan, paths = write.write(program, facts, runs=Path(runs), run=run)
-        file.write_text(json.dumps(jobs.to_json(job)), encoding="utf-8")
+        file.write_text(json.dumps(image_tasks.to_json(job)), encoding="utf-8")
         output = Output(paths.rank_log(0))
         code = local.run(plan, paths, watch=output.look)
         output.look()

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 from dray.planning.schema import Plan
 from dray.runs.capsule_schema import Capsule
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dray import engines, process, render
 from dray.contract import files
-from dray.contract.environment import is_early
+from dray.contract.early_variables import is_early
 from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL
 from dray.facts import Layer

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from dray.contract import exit_codes, files, run_folder
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 from dray.planning.schema import Plan
 from dray.runs import accounting, again, capsule, causes, cost, grace, noted, process_group, records, startup
 from dray.runs.cost import Cost

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from dray import engines, interrupts, process
 from dray.clients import apptainer
-from dray.config import checkout
-from dray.config.image import ACCELERATORS
+from dray.config import dray_home
+from dray.config.image_definition import ACCELERATORS
 from dray.contract import files, node
 from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import DEVICES, MOUNTS, Container
@@ -94,7 +94,7 @@ def in_run(state: State, word: str, folder: Path) -> Place:
 
 def in_image(image: str, folder: Path) -> Place:
     """This machine, in an image that sees the working folder."""
-    file = store.named(checkout.root(), image)
+    file = store.named(dray_home.root(), image)
     if not file.is_file():
         raise ConfigError("the image does not exist", wanted=file, fix=f"make image-{image}")
     program, variant = apptainer.here(), store.variant(file)

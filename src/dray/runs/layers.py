@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from dray import engines
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files
@@ -46,7 +46,7 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
     if not file.is_file():
         raise ConfigError("the layer does not exist", wanted=file, fix=fix + f" --name {recipe.layer}")
     if not (files.is_own(file) or _is_hidden(file)):
-        owner, own = file.stat(), checkout.root() / "build" / file.name
+        owner, own = file.stat(), dray_home.root() / "build" / file.name
         raise ConfigError(
             "another user may change the layer, and every rank runs its code",
             where=file,
@@ -80,7 +80,7 @@ def _is_hidden(file: Path) -> bool:
 
 def made(variant: str, name: str) -> Layer | None:
     """The layer with this name; None if `dray image layer` did not make it here."""
-    file = store.layer(checkout.root(), variant, name)
+    file = store.layer(dray_home.root(), variant, name)
     known = record.read(file) if file.is_file() else None
     if known is None or not known.python:
         return None
@@ -91,7 +91,7 @@ def made(variant: str, name: str) -> Layer | None:
 def _file(recipe: Recipe, site: Site, facts: Facts) -> Path | None:
     if recipe.layer is None or not engines.get(facts.engine).binds_layers:
         return None
-    return store.layer(checkout.root(), image.variant(recipe, site, facts).value, recipe.layer)
+    return store.layer(dray_home.root(), image.variant(recipe, site, facts).value, recipe.layer)
 
 
 def _packages(variant: str) -> dict[str, str]:
@@ -100,5 +100,5 @@ def _packages(variant: str) -> dict[str, str]:
         found = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))["packages"]
         return {re.sub(r"[-_.]+", "-", name).lower(): str(version) for name, version in found.items()}
     except (OSError, ValueError, KeyError):
-        pins = lock.read(checkout.root() / "containers" / variant / "requirements.lock")
+        pins = lock.read(dray_home.root() / "containers" / variant / "requirements.lock")
         return {pin.name: pin.version for pin in pins}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dray import engines, interrupts, process
 from dray.clients import container_cleanup
-from dray.config import checkout, packages
+from dray.config import dray_home, requirements
 from dray.config.recipe import Recipe
 from dray.contract import files, processes
 from dray.contract.findings import ConfigError
@@ -53,7 +53,7 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
     """The image that this engine starts for the recipe; for bare, a Python with the training packages."""
     kind = engines.get(engine).image
     if kind == "file":
-        return str(store.required(checkout.root(), recipe.image_name, recipe.image_digest, engine).absolute())
+        return str(store.required(dray_home.root(), recipe.image_name, recipe.image_digest, engine).absolute())
     return store.bare_python() if kind == "python" else store.in_engine(engine, recipe.image)
 
 
@@ -62,7 +62,7 @@ def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -
 
     With `fixed`, as for a replay, the fix changes no settings.
     """
-    missing = [one for one in packages.of(recipe) if find_spec(one.module) is None]
+    missing = [one for one in requirements.of(recipe) if find_spec(one.module) is None]
     build = f"dray image build {recipe.image} --format docker"
     if missing:
         names = " and ".join(dict.fromkeys(one.module for one in missing))
@@ -105,7 +105,7 @@ def hf_home() -> str | None:
 
 def hub_cache() -> Path:
     """The default download folder of the Hugging Face libraries."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or checkout.home() / ".cache", "huggingface")
+    return Path(os.environ.get("XDG_CACHE_HOME") or dray_home.home() / ".cache", "huggingface")
 
 
 def run(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.config import checkout, sites
+from dray.config import dray_home, sites
 from dray.config.recipe import Recipe
 from dray.facts import Facts
 from dray.fitness import host, slurm_commands
@@ -70,8 +70,8 @@ def facts(
     seen, choice = write.at_site(seen, known.choice if known else None)
     variant = image.variant(recipe, choice.site, seen).value
     engine = choice.site.engine or "apptainer"
-    file = store.job_file(checkout.root(), recipe.adopted or variant, engine)
-    store.require_adopted(checkout.root(), recipe.adopted or variant, file)
+    file = store.job_file(dray_home.root(), recipe.adopted or variant, engine)
+    store.require_adopted(dray_home.root(), recipe.adopted or variant, file)
     given = [option for option in (*choice.site.sbatch, *options) if option.startswith(_ACCOUNT)]
     found = {
         "image": str(file),

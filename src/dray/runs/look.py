@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dray.contract import run_folder, scratch
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 from dray.runs import live, metrics, stages, startup
 from dray.runs.live import Left
 from dray.runs.metrics import Rare

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dray import engines, process
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.recipe import Command, Recipe
 from dray.contract import exit_codes
 from dray.contract.files import parse_json, read
@@ -196,7 +196,7 @@ def _transformers(recipe: Recipe, facts: Facts) -> str:
     try:
         if engines.get(facts.engine).image == "python":
             return version("transformers")
-        lock = (checkout.root() / "containers" / recipe.image / "requirements.lock").read_text(encoding="utf-8")
+        lock = (dray_home.root() / "containers" / recipe.image / "requirements.lock").read_text(encoding="utf-8")
     except (OSError, PackageNotFoundError, DrayError):
         return ""
     found = re.search(r"^transformers==([^\s;]+)", lock, re.MULTILINE)

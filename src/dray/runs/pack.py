@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from dray import __version__
 from dray.contract import run_folder, secrets
+from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError
-from dray.contract.values import printable
 from dray.runs import bundle, capsule
 from dray.runs.capsule_schema import File
 from dray.runs.named import find

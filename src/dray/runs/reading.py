@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError, WrapValidator
 from pydantic_core import from_json
 
-from dray.config.model import explained
+from dray.config.load_toml import explained
 from dray.contract import files
 from dray.contract.findings import ConfigError, DrayError
 

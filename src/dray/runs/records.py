@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import exit_codes, failures, files, run_folder, secrets
+from dray.contract import exit_codes, files, root_cause, run_folder, secrets
 from dray.planning.schema import Plan
 from dray.runs import causes
 from dray.runs.reading import reason, written
@@ -35,7 +35,7 @@ class Record(NamedTuple):
 def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) -> list[Record]:
     """The records in order of cause; a damaged record gets `code`.
 
-    A lost node comes before the ranks that failed because of it; contract/failures.py orders the rest.
+    A lost node comes before the ranks that failed because of it; contract/root_cause.py orders the rest.
     """
     paths = [path for path in sorted(folder.iterdir())[:_MOST] if path.suffix == ".json"]
     found = [_record(path, logs, code, warn) for path in paths]
@@ -44,8 +44,8 @@ def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) ->
 
     def order(one: Record) -> float:
         if one.cause.node in lost:  # the records of its own ranks say more
-            return one.time - failures.UNNOTICED_S
-        return failures.order(one.time, first, lambda: causes.explained(one.cause).name == causes.FOLLOWS)
+            return one.time - root_cause.UNNOTICED_S
+        return root_cause.order(one.time, first, lambda: causes.explained(one.cause).name == causes.FOLLOWS)
 
     return sorted(found, key=order)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dray import engines
-from dray.config.image import ACCELERATORS
+from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.contract import hardware
 from dray.contract.findings import ConfigError, counted

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.recipe import Recipe
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError
@@ -97,13 +97,13 @@ def job(recipe: Recipe, before: Plan, made: Asked | None, runs: Path, more: Sequ
     )  # fmt: skip
     planned = queue.planned(recipe, RunPaths(folder), asked)
     plan = planned.plan
-    store.required(checkout.root(), plan.recipe.image_name, recipe.image_digest, plan.engine)
+    store.required(dray_home.root(), plan.recipe.image_name, recipe.image_digest, plan.engine)
     return Job(planned.argv, folder, plan, recipe)
 
 
 def start(made: Job) -> int:
     """Submit the replay, with its recipe in its folder; the job's number."""
-    code = Path(made.recipe.command.folder) if made.recipe.command else checkout.root()
+    code = Path(made.recipe.command.folder) if made.recipe.command else dray_home.root()
     return queue.submit(made.argv, made.folder, made.recipe.runs.share, code, as_files(made.recipe, _STEM))
 
 

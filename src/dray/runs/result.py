@@ -11,8 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
 from dray.contract import files
+from dray.contract.control_characters import printable
 from dray.contract.findings import counted
-from dray.contract.values import printable
 from dray.runs.cost import Cost, Spent
 from dray.runs.named import job_of
 from dray.runs.paths import RunPaths

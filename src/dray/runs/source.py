@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from dray import process
 from dray.contract import files, run_folder, secrets
+from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError
-from dray.contract.values import printable
 
 LIMIT = 1 << 20
 """Bytes of a diff that are kept."""

@@ -13,7 +13,7 @@ from dray.config.sites import Choice
 from dray.contract.findings import ConfigError, Finding, counted
 from dray.facts import Engine, Facts
 from dray.planning.schema import Plan
-from dray.planning.tuning import Candidate, applied
+from dray.planning.tune_search import Candidate, applied
 from dray.runs import allocation, local, login, write
 from dray.runs.paths import RunPaths
 

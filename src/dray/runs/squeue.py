@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dray import process
+from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, UnfitError
-from dray.contract.values import printable
 from dray.fitness import slurm_commands
 from dray.runs.stop import of_a_batch_job
 

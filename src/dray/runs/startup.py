@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from dray.contract import files
-from dray.contract.startup import CONTAINER, NAMES, OWN, PARTS, SBCAST, STAGE, TFLOPS, clean
+from dray.contract.start_times import CONTAINER, NAMES, OWN, PARTS, SBCAST, STAGE, TFLOPS, clean
 from dray.runs.paths import RunPaths
 from dray.runs.stages import measured
 

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dray import process
-from dray.config import checkout, sites
+from dray.config import dray_home, sites
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files, run_folder
+from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError, DrayError, Finding, error
-from dray.contract.values import control_characters
 from dray.fitness import slurm_commands
 from dray.images import store
 from dray.planning.schema import Plan
@@ -74,7 +74,7 @@ def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known 
     argv = sbatch(
         plan,
         options=[*own, *asked.options],
-        image=store.job_file(checkout.root(), plan.recipe.image_name, plan.engine),
+        image=store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine),
         site=asked.site or site_word(choice.site),
         gpu_memory=asked.gpu_memory,
         recipe=asked.arguments,
@@ -149,7 +149,7 @@ def sbatch(
     command: Sequence[str],
 ) -> list[str]:
     """The whole sbatch command, with what was decided on the login node."""
-    script = checkout.root() / "slurm" / ("multinode.sh" if len(plan.world.nodes) > 1 else "singlenode.sh")
+    script = dray_home.root() / "slurm" / ("multinode.sh" if len(plan.world.nodes) > 1 else "singlenode.sh")
     log = plan.run_folder.replace("%", "%%") + "/job-%j.log"
     decided = [f"--run={plan.run_folder}", f"--image={image}", f"--site={site}"]
     decided += [f"--gpu-memory={gpu_memory:g}"] if gpu_memory is not None else []

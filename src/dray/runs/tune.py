@@ -11,7 +11,7 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.interrupts import held_back, hurry_on_signals, stoppable
-from dray.planning.tuning import Candidate, Figure, Space, applied, descend
+from dray.planning.tune_search import Candidate, Figure, Space, applied, descend
 from dray.runs import effect, measured, replay, space, tuned
 from dray.runs.measured import DIFFER, DONE, HANGS, LEFT_OUT, Row
 from dray.runs.tuned import Tuning

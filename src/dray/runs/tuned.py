@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from dray.config.recipe import Recipe
 from dray.contract import files, run_folder
+from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError
-from dray.contract.values import printable
-from dray.planning import tuning as tunings
-from dray.planning.tuning import Candidate, Figure, applied
+from dray.planning import tune_search as tunings
+from dray.planning.tune_search import Candidate, Figure, applied
 from dray.runs import reading, replay
 from dray.runs.measured import DONE, Row
 from dray.runs.paths import make_run_folder

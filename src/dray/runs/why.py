@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from dray import facts, process
 from dray.contract import files, secrets
+from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, counted
-from dray.contract.values import printable
 from dray.fitness import slurm_commands
 from dray.planning.schema import Plan
 from dray.runs import again, causes, logs, records, state, stop

@@ -18,14 +18,14 @@ from dray import __version__, render
 from dray import facts as probed
 from dray.config import accelerate_file, deepspeed_file, sites
 from dray.config.data import with_text
-from dray.config.model import explained, load, validate
+from dray.config.load_toml import explained, load, validate
 from dray.config.recipe import Recipe
-from dray.contract import dataset, files, node
+from dray.contract import dataset_name, files, node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import variables
-from dray.planning import environment, image, trainer, world
+from dray.planning import environment, image, trainer_defaults, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, live, lookup
@@ -97,7 +97,7 @@ def _placed(recipe: Recipe, beside: Path) -> Recipe:
     datasets = recipe.datasets()
     for key, named in places.items():
         placed = str(beside / named)
-        placed = dataset.parse(datasets[key]).at(placed) if key in datasets else placed
+        placed = dataset_name.parse(datasets[key]).at(placed) if key in datasets else placed
         recipe = _with(recipe, key.split("."), placed)
     for key, named in recipe.maps().items():
         if "\n" not in named:  # else it is from a plan, which has the text
@@ -140,7 +140,7 @@ def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, si
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with its findings."""
     # The model's activations depend on the chosen variant and precision.
-    chosen = trainer.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
+    chosen = trainer_defaults.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = environment.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
     runs = grace.earlier(paths.run.parent, recipe.name)

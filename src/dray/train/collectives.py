@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from dray.contract import findings
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.heartbeat import GROUPS
-from dray.contract.output import unprinted
+from dray.contract.silence import unprinted
 from dray.train.heartbeat import heartbeat
 
 # How long a rank waits for the others in a step, as NCCL does by default, and in all else.

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import NoReturn
 
-from dray.contract import exit_codes, failures, unexpected
+from dray.contract import exit_codes, root_cause, unexpected
 from dray.contract.findings import ConfigError, DrayError
 
 _AT_END: list[Callable[[], None]] = []
@@ -94,7 +94,7 @@ def _memory(raised: Exception) -> DrayError | None:
 def _of_another(raised: Exception) -> DrayError | None:
     """Nor is that another rank has ended in the middle of a collective."""
     text = str(raised)
-    if not isinstance(raised, RuntimeError) or not failures.follows([text]):
+    if not isinstance(raised, RuntimeError) or not root_cause.follows([text]):
         return None
     traceback.print_exception(raised)
     return DrayError(

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from dray.checks import __main__ as program
-from dray.checks import drivers, group
+from dray.checks import drivers, isolated
 from dray.checks import image as packages
-from dray.checks.check import Skip, check, passed, skipped
+from dray.checks.run_check import Skip, check, passed, skipped
 from dray.contract import node
 from dray.contract.findings import DrayError, Finding, UnfitError
 
@@ -31,7 +31,7 @@ def module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
     """A group of checks for a child to import."""
     lines = [
         "import os, signal, sys, threading",
-        "from dray.checks.check import passed, skipped, Finding",
+        "from dray.checks.run_check import passed, skipped, Finding",
         "def results():",
     ]
     (folder / "made_up.py").write_text("\n".join([*lines, *(f"    {line}" for line in body.splitlines())]))
@@ -65,13 +65,13 @@ def test_a_group_that_ends_badly_keeps_its_results(
     if "deepspeed" in ending and find_spec("deepspeed"):
         pytest.skip("deepspeed is installed")
     name = module(tmp_path, monkeypatch, FIRST + ending)
-    assert list(group.run(name, tmp_path, limit=5)) == [FINE, last]
+    assert list(isolated.run(name, tmp_path, limit=5)) == [FINE, last]
 
 
 def test_what_libraries_print_is_not_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'os.system("echo noise"); print("more", flush=True)\n' + FIRST
     body += 'print("why", file=sys.stderr)\nyield Finding("second", found="bad", code=69)'
-    seen = list(group.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60))
+    seen = list(isolated.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60))
     assert seen == [FINE, Finding("second", found="bad\nnoise\nmore\nwhy", code=69)]
 
 
@@ -82,7 +82,7 @@ def test_what_a_group_leaves_running_ends_with_it(tmp_path: Path, monkeypatch: p
     body = f"""import subprocess
 subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout=open({str(pipe)!r}, "w"))
 {FIRST}"""
-    assert list(group.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60)) == [FINE]
+    assert list(isolated.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60)) == [FINE]
     ready, _, _ = select.select([reader], [], [], 30)
     assert ready, "the process still holds the pipe"
     assert os.read(reader, 1) == b""
@@ -91,7 +91,7 @@ subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout
 
 def test_checks_write_to_the_scratch_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'import tempfile\nyield passed("at", tempfile.gettempdir() + os.environ["HF_HOME"])'
-    [at] = group.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60)
+    [at] = isolated.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60)
     assert at.found == f"{tmp_path}{tmp_path}"
 
 
@@ -109,7 +109,7 @@ def run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     return code
 
 
-RUN = group.run
+RUN = isolated.run
 NO_DEVICE = 'yield skipped("device", "none", fix="use one")\n'
 
 

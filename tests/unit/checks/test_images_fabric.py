@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.config.image import PLUGIN
+from dray.config.image_definition import PLUGIN
 from helpers import ROOT
 
 SOURCES = [ROOT / "build" / "sources" / name for name in ("aws-ofi-nccl-1.19.2.tar", "libfabric-1.19.1.tar")]

@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 import verbs
-from dray.config import checkout
+from dray.config import dray_home
 from dray.runs.write import read_recipe
 from helpers import ROOT
 
@@ -39,7 +39,7 @@ def test_an_example_is_a_command_that_its_verb_takes(path: str, example: str, mo
     recipe = next((word for word in words if word.startswith("recipes/") and "mine" not in word), "")
     if recipe:
         settings = [word.split(",")[0] for word in words if re.match(r"[\w.]+=", word)]
-        assert read_recipe(checkout.root() / recipe, settings)
+        assert read_recipe(dray_home.root() / recipe, settings)
 
 
 def test_the_text_of_a_docstring_and_its_examples_are_apart() -> None:

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from dray.cli import init as verb
-from dray.config.model import load
+from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.fitness import slurm_commands

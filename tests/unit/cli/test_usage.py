@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dray.cli.model import _steps as steps
-from dray.config.model import load
+from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, counted
 from dray.facts import Facts

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dray.config.json_schema import Schema
-from dray.config.model import Spec, explained, load
+from dray.config.describe_keys import Schema
+from dray.config.load_toml import Spec, explained, load
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, listed, nearest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.config.model import load
+from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import cores, files

@@ -14,10 +14,10 @@ from typing import get_args
 import pytest
 
 from dray import engines
-from dray.config.image import Variant
+from dray.config.image_definition import Variant
 from dray.config.site import Site
+from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError
-from dray.contract.values import control_characters
 from dray.facts import Facts, parse, to_text
 from dray.planning.plan import plan
 from dray.runs.write import read_recipe, write

@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray import render
-from dray.config import packages, sites
-from dray.config.model import load
+from dray.config import requirements, sites
+from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
@@ -87,7 +87,7 @@ def test_the_list_names_each_with_a_line() -> None:
 
 def test_what_make_demo_installs() -> None:
     """All that recipes need which are not marked."""
-    needed = {one.module for path in RECIPES for one in packages.of(read_recipe(path)) if one.demo}
+    needed = {one.module for path in RECIPES for one in requirements.of(read_recipe(path)) if one.demo}
     assert needed == {"transformers", "accelerate", "peft"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert needed <= {re.split("[^a-z]", name)[0] for name in project["optional-dependencies"]["train"]}

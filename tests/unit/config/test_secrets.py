@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.config.model import validate
+from dray.config.load_toml import validate
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import secrets

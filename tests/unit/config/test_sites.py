@@ -13,8 +13,8 @@ import pytest
 
 from dray import render
 from dray.config import sites
-from dray.config.image import PLUGIN
-from dray.config.model import load
+from dray.config.image_definition import PLUGIN
+from dray.config.load_toml import load
 from dray.config.site import Fabric, Site, SiteBind, SiteVariable
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from dray.config.data import Data, Source
-from dray.config.model import Spec
+from dray.config.load_toml import Spec
 from dray.config.recipe import Checkpoint
 from dray.config.training import Analog, Evaluation, Lora, Model, Train
 from helpers import ROOT, golden

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dray import runner
-from dray.runner import output, rank
+from dray.runner import rank, redact
 from helpers import PYTHON
 
 TOKEN = "a token of my own"
@@ -66,7 +66,7 @@ def test_where_there_is_nothing_to_hide_a_rank_writes_to_its_log_itself(tmp_path
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 19, 1000])
 def test_a_value_that_comes_in_pieces(tmp_path: Path, size: int, capfd) -> None:
     values = {TOKEN: "A", "a to": "B", "überlang": "C"}
-    between = output.Filter(values)
+    between = redact.Filter(values)
     text = f"x a {TOKEN}{TOKEN} {TOKEN[:6]}\n überlang über {TOKEN}".encode()
     for start in range(0, len(text), size):
         os.write(between.writer, text[start : start + size])
@@ -128,6 +128,6 @@ def test_a_node_s_record_has_it_neither(node, tmp_path: Path) -> None:
 
 def test_it_loads_little() -> None:
     source = str(Path(runner.__file__).parents[2])
-    code = f"import sys; sys.path.insert(0, {source!r}); import dray.runner.output; print(*sys.modules)"
+    code = f"import sys; sys.path.insert(0, {source!r}); import dray.runner.redact; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
     assert not {"pathlib", "typing", "json", "pydantic"} & set(loaded.stdout.split())

@@ -14,7 +14,7 @@ import pytest
 
 from dray import render
 from dray.config import sites
-from dray.config.model import load
+from dray.config.load_toml import load
 from dray.config.site import Fabric, Site, SiteBind
 from dray.contract.findings import ConfigError
 from dray.facts import Facts

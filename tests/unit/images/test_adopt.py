@@ -399,7 +399,7 @@ def test_probe_runs_in_any_python_of_this_machine():
     """As an image's own: the text alone, by -c."""
     for name in ("python3", "/usr/bin/python3"):
         if shutil.which(name):
-            code = (ROOT / "src" / "dray" / "checks" / "adopted.py").read_text()
+            code = (ROOT / "src" / "dray" / "checks" / "list_packages.py").read_text()
             done = subprocess.run([name, "-c", code], capture_output=True, text=True, check=True)
             found = json.loads(done.stdout)
             assert found["libc"].startswith("glibc 2.")

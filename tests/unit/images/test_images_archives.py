@@ -18,7 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from dray.config import mirrors
-from dray.config.image import ACCELERATORS, Image, SourceArchive
+from dray.config.image_definition import ACCELERATORS, Image, SourceArchive
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import bundle, inputs
 from dray.images.fetch import debs, source_archives

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dray.clients import builder
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.contract.findings import ConfigError
 from dray.images import bundle as bundles
 from dray.images import inputs

@@ -8,7 +8,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.images import inputs
 from dray.images.fetch import compiled_wheels
 from dray.images.inputs import BuildContext

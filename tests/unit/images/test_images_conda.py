@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from dray.config.image import Image, Vendor
+from dray.config.image_definition import Image, Vendor
 from dray.contract.findings import ConfigError
 from dray.images import inputs
 from dray.images.locks import conda, lock

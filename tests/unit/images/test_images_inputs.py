@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dray.config.image import ACCELERATORS, Image
-from dray.config.model import load
+from dray.config.image_definition import ACCELERATORS, Image
+from dray.config.load_toml import load
 from dray.contract.findings import ConfigError
 from dray.images import inputs
 from dray.images.inputs import BuildContext
@@ -97,7 +97,7 @@ def test_the_steps_see_values_as_they_are(checkout):
 
 
 def test_a_variant_s_own_definition_or_the_shared_one(checkout):
-    """A new variant is a folder with image.toml and requirements, and a line in config/image.py."""
+    """A new variant is a folder with image.toml and requirements, and a line in config/image_definition.py."""
     folder = checkout / "containers" / "cpu"
     made = laid_out(checkout, described("cpu"))
     assert (made / "dray.def").read_bytes() == (folder.parent / "dray.def").read_bytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.config.image import Image, Vendor
+from dray.config.image_definition import Image, Vendor
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.locks import lock, uv
 

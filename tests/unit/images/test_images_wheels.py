@@ -20,7 +20,7 @@ from urllib.parse import quote
 import pytest
 
 from dray.config import mirrors
-from dray.config.image import Image, Vendor
+from dray.config.image_definition import Image, Vendor
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.fetch import pip, wheels
 

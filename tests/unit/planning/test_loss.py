@@ -12,7 +12,7 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import Batch
 from dray.facts import Facts, Files
-from dray.planning import trainer
+from dray.planning import trainer_defaults
 from dray.planning.plan import plan
 from dray.planning.schema import World
 
@@ -30,7 +30,7 @@ def chosen(
     made: Recipe, configuration: dict[str, Any] | None = None, each: int = 8, gpu_memory: float = 0
 ) -> tuple[str, str]:
     shares, ranks = Batch(global_size=each, per_device=each), World.model_construct(size=1, ranks_per_node=1)
-    found = trainer.loss(made, shares, Files(configuration=configuration), ranks, gpu_memory)
+    found = trainer_defaults.loss(made, shares, Files(configuration=configuration), ranks, gpu_memory)
     return found.value, found.why
 
 

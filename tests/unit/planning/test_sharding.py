@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dray.config.site import Site
-from dray.contract import sharding
+from dray.contract import fsdp_nodes
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning import plan, world
@@ -70,5 +70,5 @@ def test_fewer_nodes_are_whole_groups() -> None:
 
 
 def test_ten_thousand_nodes_have_few_choices() -> None:
-    assert len(sharding.nodes_of("auto", 10_000)) == 25
-    assert json.dumps(sharding.nodes_of("auto", 12)) == "[1, 2, 3, 4, 6, 12]"
+    assert len(fsdp_nodes.nodes_of("auto", 10_000)) == 25
+    assert json.dumps(fsdp_nodes.nodes_of("auto", 12)) == "[1, 2, 3, 4, 6, 12]"

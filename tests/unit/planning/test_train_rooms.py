@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from dray.config.training import STRATEGIES, Train
-from dray.contract import jobs
+from dray.contract import image_tasks
 from helpers import ROOT
 
 TRAIN = ROOT / "src/dray/train"
@@ -30,11 +30,11 @@ def test_each_strategy_is_a_file_and_has_its_sharding() -> None:
     assert files == {*(name.rstrip("123") for name in STRATEGIES), "__init__", "base"}
 
 
-@pytest.mark.parametrize("kind", jobs.KINDS)
+@pytest.mark.parametrize("kind", image_tasks.KINDS)
 def test_each_job_is_a_file_and_comes_back_from_its_json(kind: str) -> None:
-    fields: dict[str, Any] = dict.fromkeys(jobs.KINDS[kind]._fields, "x")
-    job = jobs.KINDS[kind](**fields)
-    assert jobs.of_json(jobs.to_json(job)) == job
+    fields: dict[str, Any] = dict.fromkeys(image_tasks.KINDS[kind]._fields, "x")
+    job = image_tasks.KINDS[kind](**fields)
+    assert image_tasks.of_json(image_tasks.to_json(job)) == job
     assert "def run(" in (TRAIN / "outputs" / f"{kind}.py").read_text()
 
 

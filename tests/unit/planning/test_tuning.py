@@ -13,9 +13,20 @@ import pytest
 
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.planning import tuning
+from dray.planning import tune_search
 from dray.planning.schema import Plan
-from dray.planning.tuning import CHECKPOINTING, COMPILE, KEYS, LOSS, ROWS, SHARD, STRATEGY, Candidate, Figure, Space
+from dray.planning.tune_search import (
+    CHECKPOINTING,
+    COMPILE,
+    KEYS,
+    LOSS,
+    ROWS,
+    SHARD,
+    STRATEGY,
+    Candidate,
+    Figure,
+    Space,
+)
 from dray.runs import write
 from dray.runs.paths import RunPaths
 from helpers import ROOT
@@ -38,13 +49,13 @@ def candidate(**values: Any) -> Candidate:
     return Candidate(tuple((key, values[name]) for name, key in named.items() if name in values))
 
 
-def axis(key: str, *values: tuning.Value) -> dict[str, list[tuning.Changes]]:
+def axis(key: str, *values: tune_search.Value) -> dict[str, list[tune_search.Changes]]:
     return {key: [{key: value} for value in values]}
 
 
 class TestSpace:
     def test_all_keys_of_a_run_of_one_node(self) -> None:
-        found = tuning.space(planned(), {}, KEYS)
+        found = tune_search.space(planned(), {}, KEYS)
         assert found.axes == {
             **axis(ROWS, 1, 2, 4, 8),
             **axis(STRATEGY, "ddp", "fsdp", "zero1", "zero2", "zero3"),
@@ -59,27 +70,27 @@ class TestSpace:
         assert next(found.every()) == found.start
 
     def test_several_nodes_have_shards_and_only_fsdp_has_them(self) -> None:
-        found = tuning.space(planned(nodes=2), {STRATEGY: ("fsdp",), ROWS: (4,)}, (STRATEGY, ROWS, SHARD))
+        found = tune_search.space(planned(nodes=2), {STRATEGY: ("fsdp",), ROWS: (4,)}, (STRATEGY, ROWS, SHARD))
         shards = [(one.get(STRATEGY), one.get(SHARD)) for one in found.every()]
         assert sorted(shards, key=str) == [("ddp", None), ("fsdp", "all"), ("fsdp", "auto"), ("fsdp", "node")]
         fsdp = found.start.changed({STRATEGY: "fsdp", SHARD: "node"})
         assert fsdp.changed({STRATEGY: "ddp"}) == found.start
 
     def test_one_rank_shards_nothing_and_what_is_set_stays(self) -> None:
-        found = tuning.space(planned("ranks_per_node=1"), {LOSS: ("chunked",)}, (STRATEGY, LOSS))
+        found = tune_search.space(planned("ranks_per_node=1"), {LOSS: ("chunked",)}, (STRATEGY, LOSS))
         assert found.axes == axis(LOSS, "full", "chunked")
-        assert tuning.space(planned("train.loss=chunked"), {}, (LOSS,)).axes == axis(LOSS, "chunked", "full")
+        assert tune_search.space(planned("train.loss=chunked"), {}, (LOSS,)).axes == axis(LOSS, "chunked", "full")
 
     def test_a_deepspeed_file_decides_the_strategy(self) -> None:
         file = ROOT / "recipes" / "deepspeed"
         plan = planned(f"train.deepspeed={next(iter(sorted(file.glob('*.json'))))}")
-        assert STRATEGY not in tuning.space(plan, {}, KEYS).axes
+        assert STRATEGY not in tune_search.space(plan, {}, KEYS).axes
 
 
 class TestApplied:
     def test_the_global_batch_stays_and_the_accumulation_follows(self) -> None:
         recipe, start = planned("batch.gradient_accumulation_steps=2").recipe, candidate(strategy="ddp", per_device=4)
-        made = tuning.applied(recipe, start.changed({ROWS: 1, COMPILE: True}), start, ranks=2)
+        made = tune_search.applied(recipe, start.changed({ROWS: 1, COMPILE: True}), start, ranks=2)
         assert made.batch
         assert made.train
         assert (made.batch.global_size, made.batch.per_device, made.batch.gradient_accumulation_steps) == (16, 1, 8)
@@ -91,7 +102,7 @@ class TestApplied:
         start = candidate(strategy="zero2", per_device=4)
         offloads = []
         for strategy in ("zero2", "ddp"):
-            made = tuning.applied(recipe, start.changed({STRATEGY: strategy}), start, ranks=2).train
+            made = tune_search.applied(recipe, start.changed({STRATEGY: strategy}), start, ranks=2).train
             assert made
             offloads.append(made.offload)
         assert offloads == ["optimizer", ""]
@@ -100,13 +111,13 @@ class TestApplied:
         recipe = planned("train.on_divergence=skip").recipe
         start = candidate(strategy="ddp", per_device=4)
         with pytest.raises(ConfigError, match="on_divergence = skip needs strategy ddp or fsdp"):
-            tuning.applied(recipe, start.changed({STRATEGY: "zero2"}), start, ranks=2)
+            tune_search.applied(recipe, start.changed({STRATEGY: "zero2"}), start, ranks=2)
 
 
 def test_values() -> None:
-    assert tuning.values("ddp,fsdp") == ("ddp", "fsdp")
-    assert tuning.values("1, 16") == (1, 16)
-    assert tuning.values("true,false") == (True, False)
+    assert tune_search.values("ddp,fsdp") == ("ddp", "fsdp")
+    assert tune_search.values("1, 16") == (1, 16)
+    assert tune_search.values("true,false") == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +127,14 @@ def test_values() -> None:
 )  # fmt: skip
 def test_values_that_are_none(key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} cannot have this value"):
-        tuning.space(planned(), {key: tuning.values(text)}, KEYS)
+        tune_search.space(planned(), {key: tune_search.values(text)}, KEYS)
 
 
 def test_keys() -> None:
-    assert tuning.keys("strategy, batch.per_device,strategy") == (STRATEGY, ROWS)
+    assert tune_search.keys("strategy, batch.per_device,strategy") == (STRATEGY, ROWS)
     for text in ("lr", "train", "strategy,", ""):
         with pytest.raises(ConfigError, match="--keys names a key that dray does not tune"):
-            tuning.keys(text)
+            tune_search.keys(text)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +151,7 @@ def test_keys() -> None:
     ],
 )
 def test_how_far_losses_may_be_apart(settings: list[str], configuration: dict[str, Any], largest: float) -> None:
-    assert tuning.tolerance(write.read_recipe(RECIPE, settings), configuration, exact=1e-4)[0] == largest
+    assert tune_search.tolerance(write.read_recipe(RECIPE, settings), configuration, exact=1e-4)[0] == largest
 
 
 GRID = Space(
@@ -196,7 +207,7 @@ class Planted:
 
     def best(self) -> Candidate:
         ran = [(one, figure) for one, figure in self.known.items() if figure]
-        found = tuning.best(ran, GRID.start)
+        found = tune_search.best(ran, GRID.start)
         assert found
         return found
 
@@ -204,7 +215,7 @@ class Planted:
 def searched(memory: float, **planted: Any) -> tuple[Planted, Planted]:
     """By the search, and by the grid."""
     by_search, by_grid = Planted(memory, **planted), Planted(memory, **planted)
-    tuning.descend(GRID, by_search)
+    tune_search.descend(GRID, by_search)
     for one in GRID.every():
         by_grid(one)
     return by_search, by_grid
@@ -235,13 +246,13 @@ class TestSearch:
         found, fastest = by_search(by_search.best()), by_grid(by_grid.best())
         assert found
         assert fastest
-        assert not tuning.beats(fastest, found)
+        assert not tune_search.beats(fastest, found)
 
     def test_the_own_setting_stays_where_nothing_is_faster_by_more_than_noise(self) -> None:
         by_search = Planted(1000.0, factors={(COMPILE, True): 1.03, (CHECKPOINTING, True): 0.9})
         flat = Space(GRID.start, {key: GRID.axes[key] for key in (CHECKPOINTING, COMPILE)})
         by_search.noise = 0.05
-        tuning.descend(flat, by_search)
+        tune_search.descend(flat, by_search)
         assert by_search.best() == GRID.start
         assert len(by_search.known) == 3
 
@@ -251,21 +262,21 @@ class TestSearch:
         start = GRID.start.changed({ROWS: 4})
         by_search = Planted(room(start), factors=factors)
         own = Space(start, {key: options for key, options in GRID.axes.items() if key != STRATEGY})
-        tuning.descend(own, by_search)
+        tune_search.descend(own, by_search)
         assert by_search.best() == start.changed({ROWS: 16, CHECKPOINTING: True, LOSS: "chunked"})
         assert by_search(GRID.start.changed({CHECKPOINTING: True})).speed < by_search(start).speed  # type: ignore[union-attr]
 
     def test_it_begins_with_what_is_nearest_if_the_own_setting_does_not_run(self) -> None:
         by_search = Planted(15.0)
-        tuning.descend(GRID, by_search)
+        tune_search.descend(GRID, by_search)
         assert by_search(GRID.start) is None
         assert by_search(by_search.best())
 
     def test_nothing_runs(self) -> None:
         by_search = Planted(1.0)
-        tuning.descend(GRID, by_search)
+        tune_search.descend(GRID, by_search)
         assert not any(by_search.known.values())
-        assert tuning.best([], GRID.start) is None
+        assert tune_search.best([], GRID.start) is None
 
 
 def test_of_equals_the_fewest_changes_then_the_least_memory() -> None:
@@ -273,5 +284,5 @@ def test_of_equals_the_fewest_changes_then_the_least_memory() -> None:
     two = other.changed({LOSS: "chunked"})
     figures = {two: Figure(104, 3), other: Figure(101, 3, 5.0), third: Figure(100, 3, 4.0)}
     for order in itertools.permutations(figures.items()):
-        assert tuning.best(order, GRID.start) == third
-    assert tuning.best([(GRID.start, Figure(90, 1)), (two, Figure(104, 3))], GRID.start) == two
+        assert tune_search.best(order, GRID.start) == third
+    assert tune_search.best([(GRID.start, Figure(90, 1)), (two, Figure(104, 3))], GRID.start) == two

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from dray.config.recipe import Recipe
-from dray.planning import trainer
+from dray.planning import trainer_defaults
 from dray.planning.estimates import memory, model_shape
 
 GPT = {"model_type": "gpt2"}
@@ -36,7 +36,7 @@ def recipe(**tables: Any) -> Recipe:
     ],
 )  # fmt: skip
 def test_the_multiple_is_chosen_with_its_reason(tables: dict[str, Any], multiple: int, why: str) -> None:
-    found = trainer.vocabulary(recipe(**tables))
+    found = trainer_defaults.vocabulary(recipe(**tables))
     assert found == (multiple, why)
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dray import cli
-from dray.config.json_schema import Schema
+from dray.config.describe_keys import Schema
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.runs.result import Result

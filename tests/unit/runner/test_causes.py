@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dray.contract import failures, run_folder
-from dray.runner import evidence, record
+from dray.contract import root_cause, run_folder
+from dray.runner import evidence, failure_record
 from dray.runner import rank as rank_module
 from dray.runs import causes, stop
 from dray.runs.result import UNKNOWN, Cause
@@ -460,14 +460,14 @@ def test_a_mount_that_went_away_is_try_again() -> None:
 def test_the_runner_knows_the_same_signs_of_another_s_end() -> None:
     """It reads no causes.toml."""
     (one,) = (one for one in causes.known() if one.name == causes.FOLLOWS)
-    assert [sign.lines and sign.lines.pattern for sign in one.sign] == ["|".join(failures.ENDED)]
+    assert [sign.lines and sign.lines.pattern for sign in one.sign] == ["|".join(root_cause.ENDED)]
 
 
 def test_a_record_has_the_time_at_which_the_end_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To collect evidence takes a while: a peer of the rank that has died may be the quicker one."""
     clock = iter([10.0, 20.0])
-    monkeypatch.setattr(record, "time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(failure_record, "time", SimpleNamespace(time=lambda: next(clock)))
     monkeypatch.setattr(evidence, "collect", lambda *_: [f"at {next(clock)}"])
-    record.write(str(tmp_path), "node-0", node="n0", rank=None, code=1, why="x", log=None, last_lines=[])
+    failure_record.write(str(tmp_path), "node-0", node="n0", rank=None, code=1, why="x", log=None, last_lines=[])
     found = json.loads((tmp_path / run_folder.failure("node-0")).read_text())
     assert (found["time"], found["evidence"]) == (10.0, ["at 20.0"])

@@ -19,7 +19,7 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError, Finding
-from dray.runner import file_watch, hang, heartbeats, hub, stacks
+from dray.runner import connections, file_watch, hang, heartbeats, stacks
 from dray.runner.children import Loop
 from dray.runner.culprit import Entered, Seen, culprit
 from dray.runner.heartbeats import Heartbeats
@@ -343,10 +343,10 @@ def test_what_waits_for_ranks_that_have_failed_does_not_hang(plan: dict[str, Any
     """What a node has told of its ranks may come once the first node knows why the run ends."""
     first, other = socket.socketpair()
     with first, other:
-        links = control(plan, {1: hub.Connection(first)}, loop := Loop())
+        links = control(plan, {1: connections.Connection(first)}, loop := Loop())
         if failed:
             links.cause = Finding("rank 0 has failed", code=1)
-        hub.Connection(other).send(heartbeats.Late(2, True, 9.0, 1.0))
+        connections.Connection(other).send(heartbeats.Late(2, True, 9.0, 1.0))
         loop.look(1.0)
     assert (links.hang.open, links.cause.code) == ((False, 1) if failed else (True, 75))
 

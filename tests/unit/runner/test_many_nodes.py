@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import DrayError
-from dray.runner import address, hub, rendezvous
+from dray.runner import address, connections, rendezvous
 from dray.runner.protocol import Hello, Message
 from dray.runner.rendezvous import make_hello
 from nodes import SECRET
@@ -43,13 +43,13 @@ class First:
         return self.error
 
 
-def come(first: First, hello: Hello) -> hub.Connection:
-    one = hub.greet(socket.create_connection(first.listener.getsockname()), KEY, time.monotonic() + 10)
+def come(first: First, hello: Hello) -> connections.Connection:
+    one = connections.greet(socket.create_connection(first.listener.getsockname()), KEY, time.monotonic() + 10)
     one.send(hello)
     return one
 
 
-def answer(one: hub.Connection) -> Message:
+def answer(one: connections.Connection) -> Message:
     return one.receive_first(time.monotonic() + 10)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from dray.contract.findings import Finding, UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, hub, protocol
+from dray.runner import address, connections, protocol
 from dray.runner import rendezvous as meeting
 from dray.runner.children import Loop
 from dray.runner.culprit import Entered, Seen
@@ -49,12 +49,12 @@ def greeting(secret: bytes) -> bytes:
     """What a node of the run sends to prove the secret, as somebody on the network sees it."""
     node, first = socket.socketpair()
     with node, first:
-        nonce = os.urandom(hub.NONCE)
+        nonce = os.urandom(connections.NONCE)
         first.sendall(nonce)
-        thread = threading.Thread(target=hub.greet, args=(node, secret, time.monotonic() + 5))
+        thread = threading.Thread(target=connections.greet, args=(node, secret, time.monotonic() + 5))
         thread.start()
-        seen = first.recv(hub.NONCE + 32, socket.MSG_WAITALL)
-        first.sendall(hub.proof(secret, b"host", seen[: hub.NONCE], nonce))
+        seen = first.recv(connections.NONCE + 32, socket.MSG_WAITALL)
+        first.sendall(connections.proof(secret, b"host", seen[: connections.NONCE], nonce))
         thread.join()
     return seen
 
@@ -95,14 +95,14 @@ def slow(where: tuple[str, int]) -> Iterator[None]:
 
 def wrong_secret(where: tuple[str, int]) -> Iterator[None]:
     with socket.create_connection(where) as line, pytest.raises(OSError, match="secret"):
-        hub.greet(line, b"another", time.monotonic() + 5)
+        connections.greet(line, b"another", time.monotonic() + 5)
     yield
 
 
 def replay(where: tuple[str, int]) -> Iterator[None]:
     seen = greeting(SECRET.encode())
     with socket.create_connection(where, timeout=5) as line:
-        assert len(line.recv(hub.NONCE)) == hub.NONCE
+        assert len(line.recv(connections.NONCE)) == connections.NONCE
         line.sendall(seen)
         assert line.recv(64) == b""
     yield
@@ -217,7 +217,7 @@ def shown_out(line: socket.socket) -> bool:
     """Whether the first node ends the connection."""
     line.settimeout(30)
     try:
-        while line.recv(hub.NONCE):
+        while line.recv(connections.NONCE):
             pass
     except TimeoutError:
         return False
@@ -233,12 +233,12 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
     where = rendezvous(plan)
     other = make_hello(plan, 1, "another digest")
     with socket.create_connection(where) as line:
-        line.sendall(json.dumps(other).encode().ljust(hub.NONCE + 32) + b"\n")
+        line.sendall(json.dumps(other).encode().ljust(connections.NONCE + 32) + b"\n")
         assert shown_out(line)
     with socket.create_connection(where) as line:
-        nonce = hub._read(line, hub.NONCE, time.monotonic() + 30)
-        line.sendall(nonce + hub.proof(b"another secret", b"guest", nonce, nonce))
-        hub.Connection(line).send(other)
+        nonce = connections._read(line, connections.NONCE, time.monotonic() + 30)
+        line.sendall(nonce + connections.proof(b"another secret", b"guest", nonce, nonce))
+        connections.Connection(line).send(other)
         assert shown_out(line)
     assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
 
@@ -257,7 +257,7 @@ def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Star
             assert time.monotonic() < deadline
             try:
                 line.sendall(b"x")
-                gone = len(line.recv(hub.NONCE)) == 0
+                gone = len(line.recv(connections.NONCE)) == 0
             except TimeoutError:
                 continue
             except ConnectionError:
@@ -313,10 +313,10 @@ class TestConnection:
     """Messages after the proof."""
 
     @pytest.fixture
-    def ends(self) -> Iterator[tuple[hub.Connection, hub.Connection]]:
+    def ends(self) -> Iterator[tuple[connections.Connection, connections.Connection]]:
         host, guest = socket.socketpair()
         with host, guest:
-            yield hub.Connection(host), hub.Connection(guest)
+            yield connections.Connection(host), connections.Connection(guest)
 
     def test_messages_come_in_their_order(self, ends) -> None:
         host, guest = ends
@@ -343,7 +343,7 @@ class TestConnection:
         assert host.line.recv(1) == b""
 
     @pytest.fixture
-    def crossing(self) -> Iterator[tuple[hub.Connection, hub.Connection, list[Message]]]:
+    def crossing(self) -> Iterator[tuple[connections.Connection, connections.Connection, list[Message]]]:
         """Two ends over TCP, of which each has told what the other has not read; most of the host's waits in its
         kernel."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -353,7 +353,7 @@ class TestConnection:
             there, _ = listener.accept()
         there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
         with line, there:
-            host, guest = hub.Connection(there), hub.Connection(line)
+            host, guest = connections.Connection(there), connections.Connection(line)
             told: list[Message] = [Failed(Finding(f"{number}{'x' * 4000}")) for number in range(30)]
             for message in told:
                 host.send(message)
@@ -361,7 +361,7 @@ class TestConnection:
             yield host, guest, told
 
     @staticmethod
-    def closing(plan: dict[str, Any], *ends: hub.Connection) -> list[threading.Thread]:
+    def closing(plan: dict[str, Any], *ends: connections.Connection) -> list[threading.Thread]:
         """Their own limit is no way out of the test."""
         threads = [
             threading.Thread(target=control(plan, {1: one}, Loop()).close, args=(600.0,), daemon=True) for one in ends
@@ -432,7 +432,7 @@ def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.
     ours, theirs = socket.socketpair()
     with ours, theirs:
         loop = Loop()
-        links = control(plan, {1: hub.Connection(ours)}, loop)
+        links = control(plan, {1: connections.Connection(ours)}, loop)
         theirs.sendall(line + b"\n")
         loop.look(1.0)
     assert links.cause.problem == "node 1 (node2) is gone"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import RetryError
-from dray.runner import evidence, record
+from dray.runner import evidence, failure_record
 from dray.runner.__main__ import remove_locks
 from helpers import ROOT
 from nodes import Start, ended, free_port
@@ -305,7 +305,7 @@ def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, mon
     (tmp_path / "failures").mkdir()
     (tmp_path / "failures" / "rank-2.json").touch()
     monkeypatch.setattr(os.path, "exists", lambda _: True)
-    record.set_aside(str(tmp_path), 1, ["hang", "rank-2"])
+    failure_record.set_aside(str(tmp_path), 1, ["hang", "rank-2"])
     assert [path.name for path in (tmp_path / "failures" / "restart-1").iterdir()] == ["rank-2.json"]
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from dray.contract import jobs  # noqa: E402
+from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train.data import hub  # noqa: E402
 from helpers import PYTHON, ROOT  # noqa: E402
@@ -136,7 +136,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
 
     def peak(gigabytes: float) -> int:
         checkpoint, plan = run.folder / "checkpoints" / "step-2", json.loads(run.paths.plan.read_text())
-        job = jobs.Export(str(checkpoint), str(tmp_path / f"{gigabytes}"), "fp32", gigabytes, plan)
+        job = image_tasks.Export(str(checkpoint), str(tmp_path / f"{gigabytes}"), "fp32", gigabytes, plan)
         code, output = forks.job(job, tmp_path / "job")
         assert code == 0, output
         return forks.peak
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path, fo
         file.unlink()
         if damage:
             file.write_bytes(damage)
-        code, output = forks.job(jobs.Export(str(checkpoint), str(made), "fp32", 4.0, plan), tmp_path / "job")
+        code, output = forks.job(image_tasks.Export(str(checkpoint), str(made), "fp32", 4.0, plan), tmp_path / "job")
         assert (code, said in output, made.exists()) == (1, True, False), output
         file.write_bytes(kept)
 
@@ -182,9 +182,9 @@ def test_a_model_that_somebody_changed_is_not_used(runs, tmp_path: Path, forks: 
     (changed / "modeling_mine.py").write_text("")
     plan = json.loads(run.paths.plan.read_text())
     for job in (
-        jobs.Evaluate(str(changed), plan),
-        jobs.Generate(str(changed), "causal", "", 1, 0.0, 0, trust_remote_code=False),
-        jobs.Push(str(changed), "me/mine", private=True),
+        image_tasks.Evaluate(str(changed), plan),
+        image_tasks.Generate(str(changed), "causal", "", 1, 0.0, 0, trust_remote_code=False),
+        image_tasks.Push(str(changed), "me/mine", private=True),
     ):
         code, output = forks.job(job, tmp_path / "job")
         assert (code, "modeling_mine.py was added" in output) == (78, True), output

@@ -17,7 +17,7 @@ import pytest
 from capsules import begun, nodes, steps
 from dray.contract import hardware, run_folder
 from dray.contract.findings import ConfigError, DrayError
-from dray.runner import record
+from dray.runner import failure_record
 from dray.runs import capsule, pack, source, verify
 from dray.runs.capsule_schema import Node
 from dray.runs.finish import finish
@@ -63,7 +63,7 @@ def test_the_whole_capsule(paths: RunPaths) -> None:
 
 def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
     plan = {"folder": str(tmp_path), "variant": "cpu", "world": {"nodes": [{"name": "n1"}]}}
-    record.this_node(plan, 0, {"OMP_NUM_THREADS": "3", "DRAY_CORES": "0-2"})
+    failure_record.this_node(plan, 0, {"OMP_NUM_THREADS": "3", "DRAY_CORES": "0-2"})
     told = json.loads((tmp_path / run_folder.node(0)).read_text())
     packages = told.pop("packages")
     node = Node.model_validate(told)
@@ -76,7 +76,7 @@ def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_where_a_node_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "nodes").write_text("")
-    record.this_node({"folder": str(tmp_path), "variant": "cpu", "world": {"nodes": [{"name": "n1"}]}}, 0, {})
+    failure_record.this_node({"folder": str(tmp_path), "variant": "cpu", "world": {"nodes": [{"name": "n1"}]}}, 0, {})
     assert "node-0.json cannot be written" in capsys.readouterr().err
 
 

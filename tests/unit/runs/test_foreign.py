@@ -16,7 +16,7 @@ import pytest
 
 from dray import render
 from dray.cli import model
-from dray.config import checkout
+from dray.config import dray_home
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
@@ -343,17 +343,17 @@ class TestCheckout:
         (tmp_path / "found" / "containers" / "steps").mkdir(parents=True)
         monkeypatch.delenv("DRAY_HOME", raising=False)
         monkeypatch.chdir(tmp_path / "found" / "containers" / "steps")
-        monkeypatch.setattr(checkout, "_CLONE", tmp_path / "none")
+        monkeypatch.setattr(dray_home, "_CLONE", tmp_path / "none")
         return tmp_path / "found"
 
     def test_the_package_s_own_clone_comes_first(self, found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkout, "_CLONE", ROOT)
-        assert checkout.root() == checkout.root(build=True) == ROOT
+        monkeypatch.setattr(dray_home, "_CLONE", ROOT)
+        assert dray_home.root() == dray_home.root(build=True) == ROOT
 
     def test_one_of_this_user_s_is_found(self, found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkout, "_INSTALLED", tmp_path / "wheel")
+        monkeypatch.setattr(dray_home, "_INSTALLED", tmp_path / "wheel")
         (tmp_path / "wheel" / "containers" / "steps").mkdir(parents=True)
-        assert checkout.root() == checkout.root(build=True) == found
+        assert dray_home.root() == dray_home.root(build=True) == found
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
     @pytest.mark.parametrize("part", [".", "containers", "containers/steps"])
@@ -366,11 +366,11 @@ class TestCheckout:
         else:
             (found / part).chmod(0o1777)
         with pytest.raises(ConfigError, match="no dray checkout found") as wrong:
-            checkout.root()
+            dray_home.root()
         assert wrong.value.details["found"] == f"{found}, which another user may change"
-        monkeypatch.setattr(checkout, "_INSTALLED", tmp_path / "wheel")
+        monkeypatch.setattr(dray_home, "_INSTALLED", tmp_path / "wheel")
         (tmp_path / "wheel" / "containers" / "steps").mkdir(parents=True)
-        assert checkout.root() == tmp_path / "wheel"
+        assert dray_home.root() == tmp_path / "wheel"
 
 
 def test_a_private_file_is_not_shared(tmp_path: Path) -> None:

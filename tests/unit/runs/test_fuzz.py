@@ -17,8 +17,8 @@ from hypothesis import strategies as some
 
 from dray import facts, render
 from dray.config import deepspeed_file
-from dray.config.image import Image
-from dray.config.model import load
+from dray.config.image_definition import Image
+from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files

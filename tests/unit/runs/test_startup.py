@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dray.cli import runs, status
-from dray.contract import heartbeat, startup
+from dray.contract import heartbeat, start_times
 from dray.runner.start_timings import StartTimings
 from dray.runs import startup as told
 from dray.runs.cost import Spent
@@ -68,10 +68,10 @@ class TestBeforeTheRunner:
         ],
     )
     def test_parts(self, text: str, parts: dict[str, float]) -> None:
-        assert startup.before(text, "b", 15.5) == parts
+        assert start_times.before(text, "b", 15.5) == parts
 
     def test_where_no_kernel_tells_its_start(self) -> None:
-        assert startup.before("boot= began=10.00", "", 15.5) == {}
+        assert start_times.before("boot= began=10.00", "", 15.5) == {}
 
     @pytest.mark.parametrize(
         ("text", "step"),
@@ -85,7 +85,7 @@ class TestBeforeTheRunner:
         ],
     )
     def test_the_step(self, text: str, step: str) -> None:
-        assert startup.step(text) == step
+        assert start_times.step(text) == step
 
     def test_bash_reads_the_clock_of_the_runner(self) -> None:
         script = f'set -euo pipefail\nsource "{CLOCK}"\nnode::now staging\nnode::now staged\necho "$started"'
@@ -115,7 +115,7 @@ class TestBeforeTheRunner:
     ],
 )
 def test_what_is_no_duration_is_left_out(given: object, kept: dict[str, float]) -> None:
-    assert startup.clean(given) == kept
+    assert start_times.clean(given) == kept
 
 
 def beat(folder: Path, rank: int, *marks: int) -> None:
@@ -128,7 +128,7 @@ def beat(folder: Path, rank: int, *marks: int) -> None:
 
 
 def node(plan: dict[str, Any], me: int, monkeypatch: pytest.MonkeyPatch, text: str = "") -> StartTimings:
-    monkeypatch.setenv(startup.VARIABLE, text)
+    monkeypatch.setenv(start_times.VARIABLE, text)
     return StartTimings(plan, me, began=time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
@@ -138,9 +138,9 @@ class TestOfANode:
     def test_the_last_rank_to_import_counts(self, plan, monkeypatch, tmp_path: Path) -> None:
         plan["recipe"] = {"train": {"steps": 1}}
         one = node(plan, 1, monkeypatch)
-        one.lap(startup.RENDEZVOUS)
+        one.lap(start_times.RENDEZVOUS)
         one.launched()
-        rendezvous = one.parts[startup.RENDEZVOUS]
+        rendezvous = one.parts[start_times.RENDEZVOUS]
         assert one.look() == {"rendezvous": rendezvous}
         since = int(one._launched * SECOND)
         beat(tmp_path / "own", 2, since + 3 * SECOND, SECOND // 2, SECOND, 0, 4 * SECOND, 2 * SECOND)
@@ -172,7 +172,7 @@ class TestOfANode:
 
     def test_a_restart_is_no_part_of_it(self, plan, monkeypatch, tmp_path: Path) -> None:
         one = node(plan, 1, monkeypatch)
-        one.lap(startup.RENDEZVOUS)
+        one.lap(start_times.RENDEZVOUS)
         one.launched()
         before = dict(one.parts)
         one.launched()
@@ -240,7 +240,7 @@ def test_two_nodes(plan, start: Start, tmp_path: Path) -> None:
     """Through the runners' own connections; the ranks end at once, and what they told last is not lost."""
     plan["recipe"] = {"train": {"steps": 1}}
     plan["launcher"], plan["command"] = [sys.executable, "-c", RANK, "{node_rank}"], ["true"]
-    before = {startup.VARIABLE: f"boot={BOOT} step=2 began=0.01"}
+    before = {start_times.VARIABLE: f"boot={BOOT} step=2 began=0.01"}
     nodes = [start(number, 2, f"node{number + 1}", **before) for number in (0, 1)]
     assert [ended(one)[0] for one in nodes] == [0, 0]
     found = json.loads((tmp_path / "startup.json").read_text())

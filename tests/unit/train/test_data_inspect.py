@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs.write import read_recipe
 from helpers import PYTHON, ROOT
@@ -34,7 +34,7 @@ def report(folder: Path, *overrides: str, rows: int = 2, steps: str = "steps=20"
         ROOT / "tests/tiny.toml", [f"data.cache_dir={folder}/tokens", f"train.{steps}", *GPT, *overrides]
     )
     file = folder / "report.json"
-    inspect.run(jobs.Inspect(settings.model_dump(mode="json"), rows, str(file)))
+    inspect.run(image_tasks.Inspect(settings.model_dump(mode="json"), rows, str(file)))
     return json.loads(file.read_text())
 
 

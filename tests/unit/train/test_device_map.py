@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.cli import model as verbs  # noqa: E402
-from dray.contract import jobs  # noqa: E402
+from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train import manifest  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
@@ -43,7 +43,7 @@ def placing(folder: Path | str = "", memory: dict[str, str] | None = None) -> di
 
 
 def made(model: Path, capsys: pytest.CaptureFixture[str], how: dict[str, Any] | None) -> list[str]:
-    generate.run(jobs.Generate(str(model), "causal", "one: ", 8, 0.0, 0, trust_remote_code=False, placing=how))
+    generate.run(image_tasks.Generate(str(model), "causal", "one: ", 8, 0.0, 0, trust_remote_code=False, placing=how))
     return capsys.readouterr().out.splitlines()
 
 
@@ -82,7 +82,7 @@ def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path) -> None
                 port = str(free.getsockname()[1])
             env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             env |= {"RANK": "0", "LOCAL_RANK": "0", "DRAY_NODE_NAME": "n"}
-            found.append(forks.job(jobs.Evaluate(str(model), plan, how), tmp_path / "job", **env))
+            found.append(forks.job(image_tasks.Evaluate(str(model), plan, how), tmp_path / "job", **env))
     finally:
         forks.close()
     (code, plain), (placed_code, placed) = found

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dray.contract import jobs
+from dray.contract import image_tasks
 from helpers import PYTHON, ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
@@ -61,7 +61,7 @@ def generate(runs, forks: Forks) -> Callable[..., tuple[int, str]]:
 
     def made(prompt: str, tokens: int = 0, temperature: float = 0.0, seed: int = 0) -> tuple[int, str]:
         model = str(runs["causal"] / "checkpoints" / "final")
-        job = jobs.Generate(model, "causal", prompt, tokens, temperature, seed, trust_remote_code=False)
+        job = image_tasks.Generate(model, "causal", prompt, tokens, temperature, seed, trust_remote_code=False)
         return forks.job(job, runs["causal"].parent / "job")
 
     return made
@@ -167,7 +167,7 @@ def test_files_that_somebody_else_made(
     shutil.copytree(runs["causal"] / "checkpoints" / "final", folder)
     damage(folder)
     manifest.seal_model(folder)
-    job = jobs.Generate(str(folder), objective, "one", 2, 0.0, 0, trust_remote_code=False)
+    job = image_tasks.Generate(str(folder), objective, "one", 2, 0.0, 0, trust_remote_code=False)
     code, output = forks.job(job, tmp_path / "job")
     *_, problem_line, where, _, found_line, _ = output.splitlines()
     assert (code, problem_line, where) == (78, problem, f"  where:  {folder}"), output

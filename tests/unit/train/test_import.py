@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs.write import read_recipe
 from helpers import PYTHON, ROOT
@@ -51,7 +51,7 @@ def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def take(source: Path, target: Path | None = None, recipe: Any = None, **more: Any) -> None:
     fields = {"config": "", "prefix": None, "dtype": "auto", "shard_gb": 4.0, "trust": False} | more
     settings = recipe.model_dump(mode="json") if recipe else {}
-    importing.run(jobs.Importing(str(source), str(target or ""), settings, **fields))
+    importing.run(image_tasks.Importing(str(source), str(target or ""), settings, **fields))
 
 
 def recipe(folder: Path, *words: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dray.contract import jobs, node
+from dray.contract import image_tasks, node
 from dray.planning.schema import Plan
 from dray.runs import desk, local
 
@@ -57,7 +57,7 @@ def test_an_evaluation_is_by_the_gpu_that_the_run_was_planned_for(
     monkeypatch.setattr(strategies, "make", lambda network, config, device: raises(network, config))
     plan = json.loads(next(model.parent.glob("run/attempt-1/plan.json")).read_text())
     with pytest.raises(SeenError) as found:
-        evaluate.run(jobs.Evaluate(str(model), {**plan, "variant": variant}))
+        evaluate.run(image_tasks.Evaluate(str(model), {**plan, "variant": variant}))
     network, made = found.value.args
     assert (joined, made.variant, made.per_device) == ([wanted[0]], *wanted)
     assert not any(weight.requires_grad for weight in network.parameters()), "AdamW's averages are twice the weights"
@@ -78,7 +78,7 @@ def test_a_model_generates_on_the_gpu_where_torch_sees_one(model: Path, monkeypa
 
     monkeypatch.setattr(GPT2LMHeadModel, "generate", lambda *_, **__: raises())
     with pytest.raises(SeenError):
-        generate.run(jobs.Generate(str(model), "causal", "one: ", 4, 0.0, 0, trust_remote_code=False))
+        generate.run(image_tasks.Generate(str(model), "causal", "one: ", 4, 0.0, 0, trust_remote_code=False))
     assert moved == [wanted] * 2, "the prompt and the model"
 
 
@@ -98,7 +98,7 @@ def test_the_job_sees_a_gpu_where_this_machine_has_one_for_the_recipe_s_image(
     monkeypatch.setattr(local, "run", lambda plan, *_, **__: raises(plan))
     monkeypatch.setattr(local, "image_of", lambda *_: sys.executable)
     recipe = desk.Recipe.model_validate({"name": "one", "image": image, "command": {"argv": ("true",)}})
-    job = jobs.Push(str(tmp_path), "a/b", private=True)
+    job = image_tasks.Push(str(tmp_path), "a/b", private=True)
     with pytest.raises(SeenError) as found:
         desk.once(recipe, job, engine="bare", folder=tmp_path, by_gpu=by_gpu)
     plan: Plan = found.value.args[0]

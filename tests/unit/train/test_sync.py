@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.contract.findings import DrayError
 from dray.train import trackers
 from dray.train.outputs import sync
@@ -50,7 +50,7 @@ def attempt(run: Path, number: int, *steps: int, tail: str = "", requeue: bool |
 
 
 def sent(run: Path, *, follow: bool = False) -> None:
-    sync.run(jobs.Sync(str(run), "r", "p", ["one"], follow))
+    sync.run(image_tasks.Sync(str(run), "r", "p", ["one"], follow))
 
 
 def test_each_step_is_sent_once_as_the_last_attempt_has_it(server, tmp_path: Path, capsys) -> None:
@@ -92,7 +92,7 @@ def test_it_follows_a_run_into_its_next_attempt(server, tmp_path: Path, monkeypa
 def test_a_tracker_without_a_server_is_refused(server, tmp_path: Path, monkeypatch, name: str, message: str) -> None:
     monkeypatch.delenv("TEST_SERVER")
     with pytest.raises(DrayError, match=message):
-        sync.run(jobs.Sync(str(tmp_path), "r", "p", [name], follow=False))
+        sync.run(image_tasks.Sync(str(tmp_path), "r", "p", [name], follow=False))
 
 
 def test_a_damaged_state_sends_all(server, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract.output import unprinted
+from dray.contract.silence import unprinted
 
 # Each rank connects at first use, and tells how many sockets it has. Then one dies, and the others wait for it.
 SCRIPT = """

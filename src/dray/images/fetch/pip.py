@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from dray import process
 from dray.clients.progress import Say
 from dray.config import mirrors
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.contract.findings import DrayError, UnfitError
 from dray.images.fetch.platforms import pip_options
 from dray.images.locks.lock import SOURCE_ONLY, Pin

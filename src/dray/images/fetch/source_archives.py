@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from dray.clients import builder
 from dray.clients.progress import Say
 from dray.config import mirrors
-from dray.config.image import Image, SourceArchive
+from dray.config.image_definition import Image, SourceArchive
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.fetch import sha256
 from dray.images.fetch.pip import elsewhere

@@ -10,7 +10,7 @@ from pathlib import Path
 from dray import process
 from dray.clients import progress
 from dray.clients.progress import Say
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.contract.findings import ConfigError
 from dray.images.fetch import pip, sha256
 from dray.images.fetch.platforms import fits, present

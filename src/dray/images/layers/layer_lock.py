@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from zipfile import ZipFile, ZipInfo
 
 from dray import process
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.images.locks import lock, uv

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from dray import __version__, process
 from dray.clients import apptainer, builder
 from dray.clients.progress import Say
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import LAYER
 from dray.images import bundle, inputs, store

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.contract.findings import ConfigError
 from dray.images.locks import lock
 from dray.images.locks.lock import SOURCE_ONLY, Pin

@@ -17,7 +17,7 @@ from dray.contract import files
 from dray.contract.findings import ConfigError
 
 if TYPE_CHECKING:  # an adopted image may lack pydantic
-    from dray.config.image import Image
+    from dray.config.image_definition import Image
 
 # It has no wheels; the image's build makes one, where its operators can be compiled.
 SOURCE_ONLY = "deepspeed"

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
-from dray.config.image import Image
+from dray.config.image_definition import Image
 from dray.contract import files
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.locks import lock as locks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from dray.config.image import Digest
-from dray.config.model import Spec, explained
+from dray.config.image_definition import Digest
+from dray.config.load_toml import Spec, explained
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.images.fetch import sha256

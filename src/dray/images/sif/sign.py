@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from dray import interrupts, process
 from dray.clients import apptainer, builder
-from dray.config import checkout
+from dray.config import dray_home
 from dray.contract.findings import ConfigError
 from dray.images.sif import format as sif_format
 from dray.images.sif import record, verify
@@ -117,7 +117,7 @@ def sign(sif: Sif, keyidx: int | None = None) -> tuple[str, str]:
 def keyring() -> Path:
     """The folder of Apptainer's keyring."""
     named = (os.environ.get(variable) for variable, _ in _KEYS.values())
-    return Path(next(filter(None, named), None) or checkout.home() / _KEYS[apptainer.name()][1])
+    return Path(next(filter(None, named), None) or dray_home.home() / _KEYS[apptainer.name()][1])
 
 
 def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False) -> Done:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dray.contract import files
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 from dray.planning.schema import Plan
 from dray.runs import again, records, why
 from dray.runs import startup as measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dray.contract.findings import counted
-from dray.contract.startup import NAMES
+from dray.contract.start_times import NAMES
 from dray.runs.metrics import Event, number
 from dray.runs.report.data import Run, Try
 from dray.runs.report.document import MISSING, Item, Span, Spans, Table, Text

@@ -7,7 +7,7 @@ from importlib import resources
 from string import Template
 from xml.etree.ElementTree import Element
 
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 from dray.runs.report import figures
 from dray.runs.report.document import Document, Item, Lines, Section, Spans, Table, Text
 from dray.runs.report.markup import folded, serialized, table, tag

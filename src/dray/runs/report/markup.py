@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import Element, tostring
 
-from dray.contract.values import printable
+from dray.contract.control_characters import printable
 
 Child = Element | str | None
 

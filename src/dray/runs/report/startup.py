@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dray.contract.startup import NAMES
+from dray.contract.start_times import NAMES
 from dray.runs.metrics import Event, number
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dray.contract import dataset
+from dray.contract import dataset_name
 from dray.train.data import files, remote
 
 _ROWS = 1024
@@ -37,7 +37,7 @@ def rows(path: str, column: str | None, groups: range, only: tuple[int, int] | N
     """
     first, last = only or (0, 1 << 62)
     with _damaged():
-        if dataset.ending(path) == ".parquet":
+        if dataset_name.ending(path) == ".parquet":
             file: Any = pq.ParquetFile(_file(path))
             _require(path, column, file.schema_arrow.names)
             columns = None if column is None else [column]

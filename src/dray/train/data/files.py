@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn, cast
 from urllib.parse import urlsplit
 
-from dray.contract.dataset import BUILDERS, BUILTIN, ENDINGS, ending
+from dray.contract.dataset_name import BUILDERS, BUILTIN, ENDINGS, ending
 from dray.contract.files import DEPTH, too_deep
 from dray.contract.findings import ConfigError, listed, nearest
 from dray.train.data import remote

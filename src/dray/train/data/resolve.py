@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dray.contract.dataset import HUB, parse
+from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import ConfigError
 from dray.train.collectives import on_rank_0
 from dray.train.data import builders, hub, sources

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
-from dray.contract.dataset import BUILTIN, ending
+from dray.contract.dataset_name import BUILTIN, ending
 from dray.contract.findings import ConfigError
 from dray.train.data import builders, chat, corpus, files, remote
 from dray.train.data.files import ARROW, LINES, builder_of, identity, opened, parsed, readable

@@ -1,4 +1,7 @@
-"""`python -m dray.train.outputs JOB.json`: a job of contract/jobs.py. Each is a file of this folder, with `run`."""
+"""`python -m dray.train.outputs JOB.json`: a job of contract/image_tasks.py.
+
+Each is a file of this folder, with `run`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from dray.contract import jobs
+from dray.contract import image_tasks
 from dray.train.errors import guarded
 
 
@@ -16,7 +19,7 @@ def main(path: str) -> None:
     """Import what the job needs, and no more: a push needs no torch."""
     # Read by these libraries as they are imported.
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    job = jobs.of_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    job = image_tasks.of_json(json.loads(Path(path).read_text(encoding="utf-8")))
     import_module(f"dray.train.outputs.{type(job).__name__.lower()}").run(job)
 
 

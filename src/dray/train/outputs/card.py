@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dray.contract.dataset import HUB, parse
+from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import counted
 from dray.train import objectives
 from dray.train.config import Config

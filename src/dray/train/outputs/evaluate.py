@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dray.contract.jobs import Evaluate
+from dray.contract.image_tasks import Evaluate
 from dray.train import manifest, objectives, strategies
 from dray.train.collectives import init_distributed
 from dray.train.config import Config, of_plan

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from dray.contract.jobs import Export
+from dray.contract.image_tasks import Export
 from dray.train import saved
 from dray.train.config import of_plan
 from dray.train.data import tokenizer

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from dray.contract.findings import ConfigError
-from dray.contract.jobs import Generate
+from dray.contract.image_tasks import Generate
 from dray.train import errors, manifest, objectives
 from dray.train.outputs import device_map
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from dray.contract import files
 from dray.contract.findings import ConfigError, counted
-from dray.contract.jobs import Importing
+from dray.contract.image_tasks import Importing
 from dray.train import errors, importing, manifest, saved
 from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, tokenizer

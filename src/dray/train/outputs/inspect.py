@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dray.contract.jobs import Inspect
+from dray.contract.image_tasks import Inspect
 from dray.train import objectives
 from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, resolve, tokenizer

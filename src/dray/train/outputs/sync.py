@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dray.contract import files, run_folder, secrets
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.contract.jobs import Sync
+from dray.contract.image_tasks import Sync
 from dray.train.errors import message
 from dray.train.trackers import KINDS, Tracked, newest, numbers, read, require, started
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dray.contract import sharding
+from dray.contract import fsdp_nodes
 from dray.train.collectives import all_gather_json
 from dray.train.config import Config
 from dray.train.errors import say
@@ -146,7 +146,7 @@ def _layout(config: Config, network: torch.nn.Module, memory: float, world: int,
     def allowed(asked: str | bool, *choices: bool) -> tuple[bool, ...]:
         return (asked,) if isinstance(asked, bool) else choices
 
-    shards = [local * count for count in sharding.nodes_of(train.fsdp_shard, nodes)]
+    shards = [local * count for count in fsdp_nodes.nodes_of(train.fsdp_shard, nodes)]
     once = config.gradient_accumulation_steps == 1  # then there is nothing to keep
     layouts = [
         Layout(*one)
@@ -156,9 +156,9 @@ def _layout(config: Config, network: torch.nn.Module, memory: float, world: int,
             allowed(train.reshard_after_forward, False, True),
         )
     ]
-    found = next((one for one in layouts if size(one) <= sharding.SHARE * memory), layouts[-1])
+    found = next((one for one in layouts if size(one) <= fsdp_nodes.SHARE * memory), layouts[-1])
     say(
-        f"fsdp: shards over {sharding.text(found.shard, found.shard // local, nodes)}, sync_each_batch "
+        f"fsdp: shards over {fsdp_nodes.text(found.shard, found.shard // local, nodes)}, sync_each_batch "
         f"{str(found.sync_each_batch).lower()}, reshard_after_forward {str(found.reshard_after_forward).lower()}: "
         f"{size(found) / 1e9:.2f} GB of {memory / 1e9:.1f} GB for weights, gradients and optimizer"
     )

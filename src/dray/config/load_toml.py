@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from dray.config.json_schema import Keys, Schema
+from dray.config.describe_keys import Keys, Schema
 from dray.contract import files, secrets
 from dray.contract.findings import ConfigError, counted, listed, nearest
 

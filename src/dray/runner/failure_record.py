@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from dray.contract import failures, files, hardware, processes, run_folder
-from dray.runner import evidence, heartbeats, output
+from dray.contract import files, hardware, processes, root_cause, run_folder
+from dray.runner import evidence, heartbeats, redact
 from dray.runner.plan import Environ, Plan, names, ranks
 
 _WAIT_S = 5.0  # at most, for all ranks: a program ends with its supervisor, which records how it ended
@@ -22,7 +22,7 @@ def write(folder: str, name: str, **fields: object) -> None:
     fields = {"time": time.time(), **fields}  # what follows takes a while
     if not fields.get("lost"):  # this node tells nothing of another that is gone
         fields["evidence"] = evidence.collect(folder, fields.get("log"))
-    put(f"{folder}/{run_folder.failure(name)}", json.dumps(output.redacted(fields), indent=1))
+    put(f"{folder}/{run_folder.failure(name)}", json.dumps(redact.redacted(fields), indent=1))
 
 
 def first_failure(plan: Plan, me: int) -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ def first_failure(plan: Plan, me: int) -> dict[str, Any] | None:
 
     def order(record: Mapping[str, Any]) -> float:
         lines = [record["why"], *record["last_lines"]]
-        return failures.order(record["time"], first, lambda: failures.follows(lines))
+        return root_cause.order(record["time"], first, lambda: root_cause.follows(lines))
 
     return min(records, key=order, default=None)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from dray.checks import device
-from dray.checks.check import Skip, check
+from dray.checks.run_check import Skip, check
 from dray.contract.findings import Finding, UnfitError
 
 

@@ -14,7 +14,7 @@ from itertools import combinations
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from dray.config.model import validate
+from dray.config.load_toml import validate
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES
 from dray.contract.findings import ConfigError

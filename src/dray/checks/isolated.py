@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dray.checks import image
-from dray.checks.check import failed, skipped
+from dray.checks.run_check import failed, skipped
 from dray.contract import exit_codes
 from dray.contract.files import tail
 from dray.contract.findings import Finding
@@ -34,7 +34,7 @@ _SETTINGS = {
 def run(module: str, scratch: Path, *, limit: int) -> Iterator[Finding]:
     """The results as they come, and one more if the group fails. A failure has the last lines of its output."""
     output = scratch / "output"
-    argv = [sys.executable, "-m", "dray.checks.group", module, str(limit)]
+    argv = [sys.executable, "-m", "dray.checks.isolated", module, str(limit)]
     env = {**os.environ, **dict.fromkeys(_FOLDERS, str(scratch)), **_SETTINGS}
     with (
         output.open("wb") as file,

@@ -7,7 +7,7 @@ import re
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.config.training import Batch, Train
-from dray.contract import sharding
+from dray.contract import fsdp_nodes
 from dray.contract.findings import counted
 from dray.facts import Facts, Files
 from dray.planning.estimates import memory, model_shape
@@ -144,10 +144,10 @@ def _shards(recipe: Recipe, world: World) -> str:
     if train.strategy != "fsdp" or nodes == 1:
         return ""
     if train.fsdp_shard == "auto":
-        share = f"{sharding.SHARE:.0%} of each rank's memory"
+        share = f"{fsdp_nodes.SHARE:.0%} of each rank's memory"
         return f"over the fewest nodes whose ranks hold it in {share}, measured at the start; copies on the others"
-    (count,) = sharding.nodes_of(train.fsdp_shard, nodes)
-    return f"over {sharding.text(count * world.ranks_per_node, count, nodes)}: train.fsdp_shard"
+    (count,) = fsdp_nodes.nodes_of(train.fsdp_shard, nodes)
+    return f"over {fsdp_nodes.text(count * world.ranks_per_node, count, nodes)}: train.fsdp_shard"
 
 
 def _training(recipe: Recipe, precision_why: str) -> str:

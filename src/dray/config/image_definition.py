@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from dray.config.model import Spec
+from dray.config.load_toml import Spec
 
 Variant = Literal["cpu", "cuda", "cuda12", "rocm", "rocm6"]
 # The GPUs of each variant.
