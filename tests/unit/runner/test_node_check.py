@@ -72,7 +72,7 @@ def test_all_that_are_unfit_are_named_at_once(
         record = records[f"node-{number}"]
         assert (record["code"], record["node"], record["rank"]) == (69, f"node{number + 1}", None)
         first, *_ = record["why"].splitlines()
-        assert first == f"this node cannot write in {tmp_path / 'own'}"
+        assert first == f"this node cannot write in {tmp_path / 'own'}; this node cannot write in {tmp_path}"
         assert f"found:  {os.strerror(errno.EFBIG)}" in record["why"]
         assert record["why"] in ends[number][1]
         assert f"dray: error: this node cannot write in {tmp_path}\n" in ends[number][1]
