@@ -513,7 +513,7 @@ def test_without_a_gpu_the_node_is_unfit(
     assert (found.code, found.node, found.problem) == (
         69,
         "node2",
-        "; ".join(f"GPU {n}: torch does not see this GPU" for n in (0, 1)),
+        "; ".join(f"GPU {gpu}: torch does not see this GPU" for gpu in (0, 1)),
     )
     assert (
         "dray: error: GPU 1: torch does not see this GPU\n  wanted: 2 GPUs, one for each rank\n"
