@@ -7,6 +7,7 @@ slow if both of its ends are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
@@ -117,18 +118,13 @@ def slow(links: Mapping[Link, float], names: Sequence[str], each: int, *, inside
 
 def _lines(far: Mapping[tuple[str, str], tuple[float, float]]) -> list[str]:
     """A line for each link; a member with two slow links is named once, unless a neighbour has two as well."""
-    neighbours: dict[str, list[str]] = {}
-    for a, b in far:
-        neighbours.setdefault(a, []).append(b)
-        neighbours.setdefault(b, []).append(a)
-    slow_members = set()
-    for member, others in neighbours.items():
-        if len(others) == 2 and all(len(neighbours[other]) == 1 for other in others):
-            slow_members.add(member)
+    slow_links = Counter(member for link in far for member in link)
+    last = [link for link in far if slow_links[link[0]] + slow_links[link[1]] == 3]  # one end has no other slow link
+    slow_members = Counter(member for link in last for member in link)
     speeds: dict[str, tuple[float, float]] = {}
     for (a, b), speed in far.items():
         who = f"{a} to {b.rpartition(': ')[2]}"
-        for member in slow_members.intersection((a, b)):
-            who = f"{member} to both of its neighbours"
+        if 2 in (slow_members[a], slow_members[b]):
+            who = f"{a if slow_members[a] == 2 else b} to both of its neighbours"
         speeds[who] = min(speed, speeds.get(who, speed))
     return [f"{who}: {gb_s:.2g} GB/s, the others {usual:.3g}" for who, (gb_s, usual) in speeds.items()][:_SHOWN]

@@ -71,14 +71,11 @@ def split(cores: Sequence[Core], ranks: int, homes: Mapping[int, int], gpus: Seq
     """
     near = {node: [core for core in cores if homes.get(core[0]) == node] for node in gpus}
     if len(gpus) == ranks and all(len(near[node]) >= gpus.count(node) for node in gpus):
-        return [_share(near[node], gpus[:rank].count(node), gpus.count(node)) for rank, node in enumerate(gpus)]
+        shares = {node: iter(split(near[node], gpus.count(node), homes, ())) for node in near}
+        return [next(shares[node]) for node in gpus]
     ordered = sorted(cores, key=lambda core: homes.get(core[0], LIMIT))
-    return [_share(ordered, rank, ranks) for rank in range(ranks)]
-
-
-def _share(cores: Sequence[Core], number: int, shares: int) -> list[Core]:
-    size = len(cores) // shares
-    return [*cores[number * size : (number + 1) * size]]
+    size = len(ordered) // ranks
+    return [ordered[rank * size : (rank + 1) * size] for rank in range(ranks)]
 
 
 def _homes(sys: str) -> dict[int, int]:

@@ -27,7 +27,6 @@ _TELLING = re.compile(
     r"|nfs: server .{1,80} not responding",
     re.IGNORECASE,
 )
-_OWNER = re.compile(r"(?:\buid=|UID:)(\d{1,10})")
 _OOM_KILL = re.compile("oom-kill|out of memory", re.IGNORECASE)
 _LOGGED = {
     "GPU memory": re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate.{0,500}"),
@@ -79,8 +78,7 @@ def _killed() -> int | None:
 
 
 def _memory() -> list[str]:
-    killed = _killed() or 0
-    if killed <= 0:
+    if (killed := _killed() or 0) <= 0:
         return []
     limit = node.memory_limit()
     end = f"; its limit is {limit / 1e9:.3f} GB" if limit else ""
@@ -122,16 +120,14 @@ def _kernel() -> list[str]:
     ctypes.CDLL(None).klogctl(_READ_ALL, buffer, _KERNEL_LOG)
     began = int(processes.began(os.getpid())) / os.sysconf("SC_CLK_TCK")
     oldest = began - _SOON_S - time.clock_gettime(time.CLOCK_BOOTTIME) * _DRIFT
-    killed = _killed()
+    kills, of_others = _killed() != 0, re.compile(rf"(?:\buid=|UID:)(?!{os.getuid()}\b)")
     lines = []
     for line in buffer.value.decode("utf-8", "replace").splitlines():
         stamp = _STAMP.match(line)
         sign = _TELLING.search(line[:2000])
         if not stamp or not sign or float(stamp[1]) < oldest:
             continue
-        owner = _OWNER.search(line)
-        own = not owner or int(owner[1]) == os.getuid()
-        if own and (killed != 0 or not _OOM_KILL.match(sign[0])):  # else it was a process of another job
+        if not _OOM_KILL.match(sign[0]) or (kills and not of_others.search(line)):  # else it was of another job
             lines.append(f"kernel log: {line[line.index('[') :]}")
     return lines[-6:]
 

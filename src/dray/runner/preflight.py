@@ -173,9 +173,8 @@ class Preflight:
         for rank in self.ranks:  # each with what it has started, such as nvidia-smi
             with suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
-        found = "\n".join(fields["found"] for fields in findings if fields["found"])
         problem = "; ".join(fields["problem"] for fields in findings)
-        return Finding(**findings[0])._replace(problem=problem, found=found, node=self._names[self._me])
+        return Finding(**findings[0])._replace(problem=problem, node=self._names[self._me])
 
     def check_together(self, children: Children, environ: Environ, links: Control) -> None:
         """Return if all ranks can communicate, else raise why."""

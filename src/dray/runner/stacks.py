@@ -41,13 +41,11 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
     scratch = plan["scratch"]
     log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
     beat = heartbeats.of(scratch, rank)
-    if beat.program > 0 and not _is_below(beat.program):
-        beat = beat._replace(program=0)
-    found = seen[rank]._replace(state="ended" if beat.program else "")
+    found = seen[rank]._replace(state="ended" if beat.program < 0 else "")
     if beat.time:
         found = found._replace(step=beat.step, phase=heartbeat.PHASES[beat.phase])
     parts = {"stacks of all threads (faulthandler)": ""}
-    if beat.program > 0:
+    if _is_below(beat.program):
         pythons = _pythons(beat.program)
         process = pythons[0] if pythons else beat.program
         found = found._replace(state=_state(process))
@@ -88,11 +86,12 @@ def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
 
 def _is_below(process: int) -> bool:
     """Whether this runner has started it: a program may write anything into its heartbeat."""
-    while process > 1:
-        parent = _read(process, process, "stat").rpartition(") ")[2].split()[1:2]
-        process = int(parent[0]) if parent else 0
-        if process == os.getpid():
+    look = [os.getpid()]
+    for parent in look:
+        below = children.below(parent)
+        if process in below:
             return True
+        look += below
     return False
 
 
@@ -101,9 +100,7 @@ def _pythons(program: int) -> list[int]:
     pythons = []
     look = [program]
     for process in look:
-        name = ""
-        with suppress(OSError):  # it has ended
-            name = os.path.basename(os.readlink(f"/proc/{process}/exe"))
+        name = os.path.basename(os.path.realpath(f"/proc/{process}/exe"))
         if name.startswith("python") and children.handles(process, signal.SIGABRT):  # a shell's trap handles it too
             pythons.append(process)
         else:
