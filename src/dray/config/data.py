@@ -34,7 +34,7 @@ Map = Annotated[str, AfterValidator(_names_a_function)]
 class Source(Spec):
     """One dataset of a mix."""
 
-    dataset_name: str
+    dataset: str
     """The dataset, written as in data.train. Its last documents are for evaluation."""
     column: str = ""
     """The column with the documents. Left out: data.column."""

@@ -100,7 +100,7 @@ def run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     name = module(tmp_path, monkeypatch, body)
-    monkeypatch.setattr(program.group, "run", lambda _, where, limit: RUN(name, where, limit=limit))
+    monkeypatch.setattr(program.isolated, "run", lambda _, where, limit: RUN(name, where, limit=limit))
     monkeypatch.setattr(program, "GROUPS", ("made_up",))
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     monkeypatch.setattr(sys, "argv", ["dray.checks", *arguments])
