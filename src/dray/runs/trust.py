@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.runs.paths import RunPaths
 
 
 def foreign(paths: RunPaths) -> str:
     """The part of a run that another user owns or may write, in words; empty if only this user and root do."""
-    for path in (paths.run, paths.folder, paths.plan):
-        if not files.is_own(path):
-            found = path.stat()
+    for path in filter(Path.exists, (paths.run, paths.folder, paths.plan, paths.capsule)):
+        found = path.stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
             return f"{path} of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}"
     return ""
 

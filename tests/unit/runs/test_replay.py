@@ -13,7 +13,7 @@ import pytest
 from capsules import NODE, begun, nodes, steps
 from dray.contract.findings import ConfigError
 from dray.planning.world import SLURM
-from dray.runs import capsule, pack, replay
+from dray.runs import capsule, pack, replay, trust
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
@@ -159,13 +159,18 @@ def test_a_packed_run_is_written_and_not_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
-@pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json"])
+@pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json", "attempt-1/capsule.json"])
 def test_a_run_that_others_may_change_is_not_started(tmp_path: Path, part: str) -> None:
     paths = ended(tmp_path / "runs")
-    os.chown(paths.run / part, 65534, 65534)
+    assert trust.foreign(paths) == ""
+    changed = paths.run / part
+    changed.chmod(changed.stat().st_mode | 0o020)
     refused = dray("replay", paths.run, runs=tmp_path / "runs")
     assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: dray replays only your own runs")
+    changed.chmod(changed.stat().st_mode & ~0o020)
+    if os.geteuid() == 0:  # only root gives a file away
+        os.chown(changed, 65534, 65534)
+        assert trust.foreign(paths).startswith(f"{changed} of user 65534, mode ")
 
 
 def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) -> None:
