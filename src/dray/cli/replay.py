@@ -231,4 +231,6 @@ def _save(file: Path, recipe: Recipe, nodes: int) -> None:
             raise ConfigError(
                 "the recipe cannot be written", where=path, wanted=wanted, found=error.strerror
             ) from error
+    if code := trust.code_keys(recipe):
+        print(f"keys that run code: {', '.join(code)}")
     print(f"{file}: dray submit {shlex.quote(str(file))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")

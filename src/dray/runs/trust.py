@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.runs.paths import RunPaths
 
@@ -29,6 +30,15 @@ def require(code: Sequence[str], where: str) -> None:
             found="\n".join(code),
             fix="add --trust-run to the command",
         )
+
+
+def code_keys(recipe: Recipe) -> list[str]:
+    """The keys of a recipe that run code, or can make programs run code."""
+    found = ["command"] if recipe.command else []
+    found += sorted(recipe.maps())
+    found += ["model.trust_remote_code"] if recipe.model.trust_remote_code else []
+    found += ["layer"] if recipe.layer else []
+    return [*found, *(f"env.{name}" for name in recipe.env if not name.endswith("_NUM_THREADS"))]
 
 
 def functions(maps: Iterable[tuple[str, str]]) -> list[str]:

@@ -74,9 +74,11 @@ def test_what_a_replay_leaves_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
 def test_a_recipe_as_a_file_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
-    """With DeepSpeed's file beside it, and a function on rows in it."""
-    (tmp_path / "rows.py").write_text("def same(row):\n    return row\n")
+    """With DeepSpeed's file beside it, and a function on rows in it, which a user can read."""
+    code = 'def same(row):\n    # a row, "as it is"\n    return {**row, "text": row["text"] + "\\t" + \'"""\'}\n'
+    (tmp_path / "rows.py").write_text(code)
     recipe = read_recipe(path, [f"data.map={tmp_path}/rows.py:same"])
+    assert '\n    # a row, "as it is"\n' in replay.as_files(recipe, "again")["again.toml"]
     for name, text in replay.as_files(recipe, "again").items():
         (tmp_path / name).write_text(text)
     assert read_recipe(tmp_path / "again.toml") == recipe
@@ -154,7 +156,9 @@ def test_a_packed_run_is_written_and_not_started(tmp_path: Path) -> None:
         f"  found:  {packed}, a packed capsule",
         f"  fix:    dray replay {packed} --recipe again.toml; read it; then dray submit again.toml",
     ]
-    assert dray("replay", packed, "--recipe", again, runs=tmp_path / "runs").returncode == 0
+    written = dray("replay", packed, "--recipe", again, runs=tmp_path / "runs")
+    assert written.returncode == 0
+    assert "keys that run code: model.trust_remote_code, env.LD_PRELOAD\n" in written.stdout
     assert read_recipe(again).env["LD_PRELOAD"] == "/tmp/evil.so"
 
 
