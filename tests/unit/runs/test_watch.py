@@ -705,10 +705,18 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("n9", "2", "9" * 5000):
         with pytest.raises(ConfigError, match="the run has no such node"):
             logs.logs(str(talks.run), node=name)
-    seen = look(talks.run, Queue()).model_copy(update={"state": "no result"})
-    monkeypatch.setattr(logs.Watched, "look", lambda _watched: seen)
-    with pytest.raises(ConfigError, match="found:  the run has no result\n"):
-        logs.logs(str(talks.run), rank=1)
+    seen = look(talks.run, Queue())
+    waits = "dray logs -f waits for the log; dray status shows what the run waits for"
+    for state, found, fix in (
+        ("no result", "the run has no result", "choose another --rank"),
+        ("running", "the run is running", waits),
+        ("queued", "the run is queued", waits),
+    ):
+        changed = seen.model_copy(update={"state": state})
+        monkeypatch.setattr(logs.Watched, "look", lambda _watched, changed=changed: changed)
+        with pytest.raises(ConfigError) as refused:
+            logs.logs(str(talks.run), rank=1)
+        assert (refused.value.finding.found, refused.value.finding.fix) == (found, fix)
 
 
 @pytest.mark.parametrize(("last", "lines"), [(2, 2), (0, 0), (99, 11)])
