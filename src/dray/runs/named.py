@@ -112,12 +112,13 @@ def node_number(names: Sequence[str], word: str) -> int:
     """The number of the node with this number or name."""
     if word in names:
         return names.index(word)
-    if re.fullmatch("[0-9]{1,7}", word) and int(word) < max(1, len(names)):
+    last = max(1, len(names)) - 1
+    if re.fullmatch("[0-9]{1,7}", word) and int(word) <= last:
         return int(word)
-    raise ConfigError(
-        "the run has no such node", where="--node", wanted=f"a number from 0, or one of {listed(names)}",
-        found=ascii(word),
-    )  # fmt: skip
+    wanted = f"a number from 0 to {last}" if last else "0"
+    if names:
+        wanted += f", or one of {listed(names)}"
+    raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
 
 
 def job_of(attempt: Path | str) -> int:

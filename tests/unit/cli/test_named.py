@@ -60,6 +60,21 @@ def test_a_date_is_no_job(runs: Path, word: str, name: str | None, monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["n1", "n2", "n3"], "a number from 0 to 2, or one of n1, n2, n3"),
+        (["n1"], "0, or one of n1"),
+        ([], "0"),
+    ],
+)
+def test_a_node_that_the_run_has_not(names: list[str], wanted: str) -> None:
+    assert named.node_number([*names, "n9"], "n9") == len(names)
+    with pytest.raises(ConfigError, match="the run has no such node") as refused:
+        named.node_number(names, "9")
+    assert refused.value.finding.wanted == wanted
+
+
+@pytest.mark.parametrize(
     ("verb", "words"),
     [(model.evaluate, []), (model.generate, []), (model.export, []), (model.push, ["me/my-model"])],
 )
