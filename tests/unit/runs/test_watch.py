@@ -365,7 +365,7 @@ def test_the_stages(tmp_path: Path, make: Callable[[RunPaths], object], stage: s
     ("written", "image"),
     [
         ({"address": "10.0.0.1", "port": 1}, 9.0),
-        ({"times": {"runner": NOW + 4, "met": NOW + 5, "launched": NOW + 9}}, 4.0),
+        ({"times": {"runner": NOW + 4}}, 4.0),
     ],
 )
 def test_the_image_has_started_before_the_preflight(
