@@ -18,7 +18,7 @@ _ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 _JOB = re.compile(rb"^job=([0-9]{1,18})$", re.MULTILINE)
 _TASK = re.compile(rb"^task=([0-9]{1,18}_[0-9]{1,18})$", re.MULTILINE)
 _CLUSTER = re.compile(rb"^cluster=(.+)$", re.MULTILINE)
-_DATE = len("20261120")
+_DATE = re.compile(r"20\d{6}")
 
 
 def find(named: str = "", runs: Path | None = None) -> Path:
@@ -32,7 +32,7 @@ def find(named: str = "", runs: Path | None = None) -> Path:
     names = [run.name for run in every(runs)]
     fitting = [name for name in names if name.startswith(named)]
     # To find a job, the facts of every attempt are read; a name begins with its date.
-    is_date = len(named) >= _DATE and fitting
+    is_date = _DATE.fullmatch(named) and fitting
     if _ID.fullmatch(named) and not is_date and (of_job := _of_job(named, runs)):
         return of_job
     if named in names:

@@ -59,6 +59,13 @@ def test_a_date_is_no_job(runs: Path, word: str, name: str | None, monkeypatch: 
     assert read.called is (name is None)
 
 
+def test_digits_of_another_name_may_be_a_job(runs: Path) -> None:
+    queued = runs / "20260103-000000-queued-d4e5f6"
+    (queued / "job.json").write_text(json.dumps({"job": 123456789, "time": 1.0, "argv": []}))
+    (runs / "123456789-mine" / "attempt-1").mkdir(parents=True)
+    assert named.find("123456789", runs) == queued
+
+
 @pytest.mark.parametrize(
     ("names", "wanted"),
     [
