@@ -226,6 +226,21 @@ def test_a_job_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
+@pytest.mark.parametrize(
+    ("content", "warning"),
+    [("{}", "names no job"), ("[]", "cannot be read: ValueError: no JSON object"), (None, "cannot be read: a folder")],
+)
+def test_a_damaged_record_of_a_job(tmp_path: Path, content: str | None, warning: str) -> None:
+    file = queued(tmp_path, 60) / "job.json"
+    file.unlink()
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_text(content)
+    seen = look(file.parent, Queue())
+    assert (seen.state, seen.warnings) == ("no result", [f"{file} {warning}"])
+
+
 def test_a_runner_of_this_machine_holds_its_folder(tmp_path: Path) -> None:
     from dray.contract import scratch
 
