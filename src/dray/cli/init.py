@@ -82,6 +82,8 @@ def init(
         partitions = slurm_commands.partitions() if slurm else []
     except DrayError as silent:
         silent.amend(fix="run dray init again, or give --partition and --gpu")
+        if not gpu and not found.site.image:  # whether the nodes have GPUs, only Slurm knows
+            raise
         print(f"dray: warning: {silent}", file=sys.stderr)
     queue = _partition(ask, partition, partitions, found.site.sbatch)
     gres = next((one for one in partitions if one.name == queue), None)

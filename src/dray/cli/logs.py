@@ -23,7 +23,7 @@ from dray.runs.look import Watched
 from dray.runs.named import find, node_number
 from dray.runs.paths import RunPaths
 from dray.runs.reading import dig, table
-from dray.runs.state import NO_RESULT, RUNNING, State
+from dray.runs.state import NO_RESULT, QUEUED, RUNNING, State
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
 _STATS = 2000  # a second, which a shared disk can serve
@@ -65,16 +65,19 @@ def logs(
             found=f"--rank {rank}", fix=f"--rank {seen.ranks - 1}",
         )  # fmt: skip
     if not show.begin(seen, begin, last, whole=not follow) and not follow:
+        wanted, fix = "a log", "dray why shows how the run ended"
+        if rank is not None:
+            wanted, fix = f"the log of rank {rank}", "choose another --rank"
+        elif node:
+            wanted, fix = f"a log of node {node}", "choose another --node"
+        if seen.state in (QUEUED, RUNNING):
+            fix = "dray logs -f waits for the log; dray status shows what the run waits for"
         raise ConfigError(
             "there is no such log",
             where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
-            wanted=f"the log of rank {rank}" if rank is not None else f"a log of node {node}" if node else "a log",
+            wanted=wanted,
             found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}",
-            fix="dray status shows why the run waits; dray logs -f waits for the log"
-            if not seen.attempt
-            else f"choose another {'--node' if rank is None else '--rank'}"
-            if node or rank is not None
-            else "dray why shows how the run ended",
+            fix=fix,
         )
     if follow:
         try:

@@ -206,7 +206,9 @@ def _judge(before: _Before, after: list[RunPaths], plan: Plan, known: list[Diffe
         print("dray does not know the losses of a command: compare what it printed")
         raise typer.Exit(code)
     print("\n".join(effect.losses_text(parting, "the run", "the replay")))
-    if not replays.same(parting):
+    if parting.first is not None and parting.first_a is None and parting.first_b is None:
+        print("not finite in both runs: they cannot be compared")
+    elif not replays.same(parting):
         why = replays.breaks(found, before.recipe, before.made)
         print(f"not promised: {why[0]}" if why else "they should be identical: nothing that decides them differs")
     raise typer.Exit(code or (exit_codes.DONE if replays.same(parting) else exit_codes.FAILED))
@@ -231,4 +233,6 @@ def _save(file: Path, recipe: Recipe, nodes: int) -> None:
             raise ConfigError(
                 "the recipe cannot be written", where=path, wanted=wanted, found=error.strerror
             ) from error
+    if code := trust.code_keys(recipe):
+        print(f"keys that run code: {', '.join(code)}")
     print(f"{file}: dray submit {shlex.quote(str(file))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")

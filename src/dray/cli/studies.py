@@ -125,8 +125,9 @@ class Start:
             files.write_atomic(folder / run_folder.TASKS, arrays.tasks(jobs), mode=0o600)
             for group in found:
                 study = _submitted(folder, study, group, arrays.command(group, folder, self.at_most or 0), code)
-        except (DrayError, OSError):  # what is in the queue stays there
-            studies.keep(folder, study, [one for one in study.members if one.job])
+        except (DrayError, OSError):
+            # Of refused jobs no folder is left. All others may be in the queue, whatever sbatch printed.
+            studies.keep(folder, study, [one for one in study.members if (folder.parent / one.run).exists()])
             if folder.exists():
                 print("\n".join(_again(folder, study)))
             raise

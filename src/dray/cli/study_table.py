@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dray.contract.control_characters import cell
+from dray.contract.findings import counted
 from dray.runs.study import PARITY, Parity, Row, Study
 
 _BAR = 20
@@ -59,10 +60,11 @@ def parity(study: Study, found: Parity) -> list[str]:
     """Whether losses agree that should be equal."""
     if study.kind != "strong":
         return []
+    not_finite = [f"losses of {counted(found.not_finite, 'step')} are not finite"] if found.not_finite else []
     if found.broken:
         wanted = f"wanted: at most {PARITY:.0e}, since the recipe is fp32 and the global batch is the same"
-        return ["", "LOSS PARITY IS BROKEN", *(f"  {line}" for line in found.broken), f"  {wanted}"]
+        return ["", "LOSS PARITY IS BROKEN", *(f"  {line}" for line in [*found.broken, *not_finite, wanted])]
     if not found.steps:
         return ["", "losses: not compared yet; no two runs have logged the same step"]
     note = "they agree" if found.checked else "not checked: not fp32"
-    return ["", f"losses: {found.largest:.1e} apart at most, step by step; {note}"]
+    return ["", f"losses: {found.largest:.1e} apart at most, step by step; {note}", *not_finite]

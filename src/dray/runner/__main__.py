@@ -107,7 +107,6 @@ class Runner:
         if plan["preflight"] is not None:
             self.check_node()
         channels, self.store, self.listener = rendezvous.meet(plan, self.me, digest(plan), self.unfit)
-        self.met = time.time()
         self.timings.lap(RENDEZVOUS)
         own = channels[0].line.getsockname()[0] if self.me else self.store[0]
         self.gloo = address.gloo(own)
@@ -161,7 +160,7 @@ class Runner:
             log.watch(self.supervised)
         if not self.me and not self.start.number:
             with suppress(OSError):  # no run ends for it
-                rendezvous.publish(self.plan, self.store, runner=self.began, met=self.met, launched=time.time())
+                rendezvous.publish(self.plan, self.store, runner=self.began)
 
     def finish_log(self) -> None:
         """Write the rest of the launcher's output."""

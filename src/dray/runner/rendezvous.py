@@ -92,7 +92,7 @@ def make_hello(plan: Plan, number: int, digest: str, unfit: str = "") -> Hello:
 
 
 def publish(plan: Plan, at: Endpoint, **times: float) -> None:
-    """Tell the other nodes where the first one listens, and the report when this start has reached what."""
+    """Tell the other nodes where the first one listens, and `dray status` when its runner began."""
     fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], "times": times}
     files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 

@@ -187,7 +187,8 @@ def _checked(item: Item, needed: list[Path], options: Options) -> Item:
 
 
 def _tokens(cache: Path) -> Iterator[Item]:
-    if os.path.lexists(cache) and files.open_to_others(cache, folder=True):
+    if os.path.lexists(cache) and (why := files.open_to_others(cache, folder=True)):
+        yield leftovers.item("tokens", cache, "tokens of datasets").stays(why)
         return
     for entry in tokens.entries(cache):
         size, changed = measured(entry.folder)

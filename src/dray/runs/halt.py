@@ -25,6 +25,8 @@ _NOW_S = 15.0  # for the runners to end their ranks, with their grace and SIGKIL
 _ASK_S = 10.0  # between queries to Slurm's controller, which all users share
 _TRIES = 3
 _GOES_ON = ("queued", "starting", "running")
+# scancel --state=PENDING does not find these; they start only when somebody releases them.
+_HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")
 
 
 def newest(runs: Path | None) -> Path:
@@ -59,8 +61,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
             assert state.job
             if state.paths and not told:
                 say(told := _before(state.paths))
-            # scancel --state=PENDING finds no job that Slurm holds or puts back, such as in REQUEUE_HOLD.
-            squeue.cancel(state.job, state.cluster, waiting=state.job.state == "PENDING")
+            squeue.cancel(state.job, state.cluster, waiting=state.job.state not in _HELD)
             if state.job.id not in {job.id for job in squeue.jobs(state.cluster)}:
                 _note(state)
                 none = "" if state.paths else "; it never started"

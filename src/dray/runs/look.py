@@ -15,7 +15,7 @@ from dray.runs.live import Left
 from dray.runs.metrics import Rare
 from dray.runs.named import id_of
 from dray.runs.paths import attempts, last_attempt
-from dray.runs.reading import Table, dig, reason, written
+from dray.runs.reading import Table, dig, reason, table, written
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Job, Queue
 from dray.runs.stages import Live
@@ -84,7 +84,9 @@ def _queued(left: Left, queue: Queue) -> Table:
     """The state of a submitted run before its first attempt."""
     fields: Table = {"run": left.run.name, "folder": str(left.run), "warnings": left.warnings, "state": NO_RESULT}
     if left.submitted is None:
-        left.warnings.append(f"{left.run / run_folder.JOB} names no job")
+        file = left.run / run_folder.JOB
+        if table(file, left.warnings) is not None:
+            left.warnings.append(f"{file} names no job")
         return fields
     job, names = left.submitted.id, [word[11:] for word in left.submitted.argv if word.startswith("--job-name=")]
     fields |= {"recipe": names[0][:_WIDE] if names else None, "job": left.submitted.job, "job_id": str(job)}

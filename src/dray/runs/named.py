@@ -18,7 +18,7 @@ _ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 _JOB = re.compile(rb"^job=([0-9]{1,18})$", re.MULTILINE)
 _TASK = re.compile(rb"^task=([0-9]{1,18}_[0-9]{1,18})$", re.MULTILINE)
 _CLUSTER = re.compile(rb"^cluster=(.+)$", re.MULTILINE)
-_DATE = len("20261120")
+_DATE = re.compile(r"20\d{6}")
 
 
 def find(named: str = "", runs: Path | None = None) -> Path:
@@ -32,7 +32,7 @@ def find(named: str = "", runs: Path | None = None) -> Path:
     names = [run.name for run in every(runs)]
     fitting = [name for name in names if name.startswith(named)]
     # To find a job, the facts of every attempt are read; a name begins with its date.
-    is_date = len(named) >= _DATE and fitting
+    is_date = _DATE.fullmatch(named) and fitting
     if _ID.fullmatch(named) and not is_date and (of_job := _of_job(named, runs)):
         return of_job
     if named in names:
@@ -112,12 +112,13 @@ def node_number(names: Sequence[str], word: str) -> int:
     """The number of the node with this number or name."""
     if word in names:
         return names.index(word)
-    if re.fullmatch("[0-9]{1,7}", word) and int(word) < max(1, len(names)):
+    last = max(1, len(names)) - 1
+    if re.fullmatch("[0-9]{1,7}", word) and int(word) <= last:
         return int(word)
-    raise ConfigError(
-        "the run has no such node", where="--node", wanted=f"a number from 0, or one of {listed(names)}",
-        found=ascii(word),
-    )  # fmt: skip
+    wanted = f"a number from 0 to {last}" if last else "0"
+    if names:
+        wanted += f", or one of {listed(names)}"
+    raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
 
 
 def job_of(attempt: Path | str) -> int:

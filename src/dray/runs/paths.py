@@ -87,9 +87,9 @@ class RunPaths:
     def create(self, *, new: bool, share: str = "none") -> None:
         """Make the attempt's folder. Raises FileExistsError if it exists, or if a `new` run exists."""
         make_run_folder(self.run, new=new, share=share)
-        self.folder.mkdir()
+        self.folder.mkdir(mode=0o755)  # also with a umask that lets a group write
         for inner in (self.logs, self.failures, self.checkpoints):
-            inner.mkdir(mode=0o755, exist_ok=True)  # also with a umask that lets a group write
+            inner.mkdir(mode=0o755, exist_ok=True)
 
 
 def run_name(name: str) -> str:

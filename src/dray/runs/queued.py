@@ -33,7 +33,7 @@ class Queued(BaseModel):
     @classmethod
     def of_sbatch(cls, printed: str, argv: Sequence[str]) -> Queued:
         """The job that `sbatch --parsable` submitted; a site's wrapper may print lines of its own."""
-        found = re.findall(r"^(\d+)(?:;(\S+))?\s*$", printed, re.MULTILINE)
+        found = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;(\S+))?\s*$", printed, re.MULTILINE)
         if not found:
             raise DrayError(
                 "sbatch printed no job number", where="sbatch", wanted="a line such as 42 or 42;cluster",

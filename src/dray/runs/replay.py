@@ -154,9 +154,16 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:  # noqa: ANN401  any JSON value
-    """The value as TOML, which writes strings, numbers and lists as JSON does."""
+    """The value as TOML, which writes numbers, lists and strings of one line as JSON does."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(name)} = {_value(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str) and "\n" in value:  # such as the source of data.map, which the user is to read
+        lines = [_json(line)[1:-1].replace('\\"', '"') for line in value.split("\n")]
+        return '"""\n' + "\n".join(lines).replace('"""', '""\\"') + '"""'
+    return _json(value)
+
+
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

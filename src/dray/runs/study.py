@@ -89,6 +89,8 @@ class Parity(BaseModel):
     steps: int = 0
     """Steps compared with the run with the fewest ranks, over all runs."""
     largest: float = 0.0
+    not_finite: int = 0
+    """Steps among these whose loss is not finite in one run or in both."""
     broken: list[str] = []
 
 
@@ -190,7 +192,9 @@ def _parity(rows: list[Row], losses: dict[str, effect.Losses], *, checked: bool)
     found = Parity(checked=checked)
     with_losses = [row for row in rows if losses[row.run]]
     for first, row in ((with_losses[0], other) for other in with_losses[1:]):
-        parting = effect.compare(losses[first.run], losses[row.run], PARITY)
+        ours, theirs = losses[first.run], losses[row.run]
+        parting = effect.compare(ours, theirs, PARITY)
+        found.not_finite += sum(ours[step] is None or theirs[step] is None for step in {*ours} & {*theirs})
         found.steps += parting.steps
         found.largest = max(found.largest, parting.largest)
         if parting.first is not None and checked:

@@ -126,7 +126,7 @@ class Tuner:
             most = f"at most {self.tuning.tolerance:.0e} ({self.tuning.why})"
             why = f"step {found.first}: {pair}, {far:.1e} apart; wanted {most}"
         elif found.only_a or found.only_b:
-            why = f"{counted(len(own), 'step')} and {len(others)} in run {first.run}"
+            why = f"logged {counted(len(own), 'step')}, run {first.run} logged {len(others)}"
         else:
             return row
         return row.model_copy(update={"state": DIFFER, "why": why})

@@ -15,7 +15,7 @@ import typer
 from dray.cli import init as verb
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, DrayError
 from dray.fitness import slurm_commands
 from helpers import PYTHON, ROOT
 
@@ -163,6 +163,10 @@ def test_a_controller_that_does_not_answer_is_told(
     out, err = capsys.readouterr()
     assert err.startswith("dray: warning: sinfo gave no answer in 0.2 s\n")
     assert "--sbatch=--partition=gpu" in out
+    with pytest.raises(DrayError, match="sinfo gave no answer") as refused:  # it would write a recipe for CPUs
+        verb.init(Path("y"), partition="gpu")
+    assert refused.value.finding.fix == "run dray init again, or give --partition and --gpu"
+    assert not Path("y").exists()
 
 
 def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(

@@ -59,6 +59,28 @@ def test_a_date_is_no_job(runs: Path, word: str, name: str | None, monkeypatch: 
     assert read.called is (name is None)
 
 
+def test_digits_of_another_name_may_be_a_job(runs: Path) -> None:
+    queued = runs / "20260103-000000-queued-d4e5f6"
+    (queued / "job.json").write_text(json.dumps({"job": 123456789, "time": 1.0, "argv": []}))
+    (runs / "123456789-mine" / "attempt-1").mkdir(parents=True)
+    assert named.find("123456789", runs) == queued
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["n1", "n2", "n3"], "a number from 0 to 2, or one of n1, n2, n3"),
+        (["n1"], "0, or one of n1"),
+        ([], "0"),
+    ],
+)
+def test_a_node_that_the_run_has_not(names: list[str], wanted: str) -> None:
+    assert named.node_number([*names, "n9"], "n9") == len(names)
+    with pytest.raises(ConfigError, match="the run has no such node") as refused:
+        named.node_number(names, "9")
+    assert refused.value.finding.wanted == wanted
+
+
 @pytest.mark.parametrize(
     ("verb", "words"),
     [(model.evaluate, []), (model.generate, []), (model.export, []), (model.push, ["me/my-model"])],

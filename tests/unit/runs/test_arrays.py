@@ -33,7 +33,7 @@ calls=({here}/call-*)
 printf '%s\\0' "$@" >{here}/call-$number
 ((number != $(<{here}/refuses))) || {{ echo "sbatch: error: Invalid account" >&2; exit 1; }}
 echo "12 nodes are down today"
-echo "$((41 + number));local"
+[[ -e {here}/silent ]] || echo "$((41 + number));local"
 """
 
 
@@ -98,6 +98,7 @@ OPTIONS = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1"]
     [
         ("42\n", 42, ""), ("42;local\n", 42, "local"), ("7 days left\n42;local\n\n", 42, "local"),
         ("42\nsee https://site.example\n", 42, ""), ("7\r\n42\r\n", 42, ""),
+        ("Submitted batch job 42\n", 42, ""),
     ],
 )  # fmt: skip
 def test_a_wrapper_of_the_site_may_print_more(printed: str, job: int, cluster: str) -> None:
@@ -215,6 +216,15 @@ def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Queue) -> None:
     with pytest.raises(DrayError, match="sbatch"):
         sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
     assert list(queue.runs.iterdir()) == []
+
+
+def test_where_sbatch_prints_no_number_all_stays(queue: Queue) -> None:
+    """The tasks may be in the queue, and they read the file of tasks."""
+    (queue.folder / "silent").touch()
+    with pytest.raises(DrayError, match="sbatch printed no job number"):
+        sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
+    assert len((queue.study / "tasks").read_text().splitlines()) == 2
+    assert [(queue.runs / one.run).is_dir() for one in study.load(queue.study).members] == [True, True]
 
 
 def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Queue, capsys: Capture) -> None:

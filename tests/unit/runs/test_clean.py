@@ -189,6 +189,9 @@ def test_tokens_of_datasets(tmp_path: Path) -> None:
     }
     assert clean.remove(found["a" * 24]) == ""
     assert len(list(cache.iterdir())) == 4
+    cache.chmod(0o770)
+    (item,) = looked(tmp_path, "tokens", tokens=cache).values()
+    assert (item.path, item.parts, item.kept) == (cache, (), "a folder that others may write, mode 0770")
 
 
 def test_staged_images(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from capsules import NODE, begun, nodes, steps
 from dray.contract.findings import ConfigError
-from dray.runs import capsule, pack, replay
+from dray.runs import capsule, pack, replay, trust
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
@@ -73,9 +73,11 @@ def test_what_a_replay_leaves_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
 def test_a_recipe_as_a_file_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
-    """With DeepSpeed's file beside it, and a function on rows in it."""
-    (tmp_path / "rows.py").write_text("def same(row):\n    return row\n")
+    """With DeepSpeed's file beside it, and a function on rows in it, which a user can read."""
+    code = 'def same(row):\n    # a row, "as it is"\n    return {**row, "text": row["text"] + "\\t" + \'"""\'}\n'
+    (tmp_path / "rows.py").write_text(code)
     recipe = read_recipe(path, [f"data.map={tmp_path}/rows.py:same"])
+    assert '\n    # a row, "as it is"\n' in replay.as_files(recipe, "again")["again.toml"]
     for name, text in replay.as_files(recipe, "again").items():
         (tmp_path / name).write_text(text)
     assert read_recipe(tmp_path / "again.toml") == recipe
@@ -153,18 +155,25 @@ def test_a_packed_run_is_written_and_not_started(tmp_path: Path) -> None:
         f"  found:  {packed}, a packed capsule",
         f"  fix:    dray replay {packed} --recipe again.toml; read it; then dray submit again.toml",
     ]
-    assert dray("replay", packed, "--recipe", again, runs=tmp_path / "runs").returncode == 0
+    written = dray("replay", packed, "--recipe", again, runs=tmp_path / "runs")
+    assert written.returncode == 0
+    assert "keys that run code: model.trust_remote_code, env.LD_PRELOAD\n" in written.stdout
     assert read_recipe(again).env["LD_PRELOAD"] == "/tmp/evil.so"
 
 
 @pytest.mark.seconds
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
-@pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json"])
+@pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json", "attempt-1/capsule.json"])
 def test_a_run_that_others_may_change_is_not_started(tmp_path: Path, part: str) -> None:
     paths = ended(tmp_path / "runs")
-    os.chown(paths.run / part, 65534, 65534)
+    assert trust.foreign(paths) == ""
+    changed = paths.run / part
+    changed.chmod(changed.stat().st_mode | 0o020)
     refused = dray("replay", paths.run, runs=tmp_path / "runs")
     assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: dray replays only your own runs")
+    changed.chmod(changed.stat().st_mode & ~0o020)
+    if os.geteuid() == 0:  # only root gives a file away
+        os.chown(changed, 65534, 65534)
+        assert trust.foreign(paths).startswith(f"{changed} of user 65534, mode ")
 
 
 def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def test_several_runs(tmp_path: Path) -> None:
     page = checked(html.page(told(resumed(tmp_path, "one"), resumed(tmp_path, "two"))))
     assert {"curve c0 d0", "curve c1 d0"} <= {one.get("class") for one in page.named("polyline")}
     assert "2 runs compared" in page.text
+    assert "Start-up of each node, two, attempt 2" in page.text
 
 
 @pytest.mark.parametrize("which", ["two attempts of a run", "two copies of a run"])
@@ -247,6 +248,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path, which: str) -> None:
     assert {"curve c0 d0", "curve c1 d0"} <= {one.get("class") for one in page.named("polyline")}
     legend = [f"one, attempt {n}" for n in (1, 2)] if "attempts" in which else [str(folder) for folder in folders]
     assert all(page.text.count(name) > 1 for name in legend)
+    assert re.search(r"attempt \d, attempt", page.text) is None
 
 
 def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -193,6 +194,16 @@ def test_a_replay_that_has_failed_ends_with_its_code(slurm: Slurm, tmp_path: Pat
     assert replay("mine", "--compare", "again") == 75
     told = f"the replay has failed, with exit code 75: dray why {failed.run}"
     assert capsys.readouterr().out.splitlines() == [told, "the one loss is identical to the last bit"]
+
+
+def test_losses_that_are_finite_in_neither_break_no_promise(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
+    ran(tmp_path / "runs", 2.0, math.nan)
+    ran(tmp_path / "runs", 2.0, math.nan, run="again")
+    assert replay("mine", "--compare", "again") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "losses first differ at step 2: not finite and not finite",
+        "not finite in both runs: they cannot be compared",
+    ]
 
 
 def test_other_things_that_differ_are_named(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:

@@ -193,8 +193,12 @@ again: dray tune --table {folder}
         assert "REFUSED, since the losses differ: train.loss=chunked\nbest: the recipe's own: 1,000" in out
         why = "step 3: 4.70094 and 4.7 in run 001, 2.0e-04 apart; wanted at most 1e-04 (fp32)"
         assert f"\nlosses differ: {why}\n  train.loss=chunked\n" in out
+        desk.plant(speed={"train.loss=chunked": 3.0}, unlogged={"train.loss=chunked": 1})
+        desk.runs.rename(desk.folder / "other losses")
+        why = "logged 7 steps, run 001 logged 8"
+        assert f"\nlosses differ: {why}\n  train.loss=chunked\n" in dray(desk.recipe, "--keys=loss", "--all")[1]
         desk.plant(speed={"train.loss=chunked": 3.0}, loss={"train.loss=chunked": 5e-5})
-        desk.runs.rename(desk.folder / "before")
+        desk.runs.rename(desk.folder / "fewer steps")
         assert "best: train.loss=chunked: 3,000" in dray(desk.recipe, "--keys=loss", "--all")[1]
 
     def test_memory_and_refusals_are_rows(self, desk: Desk, dray: Any) -> None:

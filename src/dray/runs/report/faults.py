@@ -145,12 +145,19 @@ def _happened(event: Event) -> str:
     return f"loss {str(event.get('kind'))[:40]} at step {figure(number(event, 'first_step'))}"
 
 
+def _title(runs: Sequence[Run], run: Run, one: Try) -> str:
+    """The attempt; of several runs the run too, whose name may be that of its one attempt."""
+    if len(runs) == 1:
+        return f"attempt {one.number}"
+    return f"{run.name}, attempt {one.number}" if len(run.tries) > 1 else run.name
+
+
 def startups(runs: Sequence[Run]) -> Iterator[Item]:
     """The parts of each start-up, as a time line and tables."""
     rows, table = [], []
     for run in runs:
         for one in run.tries:
-            name = f"{run.name}, attempt {one.number}" if len(runs) > 1 else f"attempt {one.number}"
+            name = _title(runs, run, one)
             if one.startup:
                 begin = one.startup[0].begin
                 rows.append(
@@ -173,12 +180,11 @@ def startups(runs: Sequence[Run]) -> Iterator[Item]:
     )
     for run in runs:
         for one in run.tries:
-            yield from _nodes(f"{run.name}, " * (len(runs) > 1) + f"attempt {one.number}", one)
+            yield from _nodes(_title(runs, run, one), one)
     for run in runs:
         for one in run.tries:
             parts = one.preflight.get("seconds")
             if isinstance(parts, dict) and parts:
-                of = f"{run.name}, " * (len(runs) > 1) + f"attempt {one.number}"
-                yield Table(f"Preflight of {of}", ("part", "took"), tuple(
+                yield Table(f"Preflight of {_title(runs, run, one)}", ("part", "took"), tuple(
                     (str(name)[:100], seconds(number(parts, name))) for name in [*parts][:50]
                 ), folded=True)  # fmt: skip
