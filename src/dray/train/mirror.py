@@ -115,14 +115,20 @@ class Place:
                 system.delete_dir(one.path)
 
     def _sent(self, system: Any, source: Path, target: str) -> dict[str, Any]:  # noqa: ANN401  pyarrow has no types
-        """Write a file there; its size and checksum here."""
+        """Write a file there, which has its name once it is whole; its size and checksum here."""
         with open_regular(source, link=False) as file:
             if self._remote:
                 with system.open_output_stream(target) as out:
                     return self._summed(file, out)
-            Path(target).unlink(missing_ok=True)
-            with manifest.new(Path(target)) as out:
-                return self._summed(file, out)
+            part = Path(f"{target}.part")
+            part.unlink(missing_ok=True)  # of a run that was killed
+            try:
+                with manifest.new(part) as out:
+                    sent = self._summed(file, out)
+                part.replace(target)
+            finally:
+                part.unlink(missing_ok=True)
+            return sent
 
     def _fetched(self, system: Any, source: str, target: Path, most: int) -> dict[str, Any]:  # noqa: ANN401
         """Bring a file to this disk, and little more of it than that; its size and checksum."""
