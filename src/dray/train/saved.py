@@ -145,9 +145,8 @@ def look(path: Path) -> dict[str, Any]:
     found = manifest.read(path)
     if "trouble" in found:
         return found
-    if not manifest.is_sealed(found):
-        return {"trouble": "its manifest is not what was written"}
-    if found["version"] != VERSION:
+    sealed = manifest.is_sealed(found)
+    if found["version"] != VERSION and (sealed or manifest.SEAL not in found):  # versions 1 and 2 had no seal
         raise ConfigError(
             "the checkpoint was written by another version of dray",
             where=path / manifest.NAME,
@@ -156,6 +155,8 @@ def look(path: Path) -> dict[str, Any]:
             fix="resume with an image of that version; or start from its model: model.name=RUN/checkpoints/final, and "
             "another checkpoint.folder",
         )
+    if not sealed:
+        return {"trouble": "its manifest is not what was written"}
     match found:
         case {"step": step, "updates": updates, "world_size": world, "order": dict()} if (
             path.name == f"step-{step}"
