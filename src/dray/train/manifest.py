@@ -19,7 +19,7 @@ NAME = "manifest.json"
 BLOCK = 1 << 24
 LIMIT = 1 << 28  # bytes: a name and three numbers for each tensor and rank
 _INSIDE = re.compile(r"(\w[\w.-]*/)*\.?\w[\w.-]*", re.ASCII)  # a path that leads nowhere else
-_SEAL = "sha256"
+SEAL = "sha256"
 _PROSE = "*.md"  # of a final model; a user may write in its card
 
 
@@ -58,13 +58,13 @@ def write(folder: Path, manifest: dict[str, Any]) -> None:
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """Add a checksum of the manifest itself, so that changed bytes are noticed."""
-    return {**manifest, _SEAL: hashlib.sha256(json.dumps(manifest).encode()).hexdigest()}
+    return {**manifest, SEAL: hashlib.sha256(json.dumps(manifest).encode()).hexdigest()}
 
 
 def is_sealed(manifest: dict[str, Any]) -> bool:
     """Whether the manifest's own checksum is right, whatever the JSON's layout."""
     with suppress(RecursionError):  # of JSON that somebody has crafted
-        return sealed({name: value for name, value in manifest.items() if name != _SEAL}) == manifest
+        return sealed({name: value for name, value in manifest.items() if name != SEAL}) == manifest
     return False
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 60.0
 _WHAT = "the mirror of the checkpoints"
-_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files of a rank: one sends, and all fetch
+_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files at once: rank 0 sends, and each rank fetches
 _BLOCK = 1 << 22
 Files = dict[str, dict[str, Any]]
 """Size and checksum of each, as a manifest has them."""
@@ -60,6 +60,7 @@ class Place:
         found = manifest.read(path)
         if "trouble" in found:
             raise OSError(found["trouble"])
+        files = found["files"]
         system, root = self._system()
         folder = f"{root}/{path.name}"
         if not self._remote:
@@ -68,16 +69,22 @@ class Place:
         with suppress(FileNotFoundError):  # of another run, or a damaged one
             system.delete_file(f"{folder}/{manifest.NAME}")
 
-        def send(name: str) -> None:
+        def send_once(name: str) -> None:
             sent = self._sent(system, path / name, f"{folder}/{name}")
-            if sent != found["files"].get(name, sent):
+            if name in files and sent != files[name]:
                 raise OSError(f"{path / name} is not what was written")
             with system.open_input_stream(f"{folder}/{name}") as file:
                 if self._summed(file) != sent:
                     raise OSError(f"{folder}/{name} is not what was sent")
 
+        def send(name: str) -> None:
+            try:
+                send_once(name)
+            except OSError:  # a connection that is reset once in 800 GB does not cost the copy
+                send_once(name)
+
         with ThreadPoolExecutor(_SENT_AT_ONCE) as pool:
-            list(pool.map(send, found["files"]))
+            list(pool.map(send, files))
         send(manifest.NAME)
 
     def fetch_manifest(self, part: Path, name: str) -> dict[str, Any]:
@@ -115,14 +122,20 @@ class Place:
                 system.delete_dir(one.path)
 
     def _sent(self, system: Any, source: Path, target: str) -> dict[str, Any]:  # noqa: ANN401  pyarrow has no types
-        """Write a file there; its size and checksum here."""
+        """Write a file there, which has its name once it is whole; its size and checksum here."""
         with open_regular(source, link=False) as file:
             if self._remote:
                 with system.open_output_stream(target) as out:
                     return self._summed(file, out)
-            Path(target).unlink(missing_ok=True)
-            with manifest.new(Path(target)) as out:
-                return self._summed(file, out)
+            part = Path(f"{target}.part")
+            part.unlink(missing_ok=True)  # of a run that was killed
+            try:
+                with manifest.new(part) as out:
+                    sent = self._summed(file, out)
+                part.replace(target)
+            finally:
+                part.unlink(missing_ok=True)
+            return sent
 
     def _fetched(self, system: Any, source: str, target: Path, most: int) -> dict[str, Any]:  # noqa: ANN401
         """Bring a file to this disk, and little more of it than that; its size and checksum."""

@@ -74,6 +74,14 @@ def test_what_a_server_has_not_taken_is_sent_again(server, tmp_path: Path) -> No
     assert lines == [(1, 1.0), (1, 1.0)]
 
 
+def test_a_secret_at_the_end_of_a_long_message_is_redacted(server, tmp_path: Path) -> None:
+    attempt(tmp_path, 1, 1)
+    server[1].append("x" * 385 + " hf_" + "a" * 34)
+    with pytest.raises(DrayError) as refused:
+        sent(tmp_path)
+    assert refused.value.finding.found == "x" * 385 + " [secret]"
+
+
 def test_it_follows_a_run_into_its_next_attempt(server, tmp_path: Path, monkeypatch) -> None:
     lines, _ = server
     attempt(tmp_path, 1, 1, 2, requeue=True)

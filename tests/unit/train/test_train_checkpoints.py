@@ -279,6 +279,16 @@ def test_what_is_no_manifest(tmp_path: Path, text: str, said: str) -> None:
     assert said in refused(tmp_path / "step-3")
 
 
+@pytest.mark.parametrize(("version", "seal"), [(1, dict), (2, dict), (4, manifest.sealed)])
+def test_another_version_is_refused_and_not_damaged(tmp_path: Path, version: int, seal: Callable[..., Any]) -> None:
+    found = write(tmp_path / "step-3", "ddp", 1) | {"version": version}
+    (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(seal(found)))
+    with pytest.raises(ConfigError, match="the checkpoint was written by another version of dray") as error:
+        saved.look(tmp_path / "step-3")
+    assert error.value.finding.code == 78
+    assert error.value.finding.found == f"checkpoint version {version}, written by dray 0"
+
+
 def test_a_byte_of_the_manifest_that_a_disk_has_changed(tmp_path: Path) -> None:
     """Whatever it says then: no other step, order, file or number is believed."""
     folder = tmp_path / "step-3"

@@ -10,7 +10,6 @@ from pathlib import Path
 from dray.contract import files, run_folder, secrets
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.contract.image_tasks import Sync
-from dray.train.errors import message
 from dray.train.trackers import KINDS, Tracked, newest, numbers, read, require, started
 
 _EVERY_S = 5.0
@@ -97,6 +96,6 @@ class _Sending:
     def _refused(self, error: Exception) -> DrayError:
         return DrayError(
             f"the metrics cannot be sent to {self._name}",
-            found=secrets.redacted(message(error, 400)),
+            found=secrets.redacted(" ".join(str(error).split()))[:400] or type(error).__name__,
             fix="check the network and its variables, then run dray sync again; nothing is lost",
         )
