@@ -12,7 +12,6 @@ import pytest
 
 from capsules import NODE, begun, nodes, steps
 from dray.contract.findings import ConfigError
-from dray.planning.world import SLURM
 from dray.runs import capsule, pack, replay, trust
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
@@ -206,7 +205,7 @@ def test_a_capsule_names_no_file_of_a_site(tmp_path: Path, site: str) -> None:
 
 def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
     plan = read(begun(tmp_path))
-    slurm = plan.model_copy(update={"world": plan.world.model_copy(update={"identity": SLURM})})
+    slurm = plan.model_copy(update={"world": plan.world.model_copy(update={"task": ("SLURM_JOB_ID",)})})
     with pytest.raises(ConfigError, match="this run was started by Slurm"):
         replay.require_here(slurm, "")
     assert replay.require_here(slurm, "docker") == "docker"
