@@ -705,33 +705,28 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="the run has no such rank") as refused:
         logs.logs(str(talks.run), rank=7, node="0")
     assert (refused.value.finding.wanted, refused.value.finding.fix) == ("a rank from 0 to 1", "--rank 1")
-    talks.rank_log(1).unlink()
-    with pytest.raises(ConfigError) as refused:
-        logs.logs(str(talks.run), rank=1)
-    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("the log of rank 1", "choose another --rank")
-    talks.rank_log(0).unlink()
-    talks.node_log(0).unlink()
-    with pytest.raises(ConfigError) as refused:
-        logs.logs(str(talks.run), node="0")
-    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("a log of node 0", "choose another --node")
     with pytest.raises(ConfigError, match="the rank is on another node") as refused:
         logs.logs(str(talks.run), node="n1", rank=1)
     assert (refused.value.finding.wanted, refused.value.finding.fix) == ("--node 1", "--rank 1 alone")
     for name in ("n9", "2", "9" * 5000):
         with pytest.raises(ConfigError, match="the run has no such node"):
             logs.logs(str(talks.run), node=name)
+    for log in (talks.rank_log(0), talks.rank_log(1), talks.node_log(0)):
+        log.unlink()
     seen = look(talks.run, Queue())
     waits = "dray logs -f waits for the log; dray status shows what the run waits for"
-    for state, found, fix in (
-        ("no result", "the run has no result", "choose another --rank"),
-        ("running", "the run is running", waits),
-        ("queued", "the run is queued", waits),
+    for state, options, wanted, found, fix in (
+        ("no result", {"rank": 1}, "the log of rank 1", "the run has no result", "choose another --rank"),
+        ("failed", {"node": "0"}, "a log of node 0", "the run is failed", "choose another --node"),
+        ("running", {"rank": 1}, "the log of rank 1", "the run is running", waits),
+        ("queued", {"node": "0"}, "a log of node 0", "the run is queued", waits),
     ):
         changed = seen.model_copy(update={"state": state})
         monkeypatch.setattr(logs.Watched, "look", lambda _watched, changed=changed: changed)
-        with pytest.raises(ConfigError) as refused:
-            logs.logs(str(talks.run), rank=1)
-        assert (refused.value.finding.found, refused.value.finding.fix) == (found, fix)
+        with pytest.raises(ConfigError, match="there is no such log") as refused:
+            logs.logs(str(talks.run), **options)
+        finding = refused.value.finding
+        assert (finding.wanted, finding.found, finding.fix) == (wanted, found, fix)
 
 
 @pytest.mark.parametrize(("last", "lines"), [(2, 2), (0, 0), (99, 11)])
