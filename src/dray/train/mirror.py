@@ -68,13 +68,19 @@ class Place:
         with suppress(FileNotFoundError):  # of another run, or a damaged one
             system.delete_file(f"{folder}/{manifest.NAME}")
 
-        def send(name: str) -> None:
+        def send_once(name: str) -> None:
             sent = self._sent(system, path / name, f"{folder}/{name}")
             if sent != found["files"].get(name, sent):
                 raise OSError(f"{path / name} is not what was written")
             with system.open_input_stream(f"{folder}/{name}") as file:
                 if self._summed(file) != sent:
                     raise OSError(f"{folder}/{name} is not what was sent")
+
+        def send(name: str) -> None:
+            try:
+                send_once(name)
+            except OSError:  # a connection that is reset once in 800 GB does not cost the copy
+                send_once(name)
 
         with ThreadPoolExecutor(_SENT_AT_ONCE) as pool:
             list(pool.map(send, found["files"]))

@@ -104,11 +104,10 @@ def test_the_manifest_comes_last(store: stores.Store, tmp_path: Path) -> None:
     assert {("GET", "b/x/step-4/rank-1.safetensors"), ("GET", "b/x/step-4/rank-0.safetensors")} <= {*store.asked[:last]}
 
 
-def test_a_byte_that_the_store_changed_is_seen_and_sent_again(store: stores.Store, tmp_path: Path) -> None:
+def test_a_byte_that_the_store_changed_is_seen_and_the_file_sent_again(store: stores.Store, tmp_path: Path) -> None:
     store.flips = 1
     made = copied("s3://b/x", path := checkpoint(tmp_path / "own", 4))
-    assert [event[1:] for event in made.metrics] == [(4, False), (4, True)]
-    assert made.trouble == ""
+    assert (made.trouble, made.metrics) == ("", [])
     assert fetched("s3://b/x", 4, tmp_path / "new") == ""
     assert content(tmp_path / "new/step-4") == content(path)
 
