@@ -104,10 +104,14 @@ def test_a_model_has_the_same_numbers(written: Path, tmp_path: Path, name: str, 
 
 
 def test_a_trainer_s_optimizer_names_no_weights(written: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(written / "trainer" / "checkpoint-3", tmp_path / "my out")
     with pytest.raises(ConfigError, match="a run cannot resume from this checkpoint") as refused:
-        take(written / "trainer" / "checkpoint-3", recipe=recipe(tmp_path))
+        take(source, tmp_path / "model", recipe(tmp_path))
     assert refused.value.details["found"] == "optimizer.pt numbers the weights and does not name them"
-    assert refused.value.details["fix"].startswith("start a new training from its weights: --to FOLDER")
+    command = f"dray checkpoint import '{source}' --to FOLDER"
+    fix = f"start a new training from its weights: {command}, then model.name=FOLDER in the recipe"
+    assert refused.value.details["fix"] == fix
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_checkpoint_of_dcp_is_resumed(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,10 +36,19 @@ def run(job: Importing) -> None:
     with reading(path):
         found = importing.find(path, trust=job.trust)
     print(f"{path}: {found.kind}, {counted(len(found.weights), 'tensor')}", flush=True)
+    if job.recipe and found.adam is None:
+        raise ConfigError(
+            "a run cannot resume from this checkpoint",
+            where=job.source,
+            wanted="AdamW's averages (exp_avg, exp_avg_sq) beside the weights",
+            found=found.without,
+            fix="start a new training from its weights: "
+            f"dray checkpoint import {shlex.quote(job.source)} --to FOLDER, then model.name=FOLDER in the recipe",
+        )
     if job.target:
         _model(job, found)
-    if job.recipe:
-        _checkpoint(job, found)
+    if job.recipe and found.adam:
+        _checkpoint(job, found, found.adam)
 
 
 def _model(job: Importing, found: Source) -> None:
@@ -123,22 +133,14 @@ def _refuse_other(folder: Path, wanted: str, found: str) -> NoReturn:
     )
 
 
-def _checkpoint(job: Importing, found: Source) -> None:
+def _checkpoint(job: Importing, found: Source, read_adam: Callable[[torch.nn.Module], Adam]) -> None:
     """Of one rank, as any number of ranks of any strategy reads it. It is atomic."""
     config = of_recipe(job.recipe)
-    if found.adam is None:
-        raise ConfigError(
-            "a run cannot resume from this checkpoint",
-            where=job.source,
-            wanted="AdamW's averages (exp_avg, exp_avg_sq) beside the weights",
-            found=found.without,
-            fix="start a new training from its weights: --to FOLDER, then model.name=FOLDER in the recipe",
-        )
     tokens = tokenizer.load(config)
     shell = build.shell(config, tokens)
     shell.tie_weights()
     with reading(Path(job.source)):
-        adam = found.adam(shell)
+        adam = read_adam(shell)
     weights = matched(found.weights, shell.state_dict(), shell.base_model_prefix, job.prefix)
     state = {"weights": weights, **adam.moments}
     kept = {kind: _those(dict(shell.named_parameters()), state[kind], kind, job.source) for kind in KINDS}
