@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 60.0
 _WHAT = "the mirror of the checkpoints"
-_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files of a rank: one sends, and all fetch
+_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files at once: rank 0 sends, and each rank fetches
 _BLOCK = 1 << 22
 Files = dict[str, dict[str, Any]]
 """Size and checksum of each, as a manifest has them."""
@@ -60,6 +60,7 @@ class Place:
         found = manifest.read(path)
         if "trouble" in found:
             raise OSError(found["trouble"])
+        files = found["files"]
         system, root = self._system()
         folder = f"{root}/{path.name}"
         if not self._remote:
@@ -70,7 +71,7 @@ class Place:
 
         def send_once(name: str) -> None:
             sent = self._sent(system, path / name, f"{folder}/{name}")
-            if sent != found["files"].get(name, sent):
+            if name in files and sent != files[name]:
                 raise OSError(f"{path / name} is not what was written")
             with system.open_input_stream(f"{folder}/{name}") as file:
                 if self._summed(file) != sent:
@@ -83,7 +84,7 @@ class Place:
                 send_once(name)
 
         with ThreadPoolExecutor(_SENT_AT_ONCE) as pool:
-            list(pool.map(send, found["files"]))
+            list(pool.map(send, files))
         send(manifest.NAME)
 
     def fetch_manifest(self, part: Path, name: str) -> dict[str, Any]:

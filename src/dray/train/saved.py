@@ -181,17 +181,17 @@ def _is_scale(state: Any) -> bool:  # noqa: ANN401  any JSON value
 def wrong(path: Path, found: dict[str, Any], some: slice = slice(None)) -> list[str]:
     """What is wrong with these files and with the manifest's tensors."""
     own, tensors = found["files"], cast(Tensors, found.get("tensors"))  # until they have no faults, anything
-    troubles = [*shards.faults(tensors, own)] or [*_faults(tensors)]
+    troubles = [*shards.faults(tensors, own)] or [*_position_faults(tensors)]
     troubles = troubles or [*manifest.wrong(path, own, some).values()]
     for name in [] if troubles else sorted(own)[some]:
         try:
-            troubles += filter(None, [shards.misfit(path / name, tensors) or _misfit(path / name)])
+            troubles += filter(None, [shards.misfit(path / name, tensors) or _position_misfit(path / name)])
         except (SafetensorError, ValueError, RecursionError) as error:
             troubles.append(f"{name}: {error}")
     return troubles
 
 
-def _faults(tensors: Tensors) -> Iterator[str]:
+def _position_faults(tensors: Tensors) -> Iterator[str]:
     """The manifest's tensors that are named as positions but cannot be."""
     for name, tensor in tensors.items():
         shaped = tensor["dtype"] == "I64" and len(tensor["shape"]) == 1 and tensor["shape"][0] > 1
@@ -199,7 +199,7 @@ def _faults(tensors: Tensors) -> Iterator[str]:
             yield f"tensor {name} is not a position in the data"
 
 
-def _misfit(path: Path) -> str:
+def _position_misfit(path: Path) -> str:
     """Why the positions in a file are invalid; empty if they are valid."""
     with safe_open(path, "pt") as file:
         names = [name for name in file.keys() if name.startswith(_FEED)]  # noqa: SIM118  it is no dict

@@ -111,7 +111,7 @@ def cached(
     near = Path(scratch, "tokens", name) if is_own(scratch) else folder
     write = partial(_write, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
 
-    def make() -> None:
+    def prepare() -> None:
         if not folder.is_dir():
             _make(folder, write)
         _check(folder)
@@ -123,7 +123,7 @@ def cached(
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     waits = _has_rank_0s_disk(cache) and not folder.is_dir()
     for turn in (False, True):
-        failed = _failed(cache, make) if leads and waits is turn else None
+        failed = _failed(cache, prepare) if leads and waits is turn else None
         for finding in filter(None, all_gather_json(failed)):
             raise findings.error(finding)
     _check_same(folder)
@@ -138,9 +138,9 @@ def is_own(scratch: str) -> bool:
         return False
 
 
-def _failed(cache: Path, make: Callable[[], None]) -> dict[str, Any] | None:
+def _failed(cache: Path, prepare: Callable[[], None]) -> dict[str, Any] | None:
     try:
-        make()
+        prepare()
     except DrayError as error:
         return error.finding._asdict()
     except Exception as error:
