@@ -13,9 +13,8 @@ import pytest
 
 import miniforge
 from dray.clients import apptainer, builder, builder_container, docker
-from dray.images import adopt, inputs, store
+from dray.images import adopt, inputs
 from dray.images.sif import format as sif_format
-from dray.images.sif import record
 from helpers import in_builder
 
 pytestmark = [pytest.mark.docker, pytest.mark.sif]
@@ -67,13 +66,9 @@ def built(root: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adopted(root: Path, built: Path) -> Iterator[adopt.Adopted]:
-    file = store.sif(root, NAME)
-    try:
-        yield adopt.adopt(root, str(built), name=NAME, force=True)
-    finally:
-        for path in (file, record.path_for(file)):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(file.with_suffix(""), ignore_errors=True)
+    image = adopt.adopt(root, str(built), name=NAME, force=True)
+    yield image
+    shutil.rmtree(image.file.parent)
 
 
 @pytest.mark.slow
@@ -82,7 +77,7 @@ def test_it_is_adopted_and_trains(adopted, root: Path) -> None:
     assert (adopted.variant, adopted.brought, adopted.lacks) == ("cpu", (), ())
     torch = {vendor.name: vendor.version for vendor in inputs.image(root, "cpu").vendor}["torch"]
     assert adopted.versions["torch"] == torch
-    environment = [f"PYTHONPATH={adopted.file.with_suffix('')}", f"DRAY_HOME={root}"]
+    environment = [f"PYTHONPATH={adopted.file.parent}:{root / 'src'}", f"DRAY_HOME={root}"]
     recipe = [str(root / "recipes" / "smoke-cpu.toml"), "train.steps=5", "train.warmup_steps=0", "nodes=1"]
     done = apptainer.execute(
         adopted.file,
