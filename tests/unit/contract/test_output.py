@@ -80,9 +80,9 @@ def test_a_value_that_comes_in_pieces(tmp_path: Path, size: int, capfd) -> None:
 def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     code = (
         "import os\n"
-        "from dray.runner import output\n"
+        "from dray.runner import redact\n"
         "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
-        "between = output.Filter({'12345678': 'A'})\n"
+        "between = redact.Filter({'12345678': 'A'})\n"
         "os.write(between.writer, b'text')\n"
         "os.close(between.writer)\n"
         "between.finish()\n"

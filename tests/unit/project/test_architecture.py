@@ -142,7 +142,7 @@ def test_the_builder_container_needs_the_standard_library_only() -> None:
 def test_no_modules_import_each_other() -> None:
     """Also not inside functions: who imports whom has no circle."""
     names = {".".join(("dray", *path.relative_to(SRC).with_suffix("").parts)): path for path in modules()}
-    # `from dray.config import model` names a module, `from dray.config.load_toml import load` something in one.
+    # `from dray.config import load_toml` names a module, `from dray.config.load_toml import load` something in one.
     graph = {
         name: {found if found in names else found.rpartition(".")[0] for found in imports(path)} & set(names)
         for name, path in names.items()

@@ -252,7 +252,7 @@ def test_a_signal_to_one_node_between_two_starts_ends_the_run(
 SIGNALLED = """
 import os, signal, sys
 if 'dray.runner' in sys.orig_argv:
-    from dray.runner import evidence, record
+    from dray.runner import evidence, failure_record
     {}
 """
 
@@ -261,7 +261,7 @@ if 'dray.runner' in sys.orig_argv:
 @pytest.mark.parametrize(
     "asks",
     [
-        "record.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)",
+        "failure_record.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)",
         "evidence.require_image = lambda _: sys._getframe(1).f_locals['links'].ask()",  # with the call to the start
     ],
 )

@@ -344,7 +344,7 @@ def test_an_image_of_another_variant_is_not_queued(root: Path, tmp_path: Path, m
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 78
-    assert "wanted: cpu\n  found:  rocm\n  fix:    set image=rocm, or start the cpu image" in ended.stderr
+    assert "wanted: cpu\n  found:  rocm\n  fix:    image=rocm; or unset DRAY_IMAGE, or" in ended.stderr
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     (tmp_path / "image.json").write_text('{"variant": "cpu"}')
     assert store.variant() == "cpu"
