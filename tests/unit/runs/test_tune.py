@@ -195,7 +195,7 @@ again: dray tune --table {folder}
         assert f"\nlosses differ: {why}\n  train.loss=chunked\n" in out
         desk.plant(speed={"train.loss=chunked": 3.0}, unlogged={"train.loss=chunked": 1})
         desk.runs.rename(desk.folder / "other losses")
-        why = "logged 7 steps, run 001 logged 8"
+        why = "logged 12 steps, run 001 logged 13"
         assert f"\nlosses differ: {why}\n  train.loss=chunked\n" in dray(desk.recipe, "--keys=loss", "--all")[1]
         desk.plant(speed={"train.loss=chunked": 3.0}, loss={"train.loss=chunked": 5e-5})
         desk.runs.rename(desk.folder / "fewer steps")
