@@ -320,7 +320,7 @@ class TestAnotherUsersRun:
             return {**found, "trust_remote_code": recipe.model.trust_remote_code}
 
         paths = RunPaths(run)
-        for path in (paths.run, paths.folder, paths.plan):  # the last one that is theirs decides
+        for path in (paths.run, paths.folder, paths.plan, paths.capsule):  # the last one that is theirs decides
             assert taken() == given
             os.chown(path, 0, 0)
         assert taken() == {
@@ -328,9 +328,9 @@ class TestAnotherUsersRun:
             "pass_env": ("AWS_PROFILE",),
             "trust_remote_code": True,
         }
-        for path in (paths.run, paths.folder, paths.plan):
+        for path in (paths.run, paths.folder, paths.plan, paths.capsule):
             mode = path.stat().st_mode
-            path.chmod(mode | stat.S_IWOTH)
+            path.chmod(mode | stat.S_IWGRP)
             assert taken() == given
             path.chmod(mode)
         assert desk.trained(run, trust=True)[0].recipe.pass_env == ("AWS_PROFILE",)
