@@ -34,7 +34,7 @@ _IN_DEEPSPEEDS = (
     "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "offload_param_device",
     "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
-_STRATEGIES = {"NO": "ddp", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "FSDP": "fsdp"}
+_STRATEGIES = {"NO": "ddp", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": ""}
 
 
 def completed(recipe: Recipe, text: str, path: Path) -> Recipe:
@@ -125,8 +125,12 @@ def _deepspeed(config: dict[str, Any], path: Path, command: Command) -> dict[str
             )  # fmt: skip
         table["deepspeed"] = str(Path(command.folder) / file)
     if not command.strategy and (stage is not None or not (table or command.deepspeed)):
-        if stage not in (1, 2, 3):
-            raise _refused(path, "deepspeed_config.zero_stage", "1, 2, 3", stage)
+        if type(stage) is not int or stage not in (1, 2, 3):
+            raise ConfigError(
+                "DeepSpeed's ZeRO stage is missing, or has a value that dray does not support",
+                where=f"{path}: deepspeed_config.zero_stage", wanted="1, 2 or 3", found=json.dumps(stage),
+                fix="zero_stage: 2",
+            )  # fmt: skip
         table["strategy"] = f"zero{stage}"
     return table
 

@@ -45,6 +45,7 @@ _DROPPED = {
 }
 _BOTH = ("train.strategy", "train.precision")  # [command] has them too
 _OPEN = (None, "auto")
+_LARGEST_POWER = 127  # of a scale that fp32 holds
 
 _Setting = tuple[str, str, Any]
 """A key of the recipe, the file's key that sets the same, and the value as the recipe has it."""
@@ -111,7 +112,15 @@ def _of_precision(file: dict[str, Any], path: Path) -> Iterator[_Setting]:
             found=least,
             fix='write "min_loss_scale": 1; a scale below 1 makes small gradients smaller',
         )
-    if isinstance(power, int):
+    if power not in _OPEN and (type(power) is not int or not 0 <= power <= _LARGEST_POWER):
+        raise ConfigError(
+            "DeepSpeed's initial loss scale is no number",
+            where=f"{path}: fp16.initial_scale_power",
+            wanted=f"a whole number from 0 to {_LARGEST_POWER}, the exponent of 2",
+            found=json.dumps(power),
+            fix='write "initial_scale_power": 16',
+        )
+    if type(power) is int:
         yield "train.initial_loss_scale", "fp16.initial_scale_power", 2.0**power
     fp16, bf16 = (_at(file, f"{kind}.enabled") for kind in ("fp16", "bf16"))
     if fp16 is True and bf16 is True:
@@ -124,7 +133,7 @@ def _of_precision(file: dict[str, Any], path: Path) -> Iterator[_Setting]:
 
 def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, section: str) -> Iterator[_Setting]:
     stage = _at(file, "zero_optimization.stage")
-    if stage in (1, 2, 3):
+    if type(stage) is int and stage in (1, 2, 3):
         yield "train.strategy", "zero_optimization.stage", f"zero{stage}"
     elif stage not in _OPEN or strategy is None or not STRATEGIES[strategy].deepspeed:
         raise ConfigError(

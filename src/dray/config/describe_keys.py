@@ -28,6 +28,7 @@ _LIMITS = {
     "pattern": "that matches {}",
     "minItems": "of at least {} entries",
     "maxItems": "of at most {} entries",
+    "exactItems": "of {} entries",
 }
 
 
@@ -111,6 +112,8 @@ class Schema:
         if choices:
             return ("one of " if len(choices) > 1 else "") + ", ".join(map(json.dumps, choices))
         kind = "a path" if node.get("format") == "path" else _TYPES.get(node.get("type", ""), "")
+        if "minItems" in node and node["minItems"] == node.get("maxItems"):
+            node = {"exactItems": node["minItems"], "type": node["type"], "items": node.get("items")}
         limits = " and ".join(text.format(node[name]) for name, text in _LIMITS.items() if name in node)
         each = self._each(node)
         return f"{kind} {limits}".strip() + (f", each {self._text(each)}" if each else "")

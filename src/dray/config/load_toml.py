@@ -137,6 +137,7 @@ def _missing(path: Path, kind: str) -> NoReturn:
     names = sorted(other.name for other in folder.glob("*.toml"))
     raise ConfigError(
         f"{kind} {path} does not exist",
+        found=None if folder.is_dir() else f"the folder {folder} does not exist",
         fix=_suggest(path.name, names, f"in {folder}", folder) or None,
     ) from None
 
@@ -144,9 +145,11 @@ def _missing(path: Path, kind: str) -> NoReturn:
 def parse_toml(text: str) -> Table:
     """Parse TOML; ValueError if it is not valid."""
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
+        json.dumps(table, default=str)  # else an integer of thousands of digits fails later, where nobody expects it
     except RecursionError:
         raise ValueError("too many nested tables or lists") from None
+    return table
 
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:

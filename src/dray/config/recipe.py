@@ -107,7 +107,7 @@ class Checkpoint(Spec):
     @field_validator("every", mode="before", json_schema_input_type=Count | Every)
     @classmethod
     def _number_alone(cls, value: object) -> object:
-        if isinstance(value, int):
+        if type(value) is int:  # true is not a number of steps
             return ((0, value),)
         if isinstance(value, list):
             return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)

@@ -73,7 +73,8 @@ class Model(Spec):
     tokenizer_revision: str = "main"
     """The tokenizer's commit, tag or branch on the hub, if it is not the named model's own."""
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """Attention function of transformers; auto is sdpa, or eager if the model has no other."""
+    """Attention function of transformers; auto is sdpa, or eager if the model has no other; with
+    document_mask on GPUs flex_attention."""
     pad_to_multiple_of: Literal["auto"] | Annotated[int, Field(ge=0, le=1024)] = "auto"
     """The head computes with a vocabulary padded to a multiple of this; saved models are not padded. 0 pads nothing.
     auto: 128 on GPUs, for speed; none on a CPU, or with an analog head."""
@@ -103,7 +104,8 @@ class Train(Spec):
     conversations in the model's chat template, with labels on the assistant's messages alone."""
     loss: Literal["auto", "full", "chunked"] = "auto"
     """How logits and loss are made. full: whole logits. chunked: some tokens at a time, and never the logits of all.
-    Both skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
+    Both skip tokens without a label. auto: chunked on GPUs where whole logits do not fit: in a compiled run into 90% of
+    the memory, if that is known, else into 1 GB."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """With objective = masked: probability that a token is masked."""
     lr: Positive

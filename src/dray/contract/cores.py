@@ -9,7 +9,7 @@ LIMIT = 8192
 
 
 def parse(text: str) -> list[int]:
-    """The cores of a list; ValueError if a number exceeds LIMIT."""
+    """The cores of a list; ValueError if there are more than LIMIT, or one has a larger number."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -17,6 +17,8 @@ def parse(text: str) -> list[int]:
         if end >= LIMIT:
             raise ValueError(f"{part[:40]}: cores are numbered from 0 to {LIMIT - 1}")
         cores += range(int(first), end + 1)
+        if len(cores) > LIMIT:
+            raise ValueError(f"more than {LIMIT} cores")
     return cores
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from dray.contract import secrets
 
@@ -68,8 +68,16 @@ def parse(name: str) -> Named:
 
 def ending(files: str) -> str:
     """A file's ending without its compression: .jsonl for texts.jsonl.zst and for https://host/texts.jsonl?x=1."""
-    path = PurePosixPath((urlsplit(files).path if "://" in files else files).lower())
+    path = PurePosixPath((_url(files).path if "://" in files else files).lower())
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+
+
+def _url(files: str) -> SplitResult:
+    """The parts of a URL; all are empty if it is none, such as one with an open bracket."""
+    try:
+        return urlsplit(files)
+    except ValueError:
+        return urlsplit("")
 
 
 def trouble(name: str) -> str:
@@ -112,7 +120,7 @@ def _builder_trouble(named: Named) -> str:
 def _url_trouble(named: Named) -> str:
     if not named.remote:
         return ""
-    url = urlsplit(named.files)
+    url = _url(named.files)
     if "@" in url.netloc:
         return f"a URL with a user or password {_SHOWN}; export the secret, and name it in pass_env"
     if any(_SIGNED.search(key) or secrets.is_name(key) for key, _ in parse_qsl(url.query, keep_blank_values=True)):

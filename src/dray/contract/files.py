@@ -86,10 +86,10 @@ def text(path: AnyPath, what: str, *, wanted: str = "", fix: str = "", limit: in
 
 
 def parse_json(content: str, what: str, where: object) -> Any:  # noqa: ANN401  any JSON value
-    """The value of a JSON text; ConfigError if it is not valid, or if JSON could not hold it again."""
+    """The value of a JSON text; ConfigError if it is not valid, or if a key appears twice in a table."""
     place = str(where)
     try:
-        value = json.loads(content)
+        value = json.loads(content, object_pairs_hook=_table)
         if _ESCAPED_SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
         if too_deep(value):
@@ -103,6 +103,16 @@ def parse_json(content: str, what: str, where: object) -> Any:  # noqa: ANN401  
     else:
         return value
     raise ConfigError(f"{what} is not valid JSON", where=place, found=problem)
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON; ValueError if a key appears twice, of which readers take one or the other."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"a key appears twice: {twice[:80]}")
+    return table
 
 
 def too_deep(value: object, levels: int = DEPTH) -> bool:

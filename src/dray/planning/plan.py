@@ -63,7 +63,7 @@ def plan(
     python, passed = engine.python(facts.image), environment.passed(recipe)
     job = launchers.Job(
         python=python, folder=folder, hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
-        accelerate=accelerate.files(recipe, folder),
+        accelerate=accelerate.files(recipe, folder) if recipe.launcher == "accelerate" else {},
     )  # fmt: skip
     launch = launchers.LAUNCHERS[recipe.launcher](job)
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}

@@ -16,9 +16,9 @@ from dray.config.site import Site
 from dray.config.training import STRATEGIES
 from dray.contract import exit_codes
 from dray.contract.control_characters import control_characters
-from dray.contract.findings import Finding, counted
+from dray.contract.findings import Finding, counted, listed
 from dray.facts import Facts, Files
-from dray.planning import environment, grace, image, trainer_defaults
+from dray.planning import environment, grace, image, trainer_defaults, world
 from dray.planning.estimates import memory, model_shape
 from dray.planning.schema import Plan
 
@@ -257,7 +257,8 @@ def _trainer(given: Planned) -> Iterator[Finding]:
     if isinstance(shard, int) and nodes % shard:
         yield refusal(
             "train.fsdp_shard does not divide the number of nodes",
-            wanted=f"a divisor of {counted(nodes, 'node')}",
+            where="recipe [train]",
+            wanted=f"a divisor of {counted(nodes, 'node')}: {listed(map(str, world.divisors(nodes)))}",
             found=f"train.fsdp_shard = {shard}",
             fix="train.fsdp_shard=auto",
         )

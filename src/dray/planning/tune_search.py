@@ -18,6 +18,7 @@ from dray.config.load_toml import validate
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES
 from dray.contract.findings import ConfigError
+from dray.planning import world
 from dray.planning.estimates import model_shape
 from dray.planning.schema import Plan
 
@@ -31,6 +32,8 @@ _CHOICES: dict[str, tuple[Value, ...]] = {
     STRATEGY: tuple(STRATEGIES), CHECKPOINTING: (False, True), COMPILE: (False, True),
     LOSS: ("full", "chunked"), SHARD: ("node", "all"),
 }  # fmt: skip
+
+_ALONE = "there is one rank, one node, one rank on each node, or a DeepSpeed file that decides it"
 
 
 class Candidate(NamedTuple):
@@ -77,16 +80,18 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     assert recipe.train is not None
     assert recipe.batch is not None
     rows = recipe.batch.global_size // size
-    known: dict[str, Sequence[Value]] = {**_CHOICES, ROWS: [count for count in range(1, rows + 1) if rows % count == 0]}
-    for key, options in given.items():
-        if wrong := [value for value in options if value not in known[key]]:
-            raise ConfigError(
-                f"{key} cannot have this value", wanted=f"some of {', '.join(map(str, known[key]))}", found=wrong[0]
-            )
+    known: dict[str, Sequence[Value]] = {**_CHOICES, ROWS: world.divisors(rows)}
     if size == 1 or recipe.train.deepspeed:
         known[STRATEGY] = ()
     if nodes in (1, size):
         known[SHARD] = ()
+    for key, options in given.items():
+        if wrong := [value for value in options if value not in known[key]]:
+            raise ConfigError(
+                f"{key} cannot have this value",
+                wanted=f"some of {', '.join(map(str, known[key]))}" if known[key] else f"no choice of {key}: {_ALONE}",
+                found=wrong[0],
+            )
     chosen = {key: [start[key]] for key in KEYS}
     for key in keys:
         chosen[key] = list(dict.fromkeys([start[key], *given.get(key, known[key])]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 from dray.config.recipe import Recipe
 from dray.config.site import Site
@@ -161,6 +162,12 @@ def _port(recipe: Recipe, facts: Facts) -> Choice[int]:
     return Choice(0, "a free one, which the first node chooses and writes to rendezvous.json")
 
 
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in order."""
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)})
+
+
 def divide(batch: Batch, *, world_size: int, at_first: int = 0) -> Batch:
     """Divide the global batch exactly among the ranks, and fill in what the recipe leaves open.
 
@@ -169,7 +176,7 @@ def divide(batch: Batch, *, world_size: int, at_first: int = 0) -> Batch:
     size, each, steps = batch.global_size, batch.per_device, batch.gradient_accumulation_steps
     if at_first > world_size and size % world_size == 0:
         before, rows = divide(batch, world_size=at_first).per_device or 1, size // world_size
-        each = max(count for count in range(1, before + 1) if rows % count == 0)
+        each = max(count for count in divisors(rows) if count <= before)
         steps = rows // each
     fixed = world_size * (each or 1) * (steps or 1)
     rest = size // fixed

@@ -24,7 +24,7 @@ def set_up(config: Config, device: torch.device) -> None:
         tf32 = config.train.tf32 and config.train.precision == "fp32"
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
-    if config.train.deterministic:  # planning/deterministic.py has set the variables that this needs
+    if config.train.deterministic:  # planning/environment.py has set the variables that this needs
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 

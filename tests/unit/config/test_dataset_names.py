@@ -58,6 +58,7 @@ def test_a_relative_path_starts_beside_the_recipe_behind_its_builder_and_before_
         ("hub:me/texts:train[", "expected a split such as"),
         ("https://host/*.jsonl", "a web server cannot list files"),
         ("s3://", "expected a complete URL of files"),
+        ("https://[::1", "expected a complete URL of files"),
         ("s3://$BUCKET/x.txt", "expected a complete URL of files"),
         ("sql:s3://b/x.db", "sql: works only on local files"),
         ("sql:x.db", 'data.config_kwargs.sql.sql = "SELECT'),

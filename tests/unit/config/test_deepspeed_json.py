@@ -96,6 +96,9 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, (), "dray offloads to the host's"),
         ({"optimizer": {"type": "Lamb"}}, (), "dray trains with AdamW"),
         ({"fp16": {"min_loss_scale": 1e-10}}, (), "DeepSpeed needs a whole number as its smallest loss scale"),
+        ({"fp16": {"initial_scale_power": 5000}}, (), "DeepSpeed's initial loss scale is no number"),
+        ({"fp16": {"initial_scale_power": True}}, (), "DeepSpeed's initial loss scale is no number"),
+        ({"zero_optimization": {"stage": True}}, (), "DeepSpeed's ZeRO stage is missing"),
         ({"scheduler": {"type": "OneCycle"}}, (), "dray does not know this schedule"),
     ],
 )  # fmt: skip

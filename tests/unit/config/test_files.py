@@ -62,7 +62,7 @@ def test_toml_that_is_too_deep(tmp_path: Path) -> None:
         load(Recipe, tmp_path / "x.toml")
 
 
-@pytest.mark.parametrize("digits", ["9" * 5000, "1" * 4301, "9" * 400])
+@pytest.mark.parametrize("digits", ["9" * 5000, "1" * 4301, "9" * 400, "0x" + "9" * 5000])
 def test_numbers_of_thousands_of_digits(digits: str, tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(f"name = 'x'\nnodes = {digits}\n")
     with pytest.raises(ConfigError):
@@ -79,6 +79,7 @@ def test_numbers_of_thousands_of_digits(digits: str, tmp_path: Path) -> None:
         ('{"a":' * 100 + "1" + "}" * 100, "nested more than 64 levels deep"),
         ("9" * 5000, "Exceeds the limit (4300 digits) for integer string conversion"),
         ('{"\\ud800": 1}', "surrogates not allowed"),
+        ('{"a": 1, "b": {"c": 1, "c": 1}}', "a key appears twice: c"),
         ("{,}", "Expecting property name enclosed in double quotes"),
     ],
 )
@@ -97,7 +98,7 @@ def test_half_of_a_pair_is_no_lone_surrogate() -> None:
     assert files.parse_json(r'"\ud83d\ude00"', "it", "x") == "😀"
 
 
-@pytest.mark.parametrize("text", ["0-99999999999", "8192", "9" * 5000, "1-2-3", "a"])
+@pytest.mark.parametrize("text", ["0-99999999999", "8192", "9" * 5000, "1-2-3", "a", "0-8191,0"])
 def test_cores_that_no_machine_has(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cores|invalid literal|digits"):
         cores.parse(text)

@@ -48,6 +48,8 @@ def told(*words: str) -> str:
         (("train.steps=5", "data.train=data/**/*.jsonl"), "* may be in a file's name alone"),
         (("train.steps=5", "checkpoint.every=[[0, 50], [100, 10]]"), "expected pairs whose first numbers increase"),
         (("train.steps=5", "checkpoint.every=0"), "checkpoint.every"),
+        (("train.steps=5", "checkpoint.every=true"), "checkpoint.every=true"),
+        (("train.steps=5", "checkpoint.every=[[1]]"), "a list of 2 entries"),
         (("train.steps=5", "checkpoint.mirror=/far"), "none is saved before the end; set checkpoint.every"),
         *(
             (("train.steps=5", "checkpoint.every=5", f"checkpoint.mirror={wrong}"), found)

@@ -50,7 +50,7 @@ def test_groups_are_equally_large() -> None:
     assert (finding.code, finding.problem, finding.wanted, finding.found, finding.fix) == (
         78,
         "train.fsdp_shard does not divide the number of nodes",
-        "a divisor of 6 nodes",
+        "a divisor of 6 nodes: 1, 2, 3, 6",
         "train.fsdp_shard = 4",
         "train.fsdp_shard=auto",
     )

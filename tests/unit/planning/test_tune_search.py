@@ -13,7 +13,7 @@ import pytest
 
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.planning import tune_search
+from dray.planning import tune_search, world
 from dray.planning.schema import Plan
 from dray.planning.tune_search import (
     CHECKPOINTING,
@@ -85,6 +85,20 @@ class TestSpace:
         file = ROOT / "recipes" / "deepspeed"
         plan = planned(f"train.deepspeed={next(iter(sorted(file.glob('*.json'))))}")
         assert STRATEGY not in tune_search.space(plan, {}, KEYS).axes
+
+    @pytest.mark.parametrize(
+        ("words", "key"), [(["ranks_per_node=1"], STRATEGY), (["train.strategy=fsdp", "nodes=1"], SHARD)]
+    )
+    def test_a_key_without_a_choice_has_no_values(self, words: list[str], key: str) -> None:
+        value = {STRATEGY: "fsdp", SHARD: "node"}[key]
+        with pytest.raises(ConfigError, match="no choice of"):
+            tune_search.space(planned(*words), {key: (value,)}, KEYS)
+
+    def test_divisors(self) -> None:
+        assert [world.divisors(number) for number in (1, 2, 12, 16)] == [
+            [1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16]
+        ]  # fmt: skip
+        assert world.divisors(10**12)[-1] == 10**12
 
 
 class TestApplied:

@@ -244,7 +244,7 @@ def test_a_missing_file_names_its_neighbours(file: Path) -> None:
     assert refusal(Path("zzz")) == "truck zzz does not exist\n  fix:    in .: tram.toml, truck.toml"
     Path("empty").mkdir()
     assert refusal(Path("empty/a.toml")) == "truck empty/a.toml does not exist"
-    assert refusal(Path("none/a.toml")) == "truck none/a.toml does not exist"
+    assert refusal(Path("none/a.toml")) == "truck none/a.toml does not exist\n  found:  the folder none does not exist"
 
 
 def test_a_path_that_cannot_be_read(file: Path) -> None:
