@@ -10,7 +10,6 @@ import hmac
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -19,16 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from dray.contract import files, hardware, run_folder
-from dray.contract.findings import DrayError, RetryError, UnfitError
+from dray.contract.findings import DrayError, UnfitError
 from dray.runner import address, rendezvous
 from dray.runner.children import Children, below, ended_with
 
 _OLDEST = (2, 54)  # 2.52 has a token, and 2.53: their nodes do not join
-_RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 # It shows kilobytes of each process that `ray stop` ends.
 _SCRIPT = f"""#!/bin/sh
 [ "$1" != stop ] || exec >/dev/null 2>&1
-exec {shlex.join(_RAY)} "$@"
+exec "{sys.executable}" -m ray.scripts.scripts "$@"
 """
 _OPEN = "r"  # what Ray makes, which it opens to all users; the folder above stays closed
 _ANSWER_S = 10.0  # a head that has stopped is refused at once; a busy one may need Linux's third try
@@ -45,19 +43,13 @@ def main(folder: str, gpus: str, *command: str) -> int:
     # above those of Ray's workers.
     head = (os.environ["MASTER_ADDR"], 20_000 + (store + 5_000) % 10_000)
     if is_head:
-        try:
-            address.listen({**world, "port": head[1]}).close()
-        except RetryError as busy:
-            busy.amend(fix="start the run again: Ray gets another port, unless the recipe has `port`; change that")
-            raise
+        address.listen({**world, "port": head[1]}).close()  # or a busy port is named
     if all(variable["name"] != "OMP_NUM_THREADS" for variable in plan["env"]):
         os.environ.pop("OMP_NUM_THREADS", None)  # for one process a node; Ray sets it for each of its workers
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()
     # The same name on every node: Ray wants that. Sockets below it have paths of at most 107 characters.
     place = Path(f"/tmp/ray-{secret[:12]}")  # noqa: S108  nobody can guess it
     place.mkdir(mode=0o700, exist_ok=True)
-    if others := files.open_to_others(place, folder=True):
-        raise UnfitError("Ray's folder is not this user's alone", where=place, found=others)
     try:
         files.write_atomic(place / "token", secret[12:], mode=0o600)
         files.write_atomic(place / "ray", _SCRIPT, mode=0o700)
@@ -87,8 +79,14 @@ def main(folder: str, gpus: str, *command: str) -> int:
 
 def _run(place: Path, gpus: str, command: list[str], is_head: bool) -> int:
     """How `ray symmetric-run` ended. What it has started hears signals in its place, so that it ends Ray in order."""
-    argv = [*_RAY, "symmetric-run", f"--address={os.environ['RAY_ADDRESS']}", f"--num-gpus={gpus}"]
-    argv += [f"--min-nodes={os.environ['WORLD_SIZE']}", f"--num-cpus={len(os.sched_getaffinity(0))}"]
+    argv = [
+        f"{place}/ray",
+        "symmetric-run",
+        f"--address={os.environ['RAY_ADDRESS']}",
+        f"--num-gpus={gpus}",
+        f"--min-nodes={os.environ['WORLD_SIZE']}",
+        f"--num-cpus={len(os.sched_getaffinity(0))}",
+    ]
     if is_head:  # workers refuse these. The monitor is for clusters that grow, and reports each end as a failure
         argv += ["--include-dashboard=false", "--no-monitor", f"--temp-dir={place / _OPEN}"]
     else:  # seconds from the head's end to its own. The head connects to itself, and ends with Ray's own 60

@@ -5,7 +5,6 @@ The command is a stand-in, which takes the words and returns the codes of Ray 2.
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import re
@@ -228,7 +227,7 @@ def test_another_program_has_the_port_of_the_head(node, tmp_path: Path) -> None:
         "dray: port 27000 is busy on n1\n"
         "  wanted: port 27000 free on the first node\n"
         "  found:  another program listens there\n"
-        "  fix:    start the run again: Ray gets another port, unless the recipe has `port`; change that\n"
+        "  fix:    remove `port` from the recipe, and dray takes a free one; or start the run again later\n"
     )
     assert not (tmp_path / "seen").exists()
 
@@ -245,15 +244,3 @@ def test_the_program_hears_signals(node, tmp_path: Path) -> None:
         it.send_signal(signal.SIGTERM)
         it.communicate()
     assert it.returncode == 9
-
-
-def test_a_folder_that_is_open_to_others(node, tmp_path: Path) -> None:
-    place = Path("/tmp", f"ray-{hmac.digest(SECRET.encode(), b'dray ray 43000', 'sha256').hex()[:12]}")
-    for plant in (lambda: (place.mkdir(), place.chmod(0o777)), lambda: place.symlink_to(tmp_path)):
-        plant()
-        with node("true", port=43_000) as it:
-            _, err = it.communicate()
-        place.unlink() if place.is_symlink() else place.rmdir()
-        assert it.returncode == 69
-        assert err.startswith(f"dray: Ray's folder is not this user's alone\n  where:  {place}\n")
-    assert not (tmp_path / "seen").exists()
