@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
-from dray.contract.findings import ConfigError, DrayError, Finding
+from dray.contract.findings import DrayError, Finding
 from dray.contract.start_times import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
@@ -47,9 +47,7 @@ _FILES = 65_536
 
 def main(path: str) -> int:
     """This node's exit code: the launcher's, or that of the failure which kept it from starting."""
-    plan = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
-    if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
-        raise ConfigError("the plan is damaged", where=path, fix="submit the run again")
+    plan = json.loads(files.text(path, "the plan", own=True))
     environment.merge(plan)
     os.environ[redact.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     allow_files()
@@ -59,8 +57,8 @@ def main(path: str) -> int:
 def allow_files() -> None:
     """Raise the limit of open files for this process, and so for the preflight, the launcher and all ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _FILES:  # -1 is no limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILES, hard) if hard >= 0 else _FILES, hard))
+    if soft < _FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILES, hard), hard))
 
 
 class Runner:

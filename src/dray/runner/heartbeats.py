@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from dray.contract import heartbeat, run_folder
+from dray.contract.node import proc_text
 from dray.runner.plan import Plan
 
 _BEAT = struct.Struct(f"<5q24x{len(heartbeat.MARKS)}q")  # PROGRAM, BEAT at BEAT_AT, and the marks at MARKS_AT
@@ -99,6 +100,5 @@ def of(scratch: str, rank: int) -> Beat:
 
 def _cpu_s(process: int) -> float:
     """CPU seconds that the process and its ended children have used."""
-    with suppress(OSError), open(f"/proc/{process}/stat", "rb") as file:
-        return sum(map(int, file.read().rpartition(b")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+    times = proc_text(f"/proc/{process}/stat").rpartition(")")[2].split()[11:15]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")

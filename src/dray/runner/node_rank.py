@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 
-from dray.contract.findings import ConfigError, counted, listed
+from dray.contract.findings import ConfigError, listed
 from dray.runner.plan import Environ, Plan, World
 
 
 def index(world: World, environ: Environ) -> int:
     """This node's number in the plan. ConfigError: the plan expects another node."""
-    names = world["identity"]
-    count, number, name = (environ.get(names[key], "") for key in ("nodes", "node", "name"))
-    fix = "start node.sh with one task on each node of the plan: srun --nodes=N --ntasks-per-node=1"
-    if count != str(len(world["nodes"])):
-        raise ConfigError(
-            f"the plan has another number of nodes than {names['nodes']}",
-            wanted=counted(len(world["nodes"]), "node"),
-            found=f"{names['nodes']}={count or '(not set)'}",
-            fix=fix,
-        )
-    known = {str(place): node["name"] for place, node in enumerate(world["nodes"])}
-    if known.get(number) != name:
+    names, nodes = world["identity"], world["nodes"]
+    variables = [names[key] for key in ("nodes", "node", "name")]
+    places = {(str(len(nodes)), str(place), node["name"]): place for place, node in enumerate(nodes)}
+    found = tuple(environ.get(name, "") for name in variables)
+    if found not in places:
         raise ConfigError(
             "this task is not a node of the plan",
-            wanted=listed(f"{names['node']}={place} on {host}" for place, host in known.items()),
-            found=f"{names['node']}={number or '(not set)'} on {names['name']}={name or '(not set)'}",
-            fix=f"{fix}; do not export {names['node']} before it: each task has its own",
+            wanted=listed(_settings(variables, values) for values in places),
+            found=_settings(variables, found),
+            fix="start node.sh with one task on each node of the plan: srun --nodes=N --ntasks-per-node=1; "
+            "do not export these variables before it: each task has its own",
         )
-    return int(number)
+    return places[found]
+
+
+def _settings(names: list[str], values: Sequence[str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
 
 
 def require(plan: Plan, environ: Environ) -> None:

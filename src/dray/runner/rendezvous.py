@@ -25,7 +25,6 @@ from dray.runner.plan import Endpoint, Plan, names
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
-_SHORTEST_SECRET = 32
 _LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
 _ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
@@ -47,14 +46,11 @@ class StoppedError(DrayError):
 def secret_of(folder: str) -> bytes:
     """The run's secret, which was written beside plan.json."""
     path = f"{folder}/{run_folder.SECRET}"
-    try:
-        secret = files.read(path, limit=_LONGEST, own=True).strip()
-        if len(secret) < _SHORTEST_SECRET:  # a disk was full: one that is short, anybody guesses
-            raise OSError(f"{len(secret)} characters")
-    except OSError as found:
-        wanted = "the file that was written with plan.json"
-        raise ConfigError("the run's secret cannot be read", where=path, wanted=wanted, found=found) from found
-    return secret
+    return (
+        files.text(path, "the run's secret", wanted="the file that was written with plan.json", own=True)
+        .strip()
+        .encode()
+    )
 
 
 def meet(
@@ -93,7 +89,7 @@ def make_hello(plan: Plan, number: int, digest: str, unfit: str = "") -> Hello:
 
 def publish(plan: Plan, at: Endpoint, **times: float) -> None:
     """Tell the other nodes where the first one listens, and `dray status` when its runner began."""
-    fields = {"address": at[0], "port": at[1], "attempt": plan["attempt"], "times": times}
+    fields = {"address": at[0], "port": at[1], "times": times}
     files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 
 
@@ -104,8 +100,6 @@ def published(plan: Plan) -> Endpoint:
         return world["master"], world["port"]
     os.listdir(folder)  # makes an NFS client ask again for a file that it remembers as missing
     told = json.loads(files.read(f"{folder}/{run_folder.RENDEZVOUS}", limit=_LONGEST))
-    if told["attempt"] != plan["attempt"]:
-        raise FileNotFoundError(f"{run_folder.RENDEZVOUS} is of another attempt")
     return told["address"], told["port"]
 
 

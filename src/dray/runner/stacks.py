@@ -22,6 +22,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from dray.contract import heartbeat, run_folder
+from dray.contract.node import proc_text
 from dray.runner import children, failure_record, heartbeats
 from dray.runner.culprit import Entered, Seen
 from dray.runner.plan import Plan
@@ -45,7 +46,7 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
     if beat.time:
         found = found._replace(step=beat.step, phase=heartbeat.PHASES[beat.phase])
     parts = {"stacks of all threads (faulthandler)": ""}
-    if _is_below(beat.program):
+    if beat.program > 0:
         pythons = _pythons(beat.program)
         process = pythons[0] if pythons else beat.program
         found = found._replace(state=_state(process))
@@ -84,17 +85,6 @@ def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
     return list(last.values())
 
 
-def _is_below(process: int) -> bool:
-    """Whether this runner has started it: a program may write anything into its heartbeat."""
-    look = [os.getpid()]
-    for parent in look:
-        below = children.below(parent)
-        if process in below:
-            return True
-        look += below
-    return False
-
-
 def _pythons(program: int) -> list[int]:
     """The Pythons of the program that handle SIGABRT, as faulthandler does, without their own children."""
     pythons = []
@@ -112,7 +102,7 @@ def _state(process: int) -> str:
     """The state of its main thread: runs, sleeps, stopped or ended."""
     states = []
     for _ in range(_SAMPLES):
-        states.append(_read(process, process, "stat").rpartition(") ")[2][:1])
+        states.append(proc_text(f"/proc/{process}/stat").rpartition(") ")[2][:1])
         time.sleep(_SAMPLE_S)
     ends = {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended", "": "ended"}
     return ends.get(states[-1], "runs" if states.count("R") > _SAMPLES / 2 else "sleeps")
@@ -122,16 +112,10 @@ def _threads(process: int) -> str:
     """What the kernel says of each thread: its name, and where it waits."""
     lines = ""
     with suppress(OSError):  # it has ended
-        for thread in map(int, os.listdir(f"/proc/{process}/task")):
-            lines += f"{thread} {_read(process, thread, 'comm')} {_read(process, thread, 'wchan')}\n"
+        for thread in os.listdir(f"/proc/{process}/task"):
+            name, place = (proc_text(f"/proc/{process}/task/{thread}/{file}").strip() for file in ("comm", "wchan"))
+            lines += f"{thread} {name} {place}\n"
     return lines
-
-
-def _read(process: int, thread: int, name: str) -> str:
-    """A file of a thread; empty if it has ended."""
-    with suppress(OSError), open(f"/proc/{process}/task/{thread}/{name}", encoding="utf-8", errors="replace") as file:
-        return file.read().strip()
-    return ""
 
 
 def _entries(path: str, handler: str) -> list[dict[str, Any]]:
