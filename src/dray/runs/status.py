@@ -535,10 +535,10 @@ class Watched:
         now = time.monotonic()
         if seen.state == NO_RESULT:
             self._unknown = self._unknown or now
-            return now > self._unknown + self.unknown_s
+            return now >= self._unknown + self.unknown_s
         self._unknown = None
         if seen.state in (QUEUED, RUNNING):
             self._ended = None
             return False
         self._ended = self._ended or now
-        return not seen.goes_on or self.slurm.is_absent or now > self._ended + self.next_s
+        return not seen.goes_on or self.slurm.is_absent or now >= self._ended + self.next_s

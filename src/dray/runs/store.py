@@ -36,6 +36,7 @@ VERSION = 1
 Table = dict[str, Any]
 _ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_JOB = re.compile("[0-9]{1,18}")
 _JOB_ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 _DATE = re.compile(r"20\d{6}")
 
@@ -184,7 +185,9 @@ class Attempt:
     def job(self) -> int:
         """The job's number; 0 without Slurm or if unknown."""
         planned, probed = self.plan.get("job"), self.facts.get("job", "")
-        return planned if isinstance(planned, int) and planned > 0 else int(probed) if probed.isdecimal() else 0
+        if isinstance(planned, int) and 0 < planned < 1 << 62:
+            return planned
+        return int(probed) if _JOB.fullmatch(probed) else 0
 
     @property
     def goes_on(self) -> bool:
