@@ -33,7 +33,6 @@ FRESH_S = 120.0
 """A run whose files changed within this time is alive: the trainer touches its lease every 10 s, and NFS caches a
 file's time for up to a minute."""
 _KILLED_S = 45.0  # the same after SIGTERM: Slurm kills the job after KillWait, 30 s by default
-_TEXT = 400  # letters of a text in a file that another user may have written
 
 
 class Waiting(BaseModel):
@@ -278,8 +277,7 @@ class _Look:
         if job is None:
             return {"state": NO_RESULT}
         names = [word.partition("=")[2] for word in job.argv if word.startswith("--job-name=")]
-        fields: Table = {"recipe": names[0][:_TEXT] if names else None, "job": job.job, "job_id": job.id}
-        fields["started"] = _utc(job.time)
+        fields: Table = {"recipe": next(iter(names), None), "job": job.job, "job_id": job.id, "started": _utc(job.time)}
         if self.kind == "queued" and self.job:
             return fields | {"state": QUEUED, "waiting": _waiting(self.job)}
         if self.kind == "starting":
@@ -300,7 +298,7 @@ class _Look:
         state, stopped = self._state(attempt)
         plan, job = attempt.plan, self.job
         nodes = dig(plan, "world", "nodes")
-        names = [str(dig(node, "name"))[:_TEXT] for node in nodes] if isinstance(nodes, list) else []
+        names = [str(dig(node, "name")) for node in nodes] if isinstance(nodes, list) else []
         first = written(RunPaths(self.run.folder).plan) if attempt.number > 1 else None
         fields: Table = {
             "state": state,
@@ -372,7 +370,7 @@ def _result(result: Table, run: Run, *, closely: bool) -> Table:
     }
     if closely:
         warnings = result.get("warnings")
-        own = [str(text)[:_TEXT] for text in warnings] if isinstance(warnings, list) else []
+        own = [str(text) for text in warnings] if isinstance(warnings, list) else []
         fields |= {"startup": result.get("startup"), "warnings": [*run.warnings, *own]}
     return fields
 
@@ -415,7 +413,7 @@ def _live(attempt: Attempt, names: list[str], tail: list[metrics.Event], steps: 
         if event.get("event") == "slow" and (times := metrics.number(event, "times")):
             node = str(event.get("node"))
             text = f"slow: rank {event.get('rank')} on {node}, {times:.2f} times the median rank"
-            slow.setdefault(node, []).append(text[:_TEXT])
+            slow.setdefault(node, []).append(text)
     restarts = [path for path in paths.failures.glob(run_folder.restart("*").partition("/")[2]) if path.is_dir()]
     nodes = _nodes(attempt, names, slow)
     ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
@@ -475,7 +473,7 @@ def _nodes(attempt: Attempt, names: list[str], slow: dict[str, list[str]]) -> li
         newest = max(written(attempt.paths.logs / f"{stem}.log") or 0.0 for stem in stems)
         failed = [stem for stem in stems if f"{stem}.json" in failures]
         own = [*slow.get(name, [])]
-        own += [f"failed: {', '.join(failed[:4])}{', ...' * (len(failed) > 4)}"] if failed else []
+        own += [f"failed: {', '.join(failed)}"] if failed else []
         own += ["lost"] if any(re.fullmatch(rf"node-\d+-lost-{number}\.json", file) for file in failures) else []
         quiet = _age(newest) if newest else None
         found.append(Node(name=name, ranks=ranks, quiet_s=quiet, notes=own))
@@ -502,7 +500,7 @@ def _utc(seconds: float | None) -> str | None:
 
 
 def _text(value: object) -> str | None:
-    return value[:_TEXT] if isinstance(value, str) else None
+    return value if isinstance(value, str) else None
 
 
 # Over several attempts -------------------------------------------------------------------------------------------
