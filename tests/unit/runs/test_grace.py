@@ -124,7 +124,7 @@ class TestSlurm:
 
     @pytest.mark.seconds
     def test_a_controller_that_does_not_answer(self, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(slurm_commands, "_ANSWER_S", 0.3)
+        monkeypatch.setattr(slurm_commands, "_QUICK_S", 0.3)
         slurm.tool("scontrol", "exec sleep 60")
         assert (slurm.conf(), slurm.preemption({}), slurm.cluster_name()) == ({}, {}, "")
 
