@@ -134,10 +134,12 @@ class State(BaseModel):
     process: Annotated[int, Field(exclude=True)] = 0
     """The process that has the run, on this machine."""
 
+    run_path: Annotated[Path | None, Field(exclude=True)] = None
+
     @property
     def path(self) -> Path:
-        """The run folder."""
-        return Path(self.folder)
+        """The run folder; its name in `folder` is printable."""
+        return self.run_path or Path(self.folder)
 
     @property
     def where(self) -> str:
@@ -166,7 +168,7 @@ def status(run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False
     own: Table = {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
     return State(
         **printable(own | fields), kind=look.kind, unclear=look.unclear, slurm_job=look.job, cluster=look.cluster,
-        process=look.process, paths=look.attempt.paths if look.attempt else None,
+        process=look.process, run_path=run.folder, paths=look.attempt.paths if look.attempt else None,
     )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ class Queued(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    job: Annotated[int, Field(ge=1, lt=1 << 62)]
+    job: Annotated[int, Field(ge=1)]
     task: Annotated[int, Field(ge=0)] | None = None
     """The task number, if the job is an array."""
     cluster: Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")] = ""
@@ -243,7 +243,7 @@ class Run:
         file = self.folder / names.JOB
         if (found := read_json(file, self.warnings)) is not None:
             try:
-                return Queued.model_validate(found)
+                return Queued.model_validate_json(json.dumps(found))
             except ValidationError:
                 self.warnings.append(f"{file} names no job")
         return None

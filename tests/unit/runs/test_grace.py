@@ -14,11 +14,12 @@ from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files, parse, to_text
-from dray.fitness import doctor, slurm_commands
+from dray.fitness import doctor
 from dray.planning import grace as planned
 from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
+from dray.runs import slurm as slurm_commands
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
