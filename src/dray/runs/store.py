@@ -537,6 +537,12 @@ def next_attempt(run: Path) -> RunPaths:
     return RunPaths(run, max(attempts(run), default=0) + 1)
 
 
+def attempt_at(folder: Path) -> RunPaths:
+    """The attempt of this folder, even one that was deleted meanwhile; for a run's folder, the newest planned one."""
+    number = _number(folder.name)
+    return RunPaths(folder.absolute().parent, number) if number else newest_attempt(folder)
+
+
 def last_attempt(folder: Path) -> RunPaths:
     """The attempt of this folder, or a run's last attempt, with or without a plan."""
     folder = folder.absolute()
