@@ -16,8 +16,8 @@ from dray.cli.streams import show
 from dray.planning.grace import DEFAULT_S
 from dray.runs import stop, webhook
 from dray.runs.finish import finish as conclude
-from dray.runs.paths import RunPaths, attempt_at
 from dray.runs.result import summary
+from dray.runs.store import RunPaths, attempt_at
 from dray.runs.write import read
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 
 

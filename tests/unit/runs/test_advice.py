@@ -11,7 +11,7 @@ import pytest
 
 from dray.contract.findings import Finding
 from dray.facts import Facts
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT
 

@@ -23,7 +23,7 @@ from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
 from dray.render import summary
 from dray.runs import lookup
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT, golden
 

@@ -14,7 +14,7 @@ import pytest
 
 from dray.facts import Facts
 from dray.runs import compared, effect, replay
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
 

@@ -17,7 +17,7 @@ from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import read, read_recipe
 from helpers import PYTHON, ROOT
 
