@@ -1,4 +1,4 @@
-"""Plan a run and write its folder, with everything that a node needs."""
+"""Read a recipe, plan its run, and write the run's folder with everything that a node needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import shlex
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -28,10 +27,10 @@ from dray.fitness import variables
 from dray.planning import environment, image, trainer_defaults, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import capsule, grace, layers, live, lookup
+from dray.runs import capsule, grace, layers, live, local_inputs
 from dray.runs.paths import RunPaths, attempts, first_attempt, new_id, newest_attempt, next_attempt, of_job, run_name
 
-_LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
+_LARGEST_FILE = 256 << 10  # of a configuration; PyYAML takes seconds for that
 
 
 def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:
@@ -39,18 +38,18 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
 
     Relative paths in a recipe start in the recipe's folder; a command on the command line runs in the current folder.
     """
-    if path is None:
-        table = {"name": recipe_name(PurePosixPath(command[0]).stem), "command": {"argv": [*command]}}
-        recipe = validate(Recipe, table, overrides, what="the command's recipe")
+    if path:
+        folder, recipe = path.absolute().parent, load(Recipe, path, overrides)
     else:
-        recipe = load(Recipe, path, overrides)
-    beside = path.absolute().parent if path else Path.cwd()
-    recipe = _placed(recipe, beside)
+        table = {"name": recipe_name(PurePosixPath(command[0]).stem), "command": {"argv": [*command]}}
+        folder, recipe = Path.cwd(), validate(Recipe, table, overrides, what="the command's recipe")
+    recipe = _with_files(recipe, folder)
     if recipe.accelerate:
-        file = beside / recipe.accelerate
+        file = folder / recipe.accelerate
         recipe = accelerate_file.completed(recipe, _copied(file, "accelerate's file", recipe), file)
-    if (part := recipe.train or recipe.command) and part.deepspeed:
-        file = beside / part.deepspeed
+    program = recipe.train or recipe.command
+    if program and program.deepspeed:
+        file = folder / program.deepspeed
         recipe = deepspeed_file.agreed(recipe, _copied(file, "the DeepSpeed file", recipe), file)
     return recipe
 
@@ -63,7 +62,48 @@ def recipe_name(word: str) -> str:
 def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """A run's recipe with the command line's overrides, whose relative paths start in the current folder."""
     table = recipe.model_dump(exclude_unset=True)
-    return _placed(validate(Recipe, table, overrides, what="the run's recipe"), Path.cwd())
+    return _with_files(validate(Recipe, table, overrides, what="the run's recipe"), Path.cwd())
+
+
+def _with_files(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with absolute paths, and the text of row functions; relative paths start in the folder."""
+    table = recipe.model_dump(exclude_unset=True)
+    places = recipe.all_places()
+    if recipe.command:
+        places["command.folder"] = recipe.command.folder
+    if recipe.layer and recipe.layer.endswith(".sif"):
+        places["layer"] = recipe.layer
+    datasets = recipe.datasets()
+    for key, place in places.items():
+        absolute = str(folder / place)
+        _set(table, key, dataset_name.parse(datasets[key]).at(absolute) if key in datasets else absolute)
+    for key, function in recipe.maps().items():
+        if "\n" not in function:  # else it is from a plan, which has the text
+            file = folder / function.rpartition(":")[0]
+            _set(table, key, with_text(function, _copied(file, f"the file of {key}", recipe), file))
+    return validate(Recipe, table, what="the recipe")
+
+
+def _set(table: dict[str, Any], key: str, value: str) -> None:
+    *names, last_name = key.split(".")
+    for name in names:
+        table = table.setdefault(name, {})
+    table[last_name] = value
+
+
+def _copied(path: Path, what: str, recipe: Recipe) -> str:
+    """The text of a file for the run folder; another user's recipe may name any of your files."""
+    text = files.text(path, what, limit=_LARGEST_FILE)
+    mode = path.stat().st_mode
+    if recipe.runs.share != "none" and not mode & 0o044:
+        raise ConfigError(
+            "your private file would be copied into a run folder that your group can read",
+            where=f"{what}: {path}",
+            wanted="runs.share = none, or a file that your group may read",
+            found=f"mode {mode & 0o777:o}",
+            fix=f"runs.share=none, or chmod g+r {shlex.quote(str(path))}",
+        )
+    return text
 
 
 class Last(NamedTuple):
@@ -83,50 +123,9 @@ def last(run: Path) -> Last:
     seen = probed.parse(files.text(paths.facts, "the run's facts"), where=str(paths.facts))
     # A job that lost a node continues with fewer (min_nodes); the next job gets all nodes again.
     known = [RunPaths(paths.run, number) for number in attempts(paths.run)]
-    plans = [read(one) for one in known if one.plan.is_file()]
-    sizes = [len(one.world.nodes) for one in plans if one.job == plan.job]
-    recipe = plan.recipe.model_copy(update={"nodes": max(sizes)})
-    return Last(plan, recipe, seen.gpus_per_node)
-
-
-def _placed(recipe: Recipe, beside: Path) -> Recipe:
-    """The recipe with absolute paths, and the text of row functions."""
-    places = recipe.all_places() | ({"command.folder": recipe.command.folder} if recipe.command else {})
-    if recipe.layer and recipe.layer.endswith(".sif"):
-        places["layer"] = recipe.layer
-    datasets = recipe.datasets()
-    for key, named in places.items():
-        placed = str(beside / named)
-        placed = dataset_name.parse(datasets[key]).at(placed) if key in datasets else placed
-        recipe = _with(recipe, key.split("."), placed)
-    for key, named in recipe.maps().items():
-        if "\n" not in named:  # else it is from a plan, which has the text
-            file = beside / named.rpartition(":")[0]
-            text = with_text(named, _copied(file, f"the file of {key}", recipe), file)
-            recipe = _with(recipe, key.split("."), text)
-    return recipe
-
-
-def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  a spec, or a table of specs
-    """The table with another value at this path of keys."""
-    key, *rest = keys
-    if isinstance(table, dict):
-        return {**table, key: _with(table[key], rest, value)}
-    return table.model_copy(update={key: _with(getattr(table, key), rest, value) if rest else value})
-
-
-def _copied(path: Path, what: str, recipe: Recipe) -> str:
-    """The text of a file for the run folder; another user's recipe may name any of your files."""
-    text = files.text(path, what, limit=_LIMIT)
-    if recipe.runs.share != "none" and not path.stat().st_mode & 0o044:
-        raise ConfigError(
-            "your private file would be copied into a run folder that your group can read",
-            where=f"{what}: {path}",
-            wanted="runs.share = none, or a file that your group may read",
-            found=f"mode {path.stat().st_mode & 0o777:o}",
-            fix=f"runs.share=none, or chmod g+r {shlex.quote(str(path))}",
-        )
-    return text
+    plans = [read(attempt) for attempt in known if attempt.plan.is_file()]
+    nodes = max(len(attempt.world.nodes) for attempt in plans if attempt.job == plan.job)
+    return Last(plan, plan.recipe.model_copy(update={"nodes": nodes}), seen.gpus_per_node)
 
 
 def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, sites.Choice]:
@@ -139,50 +138,47 @@ def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, si
 
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with its findings."""
+    runs = paths.run.parent
     # The model's activations depend on the chosen variant and precision.
     chosen = trainer_defaults.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
-    hub = environment.hub(facts, PurePosixPath(paths.run.parent))
-    files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
-    runs = grace.earlier(paths.run.parent, recipe.name)
-    seconds, run = grace.slowest(paths.run.parent, runs) or (None, "")
-    earlier = paths.attempt > 1 or any(one != paths.run.name for one in runs)
-    files = files.model_copy(
+    hub = environment.hub(facts, PurePosixPath(runs))
+    inputs = local_inputs.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
+    earlier = grace.earlier(runs, recipe.name)
+    save_s, save_run = grace.slowest(runs, earlier) or (None, "")
+    inputs = inputs.model_copy(
         update={
             "layer": layers.look(recipe, choice.site, facts),
-            "save_s": seconds,
-            "save_run": run,
-            "earlier": earlier,
+            "save_s": save_s,
+            "save_run": save_run,
+            "earlier": paths.attempt > 1 or any(run != paths.run.name for run in earlier),
         }
     )
-    made = plan(
-        recipe, choice.site, facts, files, run_folder=PurePosixPath(paths.run),
+    decided = plan(
+        recipe, choice.site, facts, inputs, run_folder=PurePosixPath(paths.run),
         scratch=f"{node.OWN}{os.getuid()}-{secrets.token_hex(16)}",
         attempt=paths.attempt, dray=__version__, site_why=choice.reason,
     )  # fmt: skip
-    return made.model_copy(update={"findings": (*made.findings, *variables.warnings(made, facts.shell))})
+    return decided.model_copy(update={"findings": (*decided.findings, *variables.warnings(decided, facts.shell))})
 
 
 def write(
-    recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, secret: str = "", beside: Path | None = None
-) -> tuple[Plan, RunPaths]:
+    recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, choice: sites.Choice | None = None,
+    secret: str = "", beside: Path | None = None,
+) -> tuple[Plan, RunPaths]:  # fmt: skip
     """Plan the run, then write its folder; a refused run leaves no folder.
 
     With `run`, make the next attempt of that run; else a new run, or the next attempt of the run that this requeued job
-    began. `secret` is for nodes without a shared folder; others get a new one. `beside` is the recipe's folder, whose
-    code the capsule records.
+    began. `choice` is the site, if it is known. `secret` is for nodes without a shared folder; others get a new one.
+    `beside` is the recipe's folder, whose code the capsule records.
     """
-    return begin(recipe, *at_site(facts), runs=runs, run=run, secret=secret, beside=beside)
-
-
-def begin(
-    recipe: Recipe, facts: Facts, choice: sites.Choice, *, runs: Path, run: str | None = None, secret: str = "",
-    beside: Path | None = None,
-) -> tuple[Plan, RunPaths]:  # fmt: skip
-    """As `write`, at a site that is already chosen."""
+    facts, choice = at_site(facts, choice)
     recipe = image.chosen(recipe, choice.site, facts).value
     facts = world.select(recipe, facts)
-    decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
-    _make_cache(Path(environment.caches(facts, PurePosixPath(paths.run.parent))), decided)
+    run = run_name(run or "") or _requeued(recipe, facts, choice, runs)
+    decided, paths = _create(recipe, facts, choice, runs, run)
+    cache = str(environment.caches(facts, PurePosixPath(runs)))
+    if any(bind.path == cache for bind in decided.binds):
+        _make_cache(Path(cache))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     write_atomic(paths.stop, "")
@@ -196,25 +192,9 @@ def begin(
     return decided, paths
 
 
-def _make_cache(folder: Path, decided: Plan) -> None:
-    """Make the cache folder for downloads; refuse another user's, which may exist in a shared folder of runs."""
-    if not any(bind.path == str(folder) for bind in decided.binds):
-        return
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigError(
-            "the cache folder belongs to another user",
-            where=folder,
-            wanted=f"a folder of user {os.geteuid()}",
-            found=f"a file or folder of user {found.st_uid}",
-            fix="remove it, or set DRAY_RUNS to a folder of your own",
-        )
-
-
-def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: str | None) -> tuple[Plan, RunPaths]:
-    name = unnumbered = run or new_id(recipe.name, job=facts.job)
+def _create(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: str | None) -> tuple[Plan, RunPaths]:
+    """The plan and the new folder of the run's next attempt, or of a new run."""
+    name = new_name = run or new_id(recipe.name, job=facts.job)
     number = 1
     while True:
         paths = next_attempt(runs / name)
@@ -224,7 +204,7 @@ def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: 
             paths.create(new=run is None, share=recipe.runs.share)
         except FileExistsError:  # two steps of one job may begin in the same second
             number += 1
-            name = run or f"{unnumbered}-{number}"
+            name = run or f"{new_name}-{number}"
         else:
             return decided, paths
 
@@ -237,6 +217,19 @@ def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) ->
         if first and read(first).recipe == decide(recipe, facts, choice, first).recipe:
             return name
     return None
+
+
+def _make_cache(folder: Path) -> None:
+    """Make the cache folder for downloads; refuse another user's, which may exist in a shared folder of runs."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if why := files.open_to_others(folder, folder=True):
+        raise ConfigError(
+            "another user may write the cache folder",
+            where=folder,
+            found=why,
+            fix="remove it, or set DRAY_RUNS to a folder of your own",
+        )
 
 
 def read(paths: RunPaths) -> Plan:
