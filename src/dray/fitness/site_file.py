@@ -12,10 +12,22 @@ from pathlib import Path
 
 from dray.contract import files
 from dray.contract.findings import DrayError, counted
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
+from dray.runs import slurm
 
 # Variables in which clusters name folders that users may write; never the home.
-_SCRATCH = "SCRATCH PSCRATCH MYSCRATCH SCRATCHDIR WORK PROJECT FAST MEMBERWORK PROJWORK WORKDIR".split()
+_SCRATCH = [
+    "SCRATCH",
+    "PSCRATCH",
+    "MYSCRATCH",
+    "SCRATCHDIR",
+    "WORK",
+    "PROJECT",
+    "FAST",
+    "MEMBERWORK",
+    "PROJWORK",
+    "WORKDIR",
+]
 # Keys that dray cannot find out; `dray site keys` lists all.
 _NO_SLURM = """# No Slurm on this machine: add sbatch, gpus_per_node and cpus_per_node.
 # sbatch = ["--partition=gpu"]
@@ -49,7 +61,7 @@ class Probed:
     cluster: str
     machine: str = ""
     """The name of a login node, with * for the number at its end."""
-    partition: slurm_commands.Partition | None = None
+    partition: slurm.Partition | None = None
     interfaces: tuple[str, ...] = ()
     fabric: str = ""
     """slingshot, infiniband, or empty if it is unknown."""
@@ -58,9 +70,9 @@ class Probed:
 
 def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
     """Ask Slurm, this machine's network and the user's variables."""
-    partitions: list[slurm_commands.Partition] = []
+    partitions: list[slurm.Partition] = []
     with suppress(DrayError):  # if Slurm does not answer, the file says what is missing
-        partitions = slurm_commands.partitions()
+        partitions = slurm.partitions()
     interfaces = [name for name in host.interfaces(root) if re.fullmatch(r"(hsn|ib)\d+", name)]
     devices = host.devices(root)
     fabric = "infiniband" if devices else ""
@@ -73,7 +85,7 @@ def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
         if path.startswith("/") and not has_home:
             scratch[name] = path
     return Probed(
-        cluster=slurm_commands.cluster_name(),
+        cluster=slurm.cluster_name(),
         machine=_pattern(socket.gethostname()),
         partition=max(partitions, key=lambda partition: (partition.gpus, partition.nodes), default=None),
         interfaces=tuple(interfaces),

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from dray.config import dray_home, sites
 from dray.config.recipe import Recipe
 from dray.facts import Facts
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
 from dray.images import store
 from dray.planning import image
-from dray.runs import local, prepare
+from dray.runs import local, prepare, slurm
 
 ASSUMED = "assumed, because no node was probed: node names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
 
@@ -30,7 +30,7 @@ class Known(NamedTuple):
 
 def known(site: str) -> Known:
     """The facts of this login node."""
-    return Known(slurm_commands.conf(), host.site(site))
+    return Known(slurm.conf(), host.site(site))
 
 
 def facts(
@@ -45,7 +45,7 @@ def facts(
     known: Known | None = None,
 ) -> tuple[Facts, sites.Choice]:
     """The facts that this login node can know, and the site."""
-    conf = known.conf if known else slurm_commands.conf()
+    conf = known.conf if known else slurm.conf()
     file = os.environ.get("DRAY_IMAGE", "")
     here = local.facts(recipe, engine="apptainer", image=file, nodes=nodes, gpus_per_node=gpus, site=site)
     told = {
@@ -54,7 +54,7 @@ def facts(
         "home": "",
         "image_given": bool(file),
         "image_variant": store.variant(Path(file)) if file else "",
-        "cluster": slurm_commands.cluster_name(conf),
+        "cluster": slurm.cluster_name(conf),
         "login": socket.gethostname(),
         "options": tuple(options),
         "gpu_memory_gb": gpu_memory,
@@ -73,7 +73,7 @@ def facts(
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": engine,
         "account": _option(sbatch, "--account=|-A") or os.environ.get("SBATCH_ACCOUNT", ""),
-        **slurm_commands.preemption(conf, partition.replace(",", " ").split()),
+        **slurm.preemption(conf, partition.replace(",", " ").split()),
     }
     return seen.model_copy(update=found), choice
 

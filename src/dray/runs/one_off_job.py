@@ -17,10 +17,10 @@ from dray.contract import files, image_tasks, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine
 from dray.planning.schema import Plan
-from dray.runs import local, prepare
+from dray.runs import local, prepare, store
 from dray.runs.finish import finish
 from dray.runs.follow import Output
-from dray.runs.paths import RunPaths, new_id, newest_attempt
+from dray.runs.store import RunPaths, new_id, newest_attempt
 from dray.runs.trust import foreign
 
 _NETWORK = ("HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -32,7 +32,7 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
     For another user's run, settings that decide which code runs here are removed, unless you trust the run.
     """
     paths = newest_attempt(run)
-    plan = prepare.read(paths)
+    plan = store.plan_of(paths)
     recipe = plan.recipe
     if recipe.command:
         raise ConfigError(

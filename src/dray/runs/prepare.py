@@ -11,13 +11,11 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from dray import __version__, render
 from dray import facts as probed
 from dray.config import accelerate_file, deepspeed_file, sites
 from dray.config.data import with_text
-from dray.config.load_toml import explained, load, validate
+from dray.config.load_toml import load, validate
 from dray.config.recipe import Recipe
 from dray.contract import dataset_name, files, node
 from dray.contract.files import write_atomic
@@ -27,8 +25,18 @@ from dray.fitness import variables
 from dray.planning import environment, image, trainer_defaults, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import capsule, grace, layers, live, local_inputs
-from dray.runs.paths import RunPaths, attempts, first_attempt, new_id, newest_attempt, next_attempt, of_job, run_name
+from dray.runs import capsule, grace, layers, local_inputs
+from dray.runs.store import (
+    Run,
+    RunPaths,
+    new_id,
+    newest_attempt,
+    next_attempt,
+    of_job,
+    plan_of,
+    require_own,
+    run_name,
+)  # fmt: skip
 
 _LARGEST_FILE = 256 << 10  # of a configuration; PyYAML takes seconds for that
 
@@ -118,13 +126,12 @@ class Last(NamedTuple):
 
 def last(run: Path) -> Last:
     """The last attempt; ConfigError without a readable plan, or for another user's run, which would run as you."""
-    paths = newest_attempt(live.own(run))
-    plan = read(paths)
+    paths = newest_attempt(require_own(run))
+    plan = plan_of(paths)
     seen = probed.parse(files.text(paths.facts, "the run's facts"), where=str(paths.facts))
     # A job that lost a node continues with fewer (min_nodes); the next job gets all nodes again.
-    known = [RunPaths(paths.run, number) for number in attempts(paths.run)]
-    plans = [read(attempt) for attempt in known if attempt.plan.is_file()]
-    nodes = max(len(attempt.world.nodes) for attempt in plans if attempt.job == plan.job)
+    of_job = [attempt.plan for attempt in Run(paths.run).attempts if attempt.job == plan.job]
+    nodes = max(len(planned["world"]["nodes"]) for planned in of_job if planned)
     return Last(plan, plan.recipe.model_copy(update={"nodes": nodes}), seen.gpus_per_node)
 
 
@@ -136,13 +143,13 @@ def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, si
     return facts, choice
 
 
-def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
+def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) -> Plan:
     """The plan of this recipe on these facts at this site, with its findings."""
     runs = paths.run.parent
     # The model's activations depend on the chosen variant and precision.
     chosen = trainer_defaults.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = environment.hub(facts, PurePosixPath(runs))
-    inputs = local_inputs.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
+    inputs = local_inputs.files(chosen, facts.model_copy(update={"hf_home": hub}))
     earlier = grace.earlier(runs, recipe.name)
     save_s, save_run = grace.slowest(runs, earlier) or (None, "")
     inputs = inputs.model_copy(
@@ -213,8 +220,8 @@ def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) ->
     """The run that this job began before Slurm requeued it; the job may have runs of other recipes too."""
     for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
         # The first plan has the recipe as decided; a later attempt may have had fewer nodes.
-        first = first_attempt(runs / name)
-        if first and read(first).recipe == decide(recipe, facts, choice, first).recipe:
+        planned = [attempt.paths for attempt in Run(runs / name).attempts if attempt.plan]
+        if planned and plan_of(planned[0]).recipe == decide(recipe, facts, choice, planned[0]).recipe:
             return name
     return None
 
@@ -230,23 +237,3 @@ def _make_cache(folder: Path) -> None:
             found=why,
             fix="remove it, or set DRAY_RUNS to a folder of your own",
         )
-
-
-def read(paths: RunPaths) -> Plan:
-    """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
-    text = files.text(paths.plan, "the run's plan")
-    plan = files.parse_json(text, "the run's plan", paths.plan)
-    found, version = plan.get("version") if isinstance(plan, dict) else None, Plan.model_fields["version"].default
-    if found != version:
-        raise ConfigError(
-            "this run was planned by another version of dray",
-            where=paths.plan,
-            wanted=f"plan version {version}",
-            found=f"plan version {found}",
-            fix="use that version of dray, or start an attempt with this one: dray run RECIPE "
-            f"--runs={paths.run.parent} --run={paths.run.name}",
-        )
-    try:
-        return Plan.model_validate_json(text)
-    except ValidationError as wrong:
-        raise ConfigError("the run's plan is damaged", where=paths.plan, found=explained(wrong)) from wrong

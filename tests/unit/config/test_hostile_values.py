@@ -20,7 +20,7 @@ from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
 from dray.planning.plan import plan
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import PYTHON, ROOT
 from jobs import Job
 

@@ -23,7 +23,7 @@ from dray.planning.plan import plan
 from dray.planning.world import divide
 from dray.runs import local
 from dray.runs import submit as queue
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT, golden
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

@@ -16,7 +16,7 @@ from dray.facts import Facts
 from dray.fitness import variables
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from dray.facts import Facts
 from dray.planning.estimates import memory, model_shape
-from dray.runs import lookup
-from dray.runs.write import read_recipe
+from dray.runs import local_inputs
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT
 
 OPT = {
@@ -209,14 +209,16 @@ class TestCounted:
         said = {"scheduler": "slurm", "nodelist": "n1", "nodes": 1, "engine": "apptainer", "image": "/i.sif"}
         words = ["image=cuda", "train.precision=bf16", "train.compile=false"]
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words)
-        assert lookup.files(recipe, Facts.model_validate(said)).counted is None
+        assert local_inputs.files(recipe, Facts.model_validate(said)).counted is None
         monkeypatch.setattr(sys, "prefix", str(tmp_path))
         (tmp_path / "image.json").touch()
-        counted = lookup.files(recipe, Facts.model_validate(said)).counted
+        counted = local_inputs.files(recipe, Facts.model_validate(said)).counted
         assert counted
         assert counted.kept > counted.checkpointed > 0
         odd = recipe.model_copy(update={"model": recipe.model.model_copy(update={"type": "no-such"})})
-        assert lookup.files(odd, Facts.model_validate(said)).counted is None  # the trainer says what is wrong with it
+        assert (
+            local_inputs.files(odd, Facts.model_validate(said)).counted is None
+        )  # the trainer says what is wrong with it
 
     @pytest.mark.slow
     def test_what_cannot_be_counted_is_refused_where_it_was_asked_for(self) -> None:

@@ -22,9 +22,9 @@ from dray.images import store
 from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
 from dray.render import summary
-from dray.runs import lookup
+from dray.runs import local_inputs
 from dray.runs.paths import RunPaths
-from dray.runs.write import at_site, decide, read_recipe
+from dray.runs.prepare import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT, golden
 
 RAW = ["train.py"]
@@ -112,7 +112,7 @@ class TestV100:
         (tmp_path / "r.toml").write_text(text.replace('precision = "fp32"\n', "").replace('image = "cpu"\n', ""))
         counted: list[tuple[str, str]] = []
         monkeypatch.setattr(
-            lookup, "_counted", lambda recipe, *_, **__: counted.append((recipe.image, recipe.train.precision))
+            local_inputs, "_counted", lambda recipe, *_, **__: counted.append((recipe.image, recipe.train.precision))
         )
         for site, words in (("iris", ()), ("iris", ("image=cpu",)), ("meluxina", ())):
             seen = facts(login="here", account="p", gpus_per_node=4, site=site)
