@@ -48,7 +48,7 @@ def _environment() -> None:
     recipe = prepare.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml")
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
     made = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray="0")
-    names = sorted(variables.rules().names)[::3][:200]
+    names = sorted(variables.rules())[::3][:200]
     shell = dict.fromkeys([*names, *(f"{name}X" for name in names[:50]), *(f"OTHER_{n}" for n in range(50))], "1")
     variables.rules.cache_clear()
     began = time.perf_counter()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,6 @@ from dray.config import dray_home
 from dray.config.recipe import Recipe
 from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, counted
-from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import prepare
 from dray.runs.store import is_run
@@ -31,15 +30,12 @@ def found(path: Path) -> Path:
 
     If there is none, the path that the user probably meant: reading it makes the refusal.
     """
-    with suppress(OSError):  # no file can have this name, as the reader says later
-        ours = dray_home.root()
-        in_checkout, by_name = ours / path, ours / "recipes" / f"{path}.toml"
-        for file in (in_checkout, by_name):
-            if not path.exists() and file.is_file():
-                return file
-        is_name = len(path.parts) == 1 and path.suffix != ".toml"
-        return by_name if is_name and not path.exists() else path
-    return path
+    ours = dray_home.root()
+    by_name = ours / "recipes" / f"{path}.toml"
+    for file in (path, ours / path, by_name):
+        if os.path.isfile(file):  # False for what cannot be a name, too
+            return file
+    return path if path.suffix or len(path.parts) > 1 else by_name
 
 
 def _engine(name: str) -> str:
@@ -176,12 +172,8 @@ class Chosen:
     @property
     def image(self) -> str:
         """The image file that was named for the last attempt (DRAY_IMAGE, --image); empty for dray's own image."""
-        if not self.last or any(override.startswith(("image=", "adopted=")) for override in self.overrides):
-            return ""
-        plan = self.last.plan
-        file, own = Path(plan.image), store.sif(dray_home.root(), plan.recipe.image_name)
-        is_own = file.resolve() == own.resolve() or file.suffix != own.suffix
-        return str(file) if file.is_file() and not is_own else ""
+        names_image = any(override.startswith(("image=", "adopted=")) for override in self.overrides)
+        return "" if not self.last or names_image else self.last.image
 
     def say(self, options: Sequence[str] = ()) -> None:
         """Print which run is resumed, and with what: program, image, size and these options of sbatch."""

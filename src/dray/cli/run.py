@@ -67,7 +67,6 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="With --hostfile: file with the secret that all machines share."),
     ] = None,
-    show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
     here: Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")] = False,
 ) -> None:
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show its progress.
@@ -87,7 +86,7 @@ def run(
     if hostfile:
         _refuse({"--nodes": nodes is not None}, "does not go with a hostfile, whose lines are the nodes")
     else:
-        _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "needs --hostfile")
+        _refuse({"--node": node is not None, "--secret": secret is not None}, "needs --hostfile")
         allocated = Allocation.of(os.environ)
         if allocated and not here and not names_engine:
             _refuse({"--gpus-per-node": bool(gpus_per_node)}, "is set by salloc; --ranks sets the number of ranks")
@@ -104,7 +103,7 @@ def run(
             why = "--local" if here else f"--engine {engine}"
             print(f"on this machine only, because of {why}; without it, in the allocation: {allocated}")
         _refuse(
-            {f"--engine {engine}": engine not in engines.names("local")}, "needs a hostfile, or a job (dray submit)"
+            {f"--engine {engine}": engine not in engines.names("local")}, "needs --hostfile, or a job (dray submit)"
         )
     if engines.get(engine).image == "python":
         local.require(recipe, lambda *more: shlex.join(again(*more, command=asked.command)))
@@ -115,17 +114,12 @@ def run(
     if hostfile:
         machines = hosts.read(hostfile)
         name = run_id or machines.run_id(recipe)
-        if show:
-            options = [] if run_id else ["--run", name]
-            argv = [word for word in again(*options) if word != "--print"]
-            print(machines.commands(argv, asked.command), end="")
-            return
         only, proof = machines.here(node), machines.secret(secret)
         image = local.image_of(engine, recipe)
         facts = machines.facts(recipe, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
     else:
-        name, image = run_id, local.image_of(engine, recipe)
-        facts = local.facts(recipe, engine=engine, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
+        name = run_id
+        facts = local.facts(recipe, engine=engine, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
     plan, paths = prepare.write(recipe, facts, runs=folder, run=name, secret=proof, beside=asked.beside)
     command_line = again(*([] if run_id else [f"--run={plan.run}"]), command=asked.command)
     raise typer.Exit(conduct(plan, paths, again=shlex.join(command_line), only=only).exit_code)

@@ -27,9 +27,11 @@ from dray.runs.store import RunPaths
 _GRACE_S = 10.0  # for the other nodes to end by themselves after one has failed
 
 
-def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int, site: str) -> Facts:
+def facts(
+    recipe: Recipe, *, engine: Engine, image: str = "", nodes: int | None, gpus_per_node: int, site: str
+) -> Facts:
     """The facts of this machine, with the requested number of nodes, all on it."""
-    count = nodes or recipe.nodes
+    count, image = nodes or recipe.nodes, image or image_of(engine, recipe)
     return Facts(
         scheduler="local",
         nodelist=f"node[1-{count}]" if count > 1 else "node1",
@@ -70,31 +72,25 @@ def hub_cache() -> Path:
 
 
 def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -> None:
-    """Refuse a recipe that this Python cannot run. `again` makes the user's command line with more options.
+    """Refuse a recipe whose packages this Python lacks. `again` makes the user's command line with more options.
 
     With `fixed`, as for a replay, the fix changes no settings.
     """
-    in_image = f"{again('--engine', 'docker')}  # in the image, after dray image build {recipe.image} --format docker"
     missing = [package for package in requirements.of(recipe) if find_spec(package.module) is None]
     if missing:
         names = " and ".join(dict.fromkeys(package.module for package in missing))
-        settings = dict.fromkeys(word for package in missing for word in package.without)
-        can_omit = not fixed and all(package.without for package in missing)
+        fixes = [
+            f"{again('--engine', 'docker')}  # in the image, after dray image build {recipe.image} --format docker"
+        ]
+        if not fixed and all(package.without for package in missing):
+            settings = dict.fromkeys(word for package in missing for word in package.without)
+            fixes.insert(0, f"{again(*settings)}  # without {names}")
         raise ConfigError(
             f"the recipe needs {names}, which this Python does not have",
             where=sys.executable,
             wanted="\n".join(f"{package.module}, for {package.setting}" for package in missing),
             found="not installed; an image has everything that a recipe needs",
-            fix=f"{again(*settings)}  # without {names}\n{in_image}" if can_omit else in_image,
-        )
-    torch = find_spec("torch")
-    if recipe.train and recipe.train.compile is True and torch and any(map(str.isspace, torch.origin or "")):
-        raise ConfigError(
-            "torch.compile fails if torch's path contains a space",
-            where=torch.origin,
-            wanted="a path without a space: Inductor passes it unquoted to the C++ compiler",
-            found="train.compile = true",
-            fix=in_image if fixed else f"{again('train.compile=false')}\n{in_image}",
+            fix="\n".join(fixes),
         )
 
 

@@ -19,7 +19,7 @@ from dray.contract.files import parse_json, read
 from dray.contract.findings import ConfigError, DrayError, Finding, nearest
 from dray.facts import Counted, Facts, Files
 from dray.images.locks import lock
-from dray.planning.estimates import memory, model_shape
+from dray.planning.estimates import memory
 
 _TYPES = Path(__file__).with_name("model_types.toml")
 
@@ -30,8 +30,6 @@ def files(recipe: Recipe, facts: Facts) -> Files:
         return Files(findings=tuple(_program(recipe.command, facts)))
     home = Path(recipe.env.get("HF_HOME", facts.hf_home) or "/nonexistent", "hub")
     configuration = _configuration(recipe, home)
-    if configuration:
-        _require_sizes(recipe, configuration)
     return Files(
         configuration=configuration,
         counted=_counted(recipe, configuration) if configuration else None,
@@ -89,19 +87,6 @@ def _missing_on_hub(recipe: Recipe, home: Path) -> Iterator[str]:
     for kind, name in dict.fromkeys(named):
         if not _cached(home, kind, name).is_dir():
             yield name
-
-
-def _require_sizes(recipe: Recipe, configuration: dict[str, Any]) -> None:
-    """Refuse a configuration whose sizes are no numbers."""
-    try:
-        model_shape.of(configuration)
-    except ConfigError as wrong:
-        name = wrong.finding.where
-        where = f"config.json of {recipe.model.name or recipe.model.tokenizer}"
-        if {name, "text_config"} & recipe.model.config.keys():
-            where = f"recipe model.config.{name}"
-        wrong.amend(where=where, fix=f"set model.config.{name} in the recipe to a whole number")
-        raise
 
 
 def _counted(recipe: Recipe, configuration: dict[str, Any]) -> Counted | None:

@@ -47,7 +47,7 @@ def facts(
     """The facts that this login node can know, and the site."""
     conf = known.conf if known else slurm.conf()
     file = os.environ.get("DRAY_IMAGE", "")
-    here = local.facts(recipe, engine="apptainer", image=file, nodes=nodes, gpus_per_node=gpus, site=site)
+    here = local.facts(recipe, engine="apptainer", image=file or "none", nodes=nodes, gpus_per_node=gpus, site=site)
     told = {
         "scheduler": "slurm",
         "address": None,

@@ -114,9 +114,8 @@ def once(
     it also sees a GPU, if this machine has the kind that the recipe's image is for.
     """
     environment = {**recipe.env, **(env or {}), "PYTHONSAFEPATH": "1"}
-    image = local.image_of(engine, recipe)
     gpus = int(by_gpu and node.has_gpu(ACCELERATORS[recipe.image]))
-    facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=gpus, site="")
+    facts = local.facts(recipe, engine=engine, nodes=1, gpus_per_node=gpus, site="")
     visible = recipe.with_values("data", streaming=False)  # as in training
     with TemporaryDirectory(prefix="dray-") as runs:
         run = new_id(recipe.name)
@@ -130,7 +129,8 @@ def once(
             pass_env=tuple(name for name in recipe.pass_env if name not in environment),
             preflight=Preflight(when="never"),
             command=Command(
-                argv=(engines.get(engine).python(image), "-m", "dray.train.outputs", str(file)), folder=str(folder)
+                argv=(engines.get(engine).python(facts.image), "-m", "dray.train.outputs", str(file)),
+                folder=str(folder),
             ),
         ).model_copy(update={name: getattr(visible, name) for name in sections})
         plan, paths = prepare.write(program, facts, runs=Path(runs), run=run)

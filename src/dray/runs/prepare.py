@@ -122,6 +122,8 @@ class Last(NamedTuple):
     """The recipe with the job's original number of nodes."""
     gpus: int
     """GPUs per node."""
+    image: str
+    """The image's file, if the user named it."""
 
 
 def last(run: Path) -> Last:
@@ -132,7 +134,8 @@ def last(run: Path) -> Last:
     # A job that lost a node continues with fewer (min_nodes); the next job gets all nodes again.
     of_job = [attempt.plan for attempt in Run(paths.run).attempts if attempt.job == plan.job]
     nodes = max(len(planned["world"]["nodes"]) for planned in of_job if planned)
-    return Last(plan, plan.recipe.model_copy(update={"nodes": nodes}), seen.gpus_per_node)
+    recipe = plan.recipe.model_copy(update={"nodes": nodes})
+    return Last(plan, recipe, seen.gpus_per_node, plan.image if seen.image_given else "")
 
 
 def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, sites.Choice]:
@@ -182,7 +185,18 @@ def write(
     recipe = image.chosen(recipe, choice.site, facts).value
     facts = world.select(recipe, facts)
     run = run_name(run or "") or _requeued(recipe, facts, choice, runs)
-    decided, paths = _create(recipe, facts, choice, runs, run)
+    name = new_name = run or new_id(recipe.name, job=facts.job)
+    number = 1
+    while True:
+        paths = next_attempt(runs / name)
+        decided = decide(recipe, facts, choice, paths)
+        decided.refuse()
+        try:
+            paths.create(new=run is None, share=recipe.runs.share)
+            break
+        except FileExistsError:  # two steps of one job may begin in the same second
+            number += 1
+            name = run or f"{new_name}-{number}"
     cache = str(environment.caches(facts, PurePosixPath(runs)))
     if any(bind.path == cache for bind in decided.binds):
         _make_cache(Path(cache))
@@ -197,23 +211,6 @@ def write(
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
     capsule.begun(paths, decided, beside)
     return decided, paths
-
-
-def _create(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: str | None) -> tuple[Plan, RunPaths]:
-    """The plan and the new folder of the run's next attempt, or of a new run."""
-    name = new_name = run or new_id(recipe.name, job=facts.job)
-    number = 1
-    while True:
-        paths = next_attempt(runs / name)
-        decided = decide(recipe, facts, choice, paths)
-        decided.refuse()
-        try:
-            paths.create(new=run is None, share=recipe.runs.share)
-        except FileExistsError:  # two steps of one job may begin in the same second
-            number += 1
-            name = run or f"{new_name}-{number}"
-        else:
-            return decided, paths
 
 
 def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) -> str | None:
