@@ -33,9 +33,11 @@ def found(path: Path) -> Path:
     ours = dray_home.root()
     by_name = ours / "recipes" / f"{path}.toml"
     for file in (path, ours / path, by_name):
-        if os.path.isfile(file):  # False for what cannot be a name, too
+        if os.path.isfile(file):  # noqa: PTH113  False for what cannot be a name, too
             return file
-    return path if path.suffix or len(path.parts) > 1 else by_name
+    if not path.suffix and len(path.parts) == 1:
+        return by_name
+    return path if os.path.isdir(path.parent) else ours / path  # noqa: PTH112  likewise
 
 
 def _engine(name: str) -> str:
