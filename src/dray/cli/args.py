@@ -181,18 +181,15 @@ class Chosen:
         """Print which run is resumed, and with what: program, image, size and these options of sbatch."""
         if not self.last:
             return
-        plan, recipe, gpus = self.last.plan, self.last.recipe, self.last.gpus
+        plan, recipe = self.last.plan, self.last.recipe
         program = shlex.join(recipe.command.argv) if recipe.command else f"recipe {recipe.name}"
         line = f"resumes {plan.run} by the plan of attempt {plan.attempt}: {program}"
-        line += (
-            f", image {self.image or recipe.image_name}, launcher {recipe.launcher}, {counted(recipe.nodes, 'node')}"
-        )
-        if gpus:
-            line += f" of {counted(gpus, 'GPU')}"
-        if self.overrides:
-            line += f"; with {shlex.join(self.overrides)}"
-        if options:
-            line += f"; sbatch {shlex.join(options)}"
+        line += f", image {self.image or recipe.image_name}, launcher {recipe.launcher}"
+        line += f", {counted(recipe.nodes, 'node')}"
+        if self.last.gpus:
+            line += f" of {counted(self.last.gpus, 'GPU')}"
+        if more := shlex.join([*self.overrides, *options]):
+            line += f"; with {more}"
         print(printable(line), file=sys.stderr)
 
     def recipe(self) -> Recipe:

@@ -306,7 +306,7 @@ class TestRoom:
             with file.open("wb") as opened:
                 opened.truncate(200_000_000)
         (finding,) = self.check(build())
-        assert finding.found.startswith("a build needs 2.7 GB")
+        assert finding.found.startswith("a build needs 2.6 GB")
 
     @pytest.mark.parametrize(("kind", "noted"), [("lustre", True), ("nfs", True), ("xfs", False), ("tmpfs", False)])
     def test_a_network_disk(self, kind: str, noted: bool, build: Make, tmp_path: Path) -> None:

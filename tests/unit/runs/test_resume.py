@@ -98,7 +98,7 @@ def test_the_name_of_a_run_is_enough(slurm: Slurm, tmp_path: Path, capsys: Captu
     assert told.out.splitlines() == ["job 42 is in the queue, for attempt 2", f"run folder: {before.run}"]
     assert told.err.splitlines()[0] == (
         f"resumes mine by the plan of attempt 1: train.py --lr 1e-4, image {tmp_path}/i.sif, launcher python, 2 nodes; "
-        f"sbatch {shlex.join(kept)}"
+        f"with {shlex.join(kept)}"
     )
 
 
@@ -108,7 +108,7 @@ def test_what_is_given_beside_it_wins(slurm: Slurm, tmp_path: Path, capsys: Capt
     site = ("--job-name=train", "--nodes=2", "--ntasks-per-node=1")
     settings = ("env.X=1", "launcher=python")
     assert given(tmp_path) == argv(tmp_path, *site, "--nodes=3", "--time=10", settings=settings)
-    assert ", 2 nodes; with env.X=1 launcher=python\n" in capsys.readouterr().err
+    assert ", 2 nodes; with env.X=1 launcher=python " in capsys.readouterr().err
 
 
 def test_a_command_beside_it_is_the_run_s_from_now_on(
