@@ -30,7 +30,7 @@ from dray.cli.args import (
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import accounting, hosts, local, prepare
+from dray.runs import cost, hosts, local, prepare
 from dray.runs.finish import finish
 from dray.runs.result import Result, summary
 from dray.runs.slurm import Allocation, allocation_environment
@@ -135,7 +135,7 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
         except KeyboardInterrupt as stop:  # all started processes have ended by now
             code = 128 + signal.Signals[str(stop) or "SIGINT"]
             stopped = Stop(str(stop) or "Ctrl-C", utc())
-    spent = accounting.here(paths, plan, time.monotonic() - began) if only is None else None
+    spent = cost.here(paths, plan, time.monotonic() - began) if only is None else None
     result = finish(paths, code=code, stopped=stopped, spent=spent)
     print(summary(result, paths, again=again, shown=progress.rank))
     return result

@@ -14,8 +14,8 @@ import typer
 from dray.cli import submit as verb
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import last, read_recipe, write
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import ROOT
 from jobs import Job
