@@ -108,7 +108,7 @@ def test_what_is_given_beside_it_wins(slurm: Slurm, tmp_path: Path, capsys: Capt
     site = ("--job-name=train", "--nodes=2", "--ntasks-per-node=1")
     settings = ("env.X=1", "launcher=python")
     assert given(tmp_path) == argv(tmp_path, *site, "--nodes=3", "--time=10", settings=settings)
-    assert ", 2 nodes; with env.X=1 launcher=python " in capsys.readouterr().err
+    assert ", 2 nodes; with env.X=1 launcher=python\n" in capsys.readouterr().err
 
 
 def test_a_command_beside_it_is_the_run_s_from_now_on(
