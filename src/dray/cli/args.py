@@ -8,19 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dray import engines, process
 from dray.cli import candidates
 from dray.config import dray_home
-from dray.config.recipe import Recipe
 from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, counted
-from dray.planning.schema import Plan
-from dray.runs import prepare
 from dray.runs.store import is_run
+
+if TYPE_CHECKING:
+    from dray.config.recipe import Recipe
+    from dray.planning.schema import Plan
+    from dray.runs import prepare
 
 _ENGINES = engines.names("local", "hosts")
 
@@ -194,6 +196,8 @@ class Chosen:
 
     def recipe(self) -> Recipe:
         """The recipe with its overrides, from its file or from the last attempt."""
+        from dray.runs import prepare  # noqa: PLC0415  half a second, for which no list of runs waits
+
         if self.last:
             return prepare.over(self.last.recipe, self.overrides)
         return prepare.read_recipe(self.path, self.overrides, self.command)
@@ -241,6 +245,8 @@ def chosen(
             found=f"no run {run.name}" if run else "",
             fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
         )
+    from dray.runs import prepare  # noqa: PLC0415  likewise
+
     return Chosen(None, tuple(rest), (), ranks, prepare.last(run))
 
 

@@ -120,8 +120,8 @@ def _fetched_mb(build: Build) -> int:
     """The MB of the wheels and of Debian's packages that were fetched or brought before."""
     folder = build.checkout / "build"
     files = [*folder.glob("wheels/*"), *folder.glob("debs/*/*"), *(build.wheels.glob("*") if build.wheels else ())]
-    size: int = sum(file.stat().st_size for file in files)
-    return size // 1_000_000
+    size = sum(file.stat().st_size for file in files)
+    return int(size // 1_000_000)
 
 
 def _builder(build: Build) -> Iterator[Finding]:

@@ -89,7 +89,12 @@ class TestAttempts:
         assert (first.run, first.attempt, first.folder) == ("mine", 1, f"{tmp_path}/mine/attempt-1")
         assert (second.run, second.attempt, second.folder) == ("mine", 2, f"{tmp_path}/mine/attempt-2")
         assert second.run_folder == f"{tmp_path}/mine"
-        assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["attempt-1", "attempt-2", "checkpoints", "summary.json"]
+        assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [
+            "attempt-1",
+            "attempt-2",
+            "checkpoints",
+            "summary.json",
+        ]
         assert (again.checkpoints / "kept").exists()
         assert newest_attempt(tmp_path / "mine").attempt == 2
         assert newest_attempt(paths.folder).attempt == 1
