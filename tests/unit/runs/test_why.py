@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-from dray.runs.look import look
-from dray.runs.squeue import Queue
 
 from damage import RECORD
 from dray.cli import status
@@ -25,6 +23,8 @@ from dray.runs import bundle, causes, why
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
+from dray.runs.slurm import Slurm as Queue
+from dray.runs.status import status as look
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT, bash_blocks, section
