@@ -23,6 +23,7 @@ from dray.cli.args import (
     report,
 )  # fmt: skip
 from dray.contract import files
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
 from dray.planning import missing_facts
@@ -70,6 +71,13 @@ def plan(
     folder = (runs or default_runs()).absolute()
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node, run_named(folder, run or ""))
     recipe = asked.recipe()
+    if facts_file and (nodes or gpus_per_node or sbatch):
+        raise ConfigError(
+            "the facts already say which nodes and GPUs there are",
+            where=facts_file,
+            found="--nodes, --gpus-per-node or --sbatch besides --facts",
+            fix="leave out these options, or --facts",
+        )
     if facts_file:
         seen, choice = prepare.at_site(_read(facts_file, gpu_memory))
     else:
