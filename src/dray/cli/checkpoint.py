@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from dray.cli.chosen import Engine, found
+from dray.cli.args import Engine, found
 from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs import desk
-from dray.runs.write import read_recipe
+from dray.runs import one_off_job
+from dray.runs.prepare import read_recipe
 
 app = typer.Typer(no_args_is_help=True, help="Import checkpoints of Trainer, DeepSpeed and torch's DCP.")
 
@@ -104,7 +104,7 @@ def take(
     seen = seen.model_copy(update={"evaluate": {**seen.evaluate, **more}})
     sections = ("data", "model", "checkpoint", "evaluate") if settings else ("evaluate",)
     folder = target.parent if target else Path(seen.checkpoint.folder)
-    raise typer.Exit(desk.once(seen, job, engine=engine, folder=folder, sections=sections))
+    raise typer.Exit(one_off_job.once(seen, job, engine=engine, folder=folder, sections=sections))
 
 
 def _to_resume(path: Path, overrides: list[str]) -> Recipe:

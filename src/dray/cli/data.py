@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dray.cli.chosen import Engine, Overrides, RecipeFile
+from dray.cli.args import Engine, Overrides, RecipeFile
 from dray.contract import image_tasks
 from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, counted
-from dray.runs import desk
-from dray.runs.write import read_recipe
+from dray.runs import one_off_job
+from dray.runs.prepare import read_recipe
 
 app = typer.Typer(no_args_is_help=True, help="Show the datasets of a recipe as its model will see them.")
 Table = dict[str, Any]
@@ -61,7 +61,9 @@ def inspect(
         report = Path(folder, "report.json")
         job = image_tasks.Inspect(settings.model_dump(mode="json"), rows, str(report))
         with redirect_stdout(sys.stderr):  # what the trainer prints
-            code = desk.once(settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate"))
+            code = one_off_job.once(
+                settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate")
+            )
         if code:
             raise typer.Exit(code)
         found = printable(json.loads(report.read_text(encoding="utf-8")))

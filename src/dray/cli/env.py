@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.chosen import Arguments, Launcher, chosen
-from dray.cli.options import GpusPerNode, Nodes, Ranks, Site
+from dray.cli.args import Arguments, GpusPerNode, Launcher, Nodes, Ranks, Site, chosen
 from dray.config import dray_home
 from dray.contract import exit_codes
 from dray.contract.findings import counted
 from dray.fitness import variables
 from dray.images import inputs
-from dray.runs import login, write
+from dray.runs import login, prepare
 from dray.runs.store import RunPaths
 
 _LEVELS = ("error", "warning", "note")
@@ -47,7 +46,7 @@ def check(
     given = arguments or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
     settings = chosen(given, launcher, context, ranks, gpus_per_node).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)
-    plan = write.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
+    plan = prepare.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
     found = variables.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))
     if as_json:
         print(json.dumps([finding.data() for finding in found], indent=1))

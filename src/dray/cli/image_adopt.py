@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Site
+from dray.cli.args import Site
 from dray.config import dray_home
 from dray.contract.findings import DrayError
 from dray.fitness import host, host_libraries

@@ -14,7 +14,7 @@ import typer
 
 from dray import process
 from dray.cli import candidates
-from dray.cli.options import program
+from dray.cli.args import program
 from dray.cli.recipe import require_good, write
 from dray.config import dray_home, sites
 from dray.config.image_definition import ACCELERATORS
@@ -25,7 +25,7 @@ from dray.contract.findings import ConfigError, DrayError, listed, nearest
 from dray.fitness import host
 from dray.images import store
 from dray.runs import slurm
-from dray.runs.write import recipe_name
+from dray.runs.prepare import recipe_name
 
 _GPUS = {
     "cuda": "NVIDIA A100 and newer",

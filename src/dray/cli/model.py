@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dray.cli import candidates
-from dray.cli.chosen import Engine
-from dray.cli.options import Runs
+from dray.cli.args import Engine, Runs
 from dray.config.recipe import Recipe
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs import desk, hub, trust, write
+from dray.runs import one_off_job, prepare, trust
 from dray.runs.store import find, newest_attempt
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate, export or push the model of a run, or generate text with it.")
@@ -74,7 +73,7 @@ def evaluate(
     dray eval runs/20261120-124439-smoke-cpu-cea81f
     """
     folder = _folder(run, runs)
-    plan, final = desk.ended(folder, trust=trust_run)
+    plan, final = one_off_job.ended(folder, trust=trust_run)
     for override in overrides or []:
         if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
             raise ConfigError(
@@ -84,14 +83,14 @@ def evaluate(
                 fix="leave it out",
             )
     placing = _placing(device_map, max_memory or [], offload_folder)
-    recipe = write.over(plan.recipe, overrides or [])
+    recipe = prepare.over(plan.recipe, overrides or [])
     if not trust_run and trust.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
         trust.require(trust.functions(theirs), str(folder))
     job = image_tasks.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)
     seen = ("data", "evaluate", "checkpoint")
     recipe = _writing(recipe, offload_folder)
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=seen, by_gpu=True))
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=final, sections=seen, by_gpu=True))
 
 
 def _placing(device_map: str | None, max_memory: list[str], folder: Path | None) -> dict[str, Any] | None:
@@ -136,7 +135,7 @@ def generate(
 
     dray generate runs/20261120-124439-mine-cea81f 'two: the' --tokens 40
     """
-    plan, final = desk.ended(_folder(run, runs), trust=trust_run)
+    plan, final = one_off_job.ended(_folder(run, runs), trust=trust_run)
     recipe = plan.recipe
     job = image_tasks.Generate(
         str(final),
@@ -149,7 +148,7 @@ def generate(
         placing=_placing(device_map, max_memory or [], offload_folder),
     )
     recipe = _writing(recipe, offload_folder)
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("checkpoint",), by_gpu=True))
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=final, sections=("checkpoint",), by_gpu=True))
 
 
 @app.command()
@@ -171,7 +170,7 @@ def export(
 
     dray export runs/20261120-124439-smoke-cpu-cea81f --to weights --dtype bf16
     """
-    plan, paths = desk.trained(_folder(run, runs), trust=trust_run)
+    plan, paths = one_off_job.trained(_folder(run, runs), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     steps = _steps(folder, plan.run, step)
     chosen = step or steps[-1]
@@ -182,7 +181,9 @@ def export(
     job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
     held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder), "mirror": ""})
     recipe = plan.recipe.model_copy(update={"checkpoint": held})
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint")))
+    raise typer.Exit(
+        one_off_job.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
+    )
 
 
 def _steps(folder: Path, run: str, step: int | None) -> list[int]:
@@ -227,13 +228,13 @@ def push(
 
     dray push runs/20261120-124439-smoke-cpu-cea81f me/my-model
     """
-    plan, folder = desk.ended(_folder(run, runs), trust=trust_run)
+    plan, folder = one_off_job.ended(_folder(run, runs), trust=trust_run)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:
         folder = folder.with_name("adapter")
         if not folder.is_dir():
             raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter to push the model")
-    recipe = plan.recipe.model_copy(update={"pass_env": hub.passed()})
+    recipe = plan.recipe.model_copy(update={"pass_env": one_off_job.hub_variables()})
     job = image_tasks.Push(str(folder), name, private=not public)
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=folder, env={"HF_HUB_OFFLINE": "0"}))
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=folder, env={"HF_HUB_OFFLINE": "0"}))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import typer
 
-from dray.cli.chosen import Engine, Overrides, RecipeFile
+from dray.cli.args import Engine, Overrides, RecipeFile
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs import desk, hub, local
-from dray.runs.write import read_recipe
+from dray.runs import local, one_off_job
+from dray.runs.prepare import read_recipe
 
 
 def prefetch(
@@ -41,9 +41,11 @@ def prefetch(
     home.mkdir(parents=True, exist_ok=True)
     if not given:
         print(f"HF_HOME is not set: fetching into {home}, which all nodes must see")
-    settings = settings.model_copy(update={"pass_env": tuple(dict.fromkeys((*settings.pass_env, *hub.passed())))})
+    settings = settings.model_copy(
+        update={"pass_env": tuple(dict.fromkeys((*settings.pass_env, *one_off_job.hub_variables())))}
+    )
     sections = settings.model_dump(mode="json", include={"data", "model", "evaluate"})
-    code = desk.once(
+    code = one_off_job.once(
         settings,
         image_tasks.Prefetch(**sections),
         engine=engine,

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dray.cli import candidates
-from dray.cli.options import Json
+from dray.cli.args import Json
 from dray.cli.recipe import show_keys
 from dray.config import load_toml, sites
 from dray.config.site import Site

@@ -22,7 +22,7 @@ from dray.runs.leftovers import DAY, Item, measured
 from dray.runs.result import result_of
 from dray.runs.status import State
 from dray.runs.store import every, last_attempt, read_json
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "layers")
 DEFAULT = KINDS[:-1]

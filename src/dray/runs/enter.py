@@ -13,7 +13,7 @@ from dray.facts import Layer
 from dray.planning.schema import Plan
 from dray.runs.status import State
 from dray.runs.store import RunPaths, node_number
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 _NOT_RUNNING = {
     "queued": ("the run waits in the queue", "wait until it has started"),

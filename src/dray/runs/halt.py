@@ -16,7 +16,7 @@ from dray.runs import slurm, status
 from dray.runs.result import left, next_command, result_of, summary
 from dray.runs.status import State
 from dray.runs.store import Run, RunPaths, find, newest_checkpoint, newest_first
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 Say = Callable[[str], None]
 _LOOK_S = 0.3

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, listed
-from dray.runs import effect, status, store, write
+from dray.runs import effect, status, store
 from dray.runs.metrics import Event, Metrics, number, whole
 from dray.runs.slurm import Slurm
 from dray.runs.store import RunPaths, attempts, is_run, make_run_folder
@@ -204,6 +204,6 @@ def _parity(rows: list[Row], losses: dict[str, effect.Losses], *, checked: bool)
 
 def _fp32(run: Path) -> bool:
     with suppress(DrayError, OSError):
-        train = write.read(RunPaths(run, attempts(run)[-1])).recipe.train
+        train = store.plan_of(RunPaths(run, attempts(run)[-1])).recipe.train
         return bool(train and train.precision == "fp32")
     return False

@@ -19,7 +19,7 @@ from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import login, refusal, slurm, source, status, write
+from dray.runs import login, prepare, refusal, slurm, source, status
 from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
@@ -59,7 +59,7 @@ def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known 
         recipe, asked.nodes, asked.gpus, asked.site, ranks=asked.ranks or None,
         options=(*(asked.before or ()), *asked.options), gpu_memory=asked.gpu_memory, known=known,
     )  # fmt: skip
-    plan = write.decide(recipe, facts, choice, attempt)
+    plan = prepare.decide(recipe, facts, choice, attempt)
     plan.refuse()
     own = options(recipe, choice.site, facts.gpus_per_node, asked.nodes)
     if recipe.requeue == "expedite":

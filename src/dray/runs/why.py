@@ -22,7 +22,7 @@ from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restar
 from dray.runs.slurm import Slurm
 from dray.runs.stop import Stop
 from dray.runs.store import Run, RunPaths, attempts, is_run, last_attempt, reason
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 _SHOWN, _WIDE = 12, 400  # last lines, and letters of each
 _AFTER = 6

@@ -10,7 +10,7 @@ import pytest
 
 import verbs
 from dray.config import dray_home
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 VERBS = verbs.verbs()

@@ -14,11 +14,11 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
 from dray.runs import halt, store, submit, why
 from dray.runs.finish import finish
+from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm as Queue
 from dray.runs.status import status as look
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
 

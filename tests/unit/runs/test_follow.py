@@ -12,9 +12,9 @@ from dray.facts import Facts
 from dray.runs.follow import Growing
 from dray.runs.logs import Log, new
 from dray.runs.metrics import tail
+from dray.runs.prepare import read_recipe, write
 from dray.runs.status import Watched
 from dray.runs.store import RunPaths
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 SLOW = '{"event": "slow", "time": 5.0, "step": %d, "rank": 1, "node": "n1", "times": 1.5}\n'

@@ -19,12 +19,12 @@ from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts
 from dray.runs import halt, submit
 from dray.runs.finish import finish
+from dray.runs.prepare import read_recipe, write
 from dray.runs.result import result_of, summary
 from dray.runs.slurm import Slurm as Queue
 from dray.runs.status import status as look
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths, require_own
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
 

@@ -13,11 +13,11 @@ from dray.cli import status
 from dray.facts import Facts
 from dray.runs import result, why
 from dray.runs.finish import finish
+from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm
 from dray.runs.status import status as look
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")

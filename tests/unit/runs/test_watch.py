@@ -24,12 +24,12 @@ from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.logs import joined, new, of
 from dray.runs.metrics import tail
+from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm, meaning
 from dray.runs.status import State, Watched
 from dray.runs.status import status as look
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths, write_summary
-from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT, bash_blocks, section
 
 NOW = 1795570000.0

@@ -21,12 +21,12 @@ from dray.cli import status
 from dray.facts import Facts
 from dray.runs import bundle, causes, why
 from dray.runs.finish import finish
+from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
 from dray.runs.slurm import Slurm as Queue
 from dray.runs.status import status as look
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
-from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT, bash_blocks, section
 from slurms import Slurm
 
