@@ -17,7 +17,7 @@ from dray.planning.grace import DEFAULT_S
 from dray.runs import stop, webhook
 from dray.runs.finish import finish as conclude
 from dray.runs.result import summary
-from dray.runs.store import RunPaths, last_attempt
+from dray.runs.store import RunPaths, attempt_at
 from dray.runs.store import plan_of as read
 
 
