@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import typer
 
 from dray import process
 from dray.cli.chosen import report
-from dray.cli.options import Json, Run, Runs, Sbatch
+from dray.cli.options import Run, Runs, Sbatch
 from dray.cli.run import conduct
 from dray.cli.top import watch
 from dray.contract import exit_codes
@@ -25,12 +24,9 @@ from dray.runs import archive, capsule, local, trust, write
 from dray.runs import compare as comparing
 from dray.runs import replay as replays
 from dray.runs.compare import Difference
-from dray.runs.named import find
-from dray.runs.paths import RunPaths, default_runs, last_attempt
 from dray.runs.replay import Original
 from dray.runs.result import result_of
-
-_SHOWN = 20
+from dray.runs.store import RunPaths, default_runs, find, last_attempt, plan_of
 
 
 def replay(
@@ -47,7 +43,7 @@ def replay(
         str, typer.Option(metavar="FOLDER", help="Compare with a replay that has ended; start nothing.")
     ] = "",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Show the capsule, and check each recorded file; exit code 1 if one differs.")
+        bool, typer.Option("--verify", help="Check each file that the capsule records; exit code 1 if one differs.")
     ] = False,
     pack: Annotated[
         Path | None,
@@ -58,7 +54,6 @@ def replay(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="For a run of Slurm: submit it without asking.")] = False,
     sbatch: Sbatch = None,
-    as_json: Json = False,
     runs: Runs = None,
 ) -> None:
     """Repeat a run from its capsule, and compare the losses step by step.
@@ -70,19 +65,23 @@ def replay(
     dray replay 4711 --recipe again.toml
     """
     given = {"--compare": compare, "--recipe": recipe, "--engine": engine, "--verify": verify, "--pack": pack}
-    _require_one([name for name, value in given.items() if value], "--yes" * yes or "--sbatch" * bool(sbatch))
+    named = [name for name, value in given.items() if value]
+    if named and (yes or follow or sbatch):
+        named.append("an option of a job")
+    if len(named) > 1:
+        wanted = f"one of {', '.join(given)}; or, for a job, --follow, --yes and --sbatch"
+        raise ConfigError(f"{named[1]} does not go with {named[0]}", wanted=wanted, fix=f"leave out {named[0]}")
     folder = find(run, runs)
     if verify:
-        _verify(last_attempt(folder), as_json=as_json)
+        _verify(last_attempt(folder))
     if pack:
-        packed = archive.of_run(folder, pack)
-        print(packed.model_dump_json(indent=1) if as_json else archive.text(packed))
+        print(archive.text(archive.make(last_attempt(folder).run, pack)))
         return
     before = replays.original(folder)
     if compare:
         _compare(before, find(compare, runs))
     if changed := [file.path for file in capsule.verify(before.paths) if file.state != "same"]:
-        print(f"changed since the run: {', '.join(changed[:_SHOWN])}", flush=True)
+        print(f"changed since the run: {', '.join(changed)}", flush=True)
     if recipe:
         _save(recipe, before)
         return
@@ -94,23 +93,9 @@ def replay(
         _start(before, runs, replays.engine_here(before.plan, engine))
 
 
-def _require_one(given: Sequence[str], of_job: str) -> None:
-    """Refuse options that exclude each other; the options of a job exclude all others."""
-    if len(given) + bool(of_job) > 1:
-        raise ConfigError(
-            f"{of_job or given[1]} does not go with {given[0]}", found=" and ".join([*given, of_job]),
-            wanted="one of --compare, --recipe, --engine, --verify and --pack, or the options of a job",
-            fix=f"leave out {of_job or given[1]}",
-        )  # fmt: skip
-
-
-def _verify(paths: RunPaths, *, as_json: bool) -> NoReturn:
-    made, found = capsule.read(paths), capsule.verify(paths)
-    if as_json:
-        print(json.dumps({"capsule": made.model_dump(), "files": [file.model_dump() for file in found]}, indent=1))
-    else:
-        lines = [*capsule.page(made), *(f"  {file.state:<8} {file.path}" for file in found)]
-        print("\n".join(printable(lines)))
+def _verify(paths: RunPaths) -> NoReturn:
+    found = capsule.verify(paths)
+    print("\n".join(printable([f"{file.state:<8} {file.path}" for file in found])))
     is_same = all(file.state == "same" for file in found)
     raise typer.Exit(exit_codes.DONE if is_same else exit_codes.FAILED)
 
@@ -151,20 +136,21 @@ def _submit(before: Original, runs: Path, options: Sequence[str], *, yes: bool, 
     """Submit a job with the same nodes, ranks and options, after the user has agreed."""
     job = replays.job(before, runs, options)
     report(job.plan)
-    _announce(before, RunPaths(job.folder), job.plan)
+    folder = Path(job.plan.run_folder)
+    _announce(before, RunPaths(folder), job.plan)
     if replays.asked(before.paths.run) is None:
         print("sbatch options: only the site's; the run folder has none of yours (--sbatch=--time=08:00:00 adds one)")
     print(shlex.join(job.argv), flush=True)
     if not yes and not _agreed():
         print("nothing was submitted")
         raise typer.Exit(exit_codes.FAILED)
-    number = replays.start(job)
-    print(f"job {number} is in the queue\nrun folder: {job.folder}")
-    later = shlex.join(["dray", "replay", str(before.folder), "--compare", str(job.folder)])
+    number = replays.start(before, job)
+    print(f"job {number} is in the queue\nrun folder: {folder}")
+    later = shlex.join(["dray", "replay", str(before.folder), "--compare", str(folder)])
     print(f"once it has ended: {later}", flush=True)
     if follow:
-        watch(job.folder)
-        _compare(before, job.folder)
+        watch(folder)
+        _compare(before, folder)
 
 
 def _agreed() -> bool:
@@ -189,7 +175,7 @@ def _compare(before: Original, folder: Path) -> NoReturn:
     if result is None or result.exit_code:
         end = f"has {result.status}, with exit code {result.exit_code}" if result else "wrote no result"
         print(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}")
-    _judge(before, after, write.read(paths), [], result.exit_code if result else exit_codes.DONE)
+    _judge(before, after, plan_of(paths), [], result.exit_code if result else exit_codes.DONE)
 
 
 def _judge(before: Original, after: list[RunPaths], plan: Plan, known: Sequence[Difference], code: int) -> NoReturn:

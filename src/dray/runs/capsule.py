@@ -10,27 +10,25 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dray.config.site import NAME
 from dray.contract import files, run_folder
-from dray.contract.control_characters import printable
-from dray.contract.findings import DrayError, counted
+from dray.contract.findings import DrayError
 from dray.images.sif import record
 from dray.planning.schema import Plan
-from dray.runs import again, reading
+from dray.runs import again
 from dray.runs import source as sources
 from dray.runs.metrics import first
-from dray.runs.paths import RunPaths
-from dray.runs.reading import reason, written
 from dray.runs.result import Attempt, Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
+from dray.runs.store import RunPaths, load, read_json, reason, written
 
 # Secret files, files that change after the run has ended, and the capsule itself.
-_NOT = {run_folder.CAPSULE, run_folder.SECRET, run_folder.STOP, run_folder.NEXT, run_folder.RENDEZVOUS}
+NOT_RECORDED = {run_folder.CAPSULE, run_folder.SECRET, run_folder.STOP, run_folder.NEXT, run_folder.RENDEZVOUS}
 
 
 class _Model(BaseModel):
@@ -199,7 +197,7 @@ def of(paths: RunPaths, plan: Plan) -> Capsule:
 
 def read(paths: RunPaths) -> Capsule:
     """The capsule of an attempt; ConfigError if it is missing, damaged or of another version."""
-    return reading.load(Capsule, paths.capsule, "capsule", fix="each attempt has one once it is planned")
+    return load(Capsule, paths.capsule, "capsule", fix="each attempt has one once it is planned")
 
 
 def seen(paths: RunPaths, made: Capsule) -> Capsule:
@@ -207,7 +205,7 @@ def seen(paths: RunPaths, made: Capsule) -> Capsule:
     nodes, packages = list[Node](), dict[str, str]()
     for path in paths.nodes.glob("node-*.json"):
         with suppress(ValueError):  # a damaged record leaves the others
-            told = reading.table(path, []) or {}
+            told = read_json(path, []) or {}
             packages |= _texts(told.pop("packages", None))
             nodes.append(Node.model_validate(told))
     update: dict[str, Any] = {"nodes": tuple(sorted(nodes, key=lambda node: node.node))} if nodes else {}
@@ -230,7 +228,7 @@ def _texts(table: object) -> dict[str, str]:
 
 def _files(paths: RunPaths) -> Iterator[File]:
     """The plan, then the other files; no logs, because the batch script still writes to them."""
-    others = [path for path in paths.folder.iterdir() if path.name not in _NOT and ".part-" not in path.name]
+    others = [path for path in paths.folder.iterdir() if path.name not in NOT_RECORDED and ".part-" not in path.name]
     for path in [paths.plan, *sorted({*others} - {paths.plan}), *sorted(paths.nodes.iterdir()), paths.preflight_report]:
         with suppress(OSError):
             sha256, size = _digest(path)
@@ -244,52 +242,27 @@ def _digest(path: Path) -> tuple[str, int]:
         return sha256, file.tell()
 
 
-# To show and to verify.
-
-
-class FileState(BaseModel):
+class Checked(NamedTuple):
     """A file compared with its record."""
 
     path: str
-    state: Literal["same", "changed", "missing"]
+    state: str
+    """same, changed or missing"""
 
 
-def verify(paths: RunPaths) -> list[FileState]:
+def verify(paths: RunPaths) -> list[Checked]:
     """Compare every file that the capsule names with its record, and the image if it is on this machine."""
     made = read(paths)
     recorded = {file.path: file.sha256 for file in made.files}
     if made.image.sha256 and Path(made.image.file).exists():
         recorded[made.image.file] = made.image.sha256
-    return [FileState(path=name, state=_state(paths.folder / name, sha256)) for name, sha256 in recorded.items()]
+    return [Checked(name, _state(paths.folder / name, sha256)) for name, sha256 in recorded.items()]
 
 
-def _state(path: Path, sha256: str) -> Literal["same", "changed", "missing"]:
+def _state(path: Path, sha256: str) -> str:
     try:
         return "same" if _digest(path)[0] == sha256 else "changed"
     except FileNotFoundError:
         return "missing"
     except OSError:  # a link, or no file
         return "changed"
-
-
-def page(made: Capsule) -> Iterator[str]:
-    """The capsule in half a page."""
-    yield f"{made.run}, attempt {made.attempt}: {made.status or 'not ended'}"
-    yield f"planned:   {made.planned}{f', ended {made.finished}' if made.finished else ''}"
-    packages = f"{counted(len(made.image.packages), 'package')} sha256:{made.image.packages_sha256[:12]}"
-    yield f"software:  dray {made.dray}, torch {made.torch or 'unknown'}, {packages}"
-    layer = f", layer {made.image.layer[:19]}" if made.image.layer else ""
-    digest = f" sha256:{made.image.sha256[:12]}" if made.image.sha256 else ""
-    yield f"image:     {made.image.variant} by {made.image.engine}, {made.image.file}{digest}{layer}"
-    yield f"source:    {sources.text(made.source) if made.source else 'not in git'}"
-    yield f"site:      {made.site}; {counted(made.world_size, 'rank')}{f', job {made.job}' if made.job else ''}"
-    machines: dict[str, list[str]] = {}
-    for node in made.nodes:
-        gpus = f", {counted(len(node.gpus), 'GPU')} {node.gpus[0]}, driver {node.driver}" if node.gpus else ""
-        machines.setdefault(f"{node.cpu}, {node.cpus} CPUs{gpus}, {node.kernel}", []).append(node.name)
-    for machine, names in machines.items():
-        yield f"nodes:     {hostlist.compress(names)}: {machine}"
-    for name, sha256 in made.data.items():
-        yield f"data:      {name} {sha256[:16]}"
-    for attempt in made.attempts:
-        yield f"attempt {attempt.attempt}: {attempt.status}, {attempt.why or 'no failure'}, step {attempt.steps or 0}"

@@ -8,7 +8,6 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -18,9 +17,7 @@ from dray.planning.schema import Plan
 from dray.runs import capsule
 from dray.runs.capsule import Capsule
 from dray.runs.metrics import Metrics, number, whole
-from dray.runs.paths import RunPaths, attempts, newest_attempt
-from dray.runs.reading import reason, written
-from dray.runs.write import read
+from dray.runs.store import RunPaths, attempts, newest_attempt, plan_of
 
 # The keys of plan.json of each kind of difference, most important kind first. A key in a table has the table's kind,
 # unless it is named itself. A difference often causes those after it: another image has other versions.
@@ -47,12 +44,13 @@ _KEYS = {
         recipe.env recipe.pass_env recipe.nodes recipe.ranks_per_node recipe.port recipe.batch recipe.preflight""",
 }
 _KIND = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
-KINDS = [*_KEYS]
+_ORDER = [*_KEYS]
 ABSENT = "(none)"
-_OF_NODES = ("cpu", "gpus", "driver", "threads", "cpus", "cores_of_ranks", "memory_gb", "numa", "kernel")
-_OF_PYTHON = ("libc", "python")
-_WIDE = 48
-_LONGEST = 200
+_OF_NODES = {
+    "nodes": ("cpu", "gpus", "driver", "threads", "cpus", "cores_of_ranks", "memory_gb", "numa", "kernel"),
+    "versions": ("libc", "python"),
+}
+_WIDE, _LONG = 48, 200  # letters of a value, in a table and in all
 
 Losses = Mapping[int, float | None]
 """Loss by step; None: it was not finite."""
@@ -68,18 +66,14 @@ class Difference(BaseModel):
 
 
 class Curve(BaseModel):
-    """One run's losses and times, by its metrics."""
+    """One run's losses and speed, by its metrics."""
 
     losses: dict[int, float | None] = {}
     """Loss by step; if a later attempt repeated a step, the later loss. None: it was not finite."""
-    median_s: float | None = None
+    step_s: float | None = None
     """Median seconds of a step."""
-    p95_s: float | None = None
     tokens_per_s: float | None = None
     """The median over the logged steps."""
-    start_s: float | None = None
-    """Seconds from the plan to the first logged step; None for a copied run."""
-    warnings: list[str] = []
 
 
 class LossComparison(BaseModel):
@@ -93,10 +87,6 @@ class LossComparison(BaseModel):
     largest: float = 0.0
     """The largest relative difference of finite losses."""
     largest_step: int | None = None
-    last: int | None = None
-    """The last common step."""
-    last_a: float | None = None
-    last_b: float | None = None
     only_a: int = 0
     """Steps that only A logged."""
     only_b: int = 0
@@ -111,28 +101,21 @@ class Comparison(BaseModel):
     """Most important first."""
     curves: tuple[Curve, Curve]
     losses: LossComparison
-    notes: list[str] = []
 
 
 def runs(a: Path, b: Path) -> Comparison:
     """Compare two runs, or single attempts if their folders are given."""
-    newest = [newest_attempt(folder) for folder in (a, b)]
-    plans = [read(paths) for paths in newest]
-    capsules = [capsule.of(paths, plan) for paths, plan in zip(newest, plans, strict=True)]
-    notes = [
-        f"{paths.run.name} has no capsule: its versions and nodes are unknown"
-        for paths in newest
-        if not paths.capsule.exists()
-    ]
-    ours, theirs = curve(attempts_of(a)), curve(attempts_of(b))
+    names, sides, curves = list[str](), list[tuple[Plan, Capsule]](), list[Curve]()
+    for folder in (a, b):
+        paths = newest_attempt(folder)
+        plan = plan_of(paths)
+        names.append(paths.run.name)
+        sides.append((plan, capsule.of(paths, plan)))
+        curves.append(curve(attempts_of(folder)))
     return Comparison(
-        a=newest[0].run.name,
-        b=newest[1].run.name,
-        differences=differences((plans[0], capsules[0]), (plans[1], capsules[1])),
-        curves=(ours, theirs),
-        losses=compare(ours.losses, theirs.losses),
-        notes=[*notes, *ours.warnings, *theirs.warnings],
-    )
+        a=names[0], b=names[1], differences=differences(*sides), curves=(curves[0], curves[1]),
+        losses=compare(curves[0].losses, curves[1].losses),
+    )  # fmt: skip
 
 
 def attempts_of(folder: Path) -> list[RunPaths]:
@@ -149,7 +132,7 @@ def attempts_of(folder: Path) -> list[RunPaths]:
 def differences(a: tuple[Plan, Capsule], b: tuple[Plan, Capsule]) -> list[Difference]:
     """All differences, most important first."""
     found = [*_of_capsules(a[1], b[1]), *_of_plans(a[0], b[0])]
-    return sorted(found, key=lambda difference: KINDS.index(difference.kind))
+    return sorted(found, key=lambda difference: _ORDER.index(difference.kind))
 
 
 def _of_plans(a: Plan, b: Plan) -> Iterator[Difference]:
@@ -188,47 +171,33 @@ def _hosts(plan: Plan) -> dict[str, object]:
 def _of_capsules(a: Capsule, b: Capsule) -> Iterator[Difference]:
     """Differences in what both capsules know; a run that has not started knows little."""
     if a.image.packages and b.image.packages:
-        yield from _walk("versions", "", a.image.packages | _torch(a), b.image.packages | _torch(b))
+        yield from _walk("versions", "", {**a.image.packages, "torch": ""}, {**b.image.packages, "torch": ""})
     ours, theirs = _seen(a), _seen(b)
-    for kind, values in ours.items():
-        for name, value in values.items():
-            if name in theirs[kind]:
-                yield from _walk(kind, name, value, theirs[kind][name])
+    for (kind, name), value in ours.items():
+        other = theirs.get((kind, name))
+        if value is not None and other is not None:
+            yield from _walk(kind, name, value, other)
 
 
-def _seen(made: Capsule) -> dict[str, dict[str, object]]:
-    """What the capsule knows, by kind."""
-    code: dict[str, object] = {}
+def _seen(made: Capsule) -> dict[tuple[str, str], object]:
+    """What the capsule knows, by kind and name; None: unknown."""
+    known: dict[tuple[str, str], object] = {
+        ("image", "inputs"): made.image.inputs or None,
+        ("versions", "torch"): made.torch or None,
+    }
     if made.source:
         diff = next((file.sha256 for file in made.files if file.path == "source.diff"), "")
-        untracked = " ".join(made.source.untracked)
-        code = {"commit": made.source.commit, "source.diff": diff, "untracked files": untracked}
-    preflight = re.sub(r", [\d.]+ GB/s of bus bandwidth.*", "", made.preflight or "", flags=re.DOTALL)  # as measured
-    return {
-        "image": _known({"inputs": made.image.inputs}),
-        "versions": _torch(made) | _of_nodes(made, _OF_PYTHON),
-        "code": code,
-        "nodes": _of_nodes(made, _OF_NODES),
-        "transport": _known({"preflight": preflight}),
-        "data": {f"tokens of {name}": sha256 for name, sha256 in made.data.items()},
-    }
-
-
-def _torch(made: Capsule) -> dict[str, Any]:
-    return _known({"torch": made.torch})
-
-
-def _of_nodes(made: Capsule, names: Sequence[str]) -> dict[str, Any]:
-    """What all nodes have in common, or the different values."""
-    found = {}
-    for name in names:
-        values = {_text(getattr(node, name)) for node in made.nodes} - {ABSENT}
-        found[name] = ", ".join(sorted(values))
-    return _known(found)
-
-
-def _known(values: dict[str, str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value}
+        known["code", "commit"], known["code", "source.diff"] = made.source.commit, diff
+        known["code", "untracked files"] = " ".join(made.source.untracked)
+    for kind, names in _OF_NODES.items():
+        for name in names:
+            values = {_text(getattr(node, name)) for node in made.nodes} - {ABSENT}
+            known[kind, name] = ", ".join(sorted(values)) or None
+    if made.preflight:
+        known["transport", "preflight"] = re.sub(r", [\d.]+ GB/s of bus bandwidth.*", "", made.preflight, flags=re.S)
+    for name, sha256 in made.data.items():
+        known["data", f"tokens of {name}"] = sha256
+    return known
 
 
 def _walk(kind: str, name: str, a: object, b: object) -> Iterator[Difference]:
@@ -247,39 +216,28 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return "given"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return " ".join(str(printable(text)).split())[:_LONGEST]
+    return " ".join(str(printable(text)).split())[:_LONG]
 
 
 # What it came to.
 
 
 def curve(run: Sequence[RunPaths]) -> Curve:
-    """The losses and times that the attempts of a run logged, in their order."""
+    """The losses and the speed that the attempts of a run logged, in their order."""
     found, seconds, speeds = Curve(), list[float](), list[float]()
-    started: float | None = None
     for paths in run:
-        metrics, is_first = Metrics(paths.metrics), True
-        try:
-            for event in metrics:
-                if event.get("event") != "step" or (step := whole(event, "step")) is None:
-                    continue
-                found.losses.pop(step, None)  # so that steps stay in the order of training
-                found.losses[step] = number(event, "loss")
-                if not is_first:  # the first line includes the time of the compiler
-                    seconds.append(number(event, "step_s") or 0.0)
-                    speeds.append(number(event, "tokens_per_s") or 0.0)
-                elif started is None:
-                    started = (number(event, "time") or 0.0) - (written(paths.plan) or 0.0)
-                is_first = False
-        except OSError as error:
-            found.warnings.append(f"{paths.metrics} cannot be read: {reason(error)}")
-        found.warnings += metrics.warnings()
+        is_first = True
+        for event in Metrics(paths.metrics):
+            step = whole(event, "step")
+            if event.get("event") != "step" or step is None:
+                continue
+            found.losses[step] = number(event, "loss")
+            if not is_first:  # the first line includes the time of the compiler
+                seconds.append(number(event, "step_s") or 0.0)
+                speeds.append(number(event, "tokens_per_s") or 0.0)
+            is_first = False
     if seconds:
-        found.median_s = statistics.median(seconds)
-        found.p95_s = sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
-        found.tokens_per_s = statistics.median(speeds)
-    if started is not None and started >= 0:  # the files of a copy are newer
-        found.start_s = round(started, 3)
+        found.step_s, found.tokens_per_s = statistics.median(seconds), statistics.median(speeds)
     return found
 
 
@@ -300,9 +258,6 @@ def compare(a: Losses, b: Losses, tolerance: float = 0.0) -> LossComparison:
             found.first, found.first_a, found.first_b = step, a[step], b[step]
         if found.largest < apart < math.inf:
             found.largest, found.largest_step = apart, step
-    if common:
-        found.last = common[-1]
-        found.last_a, found.last_b = a[found.last], b[found.last]
     return found
 
 
@@ -317,9 +272,6 @@ def losses_text(found: LossComparison, a: str = "A", b: str = "B") -> list[str]:
         lines.append(f"losses first differ at step {found.first}: {' and '.join(pair(found.first_a, found.first_b))}")
         if found.largest_step is not None:
             lines.append(f"largest relative difference {found.largest:.1e}, at step {found.largest_step}")
-        if found.last != found.first:
-            last = " and ".join(pair(found.last_a, found.last_b))
-            lines.append(f"at step {found.last}, the last common step: {last}")
     for count, name in ((found.only_a, a), (found.only_b, b)):
         if count:
             lines.append(f"only {name} logged {counted(count, 'more step')}")
@@ -344,22 +296,14 @@ def text(found: Comparison) -> Iterator[str]:
     names = max((len(one.name) for one in found.differences), default=0)
     for one in found.differences:
         yield f"  {one.kind:<{kinds}}  {one.name:<{names}}  {_short(one.a)} -> {_short(one.b)}"
-    yield from (f"note: {note}" for note in found.notes)
     yield from losses_text(found.losses)
     before, after = found.curves
-    yield from _change("step, median", before.median_s, after.median_s, "s")
-    yield from _change("step, p95", before.p95_s, after.p95_s, "s")
-    yield from _change("speed", before.tokens_per_s, after.tokens_per_s, "tokens/s")
-    yield from _change("start-up", before.start_s, after.start_s, "s")
-
-
-def _change(name: str, before: float | None, after: float | None, unit: str) -> Iterator[str]:
-    if before and after is not None:
-        yield f"{name + ':':<14}{_figure(before)} -> {_figure(after)} {unit} ({after / before - 1:+.0%})"
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    if before.step_s and after.step_s:
+        change = after.step_s / before.step_s - 1
+        yield f"median step: {before.step_s:.4g} -> {after.step_s:.4g} s ({change:+.0%})"
+    if before.tokens_per_s and after.tokens_per_s:
+        change = after.tokens_per_s / before.tokens_per_s - 1
+        yield f"median speed: {before.tokens_per_s:,.0f} -> {after.tokens_per_s:,.0f} tokens/s ({change:+.0%})"
 
 
 def _short(value: str) -> str:

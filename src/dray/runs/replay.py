@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +17,15 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import capsule, compare, live, queued, trust
+from dray.runs import capsule, compare, live, trust
 from dray.runs import submit as queue
 from dray.runs.capsule import Capsule
 from dray.runs.compare import ABSENT, Difference, LossComparison
-from dray.runs.paths import RunPaths, new_id
-from dray.runs.write import read
+from dray.runs.store import Run, RunPaths, new_id, plan_of
 
 _STEM = "replay"
 _THREADS = "OMP_NUM_THREADS"
-_SCRIPTS = ("multinode.sh", "singlenode.sh")
+_SCRIPTS = ("/multinode.sh", "/singlenode.sh")
 # Options of sbatch that the replay sets itself, that concern other jobs or another time, or that hide the job's number.
 _OWN = (
     "--parsable", "--output", "--nodes", "--gpus-per-node", "--dependency", "--no-kill", "--begin", "--deadline",
@@ -38,17 +36,11 @@ _SHORT = ("-o", "-N", "-d", "-k", "-b", "-a", "-W", "-H", "-Q", "--gres=gpu")
 _SET = ("checkpoint.", "spares", "max_requeues", "train.trackers")
 # Facts about nodes that are known before the start.
 _KNOWN = ("nodes", "site", "started by", "world.size", "world.ranks_per_node")
-# Differences that do not change the losses. Of the image, if its packages are the same.
-_HARMLESS = {
-    "nodes": (
-        "names", "started by", "site", "memory_gb", "kernel", "cpus", "numa", "cores_of_ranks", "world.one_machine",
-        "world.shared_folder", "world.cores",
-    ),
-    "image": ("engine", "image", "signers"),
-}  # fmt: skip
-_NUMERIC = (
-    "accelerate", "aihwkit-lightning", "datasets", "deepspeed", "dray", "numpy", "peft", "python", "libc", "tokenizers",
-    "torch", "transformers", "triton",
+# What does not change the losses: facts about nodes, and the image's name and engine if it has the same packages.
+_HARMLESS = (
+    "image", "engine", "signers",
+    "names", "started by", "site", "memory_gb", "kernel", "cpus", "numa", "cores_of_ranks", "world.one_machine",
+    "world.shared_folder", "world.cores",
 )  # fmt: skip
 
 
@@ -82,7 +74,7 @@ class Original:
     def _other_sizes(self, plan: Plan) -> Iterator[Difference]:
         """The attempts with another number of ranks, whose sums a replay adds in another order."""
         for paths in self.attempts:
-            size = read(paths).world.size
+            size = plan_of(paths).world.size
             if size != plan.world.size:
                 name = f"ranks of attempt {paths.attempt}"
                 yield Difference(kind="nodes", name=name, a=str(size), b=str(plan.world.size))
@@ -91,7 +83,7 @@ class Original:
 def original(folder: Path) -> Original:
     """The run in this folder, or its attempt if that is named."""
     attempts = [paths for paths in compare.attempts_of(folder) if paths.plan.is_file()]
-    plan = read(attempts[-1])
+    plan = plan_of(attempts[-1])
     made = capsule.of(attempts[-1], plan)
     return Original(folder, attempts, plan, made, recipe_of(plan, made))
 
@@ -148,10 +140,9 @@ def breaks(found: Sequence[Difference], run: Original) -> list[str]:
     if not run.capsule.image.packages or not run.capsule.nodes:
         why.append("versions: the run recorded no packages or no nodes")
     for one in found:
-        harmless = one.kind in ("keeping", "launch") or one.name in _HARMLESS.get(one.kind, ())
-        harmless = harmless or (one.kind == "versions" and one.name not in _NUMERIC)
-        harmless = harmless or (one.kind == "code" and not recipe.command)
-        if not harmless:
+        if one.kind in ("keeping", "launch") or one.name in _HARMLESS:
+            continue
+        if one.kind != "code" or recipe.command:
             why.append(f"{one.kind}: {one.name}: {one.a} -> {one.b}")
     if recipe.train and not recipe.train.deterministic and recipe.image != "cpu":
         why.append("training: train.deterministic is false, and this is a GPU")
@@ -175,35 +166,26 @@ class Asked(NamedTuple):
     gpu_memory: float | None = None
 
 
-class Job(NamedTuple):
-    """A replay that can be submitted."""
-
-    argv: list[str]
-    folder: Path
-    plan: Plan
-    recipe: Recipe
-
-
 def asked(run: Path) -> Asked | None:
     """The options from the run's job.json. None if it is missing, as after a plain sbatch, or if others may have
     written it: options of sbatch name files that the job would overwrite."""
-    with suppress(OSError, ValueError):
-        submitted = queued.read(run) if files.is_own(run) and files.is_own(run / run_folder.JOB) else None
-        if submitted is None:
-            return None
-        script = [Path(word).name in _SCRIPTS for word in submitted.argv].index(True)
-        options = [word for word in submitted.argv[1:script] if not _is_own(word)]
-        decided = dict(re.findall(r"^--(site|gpu-memory)=(.+)$", "\n".join(submitted.argv[script + 1 :]), re.MULTILINE))
-        memory = decided.get("gpu-memory")
-        return Asked(tuple(options), decided.get("site", ""), float(memory) if memory else None)
-    return None
+    submitted = Run(run).job
+    if submitted is None or not files.is_own(run) or not files.is_own(run / run_folder.JOB):
+        return None
+    options, decided = list[str](), dict[str, str]()
+    is_script = False
+    for word in submitted.argv[1:]:
+        is_script = is_script or word.endswith(_SCRIPTS)
+        name, _, value = word.partition("=")
+        if is_script:
+            decided.setdefault(name, value)
+        elif name not in _OWN and not word.startswith(_SHORT):
+            options.append(word)
+    memory = decided.get("--gpu-memory")
+    return Asked(tuple(options), decided.get("--site", ""), float(memory) if memory else None)
 
 
-def _is_own(option: str) -> bool:
-    return option.partition("=")[0] in _OWN or option.startswith(_SHORT)
-
-
-def job(run: Original, runs: Path, more: Sequence[str]) -> Job:
+def job(run: Original, runs: Path, more: Sequence[str]) -> queue.Job:
     """The replay with its sbatch command: the same GPUs, nodes and options; options in `more` win."""
     queue.check(more)
     before, folder = asked(run.paths.run), runs / new_id(run.recipe.name)
@@ -215,7 +197,7 @@ def job(run: Original, runs: Path, more: Sequence[str]) -> Job:
     planned = queue.planned(run.recipe, RunPaths(folder), wanted)
     recipe = planned.plan.recipe
     store.required(dray_home.root(), recipe.image_name, recipe.image_digest, planned.plan.engine)
-    return Job(planned.argv, folder, planned.plan, run.recipe)
+    return planned
 
 
 def gpus_of(plan: Plan) -> int:
@@ -223,10 +205,11 @@ def gpus_of(plan: Plan) -> int:
     return plan.world.ranks_per_node if plan.variant != "cpu" else 0
 
 
-def start(made: Job) -> int:
+def start(run: Original, made: queue.Job) -> int:
     """Submit the replay, with its recipe in its folder; the job's number."""
-    code = Path(made.recipe.command.folder) if made.recipe.command else dray_home.root()
-    return queue.submit(made.argv, made.folder, made.recipe.runs.share, code, as_files(made.recipe, _STEM))
+    recipe = run.recipe
+    code = Path(recipe.command.folder) if recipe.command else dray_home.root()
+    return queue.submit(made.argv, Path(made.plan.run_folder), recipe.runs.share, code, as_files(recipe, _STEM))
 
 
 def require_ended(run: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from dray import process
 from dray.contract import files, run_folder, secrets
 from dray.contract.control_characters import printable
-from dray.contract.findings import DrayError, counted
+from dray.contract.findings import DrayError
 
 LIMIT = 1 << 20
 """Letters of a diff that are kept."""
@@ -88,11 +88,3 @@ def kept(run: Path) -> tuple[Source, str] | None:
         found = Source.model_validate_json(files.read(run / run_folder.SOURCE))
         return found, files.read(run / run_folder.SOURCE_DIFF).decode("utf-8", "replace")
     return None
-
-
-def text(source: Source) -> str:
-    """The code's state in one line."""
-    branch = f" ({source.branch})" if source.branch else ""
-    changed = {True: f", changed: {run_folder.SOURCE_DIFF}", False: "", None: ", changes unknown"}[source.changed]
-    untracked = f", {counted(len(source.untracked), 'untracked file')}" if source.untracked else ""
-    return f"{source.commit[:12]}{branch} of {source.folder}{changed}{untracked}"
