@@ -163,7 +163,7 @@ def _agreed() -> bool:
 
 def _compare(before: Original, folder: Path) -> NoReturn:
     """Compare with a replay that exists."""
-    replays.require_ended(last_attempt(folder).run)
+    replays.require_ended(folder)
     after = comparing.attempts_of(folder)
     paths = after[-1]
     if paths.run.resolve() == before.paths.run.resolve():

@@ -75,8 +75,10 @@ def make(run: Path, out: Path, *, why: str = "") -> Archive:
                 content[name] = clean(_text(path, run, end=end))
             except OSError as error:
                 left_out.append(printable(f"{name}: {error.strerror}"))
-        with suppress(DrayError):
-            content[paths.capsule.relative_to(run).as_posix()] = clean(_capsule(paths, content))
+        try:
+            content[f"{paths.folder.name}/{paths.capsule.name}"] = clean(_capsule(paths, content))
+        except DrayError as error:
+            left_out.append(printable(f"{paths.folder.name}: {error.problem}"))
     if why and run.stat().st_uid == os.geteuid():  # else links in the run may have led it to your files
         content["why.txt"] = clean(why)
     what = "why it failed, for a bug report." if why else "what is needed to repeat it."
@@ -150,14 +152,14 @@ def cleaner(run: Path, *, homes: bool) -> Clean:
 
 def _homes(run: Path) -> list[tuple[re.Pattern[str], str]]:
     """The home folders and names of this user and of the run's owner, and what replaces them."""
-    homes, users = {os.environ.get("HOME", "")}, set()
+    homes, users = {os.environ.get("HOME", "")}, set[str]()
     for attempt in Run(run).attempts:
         homes.add(attempt.facts.get("home", ""))
     for uid in (os.geteuid(), run.stat().st_uid):
         with suppress(KeyError):
-            user = pwd.getpwuid(uid)
-            homes.add(user.pw_dir)
-            users.add(user.pw_name)
+            owner = pwd.getpwuid(uid)
+            homes.add(owner.pw_dir)
+            users.add(owner.pw_name)
     found = []
     for home in sorted((home.rstrip("/") for home in homes if len(home) > 1), key=len, reverse=True):
         found.append((re.compile(rf"{re.escape(home)}(?![\w.-])"), "~"))
@@ -175,15 +177,13 @@ def _write(out: Path, folder: str, content: dict[str, str]) -> None:
             entry = tarfile.TarInfo(re.sub(r"[^\w./-]|\.\.", "_", f"{folder}/{name}", flags=re.ASCII))
             entry.size, entry.mode = len(data), 0o600
             tar.addfile(entry, io.BytesIO(data))
-    try:
-        files.write_atomic(out, raw.getvalue(), mode=0o600)
-    except OSError as error:
-        wanted = "a FILE in a folder where you may write"
-        raise ConfigError("the archive cannot be written", where=out, wanted=wanted, found=error.strerror) from error
+    files.write_atomic(out, raw.getvalue(), mode=0o600)
 
 
 def require_new(out: Path) -> None:
-    """Refuse an existing FILE."""
+    """Refuse an existing FILE, and a folder that does not exist."""
+    if not out.parent.is_dir():
+        raise ConfigError("the archive's folder does not exist", where=out, fix=f"mkdir -p {out.parent}")
     if os.path.lexists(out):
         raise ConfigError("the archive already exists", where=out, fix="name another FILE, or remove this one")
 

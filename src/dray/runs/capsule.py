@@ -197,7 +197,7 @@ def of(paths: RunPaths, plan: Plan) -> Capsule:
 
 def read(paths: RunPaths) -> Capsule:
     """The capsule of an attempt; ConfigError if it is missing, damaged or of another version."""
-    return load(Capsule, paths.capsule, "capsule", fix="each attempt has one once it is planned")
+    return load(Capsule, paths.capsule, "run's capsule", fix="name an attempt that has one: RUN/attempt-N")
 
 
 def seen(paths: RunPaths, made: Capsule) -> Capsule:
@@ -229,7 +229,12 @@ def _texts(table: object) -> dict[str, str]:
 def _files(paths: RunPaths) -> Iterator[File]:
     """The plan, then the other files; no logs, because the batch script still writes to them."""
     others = [path for path in paths.folder.iterdir() if path.name not in NOT_RECORDED and ".part-" not in path.name]
-    for path in [paths.plan, *sorted({*others} - {paths.plan}), *sorted(paths.nodes.iterdir()), paths.preflight_report]:
+    for path in [
+        paths.plan,
+        *sorted({*others} - {paths.plan}),
+        *sorted(paths.nodes.glob("node-*.json")),
+        paths.preflight_report,
+    ]:
         with suppress(OSError):
             sha256, size = _digest(path)
             yield File(path=path.relative_to(paths.folder).as_posix(), sha256=sha256, size=size)

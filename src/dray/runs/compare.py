@@ -280,11 +280,17 @@ def losses_text(found: LossComparison, a: str = "A", b: str = "B") -> list[str]:
 
 def pair(a: float | None, b: float | None) -> tuple[str, str]:
     """Both values, with enough digits to see the difference."""
-    digits = 4
-    while a is not None and b is not None and a != b and f"{a:.{digits}g}" == f"{b:.{digits}g}":
-        digits += 1
-    shown = ["not finite" if value is None else f"{value:.{digits}g}" for value in (a, b)]
-    return shown[0], shown[1]
+    if a is None or b is None:
+        return _loss(a), _loss(b)
+    for digits in range(4, 17):
+        shown = (f"{a:.{digits}g}", f"{b:.{digits}g}")
+        if shown[0] != shown[1] or a == b:
+            return shown
+    return repr(a), repr(b)
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def text(found: Comparison) -> Iterator[str]:

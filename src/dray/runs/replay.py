@@ -21,7 +21,7 @@ from dray.runs import capsule, compare, live, trust
 from dray.runs import submit as queue
 from dray.runs.capsule import Capsule
 from dray.runs.compare import ABSENT, Difference, LossComparison
-from dray.runs.store import Run, RunPaths, new_id, plan_of
+from dray.runs.store import Run, RunPaths, is_run, last_attempt, new_id, plan_of
 
 _STEM = "replay"
 _THREADS = "OMP_NUM_THREADS"
@@ -212,8 +212,9 @@ def start(run: Original, made: queue.Job) -> int:
     return queue.submit(made.argv, Path(made.plan.run_folder), recipe.runs.share, code, as_files(recipe, _STEM))
 
 
-def require_ended(run: Path) -> None:
+def require_ended(folder: Path) -> None:
     """Refuse to compare a replay that still waits or runs: some losses are missing."""
+    run = folder if is_run(folder) else last_attempt(folder).run
     state = live.look(run)
     if state.kind in ("queued", "starting", "running"):
         raise ConfigError(
