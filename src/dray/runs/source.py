@@ -66,7 +66,7 @@ def _diff(root: Path) -> str:
     LFS, do."""
     options = []
     for key in _git(root, *_FILTERS, check=False).split():
-        options += [f"-c{key}=", f"-c{key.rpartition('.')[0]}.required=false"]
+        options += ["-c", f"{key}=", "-c", f"{key.rpartition('.')[0]}.required=false"]
     diff = _git(root, *_DIFF, options=options)
     names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
     return secrets.redacted_code(diff, secrets.passed(names, os.environ))

@@ -170,11 +170,15 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(slurm: Slurm, tmp_path: Path)
     ],
 )
 def test_it_waits_and_compares(
-    slurm: Slurm, tmp_path: Path, capsys: Capture, losses: tuple[float, ...], code: int, last: str
-) -> None:
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, losses: tuple[float, ...],
+    code: int, last: str,
+) -> None:  # fmt: skip
+    watched: list[Path] = []
+    monkeypatch.setattr(verb, "watch", watched.append)  # dray top has its own tests
     ran(tmp_path / "runs", 2.0, 1.5)
     shutil.copytree(ran(tmp_path / "others", *losses, run="again").run, tmp_path / "ended", dirs_exist_ok=True)
     assert (replay("mine", "--yes", "--follow"), capsys.readouterr().out.splitlines()[-1]) == (code, last)
+    assert watched == [replayed(tmp_path)]
     later = replay("mine", "--compare", replayed(tmp_path))
     assert (later, capsys.readouterr().out.splitlines()[-1]) == (code, last)
     assert not [line for line in slurm.calls if line.startswith("scancel")]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -195,7 +196,8 @@ class TestStates:
         assert len(lines) < 20
         out = tmp_path / "x.tar.gz"
         assert dray(run, out, "--bundle", PATH=os.environ["PATH"]).returncode == 0
-        assert {"job-17.log", "why.txt"} <= {*opened(out)}
+        with tarfile.open(out) as packed:
+            assert {"job-17.log", "why.txt"} <= {name.rpartition("/")[2] for name in packed.getnames()}
         argv = [sys.executable, "-m", "dray", "report", str(run)]
         refused = subprocess.run(argv, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the run has no attempt yet")
