@@ -17,7 +17,7 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import capsule, compare, live, trust
+from dray.runs import capsule, compare, status, trust
 from dray.runs import submit as queue
 from dray.runs.capsule import Capsule
 from dray.runs.compare import ABSENT, Difference, LossComparison
@@ -215,7 +215,7 @@ def start(run: Original, made: queue.Job) -> int:
 def require_ended(folder: Path) -> None:
     """Refuse to compare a replay that still waits or runs: some losses are missing."""
     run = folder if is_run(folder) else last_attempt(folder).run
-    state = live.look(run)
+    state = status.status(run)
     if state.kind in ("queued", "starting", "running"):
         raise ConfigError(
             "the replay has not ended", where=run, wanted="a run that has ended", found=state.where,

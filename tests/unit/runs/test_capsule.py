@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dray.runs.paths import RunPaths
 
 from capsules import begun, nodes, steps
 from dray.contract import hardware, run_folder
@@ -17,7 +18,6 @@ from dray.runner import failure_record
 from dray.runs import capsule, source
 from dray.runs.capsule import Node
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.write import read
 from helpers import PYTHON, bash_blocks, golden, section
 
