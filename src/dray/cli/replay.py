@@ -101,8 +101,6 @@ def _verify(paths: RunPaths) -> NoReturn:
 
 
 def _save(file: Path, before: Original) -> None:
-    if file.suffix != ".toml":
-        raise ConfigError("a recipe is a .toml file", where="--recipe", found=str(file), fix=f"--recipe {file}.toml")
     for name, text in replays.as_files(before.recipe, file.stem).items():
         try:
             write_new(file.with_name(name), text)
@@ -114,7 +112,7 @@ def _save(file: Path, before: Original) -> None:
     if code := trust.code_keys(before.recipe):
         print(f"keys that run code: {', '.join(code)}")
     nodes = before.recipe.nodes
-    print(f"{file}: dray submit {shlex.quote(str(file))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")
+    print(f"dray submit {shlex.quote(str(file.with_suffix('.toml')))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")
 
 
 def _start(before: Original, runs: Path, engine: str) -> NoReturn:
@@ -207,5 +205,4 @@ def _announce(before: Original, paths: RunPaths, plan: Plan) -> list[Difference]
 
 def _list(found: Sequence[Difference], head: str) -> None:
     if found:
-        lines = [f"  {one.kind}: {one.name}: {one.a} -> {one.b}" for one in found]
-        print("\n".join([head, *lines]), flush=True)
+        print("\n".join([head, *map(comparing.line, found)]), flush=True)

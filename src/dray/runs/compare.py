@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -19,19 +20,20 @@ from dray.runs.capsule import Capsule
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.store import RunPaths, attempts, newest_attempt, plan_of
 
-# The keys of plan.json of each kind of difference, most important kind first. A key in a table has the table's kind,
-# unless it is named itself. A difference often causes those after it: another image has other versions.
+# The keys of plan.json, and of what the capsule adds, of each kind of difference, most important kind first. A key in a
+# table has the table's kind, unless it is named itself. A difference often causes those after it: another image has
+# other versions.
 _KEYS = {
-    "image": "variant engine image_sha256 layer signers",
-    "versions": "dray",
-    "code": "recipe.command recipe.accelerate",
+    "image": "variant engine image_sha256 layer signers capsule.inputs",
+    "versions": "dray capsule.torch capsule.packages capsule.node.libc capsule.node.python",
+    "code": "recipe.command recipe.accelerate capsule.source",
     "model": "recipe.model recipe.lora recipe.analog",
     "training": "recipe.train",
-    "environment": "pass_env",
-    "nodes": "world",
-    "transport": "fabric annotations preflight",
+    "environment": "pass_env env",
+    "nodes": "world site nodes capsule.node",
+    "transport": "fabric annotations preflight capsule.preflight",
     "batch": "batch",
-    "data": "recipe.data recipe.evaluate",
+    "data": "recipe.data recipe.evaluate capsule.tokens",
     "seed": "recipe.train.seed",
     "launch": "recipe.launcher",
     "keeping": """
@@ -45,12 +47,11 @@ _KEYS = {
 }
 _KIND = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 _ORDER = [*_KEYS]
+_OF_NODES = (
+    "cpu", "gpus", "driver", "threads", "cpus", "cores_of_ranks", "memory_gb", "numa", "kernel", "libc", "python",
+)  # fmt: skip
 ABSENT = "(none)"
-_OF_NODES = {
-    "nodes": ("cpu", "gpus", "driver", "threads", "cpus", "cores_of_ranks", "memory_gb", "numa", "kernel"),
-    "versions": ("libc", "python"),
-}
-_WIDE, _LONG = 48, 200  # letters of a value, in a table and in all
+_LONGEST = 100  # letters of a value
 
 Losses = Mapping[int, float | None]
 """Loss by step; None: it was not finite."""
@@ -70,10 +71,8 @@ class Curve(BaseModel):
 
     losses: dict[int, float | None] = {}
     """Loss by step; if a later attempt repeated a step, the later loss. None: it was not finite."""
-    step_s: float | None = None
-    """Median seconds of a step."""
     tokens_per_s: float | None = None
-    """The median over the logged steps."""
+    """The median over the logged steps, without the first of each attempt."""
 
 
 class LossComparison(BaseModel):
@@ -131,24 +130,20 @@ def attempts_of(folder: Path) -> list[RunPaths]:
 
 def differences(a: tuple[Plan, Capsule], b: tuple[Plan, Capsule]) -> list[Difference]:
     """All differences, most important first."""
-    found = [*_of_capsules(a[1], b[1]), *_of_plans(a[0], b[0])]
+    ours, theirs = _capsule(a[1]), _capsule(b[1])
+    # A run that has not started knows little.
+    known = [key for key in ours if ours[key] and theirs[key]]
+    found = list[Difference]()
+    for key in known:
+        found += _walk("", f"capsule.{key}", ours[key], theirs[key])
+    found += _walk("", "", _plan(a[0]), _plan(b[0]))
+    if not (a[0].image_sha256 and b[0].image_sha256):
+        found += _walk("image", "image", a[0].image, b[0].image)
     return sorted(found, key=lambda difference: _ORDER.index(difference.kind))
 
 
-def _of_plans(a: Plan, b: Plan) -> Iterator[Difference]:
-    yield from _walk("environment", "", _environment(a), _environment(b))
-    ours, theirs = _hosts(a), _hosts(b)
-    if ours["nodes"] != theirs["nodes"]:
-        del ours["names"], theirs["names"]
-    yield from _walk("nodes", "", ours, theirs)
-    without = {"env", "files", "reasons", "findings", "binds"}
-    yield from _walk("", "", *(plan.model_dump(mode="json", exclude=without) for plan in (a, b)))
-    if not (a.image_sha256 and b.image_sha256):
-        yield from _walk("image", "image", a.image, b.image)
-
-
-def _environment(plan: Plan) -> dict[str, str]:
-    """The variables, without the paths that differ in every run."""
+def _plan(plan: Plan) -> dict[str, Any]:
+    """What the plan decides, without the paths in variables that differ in every run."""
     caches = f"{plan.run_folder.rpartition('/')[0]}/.cache-{plan.user.partition(':')[0]}"
     variables = {}
     for variable in plan.env:
@@ -156,48 +151,30 @@ def _environment(plan: Plan) -> dict[str, str]:
         for path, name in ((plan.run_folder, "RUN"), (plan.scratch, "SCRATCH"), (caches, "CACHES")):
             value = value.replace(path, name)
         variables[variable.name] = value
-    return variables
+    table = plan.model_dump(mode="json", exclude={"files", "reasons", "findings", "binds"})
+    return {"nodes": " ".join(node.name for node in plan.world.nodes), **table, "env": variables}
 
 
-def _hosts(plan: Plan) -> dict[str, object]:
-    return {
-        "nodes": len(plan.world.nodes),
-        "names": " ".join(node.name for node in plan.world.nodes),
-        "started by": "Slurm" if plan.by_slurm else "dray run",
-        "site": plan.site.removeprefix("site "),
-    }
-
-
-def _of_capsules(a: Capsule, b: Capsule) -> Iterator[Difference]:
-    """Differences in what both capsules know; a run that has not started knows little."""
-    if a.image.packages and b.image.packages:
-        yield from _walk("versions", "", {**a.image.packages, "torch": ""}, {**b.image.packages, "torch": ""})
-    ours, theirs = _seen(a), _seen(b)
-    for (kind, name), value in ours.items():
-        other = theirs.get((kind, name))
-        if value is not None and other is not None:
-            yield from _walk(kind, name, value, other)
-
-
-def _seen(made: Capsule) -> dict[tuple[str, str], object]:
-    """What the capsule knows, by kind and name; None: unknown."""
-    known: dict[tuple[str, str], object] = {
-        ("image", "inputs"): made.image.inputs or None,
-        ("versions", "torch"): made.torch or None,
-    }
+def _capsule(made: Capsule) -> dict[str, Any]:
+    """What nodes and trainer have told."""
+    nodes = {}
+    for name in _OF_NODES:
+        values = {_text(getattr(node, name)) for node in made.nodes} - {ABSENT}
+        if values:
+            nodes[name] = ", ".join(sorted(values))
+    source = {}
     if made.source:
-        diff = next((file.sha256 for file in made.files if file.path == "source.diff"), "")
-        known["code", "commit"], known["code", "source.diff"] = made.source.commit, diff
-        known["code", "untracked files"] = " ".join(made.source.untracked)
-    for kind, names in _OF_NODES.items():
-        for name in names:
-            values = {_text(getattr(node, name)) for node in made.nodes} - {ABSENT}
-            known[kind, name] = ", ".join(sorted(values)) or None
-    if made.preflight:
-        known["transport", "preflight"] = re.sub(r", [\d.]+ GB/s of bus bandwidth.*", "", made.preflight, flags=re.S)
-    for name, sha256 in made.data.items():
-        known["data", f"tokens of {name}"] = sha256
-    return known
+        diff = [file.sha256 for file in made.files if file.path == "source.diff"]
+        source = {"commit": made.source.commit, "diff": diff, "untracked": [*made.source.untracked]}
+    return {
+        "inputs": made.image.inputs,
+        "torch": made.torch,
+        "packages": {name: version for name, version in made.image.packages.items() if name != "torch"},
+        "source": source,
+        "node": nodes,
+        "preflight": re.sub(r", [\d.]+ GB/s of bus bandwidth.*", "", made.preflight or "", flags=re.DOTALL),
+        "tokens": made.data,
+    }
 
 
 def _walk(kind: str, name: str, a: object, b: object) -> Iterator[Difference]:
@@ -207,7 +184,8 @@ def _walk(kind: str, name: str, a: object, b: object) -> Iterator[Difference]:
         for key in {**a, **b}:
             yield from _walk(kind, f"{name}.{key}" if name else key, a.get(key), b.get(key))
     elif kind and a != b:
-        yield Difference(kind=kind, name=str(printable(name.removeprefix("recipe."))), a=_text(a), b=_text(b))
+        shown = name.removeprefix("recipe.").removeprefix("capsule.").removeprefix("env.")
+        yield Difference(kind=kind, name=str(printable(shown)), a=_text(a), b=_text(b))
 
 
 def _text(value: object) -> str:
@@ -216,7 +194,7 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return "given"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return " ".join(str(printable(text)).split())[:_LONG]
+    return " ".join(str(printable(text)).split())[:_LONGEST]
 
 
 # What it came to.
@@ -224,7 +202,7 @@ def _text(value: object) -> str:
 
 def curve(run: Sequence[RunPaths]) -> Curve:
     """The losses and the speed that the attempts of a run logged, in their order."""
-    found, seconds, speeds = Curve(), list[float](), list[float]()
+    found, speeds = Curve(), list[float]()
     for paths in run:
         is_first = True
         for event in Metrics(paths.metrics):
@@ -233,11 +211,10 @@ def curve(run: Sequence[RunPaths]) -> Curve:
                 continue
             found.losses[step] = number(event, "loss")
             if not is_first:  # the first line includes the time of the compiler
-                seconds.append(number(event, "step_s") or 0.0)
                 speeds.append(number(event, "tokens_per_s") or 0.0)
             is_first = False
-    if seconds:
-        found.step_s, found.tokens_per_s = statistics.median(seconds), statistics.median(speeds)
+    if speeds:
+        found.tokens_per_s = statistics.median(speeds)
     return found
 
 
@@ -294,23 +271,17 @@ def _loss(value: float | None) -> str:
 
 
 def text(found: Comparison) -> Iterator[str]:
-    """The differences, most important first; then losses, times and speed."""
+    """The differences, most important first; then losses and speed."""
     yield f"A: {found.a}"
     yield f"B: {found.b}"
     yield "differences, most important first:" if found.differences else "dray found no differences"
-    kinds = max((len(one.kind) for one in found.differences), default=0)
-    names = max((len(one.name) for one in found.differences), default=0)
-    for one in found.differences:
-        yield f"  {one.kind:<{kinds}}  {one.name:<{names}}  {_short(one.a)} -> {_short(one.b)}"
+    yield from map(line, found.differences)
     yield from losses_text(found.losses)
-    before, after = found.curves
-    if before.step_s and after.step_s:
-        change = after.step_s / before.step_s - 1
-        yield f"median step: {before.step_s:.4g} -> {after.step_s:.4g} s ({change:+.0%})"
-    if before.tokens_per_s and after.tokens_per_s:
-        change = after.tokens_per_s / before.tokens_per_s - 1
-        yield f"median speed: {before.tokens_per_s:,.0f} -> {after.tokens_per_s:,.0f} tokens/s ({change:+.0%})"
+    before, after = (curve.tokens_per_s for curve in found.curves)
+    if before and after:
+        yield f"median speed: {before:,.0f} -> {after:,.0f} tokens/s ({after / before - 1:+.0%})"
 
 
-def _short(value: str) -> str:
-    return value if len(value) <= _WIDE else f"{value[: _WIDE - 3]}..."
+def line(found: Difference) -> str:
+    """The difference in a line of a list."""
+    return f"  {found.kind}: {found.name}: {found.a} -> {found.b}"

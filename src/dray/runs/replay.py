@@ -35,12 +35,11 @@ _SHORT = ("-o", "-N", "-d", "-k", "-b", "-a", "-W", "-H", "-Q", "--gres=gpu")
 # What the replay itself sets or removes.
 _SET = ("checkpoint.", "spares", "max_requeues", "train.trackers")
 # Facts about nodes that are known before the start.
-_KNOWN = ("nodes", "site", "started by", "world.size", "world.ranks_per_node")
+_KNOWN = ("site", "world.size", "world.ranks_per_node")
 # What does not change the losses: facts about nodes, and the image's name and engine if it has the same packages.
 _HARMLESS = (
-    "image", "engine", "signers",
-    "names", "started by", "site", "memory_gb", "kernel", "cpus", "numa", "cores_of_ranks", "world.one_machine",
-    "world.shared_folder", "world.cores",
+    "image", "engine", "signers", "nodes", "site", "node.memory_gb", "node.kernel", "node.cpus", "node.numa",
+    "node.cores_of_ranks", "world.one_machine", "world.shared_folder", "world.cores",
 )  # fmt: skip
 
 
@@ -143,7 +142,7 @@ def breaks(found: Sequence[Difference], run: Original) -> list[str]:
         if one.kind in ("keeping", "launch") or one.name in _HARMLESS:
             continue
         if one.kind != "code" or recipe.command:
-            why.append(f"{one.kind}: {one.name}: {one.a} -> {one.b}")
+            why.append(compare.line(one).strip())
     if recipe.train and not recipe.train.deterministic and recipe.image != "cpu":
         why.append("training: train.deterministic is false, and this is a GPU")
     return why

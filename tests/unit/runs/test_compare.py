@@ -53,19 +53,19 @@ def node(**other: object) -> dict[str, Any]:
 PLANTED: dict[str, tuple[dict[str, Any], tuple[str, str], int]] = {
     "image": ({"facts": {"image_sha256": "b" * 64}}, ("image", "image_sha256"), 1),
     "versions": ({"told": {"torch": "2.14.0"}}, ("versions", "torch"), 1),
-    "code": ({"told": {"source": {"folder": "/me", "commit": "d" * 40}}}, ("code", "commit"), 1),
+    "code": ({"told": {"source": {"folder": "/me", "commit": "d" * 40}}}, ("code", "source.commit"), 1),
     "model": ({"words": ["model.config.n_layer=3"]}, ("model", "model.config.n_layer"), 1),
     "training": ({"words": ["train.lr=0.5"]}, ("training", "train.lr"), 1),
     "environment": ({"words": ["env.MKL_CBWR=COMPATIBLE"]}, ("environment", "MKL_CBWR"), 1),
     "the number of nodes": ({"facts": {"nodes": 1, "nodelist": "n1"}}, ("nodes", "nodes"), 4),
-    "the processor": ({"told": node(cpu="Intel Xeon")}, ("nodes", "cpu"), 1),
+    "the processor": ({"told": node(cpu="Intel Xeon")}, ("nodes", "node.cpu"), 1),
     "transport": (
         {"told": {"preflight": "NCCL over sockets, 0.97 GB/s of bus bandwidth"}},
         ("transport", "preflight"),
         1,
     ),
     "batch": ({"words": ["batch.global_size=32"]}, ("batch", "batch.global_size"), 2),
-    "data": ({"told": {"data": {"train": "b" * 64}}}, ("data", "tokens of train"), 1),
+    "data": ({"told": {"data": {"train": "b" * 64}}}, ("data", "tokens.train"), 1),
     "the dataset": ({"words": ["data.sequence_length=64"]}, ("data", "data.sequence_length"), 1),
     "seed": ({"words": ["train.seed=7"]}, ("seed", "train.seed"), 1),
 }
@@ -130,11 +130,10 @@ PAGE = """\
 A: base
 B: slow
 differences, most important first:
-  seed  train.seed  42 -> 7
+  seed: train.seed: 42 -> 7
 losses first differ at step 3: 2.301 and 2.302
 largest relative difference 4.3e-04, at step 3
 only B logged 1 more step
-median step: 0.53 -> 1.035 s (+95%)
 median speed: 20,000 -> 10,000 tokens/s (-50%)
 """
 

@@ -72,7 +72,7 @@ def test_a_run_again_has_the_same_losses(tmp_path: Path) -> None:
     compared = dray("replay", copy, "--compare", "again", runs=tmp_path / "runs")
     assert compared.stdout.splitlines()[-1] == "losses are identical to the last bit in 3 steps"
     compared = dray("diff", "first", runs=tmp_path / "runs").stdout.splitlines()
-    assert [line.split()[:2] for line in compared if "checkpoint" in line] == [["keeping", "checkpoint.folder"]]
+    assert [line.split()[:2] for line in compared if "checkpoint" in line] == [["keeping:", "checkpoint.folder:"]]
 
 
 def test_what_a_replay_leaves_out(tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def differs(kind: str, name: str) -> Difference:
     ("found", "promised"),
     [
         ([], True),
-        ([differs("nodes", "names"), differs("nodes", "kernel"), differs("keeping", "spares")], True),
-        ([differs("code", "commit"), differs("image", "image")], True),
+        ([differs("nodes", "nodes"), differs("nodes", "node.kernel"), differs("keeping", "spares")], True),
+        ([differs("code", "source.commit"), differs("image", "image")], True),
         ([differs("image", "image_sha256")], False),
         ([differs("versions", "torch")], False),
-        ([differs("nodes", "cpu")], False),
-        ([differs("nodes", "threads")], False),
+        ([differs("nodes", "node.cpu")], False),
+        ([differs("nodes", "node.threads")], False),
         ([differs("nodes", "world.size")], False),
-        ([differs("data", "tokens of train")], False),
+        ([differs("data", "tokens.train")], False),
         ([differs("environment", "MKL_CBWR")], False),
     ],
     ids=str,
