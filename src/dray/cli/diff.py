@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 from dray.cli.options import Json, Runs
 from dray.contract.findings import ConfigError
 from dray.runs import compare
-from dray.runs.store import attempts, default_runs, find, newest_attempt, newest_first
+from dray.runs.store import attempts, default_runs, find, newest_first
 
 A = Annotated[str, typer.Argument(metavar="A", help="A run's folder, name or job number.")]
 B = Annotated[str, typer.Argument(metavar="[B]", help="Another run. Default: the newest other run.")]
@@ -24,14 +23,7 @@ def diff(a: A, b: B = "", as_json: Json = False, runs: Runs = None) -> None:
     """
     first = find(a, runs)
     second = find(b, runs) if b else _newest_beside(first, (runs or default_runs()).absolute())
-    if newest_attempt(first).folder.resolve() == newest_attempt(second).folder.resolve():
-        raise ConfigError(
-            "both names mean the same run",
-            where=first,
-            wanted="two runs, or two attempts",
-            found=f"{a} and {b}",
-            fix=f"dray diff {shlex.quote(a)} OTHER; dray runs lists all runs",
-        )
+    compare.require_two(first, second)
     found = compare.runs(first, second)
     print(found.model_dump_json(indent=1) if as_json else "\n".join(compare.text(found)))
 

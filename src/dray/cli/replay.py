@@ -23,7 +23,6 @@ from dray.planning.schema import Plan
 from dray.runs import archive, capsule, local, trust, write
 from dray.runs import compare as comparing
 from dray.runs import replay as replays
-from dray.runs.compare import Difference
 from dray.runs.replay import Original
 from dray.runs.result import result_of
 from dray.runs.store import RunPaths, default_runs, find, last_attempt, plan_of
@@ -125,9 +124,9 @@ def _start(before: Original, runs: Path, engine: str) -> NoReturn:
         gpus_per_node=replays.gpus_of(plan), site="" if plan.by_slurm else before.capsule.site,
     )  # fmt: skip
     made, paths = write.write(recipe, facts, runs=runs)
-    known = _announce(before, paths, made)
-    result = conduct(made, paths, again=shlex.join(again))
-    _judge(before, [paths], made, known, result.exit_code)
+    _announce(before, paths, made)
+    conduct(made, paths, again=shlex.join(again))
+    _compare(before, paths.run)
 
 
 def _submit(before: Original, runs: Path, options: Sequence[str], *, yes: bool, follow: bool) -> None:
@@ -136,8 +135,6 @@ def _submit(before: Original, runs: Path, options: Sequence[str], *, yes: bool, 
     report(job.plan)
     folder = Path(job.plan.run_folder)
     _announce(before, RunPaths(folder), job.plan)
-    if replays.asked(before.paths.run) is None:
-        print("sbatch options: only the site's; the run folder has none of yours (--sbatch=--time=08:00:00 adds one)")
     print(shlex.join(job.argv), flush=True)
     if not yes and not _agreed():
         print("nothing was submitted")
@@ -159,50 +156,40 @@ def _agreed() -> bool:
     return typer.confirm("submit it?")
 
 
+def _announce(before: Original, paths: RunPaths, plan: Plan) -> None:
+    """Print what will differ, as far as this machine can tell."""
+    found = before.differences(paths, plan, started=False)
+    head = (
+        "what cannot be the same:"
+        if found
+        else "nothing differs from the run, as far as dray can tell before the start"
+    )
+    print("\n".join([head, *map(comparing.line, found)]), flush=True)
+
+
 def _compare(before: Original, folder: Path) -> NoReturn:
-    """Compare with a replay that exists."""
+    """Print what differs in a replay that has ended, and whether the losses are the same."""
     replays.require_ended(folder)
+    comparing.require_two(before.folder, folder)
     after = comparing.attempts_of(folder)
-    paths = after[-1]
-    if paths.run.resolve() == before.paths.run.resolve():
-        raise ConfigError(
-            "a run cannot be compared with itself", where="--compare", found=str(folder),
-            fix="--compare FOLDER, of its replay",
-        )  # fmt: skip
-    result = result_of(paths)
-    if result is None or result.exit_code:
-        end = f"has {result.status}, with exit code {result.exit_code}" if result else "wrote no result"
-        print(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}")
-    _judge(before, after, plan_of(paths), [], result.exit_code if result else exit_codes.DONE)
-
-
-def _judge(before: Original, after: list[RunPaths], plan: Plan, known: Sequence[Difference], code: int) -> NoReturn:
-    """Print what else differs, and whether the losses are the same; `known` was printed before."""
-    found = before.differences(after[-1], plan, started=True)
-    _list([one for one in found if one not in known], "what else differs:" if known else "what differs:")
+    result = result_of(after[-1])
+    code = result.exit_code if result else exit_codes.FAILED
+    if code:
+        end = f"has {result.status}, with exit code {code}" if result else "wrote no result"
+        print(f"the replay {end}: {shlex.join(['dray', 'why', str(folder)])}")
+    differences = before.differences(after[-1], plan_of(after[-1]), started=True)
+    if differences:
+        print("\n".join(["what differs:", *map(comparing.line, differences)]))
     if not before.recipe.train:
         print("dray does not know the losses of a command: compare what it printed")
         raise typer.Exit(code)
-    ours, theirs = comparing.curve(before.attempts), comparing.curve(after)
-    losses = comparing.compare(ours.losses, theirs.losses)
+    losses = comparing.compare(comparing.curve(before.attempts).losses, comparing.curve(after).losses)
     print("\n".join(comparing.losses_text(losses, "the run", "the replay")))
+    if replays.same(losses):
+        raise typer.Exit(code)
     if losses.first is not None and losses.first_a is None and losses.first_b is None:
         print("not finite in both runs: they cannot be compared")
-    elif not replays.same(losses):
-        why = replays.breaks(found, before)
+    else:
+        why = replays.breaks(differences, before)
         print(f"not promised: {why[0]}" if why else "they should be identical: nothing that decides them differs")
-    raise typer.Exit(code or (exit_codes.DONE if replays.same(losses) else exit_codes.FAILED))
-
-
-def _announce(before: Original, paths: RunPaths, plan: Plan) -> list[Difference]:
-    """Print what will differ, as far as this machine can tell."""
-    found = before.differences(paths, plan, started=False)
-    if not found:
-        print("nothing differs from the run, as far as dray can tell before the start", flush=True)
-    _list(found, "what cannot be the same:")
-    return found
-
-
-def _list(found: Sequence[Difference], head: str) -> None:
-    if found:
-        print("\n".join([head, *map(comparing.line, found)]), flush=True)
+    raise typer.Exit(code or exit_codes.FAILED)

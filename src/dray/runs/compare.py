@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dray.contract.control_characters import printable
-from dray.contract.findings import counted
+from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
 from dray.runs import capsule
 from dray.runs.capsule import Capsule
@@ -115,6 +115,15 @@ def runs(a: Path, b: Path) -> Comparison:
         a=names[0], b=names[1], differences=differences(*sides), curves=(curves[0], curves[1]),
         losses=compare(curves[0].losses, curves[1].losses),
     )  # fmt: skip
+
+
+def require_two(a: Path, b: Path) -> None:
+    """Refuse to compare a run with itself."""
+    if newest_attempt(a).folder.resolve() == newest_attempt(b).folder.resolve():
+        raise ConfigError(
+            "both names mean the same run", where=a, wanted="two runs, or two attempts", found=f"{a} and {b}",
+            fix="name another run; dray runs lists all runs",
+        )  # fmt: skip
 
 
 def attempts_of(folder: Path) -> list[RunPaths]:
