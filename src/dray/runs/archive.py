@@ -26,8 +26,7 @@ from dray.runs.store import Run, RunPaths, plan_of
 
 _LARGEST, _TAIL = 64 << 20, 1 << 16  # bytes of a file that is taken whole, and of the end of a log
 _LOGS = 24
-_WHOLE = (".json", ".txt", ".sh", ".options", ".diff")
-_GROWING = (".log", ".jsonl")
+_TEXTS = (".json", ".jsonl", ".txt", ".sh", ".options", ".diff")
 _README = """\
 The run {run}, by dray {dray}: {what}
 Unpack it with tar; then the folder is a RUN for dray replay RUN --verify and dray diff RUN OTHER.
@@ -91,12 +90,11 @@ def make(run: Path, out: Path, *, why: str = "") -> Archive:
 
 
 def _chosen(paths: RunPaths) -> list[Path]:
-    """What dray wrote into the attempt's folder as text, without secrets; logs of failed ranks and nodes first."""
-    found = [path for path in sorted(paths.folder.rglob("*")) if path.suffix in _WHOLE + _GROWING]
-    failed = {path.stem for path in found if path.parent == paths.failures}
-    logs = sorted((path for path in found if path.suffix == ".log"), key=lambda path: path.stem not in failed)
-    others = [path for path in found if path.suffix != ".log" and path.name not in capsule.NOT_RECORDED]
-    return [*others, *logs[:_LOGS], *sorted(paths.run.glob("job-*.log"))]
+    """What dray wrote into the attempt's folder as text, without secrets; of logs first those of what failed."""
+    found = [path for path in sorted(paths.folder.rglob("*")) if path.name not in capsule.NOT_RECORDED]
+    failed = [path.stem for path in paths.failures.glob("*.json")]
+    logs = sorted(paths.logs.glob("*.log"), key=lambda log: log.stem not in failed)
+    return [*(path for path in found if path.suffix in _TEXTS), *logs[:_LOGS], *sorted(paths.run.glob("job-*.log"))]
 
 
 def _text(path: Path, run: Path, *, end: bool) -> str:
@@ -160,9 +158,11 @@ def _homes(run: Path) -> list[tuple[re.Pattern[str], str]]:
             owner = pwd.getpwuid(uid)
             homes.add(owner.pw_dir)
             users.add(owner.pw_name)
-    found = []
-    for home in sorted((home.rstrip("/") for home in homes if len(home) > 1), key=len, reverse=True):
-        found.append((re.compile(rf"{re.escape(home)}(?![\w.-])"), "~"))
+    found = [
+        (re.compile(rf"{re.escape(home.rstrip('/'))}(?![\w.-])"), "~")
+        for home in sorted(homes, key=len, reverse=True)
+        if len(home) > 1
+    ]
     for name in users - {"root"}:
         user = re.escape(name)
         found.append((re.compile(rf"(?<=/){user}(?=[/\s\"':;,.)\]]|$)|\b{user}(?=@)"), "[user]"))
@@ -174,7 +174,7 @@ def _write(out: Path, folder: str, content: dict[str, str]) -> None:
     with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for name, text in sorted(content.items()):
             data = text.encode("utf-8", "replace")
-            entry = tarfile.TarInfo(re.sub(r"[^\w./-]|\.\.", "_", f"{folder}/{name}", flags=re.ASCII))
+            entry = tarfile.TarInfo(f"{folder}/{name}")
             entry.size, entry.mode = len(data), 0o600
             tar.addfile(entry, io.BytesIO(data))
     files.write_atomic(out, raw.getvalue(), mode=0o600)

@@ -120,11 +120,10 @@ def require_own(run: Original) -> None:
 def engine_here(plan: Plan, named: str) -> str:
     """The engine that starts the replay on this machine: the run's own, or the one that was named."""
     engine = named or ("" if plan.by_slurm else plan.engine)
-    known = engines.names("local")
-    if engine not in known:
+    if engine not in engines.names("local"):
         raise ConfigError(
             "this run cannot be repeated on this machine as it was", where=plan.run,
-            wanted=f"sbatch, for a run of Slurm; or --engine, one of {', '.join(known)}", found=named or plan.engine,
+            wanted="sbatch, for a run of Slurm; else an engine of this machine", found=named or plan.engine,
             fix=f"dray replay {plan.run} --engine docker; or --recipe again.toml, to submit it elsewhere",
         )  # fmt: skip
     return engine
@@ -171,17 +170,12 @@ def asked(run: Path) -> Asked | None:
     submitted = Run(run).job
     if submitted is None or not files.is_own(run) or not files.is_own(run / run_folder.JOB):
         return None
-    options, decided = list[str](), dict[str, str]()
-    is_script = False
-    for word in submitted.argv[1:]:
-        is_script = is_script or word.endswith(_SCRIPTS)
-        name, _, value = word.partition("=")
-        if is_script:
-            decided.setdefault(name, value)
-        elif name not in _OWN and not word.startswith(_SHORT):
-            options.append(word)
-    memory = decided.get("--gpu-memory")
-    return Asked(tuple(options), decided.get("--site", ""), float(memory) if memory else None)
+    argv = submitted.argv
+    script = next((place for place, word in enumerate(argv) if word.endswith(_SCRIPTS)), len(argv))
+    options = [word for word in argv[1:script] if word.partition("=")[0] not in _OWN and not word.startswith(_SHORT)]
+    decided = dict(re.findall("^--(site|gpu-memory)=(.+)$", "\n".join(argv[script:]), re.MULTILINE))
+    memory = float(decided["gpu-memory"]) if "gpu-memory" in decided else None
+    return Asked(tuple(options), decided.get("site", ""), memory)
 
 
 def job(run: Original, runs: Path, more: Sequence[str]) -> queue.Job:
@@ -233,11 +227,10 @@ def as_files(recipe: Recipe, stem: str, *, whole: bool = True) -> dict[str, str]
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_unset=not whole)
     found = dict[str, str]()
     for part in (table, table.get("train", {}), table.get("command", {})):
-        for key, ending in (("deepspeed", "json"), ("accelerate", "yaml")):
+        for key, name in (("deepspeed", f"{stem}.deepspeed.json"), ("accelerate", f"{stem}.accelerate.yaml")):
             if part.get(key):
-                name = f"{stem}.{key}.{ending}"
                 found[name], part[key] = part[key], name
-    return {f"{stem}.toml": "".join(f"{line}\n" for line in _toml(table)), **found}
+    return {f"{stem}.toml": "\n".join([*_toml(table), ""]), **found}
 
 
 def _toml(table: dict[str, Any], above: str = "") -> Iterator[str]:
