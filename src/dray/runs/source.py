@@ -16,6 +16,7 @@ from dray.contract.findings import DrayError
 
 LIMIT = 1 << 20
 """Letters of a diff that are kept."""
+_UNTRACKED = 200
 _SECONDS = 10.0  # a network disk that hangs must not hold up a run
 # A repository's configuration may name programs. None of them runs, and git fetches and writes nothing.
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
@@ -40,7 +41,7 @@ class Source(BaseModel):
     cut: bool = False
     """Whether source.diff is cut at 1 MiB."""
     untracked: tuple[str, ...] = ()
-    """Untracked files; their content is not recorded."""
+    """Untracked files, at most 200; their content is not recorded."""
 
 
 def look(folder: Path) -> tuple[Source, str] | None:
@@ -56,7 +57,7 @@ def look(folder: Path) -> tuple[Source, str] | None:
         diff = _diff(root)
         found = found.model_copy(update={"changed": bool(diff), "cut": len(diff) > LIMIT})
         diff = diff[:LIMIT].rpartition("\n")[0] + "\n" if found.cut else diff
-        names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
+        names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1][:_UNTRACKED]
         found = found.model_copy(update={"untracked": tuple(printable([secrets.redacted(name) for name in names]))})
     return (found, diff) if found else None
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from capsules import begun, nodes, steps
 from dray.contract import hardware, run_folder
@@ -18,7 +17,8 @@ from dray.runner import failure_record
 from dray.runs import capsule, source
 from dray.runs.capsule import Node
 from dray.runs.finish import finish
-from dray.runs.write import read
+from dray.runs.store import RunPaths
+from dray.runs.store import plan_of as read
 from helpers import PYTHON, bash_blocks, golden, section
 
 TOKEN = "hf_" + "a1" * 12
