@@ -18,7 +18,7 @@ from dray.cli.top import watch
 from dray.contract import exit_codes
 from dray.contract.control_characters import printable
 from dray.contract.files import write_new
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
 from dray.runs import archive, capsule, local, trust, write
 from dray.runs import compare as comparing
@@ -94,9 +94,10 @@ def replay(
 
 def _verify(paths: RunPaths) -> NoReturn:
     found = capsule.verify(paths)
-    print("\n".join(printable([f"{file.state:<8} {file.path}" for file in found])))
-    is_same = all(file.state == "same" for file in found)
-    raise typer.Exit(exit_codes.DONE if is_same else exit_codes.FAILED)
+    changed = [f"{file.state:<8} {file.path}" for file in found if file.state != "same"]
+    same = f"{len(found) - len(changed)} of {counted(len(found), 'file')} as the capsule recorded them"
+    print("\n".join([*printable(changed), same]))
+    raise typer.Exit(exit_codes.FAILED if changed else exit_codes.DONE)
 
 
 def _save(file: Path, before: Original) -> None:

@@ -104,7 +104,7 @@ def _text(path: Path, run: Path, *, end: bool) -> str:
         raise OSError(0, "a link in its path")
     if path.stat().st_uid == os.geteuid() != run.stat().st_uid:
         raise OSError(0, "your file in another user's folder")
-    text = data.decode("utf-8", "replace")
+    text = data.replace(b"\0", b"").decode("utf-8", "replace")  # a crash may leave NULs
     if path.name == run_folder.SOURCE_DIFF:
         return secrets.redacted_code(text)
     # A cut line may hold half of a secret, which is not recognised.

@@ -211,20 +211,21 @@ def _text(value: object) -> str:
 
 def curve(run: Sequence[RunPaths]) -> Curve:
     """The losses and the speed that the attempts of a run logged, in their order."""
-    found, speeds = Curve(), list[float]()
+    losses, speeds = dict[int, float | None](), list[float]()
     for paths in run:
-        is_first = True
-        for event in Metrics(paths.metrics):
-            step = whole(event, "step")
-            if event.get("event") != "step" or step is None:
-                continue
-            found.losses[step] = number(event, "loss")
-            if not is_first:  # the first line includes the time of the compiler
-                speeds.append(number(event, "tokens_per_s") or 0.0)
-            is_first = False
-    if speeds:
-        found.tokens_per_s = statistics.median(speeds)
-    return found
+        steps = 0
+        try:
+            for event in Metrics(paths.metrics):
+                step = whole(event, "step")
+                if event.get("event") != "step" or step is None:
+                    continue
+                steps += 1
+                losses[step] = number(event, "loss")
+                if steps > 1:  # the first line includes the time of the compiler
+                    speeds.append(number(event, "tokens_per_s") or 0.0)
+        except OSError as error:
+            raise ConfigError("the metrics cannot be read", where=paths.metrics, found=error.strerror) from error
+    return Curve(losses=losses, tokens_per_s=statistics.median(speeds) if speeds else None)
 
 
 def difference(a: float | None, b: float | None) -> float:

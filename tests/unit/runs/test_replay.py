@@ -225,7 +225,9 @@ def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
 
 def test_verify_and_pack(tmp_path: Path) -> None:
     paths = ended(tmp_path / "runs")
-    assert "same     plan.json" in verb(paths.run, "--verify")
+    assert verb(paths.run, "--verify") == "7 of 7 files as the capsule recorded them\n"
     assert "attempt-1/capsule.json" in verb(paths.run, "--pack", tmp_path / "x.tar.gz")
     paths.metrics.write_text("{}")
-    assert "changed  metrics.jsonl" in verb(paths.run, "--verify", code=1)
+    assert verb(paths.run, "--verify", code=1) == (
+        "changed  metrics.jsonl\n6 of 7 files as the capsule recorded them\n"
+    )
