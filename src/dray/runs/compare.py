@@ -104,17 +104,17 @@ class Comparison(BaseModel):
 
 def runs(a: Path, b: Path) -> Comparison:
     """Compare two runs, or single attempts if their folders are given."""
-    names, sides, curves = list[str](), list[tuple[Plan, Capsule]](), list[Curve]()
-    for folder in (a, b):
-        paths = newest_attempt(folder)
-        plan = plan_of(paths)
-        names.append(paths.run.name)
-        sides.append((plan, capsule.of(paths, plan)))
-        curves.append(curve(attempts_of(folder)))
+    sides = [_side(newest_attempt(folder)) for folder in (a, b)]
+    ours, theirs = (curve(attempts_of(folder)) for folder in (a, b))
     return Comparison(
-        a=names[0], b=names[1], differences=differences(*sides), curves=(curves[0], curves[1]),
-        losses=compare(curves[0].losses, curves[1].losses),
+        a=sides[0][0].run, b=sides[1][0].run, differences=differences(*sides), curves=(ours, theirs),
+        losses=compare(ours.losses, theirs.losses),
     )  # fmt: skip
+
+
+def _side(paths: RunPaths) -> tuple[Plan, Capsule]:
+    plan = plan_of(paths)
+    return plan, capsule.of(paths, plan)
 
 
 def require_two(a: Path, b: Path) -> None:
