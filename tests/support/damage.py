@@ -26,7 +26,19 @@ from dray.images.sif import format as sif_format
 from dray.images.sif import record
 from dray.remote import names
 from dray.runner import __main__ as runner
-from dray.runs import capsule, grace, hosts, one_off_job, resubmit, result, source, startup, study, tokens, tuned
+from dray.runs import (
+    capsule,
+    grace,
+    hosts,
+    one_off_job,
+    replay,
+    result,
+    source,
+    startup,
+    study,
+    tokens,
+    tuned,
+)
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths
@@ -326,7 +338,7 @@ READERS: dict[str, Reader] = {
     "earlier runs": _of_run(
         "attempt-1/result.json", lambda path: grace.slowest(path.parents[2], [path.parents[1].name]), refuses=False
     ),
-    "job.json": _of_run("job.json", lambda path: resubmit.asked(path.parent), refuses=False),
+    "job.json": _of_run("job.json", lambda path: replay.asked(path.parent), refuses=False),
     "startup.json": _of_run(
         "attempt-1/startup.json", lambda path: startup.read(_attempt(path), ["n1", "n2"]), refuses=False
     ),
@@ -363,9 +375,8 @@ stop GOING --no-wait: plan.json stop process.json ../job.json
 report RUN --out OUT.html: all plan.json result.json metrics.jsonl preflight/report.json startup.json ../job.json
 diff RUN OTHER: all capsule.json metrics.jsonl plan.json
 diff OTHER RUN: all
-capsule show RUN: all capsule.json
-capsule verify RUN: all capsule.json plan.json facts.txt metrics.jsonl node.sh nodes/node-0.json result.json
-capsule pack RUN OUT.tar.gz: all capsule.json secret logs logs/rank-0.log
+replay RUN --verify: all capsule.json plan.json facts.txt metrics.jsonl node.sh nodes/node-0.json result.json
+replay RUN --pack OUT.tar.gz: all capsule.json secret logs logs/rank-0.log
 replay RUN --recipe OUT.toml: all capsule.json plan.json facts.txt
 replay RUN --compare OTHER: all metrics.jsonl
 sync RUN: plan.json ../checkpoints

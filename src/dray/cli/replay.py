@@ -1,51 +1,31 @@
-"""`dray replay`: repeat a run from its capsule."""
+"""`dray replay`: repeat a run from its capsule, or hand the capsule on."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from dray import process
 from dray.cli.args import Run, Runs, Sbatch, report
 from dray.cli.run import conduct
-from dray.config.recipe import Recipe
+from dray.cli.top import watch
 from dray.contract import exit_codes
+from dray.contract.control_characters import printable
 from dray.contract.files import write_new
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
-from dray.runs import capsule, compared, effect, local, pack, prepare, resubmit, store, trust, verify
+from dray.runs import archive, capsule, local, trust
+from dray.runs import compare as comparing
+from dray.runs import prepare as write
 from dray.runs import replay as replays
-from dray.runs.capsule_schema import Capsule
-from dray.runs.diff import Difference
+from dray.runs.replay import Original
 from dray.runs.result import result_of
-from dray.runs.store import RunPaths, default_runs, find, newest_attempt
-
-_SHOWN = 20
-_AHEAD = "nothing differs from the run, as far as dray can tell before the start"
-
-_QUEUED = "nothing differs from the run, as far as dray can tell before Slurm chooses the nodes"
-
-
-class _Before(NamedTuple):
-    """The run to repeat."""
-
-    word: str
-    """Its folder, or its packed capsule."""
-    paths: RunPaths
-    attempts: list[RunPaths]
-    plan: Plan
-    made: Capsule
-    recipe: Recipe
-
-    def differences(self, paths: RunPaths, plan: Plan, *, ended: bool) -> list[Difference]:
-        """What differs in the replay."""
-        found = replays.differences((self.plan, self.made), paths, plan, ended=ended)
-        return [*replays.worlds(self.attempts, plan), *found]
+from dray.runs.store import RunPaths, default_runs, find, last_attempt, plan_of
 
 
 def replay(
@@ -56,15 +36,20 @@ def replay(
     ] = "",
     recipe: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the run's recipe with all decided values, to submit it; start nothing."
-        ),
+        typer.Option(metavar="FILE", help="Write the run's recipe with all decided values; start nothing."),
     ] = None,
     compare: Annotated[
         str, typer.Option(metavar="FOLDER", help="Compare with a replay that has ended; start nothing.")
     ] = "",
-    wait: Annotated[
-        bool, typer.Option("--wait", help="For a run of Slurm: wait until the job ends, then compare.")
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check each file that the capsule records; exit code 1 if one differs.")
+    ] = False,
+    pack: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Pack the capsule as FILE (tar.gz) for others, without secrets."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="For a run of Slurm: watch the job until it ends, then compare.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="For a run of Slurm: submit it without asking.")] = False,
     sbatch: Sbatch = None,
@@ -73,98 +58,95 @@ def replay(
     """Repeat a run from its capsule, and compare the losses step by step.
 
     It lists what will differ. The exit code is 0 if all losses are equal to the last bit, else 1.
-    A run of Slurm is submitted again. Of another user's run, or of a packed capsule, --recipe writes the recipe.
+    A run of Slurm is submitted again. Of another user's run, --recipe writes the recipe.
 
     dray replay 20261120-124439
-    dray replay capsule.tar.gz --recipe again.toml
+    dray replay 4711 --recipe again.toml
     """
-    queues = {"--wait": wait, "--yes": yes, "--sbatch": bool(sbatch)}
-    _one_of({"--compare": bool(compare), "--recipe": bool(recipe), "--engine": bool(engine)}, queues)
-    with pack.opened(run, runs) as folder:
-        newest = newest_attempt(folder)
-        plan = store.plan_of(newest)
-        made = capsule.of(newest, plan)
-        settings = replays.recipe_of(plan, made)
-        before = _Before(str(find(run, runs)), newest, compared.of_run(folder, newest), plan, made, settings)
-        if compare:
-            _compare(before, compare, runs)
-        if made.files and (changed := [one.path for one in verify.verify(newest).files if one.state != "same"]):
-            print(f"changed since the run: {', '.join(changed[:_SHOWN])}", flush=True)
-        if recipe:
-            _save(recipe, settings, len(plan.world.nodes))
-            return
-        _require_own(find(run, runs), newest)
-        if plan.by_slurm and not engine and process.which("sbatch"):
-            _submit(before, (runs or default_runs()).absolute(), sbatch or [], yes=yes, wait=wait)
-            return
-        engine = replays.require_here(plan, engine)
-        _one_of({"a run of this machine": True}, queues)
-        local.require(settings, lambda *more: shlex.join(["dray", "replay", run, *more]), fixed=True)
-        gpus = plan.world.ranks_per_node if plan.variant != "cpu" else 0
-        facts = local.facts(
-            settings, engine=engine, image=local.image_of(engine, settings), nodes=len(plan.world.nodes),
-            gpus_per_node=gpus, site="" if plan.by_slurm else made.site,
-        )  # fmt: skip
-        again, paths = prepare.write(settings, facts, runs=(runs or default_runs()).absolute())
-        known = before.differences(paths, again, ended=False)
-        _list(known, _AHEAD, "what cannot be the same:")
-        result = conduct(again, paths, again=shlex.join(["dray", "replay", run or newest.run.name]))
-        _judge(before, [paths], again, known, result.exit_code)
+    given = {"--compare": compare, "--recipe": recipe, "--engine": engine, "--verify": verify, "--pack": pack}
+    named = [name for name, value in given.items() if value]
+    if named and (yes or follow or sbatch):
+        named.append("an option of a job")
+    if len(named) > 1:
+        wanted = f"one of {', '.join(given)}; or, for a job, --follow, --yes and --sbatch"
+        raise ConfigError(f"{named[1]} does not go with {named[0]}", wanted=wanted, fix=f"leave out {named[0]}")
+    folder = find(run, runs)
+    if verify:
+        _verify(last_attempt(folder))
+    if pack:
+        print(archive.text(archive.make(last_attempt(folder).run, pack)))
+        return
+    before = replays.original(folder)
+    if compare:
+        _compare(before, find(compare, runs))
+    if changed := [file.path for file in capsule.verify(before.paths) if file.state != "same"]:
+        print(f"changed since the run: {', '.join(changed)}", flush=True)
+    if recipe:
+        _save(recipe, before)
+        return
+    replays.require_own(before)
+    runs = (runs or default_runs()).absolute()
+    if before.plan.by_slurm and not engine and process.which("sbatch"):
+        _submit(before, runs, sbatch or [], yes=yes, follow=follow)
+    else:
+        _start(before, runs, replays.engine_here(before.plan, engine))
 
 
-def _require_own(named: Path, newest: RunPaths) -> None:
-    """Refuse to start another user's run, or a packed one: its recipe names code that this user has not read."""
-    found = f"{named}, a packed capsule" if named.is_file() else trust.foreign(newest)
-    if found:
-        word = shlex.quote(str(named))
-        raise ConfigError(
-            "dray replays only your own runs", wanted="a run folder that only you may write", found=found,
-            fix=f"dray replay {word} --recipe again.toml; read it; then dray submit again.toml",
-        )  # fmt: skip
+def _verify(paths: RunPaths) -> NoReturn:
+    found = capsule.verify(paths)
+    changed = [f"{file.state:<8} {file.path}" for file in found if file.state != "same"]
+    same = f"{len(found) - len(changed)} of {counted(len(found), 'file')} as the capsule recorded them"
+    print("\n".join([*printable(changed), same]))
+    raise typer.Exit(exit_codes.FAILED if changed else exit_codes.DONE)
 
 
-def _one_of(wholly: dict[str, bool], queues: dict[str, bool]) -> None:
-    """Refuse options that exclude each other; the options of a job exclude all others."""
-    given = [name for name, is_given in wholly.items() if is_given]
-    given += [name for name, is_given in queues.items() if is_given][:1] if given else []
-    if len(given) > 1:
-        raise ConfigError(
-            f"{given[1]} does not go with {given[0]}",
-            wanted="one of --compare, --recipe and --engine; or, if the run is submitted, --wait, --yes and --sbatch",
-            found=" and ".join(given),
-            fix=f"leave out {given[1]}",
-        )
+def _save(file: Path, before: Original) -> None:
+    for name, text in replays.as_files(before.recipe, file.stem).items():
+        try:
+            write_new(file.with_name(name), text)
+        except OSError as error:
+            raise ConfigError(
+                "the recipe cannot be written", where=file.with_name(name), wanted="a FILE that does not exist yet",
+                found=error.strerror,
+            ) from error  # fmt: skip
+    if code := trust.code_keys(before.recipe):
+        print(f"keys that run code: {', '.join(code)}")
+    nodes = before.recipe.nodes
+    print(f"dray submit {shlex.quote(str(file.with_suffix('.toml')))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")
 
 
-def _submit(before: _Before, runs: Path, more: Sequence[str], *, yes: bool, wait: bool) -> None:
+def _start(before: Original, runs: Path, engine: str) -> NoReturn:
+    """Repeat the run on this machine."""
+    recipe, plan = before.recipe, before.plan
+    again = ["dray", "replay", str(before.folder)]
+    local.require(recipe, lambda *more: shlex.join([*again, *more]), fixed=True)
+    facts = local.facts(
+        recipe, engine=engine, image=local.image_of(engine, recipe), nodes=recipe.nodes,
+        gpus_per_node=replays.gpus_of(plan), site="" if plan.by_slurm else before.capsule.site,
+    )  # fmt: skip
+    made, paths = write.write(recipe, facts, runs=runs)
+    _announce(before, paths, made)
+    conduct(made, paths, again=shlex.join(again))
+    _compare(before, paths.run)
+
+
+def _submit(before: Original, runs: Path, options: Sequence[str], *, yes: bool, follow: bool) -> None:
     """Submit a job with the same nodes, ranks and options, after the user has agreed."""
-    asked = resubmit.asked(before.paths.run)
-    job = resubmit.job(before.recipe, before.plan, asked, runs, more)
+    job = replays.job(before, runs, options)
     report(job.plan)
-    found = before.differences(
-        RunPaths(job.folder),
-        job.plan,
-        ended=False,
-    )
-    _list(resubmit.decided(found), _QUEUED, "what cannot be the same:")
-    if asked is None:
-        print("sbatch options: only the site's; the run folder has none of yours (--sbatch=--time=08:00:00 adds one)")
+    folder = Path(job.plan.run_folder)
+    _announce(before, RunPaths(folder), job.plan)
     print(shlex.join(job.argv), flush=True)
     if not yes and not _agreed():
         print("nothing was submitted")
         raise typer.Exit(exit_codes.FAILED)
-    number = resubmit.start(job)
-    later = shlex.join(["dray", "replay", before.word, "--compare", str(job.folder)])
-    try:
-        print(f"job {number} is in the queue\nrun folder: {job.folder}", flush=True)
-        if not wait:
-            print(f"once it has ended: {later}")
-            return
-        resubmit.wait(job.folder)
-    except KeyboardInterrupt:
-        print(f"\nthe job goes on; once it has ended: {later}", flush=True)
-        raise typer.Exit(130) from None
-    _compare(before, str(job.folder), None)
+    number = replays.start(before, job)
+    print(f"job {number} is in the queue\nrun folder: {folder}")
+    later = shlex.join(["dray", "replay", str(before.folder), "--compare", str(folder)])
+    print(f"once it has ended: {later}", flush=True)
+    if follow:
+        watch(folder)
+        _compare(before, folder)
 
 
 def _agreed() -> bool:
@@ -175,62 +157,40 @@ def _agreed() -> bool:
     return typer.confirm("submit it?")
 
 
-def _compare(before: _Before, word: str, runs: Path | None) -> NoReturn:
-    """Compare with a replay that exists."""
-    with pack.opened(word, runs) as folder:
-        resubmit.require_ended(folder)
-        paths = newest_attempt(folder)
-        if paths.run.resolve() == before.paths.run.resolve():
-            raise ConfigError(
-                "a run cannot be compared with itself",
-                where="--compare",
-                found=word,
-                fix="--compare FOLDER, of its replay",
-            )
-        result = result_of(paths)
-        if result is None or result.exit_code:
-            end = f"has {result.status}, with exit code {result.exit_code}" if result else "wrote no result"
-            print(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}")
-        after = compared.of_run(folder, paths)
-        _judge(before, after, store.plan_of(paths), [], result.exit_code if result else exit_codes.DONE)
+def _announce(before: Original, paths: RunPaths, plan: Plan) -> None:
+    """Print what will differ, as far as this machine can tell."""
+    found = before.differences(paths, plan, started=False)
+    head = (
+        "what cannot be the same:"
+        if found
+        else "nothing differs from the run, as far as dray can tell before the start"
+    )
+    print("\n".join([head, *map(comparing.line, found)]), flush=True)
 
 
-def _judge(before: _Before, after: list[RunPaths], plan: Plan, known: list[Difference], code: int) -> NoReturn:
-    """Print what else differs, and whether the losses are the same; `known` was printed before."""
-    found = before.differences(after[-1], plan, ended=True)
-    _list([one for one in found if one not in known], "", f"what {'else ' * bool(known)}differs:")
-    parting = effect.effect(before.attempts, after).parting
+def _compare(before: Original, folder: Path) -> NoReturn:
+    """Print what differs in a replay that has ended, and whether the losses are the same."""
+    replays.require_ended(folder)
+    comparing.require_two(before.folder, folder)
+    after = comparing.attempts_of(folder)
+    result = result_of(after[-1])
+    code = result.exit_code if result else exit_codes.FAILED
+    if code:
+        end = f"has {result.status}, with exit code {code}" if result else "wrote no result"
+        print(f"the replay {end}: {shlex.join(['dray', 'why', str(folder)])}")
+    differences = before.differences(after[-1], plan_of(after[-1]), started=True)
+    if differences:
+        print("\n".join(["what differs:", *map(comparing.line, differences)]))
     if not before.recipe.train:
         print("dray does not know the losses of a command: compare what it printed")
         raise typer.Exit(code)
-    print("\n".join(effect.losses_text(parting, "the run", "the replay")))
-    if parting.first is not None and parting.first_a is None and parting.first_b is None:
+    losses = comparing.compare(comparing.curve(before.attempts).losses, comparing.curve(after).losses)
+    print("\n".join(comparing.losses_text(losses, "the run", "the replay")))
+    if replays.same(losses):
+        raise typer.Exit(code)
+    if losses.first is not None and losses.first_a is None and losses.first_b is None:
         print("not finite in both runs: they cannot be compared")
-    elif not replays.same(parting):
-        why = replays.breaks(found, before.recipe, before.made)
+    else:
+        why = replays.breaks(differences, before)
         print(f"not promised: {why[0]}" if why else "they should be identical: nothing that decides them differs")
-    raise typer.Exit(code or (exit_codes.DONE if replays.same(parting) else exit_codes.FAILED))
-
-
-def _list(found: Iterable[Difference], none: str, head: str) -> None:
-    lines = [f"  {one.kind}: {one.name}: {one.a} -> {one.b}" for one in found]
-    more = [f"  and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
-    if lines or none:
-        print("\n".join([head, *lines[:_SHOWN], *more] if lines else [none]), flush=True)
-
-
-def _save(file: Path, recipe: Recipe, nodes: int) -> None:
-    if file.suffix != ".toml":
-        raise ConfigError("a recipe is a .toml file", where="--recipe", found=str(file), fix=f"--recipe {file}.toml")
-    for name, text in replays.as_files(recipe, file.stem).items():
-        path = file.with_name(name)
-        try:
-            write_new(path, text)
-        except OSError as error:
-            wanted = "a FILE that does not exist yet"
-            raise ConfigError(
-                "the recipe cannot be written", where=path, wanted=wanted, found=error.strerror
-            ) from error
-    if code := trust.code_keys(recipe):
-        print(f"keys that run code: {', '.join(code)}")
-    print(f"{file}: dray submit {shlex.quote(str(file))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")
+    raise typer.Exit(code or exit_codes.FAILED)

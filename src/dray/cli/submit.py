@@ -33,7 +33,7 @@ from dray.cli.top import watch
 from dray.config import dray_home
 from dray.contract.findings import ConfigError
 from dray.images import store
-from dray.runs import resubmit
+from dray.runs import replay
 from dray.runs import submit as queue
 from dray.runs.store import default_runs, new_id, next_attempt, run_named
 
@@ -94,7 +94,7 @@ def submit(
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node, folder)
     recipe = asked.recipe()
-    before = resubmit.asked(folder) if folder and asked.last else None
+    before = replay.asked(folder) if folder and asked.last else None
     asked.say(before.options if before else ())
     if before:
         site, gpu_memory = site or before.site, before.gpu_memory if gpu_memory is None else gpu_memory

@@ -10,7 +10,7 @@ import typer
 from dray.cli.args import Run, Runs, typed
 from dray.cli.on import On, bring_back, hand_over
 from dray.contract.findings import ConfigError
-from dray.runs import bundle as bundles
+from dray.runs import archive
 from dray.runs import why as reasons
 from dray.runs.store import find
 
@@ -38,12 +38,13 @@ def why(
         raise ConfigError("FILE needs --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
     if on and bundle:
         asked = ["why", run, "--bundle"]
-        bring_back(on, asked, file, runs if typed(context, "runs") else None, bundles.require_new)
+        bring_back(on, asked, file, runs if typed(context, "runs") else None, archive.require_new)
         return
     hand_over(on)
     paths, report = reasons.of(find(run, runs))
     if not bundle:
         print(report.model_dump_json(indent=1) if as_json else reasons.text(report))
         return
-    made = bundles.make(paths, report, file or Path(f"dray-why-{paths.run.name}.tar.gz"))
-    print(made.model_dump_json(indent=1) if as_json else bundles.text(made))
+    out = file or Path(f"dray-why-{paths.run.name}.tar.gz")
+    made = archive.make(paths.run, out, why=reasons.text(report))
+    print(made.model_dump_json(indent=1) if as_json else archive.text(made))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, listed
-from dray.runs import effect, status, store
+from dray.runs import compare, status, store
 from dray.runs.metrics import Event, Metrics, number, whole
 from dray.runs.slurm import Slurm
 from dray.runs.store import RunPaths, attempts, is_run, make_run_folder
@@ -146,7 +146,7 @@ def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
     return rows, _parity(rows, losses, checked=fp32) if study.kind == "strong" else Parity(checked=False)
 
 
-def _row(run: Path, member: Member, queue: Slurm) -> tuple[Row, effect.Losses]:
+def _row(run: Path, member: Member, queue: Slurm) -> tuple[Row, compare.Losses]:
     """The row of one run, and its losses by step."""
     row = Row(run=member.run, ranks=member.ranks, settings=member.settings, state="no run", job_id=member.job_id)
     losses: dict[int, float | None] = {}
@@ -186,18 +186,18 @@ def _compare(rows: list[Row]) -> None:
             row.efficiency = row.speedup * first.ranks / row.ranks
 
 
-def _parity(rows: list[Row], losses: dict[str, effect.Losses], *, checked: bool) -> Parity:
+def _parity(rows: list[Row], losses: dict[str, compare.Losses], *, checked: bool) -> Parity:
     found = Parity(checked=checked)
     with_losses = [row for row in rows if losses[row.run]]
     for first, row in ((with_losses[0], other) for other in with_losses[1:]):
         ours, theirs = losses[first.run], losses[row.run]
-        parting = effect.compare(ours, theirs, PARITY)
+        parting = compare.compare(ours, theirs, PARITY)
         found.not_finite += sum(ours[step] is None or theirs[step] is None for step in {*ours} & {*theirs})
         found.steps += parting.steps
         found.largest = max(found.largest, parting.largest)
         if parting.first is not None and checked:
-            a, b = effect.pair(parting.first_a, parting.first_b)
-            far = effect.difference(parting.first_a, parting.first_b)
+            a, b = compare.pair(parting.first_a, parting.first_b)
+            far = compare.difference(parting.first_a, parting.first_b)
             found.broken.append(f"step {parting.first}: {a} on {first.ranks}, {b} on {row.ranks}, {far:.1e} apart")
     return found
 

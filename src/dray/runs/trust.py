@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
@@ -13,7 +12,9 @@ from dray.runs.store import RunPaths
 
 def foreign(paths: RunPaths) -> str:
     """The part of a run that another user owns or may write, in words; empty if only this user and root do."""
-    for path in filter(Path.exists, (paths.run, paths.folder, paths.plan, paths.capsule)):
+    for path in (paths.run, paths.folder, paths.plan, paths.capsule):
+        if not path.exists():
+            continue
         found = path.stat()
         if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
             return f"{path} of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}"
@@ -34,11 +35,14 @@ def require(code: Sequence[str], where: str) -> None:
 
 def code_keys(recipe: Recipe) -> list[str]:
     """The keys of a recipe that run code, or can make programs run code."""
-    found = ["command"] if recipe.command else []
-    found += sorted(recipe.maps())
-    found += ["model.trust_remote_code"] if recipe.model.trust_remote_code else []
-    found += ["layer"] if recipe.layer else []
-    return [*found, *(f"env.{name}" for name in recipe.env if not name.endswith("_NUM_THREADS"))]
+    keys = {
+        "command": recipe.command,
+        "model.trust_remote_code": recipe.model.trust_remote_code,
+        "layer": recipe.layer,
+        "env": recipe.env,
+        **recipe.maps(),
+    }
+    return sorted(key for key, value in keys.items() if value)
 
 
 def functions(maps: Iterable[tuple[str, str]]) -> list[str]:

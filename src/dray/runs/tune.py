@@ -12,7 +12,7 @@ from dray.contract import exit_codes, files
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.interrupts import held_back, hurry_on_signals, stoppable
 from dray.planning.tune_search import Candidate, Figure, Space, applied, descend
-from dray.runs import effect, measured, replay, space, tuned
+from dray.runs import compare, measured, replay, space, tuned
 from dray.runs.measured import DIFFER, DONE, HANGS, LEFT_OUT, Row
 from dray.runs.tuned import Tuning
 
@@ -119,10 +119,10 @@ class Tuner:
         if row.state != DONE or first is None:
             return row
         own, others = (dict(enumerate(one.losses, 1)) for one in (row, first))
-        found = effect.compare(own, others, self.tuning.tolerance)
+        found = compare.compare(own, others, self.tuning.tolerance)
         if found.first is not None:
             pair = f"{own[found.first]:.6g} and {others[found.first]:.6g} in run {first.run}"
-            far = effect.difference(found.first_a, found.first_b)
+            far = compare.difference(found.first_a, found.first_b)
             most = f"at most {self.tuning.tolerance:.0e} ({self.tuning.why})"
             why = f"step {found.first}: {pair}, {far:.1e} apart; wanted {most}"
         elif found.only_a or found.only_b:

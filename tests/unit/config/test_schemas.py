@@ -17,7 +17,7 @@ from dray.config.image_definition import Image
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.planning.plan import Plan
-from dray.runs.capsule_schema import Capsule
+from dray.runs.capsule import Capsule
 from dray.runs.result import Result
 from helpers import GOLDEN, ROOT, golden
 

@@ -14,7 +14,7 @@ import typer
 from dray.cli import on
 from dray.contract.findings import ConfigError
 from dray.remote.names import Remote
-from dray.runs import bundle
+from dray.runs import archive
 
 REPORT, WHY = ["report"], ["why", "--bundle"]
 
@@ -42,7 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fetch(blocks: Iterable[bytes], argv: list[str], target: Path | None = None, code: int = 0) -> Path:
-    require = bundle.require_new if argv == WHY else anything
+    require = archive.require_new if argv == WHY else anything
     return on.fetch(Sends(blocks, code), argv, target, require)  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(on.names, "find", lambda _name: Sends.remote)
     monkeypatch.setattr(on.ssh, "connected", lambda _remote: pytest.fail("it logs in"))
     with pytest.raises(ConfigError, match="the archive already exists"):
-        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, bundle.require_new)
+        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, archive.require_new)
 
 
 @pytest.mark.parametrize("argv", [REPORT, WHY], ids=["report", "why"])

@@ -18,7 +18,7 @@ from dray.cli import scale as scaling
 from dray.cli import studies, usage
 from dray.cli import sweep as sweeping
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import arrays, resubmit, study
+from dray.runs import arrays, replay, study
 from dray.runs.arrays import Common, Size
 from dray.runs.store import Queued
 from helpers import PYTHON, ROOT
@@ -144,7 +144,7 @@ def test_a_sweep_is_one_array(queue: Slurm, tmp_path: Path, capsys: Capture) -> 
         )  # fmt: skip
         assert stat.S_IMODE(run.stat().st_mode) == 0o700
     kept = ("--job-name=smoke-cpu", "--ntasks-per-node=1", "--time=10", "--qos=a b=c")
-    assert resubmit.asked(run) == resubmit.Asked(kept)
+    assert replay.asked(run) == replay.Asked(kept)
     members = study.load(folder).members
     assert [(one.job_id, one.run) for one in members] == [
         (f"42_{number}", f"{folder.name}-{number}") for number in range(1, 5)

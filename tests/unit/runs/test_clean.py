@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract import node, processes, scratch
 from dray.facts import Facts
@@ -19,6 +18,7 @@ from dray.runs import clean, squeue, study
 from dray.runs.finish import finish
 from dray.runs.leftovers import Item
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from dray.runs.study import Member, Study
 from helpers import ROOT, bash_blocks, section
 from slurms import Slurm

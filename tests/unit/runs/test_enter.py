@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray import render
 from dray.contract import processes
@@ -18,6 +17,7 @@ from dray.facts import Facts
 from dray.runs import enter, live
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import ROOT
 from slurms import Slurm

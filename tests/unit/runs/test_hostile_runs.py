@@ -38,9 +38,8 @@ stop RUN --no-wait
 report RUN --out OUT.html
 diff RUN OTHER
 diff OTHER RUN
-capsule show RUN
-capsule verify RUN
-capsule pack RUN OUT.tar.gz
+replay RUN --verify
+replay RUN --pack OUT.tar.gz
 replay RUN --recipe OUT.toml
 replay RUN --compare OTHER
 sync RUN

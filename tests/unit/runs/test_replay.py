@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import typer
 
 from capsules import NODE, begun, nodes, steps
+from dray.cli import replay as cli
 from dray.contract.findings import ConfigError
-from dray.runs import capsule, pack, replay, trust
-from dray.runs.capsule_schema import Capsule
-from dray.runs.diff import Difference
-from dray.runs.effect import Parting
+from dray.runs import archive, capsule, replay, trust
+from dray.runs.compare import Difference, LossComparison
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe
+from dray.runs.replay import Original
 from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import PYTHON, ROOT
@@ -29,6 +34,15 @@ def dray(*words: str | Path, runs: Path) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "dray", *words]
     env = {**PYTHON, "HOME": "/home/me", "DRAY_RUNS": str(runs), "NO_COLOR": "1"}
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def verb(*words: str | Path, code: int = 0) -> str:
+    """What the verb prints."""
+    app = typer.Typer()
+    app.command()(cli.replay)
+    with redirect_stdout(io.StringIO()) as printed:
+        assert (app([str(word) for word in words], standalone_mode=False) or 0) == code
+    return printed.getvalue()
 
 
 @pytest.mark.slow
@@ -44,19 +58,21 @@ def test_a_run_again_has_the_same_losses(tmp_path: Path) -> None:
     made = capsule.read(RunPaths(tmp_path / "runs" / "first"))
     assert (made.status, [node.name for node in made.nodes], [*made.data]) == ("done", ["node1"], ["train", "eval"])
     assert made.image.packages["torch"] == made.torch
-    packed = tmp_path / "first.tar.gz"
-    pack.make(tmp_path / "runs" / "first", packed)
+    archive.make(tmp_path / "runs" / "first", tmp_path / "first.tar.gz")
     again = dray("replay", "first", runs=tmp_path / "runs")
     assert (again.returncode, again.stderr) == (0, "")
     told = again.stdout.splitlines()
     assert told[0] == "nothing differs from the run, as far as dray can tell before the start"
-    assert told[-1] == "all 3 losses are identical to the last bit"
-    dray("replay", packed, "--recipe", tmp_path / "again.toml", runs=tmp_path / "runs")
+    assert told[-1] == "losses are identical to the last bit in 3 steps"
+    with tarfile.open(tmp_path / "first.tar.gz") as packed:
+        packed.extractall(tmp_path)
+    copy = tmp_path / "dray-capsule-first"
+    dray("replay", copy, "--recipe", tmp_path / "again.toml", runs=tmp_path / "runs")
     dray("run", tmp_path / "again.toml", "--run", "again", runs=tmp_path / "runs")
-    compared = dray("replay", packed, "--compare", "again", runs=tmp_path / "runs")
-    assert compared.stdout.splitlines()[-1] == "all 3 losses are identical to the last bit"
+    compared = dray("replay", copy, "--compare", "again", runs=tmp_path / "runs")
+    assert compared.stdout.splitlines()[-1] == "losses are identical to the last bit in 3 steps"
     compared = dray("diff", "first", runs=tmp_path / "runs").stdout.splitlines()
-    assert [line.split()[:2] for line in compared if "checkpoint" in line] == [["keeping", "checkpoint.folder"]]
+    assert [line.split()[:2] for line in compared if "checkpoint" in line] == [["keeping:", "checkpoint.folder:"]]
 
 
 def test_what_a_replay_leaves_out(tmp_path: Path) -> None:
@@ -85,9 +101,13 @@ def test_a_recipe_as_a_file_is_the_same_recipe(path: Path, tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Capsule:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Original:
     """Of a run that has told all."""
-    return capsule.read(ended(tmp_path_factory.mktemp("told")))
+    return replay.original(ended(tmp_path_factory.mktemp("told")).run)
+
+
+def with_recipe(told: Original, *words: str) -> Original:
+    return dataclasses.replace(told, recipe=read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words))
 
 
 def differs(kind: str, name: str) -> Difference:
@@ -98,41 +118,38 @@ def differs(kind: str, name: str) -> Difference:
     ("found", "promised"),
     [
         ([], True),
-        ([differs("nodes", "names"), differs("nodes", "kernel"), differs("keeping", "spares")], True),
-        ([differs("versions", "rich"), differs("code", "commit"), differs("image", "image")], True),
+        ([differs("nodes", "nodes"), differs("nodes", "node.kernel"), differs("keeping", "spares")], True),
+        ([differs("code", "source.commit"), differs("image", "image")], True),
         ([differs("image", "image_sha256")], False),
         ([differs("versions", "torch")], False),
-        ([differs("nodes", "cpu")], False),
-        ([differs("nodes", "threads")], False),
+        ([differs("nodes", "node.cpu")], False),
+        ([differs("nodes", "node.threads")], False),
         ([differs("nodes", "world.size")], False),
-        ([differs("data", "tokens of train")], False),
+        ([differs("data", "tokens.train")], False),
         ([differs("environment", "MKL_CBWR")], False),
     ],
     ids=str,
 )
-def test_when_losses_must_be_identical(told: Capsule, found: list[Difference], promised: bool) -> None:
-    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
-    assert (not replay.breaks(found, recipe, told)) is promised
+def test_when_losses_must_be_identical(told: Original, found: list[Difference], promised: bool) -> None:
+    assert (not replay.breaks(found, told)) is promised
 
 
-def test_nothing_is_promised_of_what_was_not_recorded(told: Capsule) -> None:
-    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
-    unknown = "versions: the run recorded no packages or no nodes"
-    assert replay.breaks([], recipe, told.model_copy(update={"nodes": ()})) == [unknown]
+def test_nothing_is_promised_of_what_was_not_recorded(told: Original) -> None:
+    unknown = dataclasses.replace(told, capsule=told.capsule.model_copy(update={"nodes": ()}))
+    assert replay.breaks([], unknown) == ["versions: the run recorded no packages or no nodes"]
 
 
-def test_a_gpu_promises_nothing_unless_it_is_deterministic(told: Capsule) -> None:
-    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda"])
-    assert replay.breaks([], recipe, told) == ["training: train.deterministic is false, and this is a GPU"]
-    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda", "train.deterministic=true"])
-    assert not replay.breaks([], recipe, told)
+def test_a_gpu_promises_nothing_unless_it_is_deterministic(told: Original) -> None:
+    found = replay.breaks([], with_recipe(told, "image=cuda"))
+    assert found == ["training: train.deterministic is false, and this is a GPU"]
+    assert not replay.breaks([], with_recipe(told, "image=cuda", "train.deterministic=true"))
 
 
 def test_a_replay_must_have_every_loss_of_the_run() -> None:
-    assert replay.same(Parting(steps=3, only_b=2))  # the run was stopped early
-    assert not replay.same(Parting(steps=3, only_a=1))
-    assert not replay.same(Parting(steps=0))
-    assert not replay.same(Parting(steps=3, first=2))
+    assert replay.same(LossComparison(steps=3, only_b=2))  # the run was stopped early
+    assert not replay.same(LossComparison(steps=3, only_a=1))
+    assert not replay.same(LossComparison(steps=0))
+    assert not replay.same(LossComparison(steps=3, first=2))
 
 
 def ended(runs: Path, *words: str) -> RunPaths:
@@ -143,34 +160,32 @@ def ended(runs: Path, *words: str) -> RunPaths:
     return paths
 
 
-@pytest.mark.seconds
-def test_a_packed_run_is_written_and_not_started(tmp_path: Path) -> None:
+def test_a_copy_of_a_run_is_written_and_not_started(tmp_path: Path) -> None:
     paths = ended(tmp_path / "runs", "env.LD_PRELOAD=/tmp/evil.so", "model.trust_remote_code=true", "model.name=x/y")
-    packed, again = tmp_path / "x.tar.gz", tmp_path / "again.toml"
-    pack.make(paths.run, packed)
-    refused = dray("replay", packed, runs=tmp_path / "runs")
-    assert refused.returncode == 78
-    assert refused.stderr.splitlines() == [
-        "dray: dray replays only your own runs",
+    archive.make(paths.run, tmp_path / "x.tar.gz")
+    with tarfile.open(tmp_path / "x.tar.gz") as packed:
+        packed.extractall(tmp_path)
+    copy, again = tmp_path / "dray-capsule-mine", tmp_path / "again.toml"
+    with pytest.raises(ConfigError) as refused:
+        verb(copy)
+    assert str(refused.value).splitlines() == [
+        "dray replays only your own runs",
         "  wanted: a run folder that only you may write",
-        f"  found:  {packed}, a packed capsule",
-        f"  fix:    dray replay {packed} --recipe again.toml; read it; then dray submit again.toml",
+        f"  found:  {copy}, a copy without secret",
+        f"  fix:    dray replay {copy} --recipe again.toml; read it; then dray submit again.toml",
     ]
-    written = dray("replay", packed, "--recipe", again, runs=tmp_path / "runs")
-    assert written.returncode == 0
-    assert "keys that run code: model.trust_remote_code, env.LD_PRELOAD\n" in written.stdout
+    assert "keys that run code: env, model.trust_remote_code" in verb(copy, "--recipe", again)
     assert read_recipe(again).env["LD_PRELOAD"] == "/tmp/evil.so"
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json", "attempt-1/capsule.json"])
 def test_a_run_that_others_may_change_is_not_started(tmp_path: Path, part: str) -> None:
     paths = ended(tmp_path / "runs")
     assert trust.foreign(paths) == ""
     changed = paths.run / part
     changed.chmod(changed.stat().st_mode | 0o020)
-    refused = dray("replay", paths.run, runs=tmp_path / "runs")
-    assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: dray replays only your own runs")
+    with pytest.raises(ConfigError, match="dray replays only your own runs"):
+        verb(paths.run)
     changed.chmod(changed.stat().st_mode & ~0o020)
     if os.geteuid() == 0:  # only root gives a file away
         os.chown(changed, 65534, 65534)
@@ -188,28 +203,31 @@ def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) ->
     assert "PYTHONPATH" not in read_recipe(tmp_path / "again.toml").env
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize("site", ["{folder}/evil.toml", "evil.toml", "../evil"])
 def test_a_capsule_names_no_file_of_a_site(tmp_path: Path, site: str) -> None:
     """Its variables would be those of all ranks."""
-    (tmp_path / "evil.toml").write_text(
-        'name = "evil"\nabout = "a"\n[[env]]\nname = "PYTHONPATH"\nvalue = "/tmp/evil"\nwhy = "w"\n'
-    )
     paths = ended(tmp_path / "runs")
     made = json.loads(paths.capsule.read_text())
     paths.capsule.write_text(json.dumps(made | {"site": site.format(folder=tmp_path)}))
-    refused = dray("replay", "mine", runs=tmp_path / "runs")
-    assert refused.returncode == 78
-    assert "the run's capsule is damaged" in refused.stderr
-    assert "site: String should match pattern" in refused.stderr
+    with pytest.raises(ConfigError, match="the run's capsule is damaged") as refused:
+        verb(paths.run)
+    assert "site: String should match pattern" in str(refused.value)
 
 
 def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
     plan = read(begun(tmp_path))
     slurm = plan.model_copy(update={"world": plan.world.model_copy(update={"task": ("SLURM_PROCID",)})})
-    with pytest.raises(ConfigError, match="this run was started by Slurm"):
-        replay.require_here(slurm, "")
-    assert replay.require_here(slurm, "docker") == "docker"
-    assert replay.require_here(plan, "") == "bare"
-    with pytest.raises(ConfigError, match="--engine has a wrong value"):
-        replay.require_here(plan, "apptainer")
+    assert (replay.engine_here(slurm, "docker"), replay.engine_here(plan, "")) == ("docker", "bare")
+    for before, engine in ((slurm, ""), (plan, "apptainer")):
+        with pytest.raises(ConfigError, match="this run cannot be repeated on this machine as it was"):
+            replay.engine_here(before, engine)
+
+
+def test_verify_and_pack(tmp_path: Path) -> None:
+    paths = ended(tmp_path / "runs")
+    assert verb(paths.run, "--verify") == "7 of 7 files as the capsule recorded them\n"
+    assert "attempt-1/capsule.json" in verb(paths.run, "--pack", tmp_path / "x.tar.gz")
+    paths.metrics.write_text("{}")
+    assert verb(paths.run, "--verify", code=1) == (
+        "changed  metrics.jsonl\n6 of 7 files as the capsule recorded them\n"
+    )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,7 +16,7 @@ import pytest
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
-from dray.runs import bundle, causes, why
+from dray.runs import causes, why
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
@@ -199,7 +196,8 @@ class TestStates:
         assert len(lines) < 20
         out = tmp_path / "x.tar.gz"
         assert dray(run, out, "--bundle", PATH=os.environ["PATH"]).returncode == 0
-        assert {"job-17.log", "why.txt"} <= {*opened(out)}
+        with tarfile.open(out) as packed:
+            assert {"job-17.log", "why.txt"} <= {name.rpartition("/")[2] for name in packed.getnames()}
         argv = [sys.executable, "-m", "dray", "report", str(run)]
         refused = subprocess.run(argv, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the run has no attempt yet")
@@ -414,8 +412,6 @@ def test_a_log_of_gigabytes_and_of_one_line(paths: RunPaths) -> None:
         log.truncate(8 << 30)  # a sparse file of NULs
     ended = dray(paths.run)
     assert (ended.returncode, len(ended.stdout) < 10_000) == (0, True)
-    made = bundle.make(paths, why.look(paths), paths.run.parent / "a.tar.gz")
-    assert made.size < 1 << 20
 
 
 @pytest.mark.seconds
@@ -434,125 +430,3 @@ def test_another_user_s_folder_that_may_not_be_read(paths: RunPaths) -> None:
     paths.run.chmod(0o700)
     assert (ended.returncode, ended.stdout) == (78, "")
     assert "Traceback" not in ended.stderr
-
-
-def opened(path: Path) -> dict[str, str]:
-    with tarfile.open(path) as archive:
-        return {
-            entry.name.partition("/")[2]: archive.extractfile(entry).read().decode()  # type: ignore[union-attr]
-            for entry in archive.getmembers()
-        }
-
-
-class TestBundle:
-    """What may be sent."""
-
-    TOKEN = 'a "token" of my own \u00e9'
-
-    @pytest.fixture
-    def secret(self, tmp_path: Path, monkeypatch) -> RunPaths:
-        """A run whose files hold what nobody else may read."""
-        monkeypatch.setenv("MY_TOKEN", self.TOKEN)
-        monkeypatch.setenv("HOME", "/home/me")
-        paths = begun(tmp_path / "runs", 'pass_env=["MY_TOKEN"]')
-        record(paths, "rank-3", last_lines=[f"MY_TOKEN={self.TOKEN}", "hf_" + "a1" * 10, "/home/me/data /home/metoo"])
-        own = paths.secret.read_text().strip()
-        paths.rank_log(3).write_text(f"{'x' * 99}\n" * 2000 + f"{self.TOKEN}\n{own}\n/home/me/x\n")
-        paths.node_log(0).write_text("y" * 200_000 + self.TOKEN)  # one line, cut in its middle
-        (paths.checkpoints / "step-1").mkdir()
-        (paths.checkpoints / "step-1" / "model.safetensors").write_bytes(b"weights")
-        (paths.folder / "rendezvous.json").write_text("{}")
-        (paths.run / "job-17.log").write_text("the end\n")
-        finish(paths, code=1)
-        return paths
-
-    def test_what_is_in_it(self, secret: RunPaths, tmp_path: Path) -> None:
-        out = tmp_path / "a b.tar.gz"
-        made = bundle.make(secret, why.look(secret), out)
-        content = opened(out)
-        assert sorted(content) == made.names == [
-            "README", "attempt-1/facts.txt", "attempt-1/failures/rank-3.json", "attempt-1/logs/node-0.log",
-            "attempt-1/logs/rank-3.log", "attempt-1/node.sh", "attempt-1/plan.json", "attempt-1/result.json",
-            "job-17.log", "versions.json", "why.txt",
-        ]  # fmt: skip
-        everything = "\n".join(content.values())
-        own = secret.secret.read_text().strip()
-        for hidden in (self.TOKEN, json.dumps(self.TOKEN)[1:-1], own, "hf_a1a1", "/home/me/", "safetensors\n"):
-            assert hidden not in everything, hidden
-        assert "~/data /home/metoo" in content["attempt-1/failures/rank-3.json"]
-        assert content["attempt-1/logs/rank-3.log"].endswith("\n[MY_TOKEN]\n[secret]\n~/x\n")
-        assert content["attempt-1/logs/rank-3.log"].startswith("(")
-        assert content["attempt-1/logs/node-0.log"] == "(200,022 bytes before this line are left out)\n"
-        assert json.loads(content["attempt-1/plan.json"])["recipe"]["pass_env"] == ["MY_TOKEN"]
-        assert (out.stat().st_mode & 0o777, made.size) == (0o600, out.stat().st_size)
-
-    def test_the_same_run_gives_the_same_bytes(self, secret: RunPaths, tmp_path: Path) -> None:
-        out = [tmp_path / name for name in ("a.tar.gz", "b.tar.gz")]
-        for one in out:
-            bundle.make(secret, why.look(secret), one)
-        assert out[0].read_bytes() == out[1].read_bytes()
-        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(out[0].read_bytes()))) as archive:
-            assert {(one.uid, one.gid, one.uname, one.mtime, one.mode) for one in archive} == {(0, 0, "", 0, 0o600)}
-
-    @pytest.mark.seconds
-    def test_by_the_command(self, secret: RunPaths, tmp_path: Path) -> None:
-        ended = dray(secret.run, "--bundle", cwd=tmp_path, MY_TOKEN=self.TOKEN)
-        out = tmp_path / "dray-why-mine.tar.gz"
-        lines = ended.stdout.splitlines()
-        assert (ended.returncode, lines[0]) == (0, f"dray-why-mine.tar.gz: {out.stat().st_size:,} bytes, 11 files:")
-        assert lines[-1] == "Read it before you send it: its README lists what was replaced and what was not."
-        before = out.read_bytes()
-        again = dray(secret.run, "--bundle", cwd=tmp_path)
-        assert (again.returncode, again.stderr.splitlines()[0]) == (78, "dray: the archive already exists")
-        assert out.read_bytes() == before
-        assert dray(secret.run, "b.tar.gz", "--bundle", cwd=tmp_path).returncode == 0
-        missing = dray(secret.run, "no/b.tar.gz", "--bundle", cwd=tmp_path)
-        assert (missing.returncode, "the archive cannot be written" in missing.stderr) == (78, True)
-
-    @pytest.mark.hostile("why")
-    def test_no_link_leads_out_of_the_run(self, secret: RunPaths, tmp_path: Path) -> None:
-        private = tmp_path / "private"
-        private.mkdir()
-        (private / "rank-0.log").write_text("private")
-        secret.rank_log(0).symlink_to(private / "rank-0.log")
-        shutil.rmtree(secret.failures)
-        (private / "rank-1.json").write_text('"private"')
-        secret.failures.symlink_to(private)
-        secret.metrics.unlink(missing_ok=True)
-        os.mkfifo(secret.metrics)
-        made = bundle.make(secret, why.look(secret), tmp_path / "a.tar.gz")
-        assert "private" not in "".join(
-            text for name, text in opened(tmp_path / "a.tar.gz").items() if name != "README"
-        )
-        assert [line.partition(":")[0] for line in made.left_out] == [
-            "attempt-1/failures/rank-1.json", "attempt-1/logs/rank-0.log", "attempt-1/metrics.jsonl",
-        ]  # fmt: skip
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-    def test_a_run_of_another_user(self, secret: RunPaths, tmp_path: Path) -> None:
-        """A file of this user in it was put there, as by a hard link; and what reading followed is not packed."""
-        for path in (secret.run, *secret.run.rglob("*")):
-            os.chown(path, 65534, 65534)
-        os.chown(secret.rank_log(3), 0, 0)
-        made = bundle.make(secret, why.look(secret), tmp_path / "a.tar.gz")
-        assert made.left_out == [
-            "why.txt: the run belongs to another user",
-            "attempt-1/logs/rank-3.log: your file in another user's folder",
-        ]
-
-    @pytest.mark.seconds
-    def test_a_disk_that_is_full(self, secret: RunPaths, tmp_path: Path) -> None:
-        line = f'ulimit -f 0; exec "{sys.executable}" -m dray why "$0" "$1" --bundle'
-        out = tmp_path / "x.tar.gz"
-        argv = ["sh", "-c", line, str(secret.run), str(out)]
-        env = {**PYTHON, "PYTHONDONTWRITEBYTECODE": "1"}
-        ended = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
-        assert (ended.returncode, out.exists()) == (69, False)
-        assert ended.stderr.startswith("dray: the archive cannot be written\n")
-
-
-def test_a_name_that_is_this_user_s(tmp_path: Path) -> None:
-    clean = bundle.Cleaner({}, {"/home/ada": "ada", "/root": "root", "/": "x", "": ""})
-    assert clean("/home/ada/x /scratch/ada/y ada@n1 canada ada /home/adam root /root/z") == (
-        "~/x /scratch/[user]/y [user]@n1 canada ada /home/adam root ~/z"
-    )

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from dray.cli import diff as verb
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.runs import compared, effect, replay
+from dray.runs import compare, replay
 from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", image_sha256="a" * 64
@@ -39,7 +42,7 @@ def planted(
 
 
 def lines(a: RunPaths, b: RunPaths) -> list[tuple[str, str]]:
-    return [(one.kind, one.name) for one in compared.compare(a.run, b.run).differences]
+    return [(one.kind, one.name) for one in compare.runs(a.run, b.run).differences]
 
 
 def node(**other: object) -> dict[str, Any]:
@@ -50,19 +53,19 @@ def node(**other: object) -> dict[str, Any]:
 PLANTED: dict[str, tuple[dict[str, Any], tuple[str, str], int]] = {
     "image": ({"facts": {"image_sha256": "b" * 64}}, ("image", "image_sha256"), 1),
     "versions": ({"told": {"torch": "2.14.0"}}, ("versions", "torch"), 1),
-    "code": ({"told": {"source": {"folder": "/me", "commit": "d" * 40}}}, ("code", "commit"), 1),
+    "code": ({"told": {"source": {"folder": "/me", "commit": "d" * 40}}}, ("code", "source.commit"), 1),
     "model": ({"words": ["model.config.n_layer=3"]}, ("model", "model.config.n_layer"), 1),
     "training": ({"words": ["train.lr=0.5"]}, ("training", "train.lr"), 1),
     "environment": ({"words": ["env.MKL_CBWR=COMPATIBLE"]}, ("environment", "MKL_CBWR"), 1),
     "the number of nodes": ({"facts": {"nodes": 1, "nodelist": "n1"}}, ("nodes", "nodes"), 4),
-    "the processor": ({"told": node(cpu="Intel Xeon")}, ("nodes", "cpu"), 1),
+    "the processor": ({"told": node(cpu="Intel Xeon")}, ("nodes", "node.cpu"), 1),
     "transport": (
         {"told": {"preflight": "NCCL over sockets, 0.97 GB/s of bus bandwidth"}},
         ("transport", "preflight"),
         1,
     ),
     "batch": ({"words": ["batch.global_size=32"]}, ("batch", "batch.global_size"), 2),
-    "data": ({"told": {"data": {"train": "b" * 64}}}, ("data", "tokens of train"), 1),
+    "data": ({"told": {"data": {"train": "b" * 64}}}, ("data", "tokens.train"), 1),
     "the dataset": ({"words": ["data.sequence_length=64"]}, ("data", "data.sequence_length"), 1),
     "seed": ({"words": ["train.seed=7"]}, ("seed", "train.seed"), 1),
 }
@@ -115,10 +118,9 @@ def test_a_command_and_a_training(base: RunPaths, tmp_path: Path, monkeypatch: p
 
 
 def log(paths: RunPaths, losses: dict[int, float | None], *, step_s: float = 0.5) -> None:
-    began = paths.plan.stat().st_mtime + 8
-    same = {"event": "step", "tokens_per_s": 100.0 / step_s}
+    same = {"event": "step", "tokens_per_s": 10_000.0 / step_s}
     events = [
-        {**same, "time": began + step, "step": step, "loss": loss, "step_s": step_s + step / 100}
+        {**same, "time": 1.0, "step": step, "loss": loss, "step_s": step_s + step / 100}
         for step, loss in losses.items()
     ]
     paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -128,71 +130,53 @@ PAGE = """\
 A: base
 B: slow
 differences, most important first:
-  seed  train.seed  42 -> 7
+  seed: train.seed: 42 -> 7
 losses first differ at step 3: 2.301 and 2.302
 largest relative difference 4.3e-04, at step 3
-at step 4, the last common step: 2.1 and 2.1001
-1 more step of B is not in A
-step, median: 0.53 -> 1.035 s (+95%)
-step, p95:    0.54 -> 1.05 s (+94%)
-speed:        200 -> 100 tokens/s (-50%)
-start-up:     9 -> 9 s (+0%)
+only B logged 1 more step
+median speed: 20,000 -> 10,000 tokens/s (-50%)
 """
 
 
-def test_thousands_are_whole_numbers() -> None:
-    before = effect.Curve(tokens_per_s=18950.4, median_s=0.12345)
-    after = before.model_copy(update={"tokens_per_s": 323400.0})
-    assert [*compared._times(before, after)] == [
-        "step, median: 0.1235 -> 0.1235 s (+0%)",
-        "speed:        18,950 -> 323,400 tokens/s (+1607%)",
-    ]
+def diff(*words: str | Path) -> list[str]:
+    """What the verb prints."""
+    app = typer.Typer()
+    app.command()(verb.diff)
+    with redirect_stdout(io.StringIO()) as printed:
+        app([str(word) for word in words], standalone_mode=False)
+    return printed.getvalue().splitlines()
 
 
-def test_a_copy_tells_no_start_up_and_medians_are_those_of_all_verbs(base: RunPaths) -> None:
-    log(base, {1: 2.5, 2: 2.4, 3: 2.3, 4: 2.1, 5: 2.0})
-    found = effect.curve([base])
-    assert (found.start_s, found.median_s) == (pytest.approx(9), pytest.approx(0.535))
-    os.utime(base.plan, (base.plan.stat().st_mtime + 3600,) * 2)
-    assert effect.curve([base]).start_s is None
-
-
-@pytest.mark.seconds
-def test_the_whole_page(base: RunPaths) -> None:
+def test_the_whole_page(base: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAY_RUNS", str(base.run.parent))
     other = planted(base.run.parent, "slow", "train.seed=7")
     log(base, {1: 2.5, 2: 2.4, 3: 2.301, 4: 2.1})
     log(other, {1: 2.5, 2: 2.4, 3: 2.302, 4: 2.1001, 5: 2.0}, step_s=1.0)
-    argv = [sys.executable, "-m", "dray", "diff", base.run, "slow"]
-    env = {**PYTHON, "HOME": "/home/me", "DRAY_RUNS": str(base.run.parent)}
-    ended = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", PAGE)
+    assert diff(base.run, "slow") == PAGE.splitlines()
+    assert json.loads("\n".join(diff(base.run, "slow", "--json")))["losses"]["first"] == 3
 
 
-def diff(base: RunPaths, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "dray", "diff", *words]
-    env = {**PYTHON, "HOME": "/home/me", "DRAY_RUNS": str(base.run.parent)}
-    return subprocess.run(argv, env=env, cwd=base.run, capture_output=True, text=True, timeout=60, check=False)
-
-
-@pytest.mark.seconds
-def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+def test_a_run_is_not_compared_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAY_RUNS", str(tmp_path))
     base = planted(tmp_path, "base")
-    alone = diff(base, "base")
-    assert (alone.returncode, alone.stderr.splitlines()[0]) == (78, "dray: there is no other run to compare with")
-    other = planted(base.run.parent, "slow", "train.seed=7")
+    with pytest.raises(ConfigError, match="there is no other run to compare with"):
+        diff("base")
+    other = planted(tmp_path, "slow", "train.seed=7")
     os.utime(base.plan, (1, 1))
     for words in (("slow", "slow"), ("slow", other.run), ("slow", other.folder)):
-        refused = diff(base, *words)
-        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: both names mean the same run"), words
+        with pytest.raises(ConfigError, match="both names mean the same run"):
+            diff(*words)
     for words in (("slow",), ("base",)):  # the newest one is slow
-        assert "train.seed" in diff(base, *words).stdout
+        assert [line for line in diff(*words) if "train.seed" in line]
+
+
+def losses_text(a: RunPaths, b: RunPaths) -> list[str]:
+    return compare.losses_text(compare.runs(a.run, b.run).losses)
 
 
 def test_losses_that_are_identical(base: RunPaths) -> None:
-    losses = {step: 1 / 3 + step for step in range(1, 41)}
-    log(base, losses)
-    found = effect.effect([base], [base]).parting
-    assert (effect.losses_text(found), found.identical) == (["all 40 losses are identical to the last bit"], True)
+    log(base, {step: 1 / 3 + step for step in range(1, 41)})
+    assert losses_text(base, base) == ["losses are identical to the last bit in 40 steps"]
 
 
 @pytest.mark.parametrize(
@@ -204,44 +188,34 @@ def test_losses_that_are_identical(base: RunPaths) -> None:
 )  # fmt: skip
 def test_the_difference_of_two_losses(a: float | None, b: float | None, far: float) -> None:
     """In both orders, as for diff, replay, scale and tune."""
-    assert (effect.difference(a, b), effect.difference(b, a)) == (far, far)
+    assert (compare.difference(a, b), compare.difference(b, a)) == (far, far)
     for tolerance in (0.0, 0.4, 0.6):
-        found = effect.compare({1: 1.0, 2: a, 3: 1.0}, {2: b, 3: 1.0}, tolerance)
+        found = compare.compare({1: 1.0, 2: a, 3: 1.0}, {2: b, 3: 1.0}, tolerance)
         assert (found.first, found.steps, found.only_a) == (2 if far > tolerance else None, 2, 1)
 
 
 def test_two_runs_that_diverged_are_not_identical(base: RunPaths) -> None:
     log(base, {1: 3.0, 2: None})
-    found = effect.effect([base], [base]).parting
-    assert effect.losses_text(found) == ["losses first differ at step 2: not finite and not finite"]
-    assert not found.identical
-    assert not replay.same(found)
+    assert losses_text(base, base) == ["losses first differ at step 2: not finite and not finite"]
+    assert not replay.same(compare.runs(base.run, base.run).losses)
 
 
 def test_one_bit_is_a_difference(base: RunPaths, tmp_path: Path) -> None:
     other = planted(tmp_path, "other")
     log(base, {1: 0.1 + 0.2})
     log(other, {1: 0.3})
-    found = effect.effect([base], [other]).parting
-    assert effect.losses_text(found) == [
+    assert losses_text(base, other) == [
         "losses first differ at step 1: 0.30000000000000004 and 0.3",
         "largest relative difference 1.9e-16, at step 1",
     ]
     log(other, {1: None})
-    found = effect.effect([base], [other]).parting
-    assert effect.losses_text(found) == ["losses first differ at step 1: 0.3 and not finite"]
+    assert losses_text(base, other) == ["losses first differ at step 1: 0.3 and not finite"]
 
 
 def test_a_step_that_was_taken_again_counts_as_the_later_attempt_has_it(tmp_path: Path) -> None:
     first, second = planted(tmp_path, "mine"), planted(tmp_path, "mine")
     log(first, {1: 3.0, 2: 2.0, 3: 1.0})
     log(second, {3: 0.9, 4: 0.8})
-    assert effect.curve([first, second]).losses == {1: 3.0, 2: 2.0, 3: 0.9, 4: 0.8}
-
-
-def test_a_run_without_a_capsule(base: RunPaths, tmp_path: Path) -> None:
-    other = planted(tmp_path, "other")
-    other.capsule.unlink()
-    assert compared.compare(base.run, other.run).notes == [
-        "other has no capsule: its versions and nodes are unknown"
-    ]  # fmt: skip
+    assert compare.curve([first, second]).losses == {1: 3.0, 2: 2.0, 3: 0.9, 4: 0.8}
+    both = compare.runs(first.run, first.folder)
+    assert (len(both.curves[0].losses), len(both.curves[1].losses)) == (4, 3)
