@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-
 from dray import process
 from dray.clients.docker import client, endpoint
 from dray.cluster.config import CONTROLLER
@@ -21,7 +18,6 @@ from dray.cluster.machines import USER
 from dray.contract.findings import ConfigError, UnfitError
 
 app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")
-_log = Console(stderr=True, highlight=False)
 
 _USAGE = """\
   dray cluster shell                                       open a shell on it; then, for example:
@@ -50,15 +46,10 @@ def up(
 
     dray cluster up --nodes 2
     """
-    with closing(client()) as engine, _log.status("bringing the cluster up") as spinner:
-
-        def say(line: str) -> None:
-            spinner.update(line[: _log.width - 4])
-            _log.print(line, markup=False, soft_wrap=True)
-
-        health = LocalCluster(engine).up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=say)
+    with closing(client()) as engine:
+        health = LocalCluster(engine).up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=_say)
     _show(health)
-    typer.echo(_USAGE)
+    print(_USAGE)
 
 
 @app.command()
@@ -86,9 +77,7 @@ def shell() -> None:
         raise ConfigError("a shell needs a terminal", fix="dray cluster exec -- COMMAND")
     docker = process.which("docker")
     if not docker:
-        raise UnfitError(
-            "a shell needs Docker's command line client", fix="install it, or: dray cluster exec -- COMMAND"
-        )
+        raise UnfitError("a shell needs Docker's command line client", fix="dray cluster exec -- COMMAND")
     with closing(client()) as engine:
         container = LocalCluster(engine).machine(CONTROLLER)
     argv = [docker, "--host", endpoint().url, "exec", "--interactive", "--tty", "--user", USER]
@@ -122,18 +111,16 @@ def down() -> None:
     """
     with closing(client()) as engine:
         removed = LocalCluster(engine).down()
-    _log.print(f"removed {', '.join(removed)}" if removed else "there was no cluster")
+    _say(f"removed {', '.join(removed)}" if removed else "there was no cluster")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _show(health: Health) -> None:
-    table = Table("machine", "container", "Slurm", "GPUs")
+    columns = "{:<12}{:<12}{:<12}{}"
+    print(columns.format("machine", "container", "Slurm", "GPUs"))
     for machine in health.machines:
-        style = "red" if machine.problem else ""
-        table.add_row(machine.name, machine.container, machine.slurm, machine.gpus, style=style)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(
-        f"Slurm {health.slurm}, Apptainer {health.apptainer}; /shared is {health.shared}",
-        markup=False,
-        soft_wrap=True,
-    )
+        print(columns.format(machine.name, machine.container, machine.slurm, machine.gpus))
+    print(f"Slurm {health.slurm}, Apptainer {health.apptainer}; /shared is {health.shared}")
