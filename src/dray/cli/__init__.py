@@ -102,7 +102,9 @@ def _help() -> str:
         lines.append(f"\n{panel}:")
         lines += [f"  {verb:<8}{line}" for verb, line in verbs.items()]
     lines.append("\nAlso: dray cluster (a Slurm on this machine), dray completion (in your shell)")
-    lines.append("\nExamples:\n  dray init my-runs\n  dray run recipes/smoke-cpu.toml\n  dray submit recipes/mine.toml -N 2")
+    lines.append(
+        "\nExamples:\n  dray init my-runs\n  dray run recipes/smoke-cpu.toml\n  dray submit recipes/mine.toml -N 2"
+    )
     return "\n".join(lines)
 
 

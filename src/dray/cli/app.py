@@ -24,7 +24,7 @@ def run(argv: list[str]) -> int:
     """Run the verb argv[0]; its exit code. What typer refuses is a ConfigError."""
     cut = argv.index("--") if argv[0] in WITH_COMMAND and "--" in argv else len(argv)
     try:
-        ended = command(argv[0])(argv[:cut], obj=argv[cut + 1 :], standalone_mode=False)
+        ended = command(argv[0])(argv[:cut], prog_name="dray", obj=argv[cut + 1 :], standalone_mode=False)
         return int(ended or exit_codes.DONE)
     except TyperException as wrong:
         message = wrong.format_message()

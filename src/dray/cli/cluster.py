@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from dray import process
 from dray.clients.docker import client, endpoint
 from dray.cluster.config import CONTROLLER

@@ -109,19 +109,28 @@ def _dataset(dataset: Table, length: int) -> list[str]:
     size = f"  {counted(dataset['files'], 'file')}, {dataset['bytes'] / 1e6:,.1f} MB"
     lines = [f"{dataset['key']} = {cell(dataset['dataset'])}{part}"]
     if "tokens" not in dataset:
-        return [*lines, f"{size}, read as a stream of {counted(dataset['pieces'], 'shard')}; its tokens are not counted"]
+        return [
+            *lines,
+            f"{size}, read as a stream of {counted(dataset['pieces'], 'shard')}; its tokens are not counted",
+        ]
     figures = {name: f"{value:,}" for name, value in dataset.items() if isinstance(value, int)}
     lines.append(size + ": {documents} documents, {tokens} tokens, {samples} samples".format_map(figures))
     if "epochs" in dataset:
         share = f"{dataset['share']:.2%} of the samples, " if "share" in dataset else ""
         ends = f", ends at step {dataset['last_step']:,}" if dataset.get("last_step") else ""
-        lines.append(f"  the run reads {share}{figures['samples_read']} samples of it, {dataset['epochs']:.2f} epochs{ends}")
-    about = "  tokens of a document: {shortest} to {longest}, median {median}; {longer_than_a_sample} longer than a sample"
+        lines.append(
+            f"  the run reads {share}{figures['samples_read']} samples of it, {dataset['epochs']:.2f} epochs{ends}"
+        )
+    about = (
+        "  tokens of a document: {shortest} to {longest}, median {median}; {longer_than_a_sample} longer than a sample"
+    )
     lines.append(about.format_map(figures))
     if packing := dataset.get("packing"):
         padding = packing["padding"] / (dataset["samples"] * length)
         dropped = f"{packing['dropped_tokens']:,} dropped ({packing['dropped_tokens'] / dataset['tokens']:.2%})"
-        lines.append(f"  packing {packing['strategy']}: {packing['padding']:,} tokens of padding ({padding:.2%}), {dropped}")
+        lines.append(
+            f"  packing {packing['strategy']}: {packing['padding']:,} tokens of padding ({padding:.2%}), {dropped}"
+        )
     most = max(dataset["lengths"].values(), default=1)
     for above, count in dataset["lengths"].items():
         bar = "#" * -(-count * _BAR // most)

@@ -308,7 +308,11 @@ def inspect(image: Image, as_json: Json = False) -> None:
     else:
         found = printable(summary.report(sif_format.read(file)))
         signed = f"with {', '.join(found['signed'])} (dray image verify checks it)" if found["signed"] else "no"
-        lines = {"image": f"{found['file']} ({found['size'] / 1e6:.0f} MB)", "digest": found["digest"], "signed": signed}
+        lines = {
+            "image": f"{found['file']} ({found['size'] / 1e6:.0f} MB)",
+            "digest": found["digest"],
+            "signed": signed,
+        }
         lines["variant"] = f"{found['variant']}, {found['architecture']}"
         lines |= {name: found[name] for name in ("base", "python", "dray")} | found["versions"]
     print(json.dumps(found, indent=1) if as_json else _aligned(lines))

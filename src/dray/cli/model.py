@@ -56,7 +56,9 @@ ShardGb = Annotated[
 To = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the model into.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe's.", autocompletion=candidates.keys),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings that override the recipe's.", autocompletion=candidates.keys
+    ),
 ]
 _SIZE = re.compile(r"(cpu|\d{1,3})=(\d{1,6}(?:\.\d{1,3})?[KMG]i?B)")
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")

@@ -44,7 +44,8 @@ def list_(as_json: Json = False) -> None:
     """
     this = host.site()
     known = [
-        {"name": name, "about": sites.find(name).about, "file": str(path)} for name, path in sorted(sites.files().items())
+        {"name": name, "about": sites.find(name).about, "file": str(path)}
+        for name, path in sorted(sites.files().items())
     ]
     if as_json:
         print(json.dumps({"this": this.site.name, "reason": this.reason, "sites": known}, indent=1))

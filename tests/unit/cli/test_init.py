@@ -16,7 +16,7 @@ from dray.cli import init as verb
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, DrayError
-from dray.fitness import slurm_commands
+from dray.runs import slurm as slurm_commands
 from helpers import PYTHON, ROOT
 
 GPUS = "cpu|4|32|(null)\ngpu|8|64|gpu:a100:4(S:0-1)\ndebug|1|64|gpu:a100:2\n"
@@ -67,24 +67,13 @@ def test_without_slurm_it_runs_here_and_the_folder_is_whole(
     assert (tmp_path / "my runs/recipes/mine.toml").read_text() in out
     with pytest.raises(ConfigError, match="cannot write the recipe"):  # and over no file
         verb.init(Path("my runs"))
-    verb.init(Path("my runs"), name="second", gpu="cuda")
+    (tmp_path / "my runs/recipes/mine.toml").unlink()
+    verb.init(Path("my runs"), gpu="cuda")
     assert next_(capsys.readouterr().out)[1:] == [
         f"{tmp_path}/venv/dray image build cuda --format docker",
-        f"{tmp_path}/venv/dray plan recipes/second.toml",
-        f"{tmp_path}/venv/dray run recipes/second.toml --engine docker",
+        f"{tmp_path}/venv/dray plan recipes/mine.toml",
+        f"{tmp_path}/venv/dray run recipes/mine.toml --engine docker",
     ]
-
-
-def test_after_uvx_make_installs_the_dray_that_the_commands_name(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm()
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".cache/uv/archive-v0/En-YZyuXAY0BWY3f"))
-    verb.init(Path("runs"))
-    commands = next_(capsys.readouterr().out)
-    assert commands[:2] == ["cd runs", "make install"]
-    assert commands[2].startswith(".venv/bin/dray ")
-    assert not [command for command in commands if command.startswith("/opt/dray")]
 
 
 def test_on_a_cluster_the_commands_have_what_slurm_told(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +82,7 @@ def test_on_a_cluster_the_commands_have_what_slurm_told(slurm: Slurm, capsys: py
     line = "/opt/dray submit recipes/mine.toml --nodes 1 --gpus-per-node 4 --sbatch=--partition=gpu"
     assert next_(capsys.readouterr().out) == [
         "cd runs",
-        "/opt/dray prefetch recipes/mine.toml",
+        "/opt/dray data prefetch recipes/mine.toml",
         "/opt/dray image build cuda",
         f"{line} --dry-run",
         line,
@@ -134,7 +123,7 @@ def test_it_asks_only_what_nobody_tells(
     slurm(sinfo=sinfo, accounts=accounts)
     questions = []
 
-    def prompt(question: str, default: str | None) -> str:
+    def prompt(question: str, default: str) -> str:
         questions.append(question)
         return answers[len(questions) - 1]
 
@@ -158,7 +147,7 @@ def test_a_controller_that_does_not_answer_is_told(
 ) -> None:
     slurm()
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(slurm_commands, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(slurm_commands, "_QUICK_S", 0.2)
     verb.init(Path("x"), gpu="cuda", partition="gpu")
     out, err = capsys.readouterr()
     assert err.startswith("dray: warning: sinfo gave no answer in 0.2 s\n")
@@ -186,9 +175,9 @@ def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(
     [
         ({"partition": "nope"}, "Slurm has no such partition"),
         ({"gpu": "h100"}, "there is no image for such a GPU"),
-        ({"data": "gone.txt"}, "the dataset does not exist"),
+        ({"data": "gone.txt"}, "--data names nothing"),
         ({"data": "hub:"}, "the recipe has 1 error"),
-        ({"model": "/gone"}, "the model's folder does not exist"),
+        ({"model": "/gone"}, "--model names nothing"),
         ({"site": "nope"}, "there is no site 'nope'"),
     ],
 )
