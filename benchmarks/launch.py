@@ -23,7 +23,7 @@ from dray.config import dray_home
 from dray.config.site import Site
 from dray.facts import Facts
 from dray.planning.plan import plan
-from dray.runs import local, write
+from dray.runs import local, prepare
 
 # A rank writes when its first line ran, and when the ranks have added up their first tensor.
 SCRIPT = """import os, time
@@ -94,9 +94,9 @@ def _launch(scratch: Path, rounds: int) -> None:
 
 
 def _with_dray(runs: Path, script: Path, launcher: str) -> tuple[list[str], dict[str, str]]:
-    recipe = write.read_recipe(None, [f"launcher={launcher}", "ranks_per_node=2"], [str(script)])
+    recipe = prepare.read_recipe(None, [f"launcher={launcher}", "ranks_per_node=2"], [str(script)])
     facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="generic")
-    made, paths = write.write(recipe, facts, runs=runs)
+    made, paths = prepare.write(recipe, facts, runs=runs)
     names = made.world.identity
     me = {names["node"]: "0", names["nodes"]: "1", names["name"]: "node1", names["cpus"]: str(os.cpu_count())}
     return ["bash", str(paths.node_script)], me
@@ -120,7 +120,7 @@ def _plan() -> None:
     print("\nplanning and rendering, best of 5, milliseconds")
     for count in NODES:
         said = [f"batch.global_size={count * 8}"]
-        recipe = write.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml", said)
+        recipe = prepare.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml", said)
         facts = Facts(scheduler="slurm", nodelist=f"n[1-{count}]", nodes=count, engine="apptainer", image="/i.sif")
         seconds = []
         for _ in range(5):

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from dray.facts import Facts
 from dray.runs.finish import finish
+from dray.runs.prepare import read_recipe, write
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = Facts(

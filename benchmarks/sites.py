@@ -21,7 +21,7 @@ from dray.config.site import Site
 from dray.facts import Facts
 from dray.fitness import variables
 from dray.planning.plan import plan
-from dray.runs import write
+from dray.runs import prepare
 
 SHORT = ["train.steps=2", "train.warmup_steps=0", "train.log_every=1"]
 SUBMIT = """
@@ -45,10 +45,10 @@ def main() -> None:
 
 
 def _environment() -> None:
-    recipe = write.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml")
+    recipe = prepare.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml")
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
     made = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray="0")
-    names = sorted(variables.rules().names)[::3][:200]
+    names = sorted(variables.rules())[::3][:200]
     shell = dict.fromkeys([*names, *(f"{name}X" for name in names[:50]), *(f"OTHER_{n}" for n in range(50))], "1")
     variables.rules.cache_clear()
     began = time.perf_counter()

@@ -18,7 +18,7 @@ from dray.config import dray_home
 from dray.contract import run_folder
 from dray.facts import Facts
 from dray.runner import evidence, failure_record
-from dray.runs import write
+from dray.runs import prepare
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 
@@ -47,14 +47,14 @@ def rows() -> list[Row]:
 @contextmanager
 def _left(count: int, *, fails: bool) -> Iterator[tuple[RunPaths, float]]:
     with TemporaryDirectory(prefix="dray-files-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        recipe = write.read_recipe(
+        recipe = prepare.read_recipe(
             dray_home.root() / "recipes" / "smoke-cpu.toml",
             [f"batch.global_size={4 * count * EACH}", f"ranks_per_node={EACH}", "preflight.when=always"],
         )
         facts = Facts(
             scheduler="slurm", job=1, nodelist=f"n[1-{count}]", nodes=count, engine="apptainer", image="/i.sif"
         )
-        _, paths = write.write(recipe, facts, runs=Path(folder), run="many")
+        _, paths = prepare.write(recipe, facts, runs=Path(folder), run="many")
         plan = json.loads(paths.plan.read_text())
         began = time.perf_counter()
         with mock.patch.object(evidence, "collect", return_value=[]):  # of the machine, and no file

@@ -15,7 +15,7 @@ from dray.contract.findings import DrayError
 from dray.facts import Facts
 from dray.hostlist import expand
 from dray.planning.plan import plan
-from dray.runs import write
+from dray.runs import prepare
 
 LISTS = {
     "100,000 names": ",".join(f"host{number}x" for number in range(100_000)),
@@ -43,7 +43,7 @@ def rows() -> list[Row]:
 
 
 def _plan(nodelist: str, count: int) -> None:
-    recipe = write.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml", [f"batch.global_size={count * 8}"])
+    recipe = prepare.read_recipe(dray_home.root() / "recipes" / "smoke-cpu.toml", [f"batch.global_size={count * 8}"])
     facts = Facts(scheduler="slurm", nodelist=nodelist, nodes=count, engine="apptainer", image="/i.sif")
     site = Site(name="generic", about="")
     made = plan(recipe, site, facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray=__version__)

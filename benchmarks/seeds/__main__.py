@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dray.config.recipe import Recipe
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -210,7 +210,7 @@ import json, os, sys
 from pathlib import Path
 os.environ["DRAY_HOME"] = sys.argv[1]
 from dray.facts import Facts
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 os.umask(0o022)
 theirs = Path("/tmp/theirs")
 code = theirs / "code"

@@ -8,7 +8,7 @@ from dray.config.site import Site
 from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 

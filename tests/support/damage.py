@@ -26,10 +26,11 @@ from dray.images.sif import format as sif_format
 from dray.images.sif import record
 from dray.remote import names
 from dray.runner import __main__ as runner
-from dray.runs import capsule, grace, hosts, hub, resubmit, result, source, startup, study, tokens, tuned
+from dray.runs import capsule, grace, hosts, one_off_job, resubmit, result, source, startup, study, tokens, tuned
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
-from dray.runs.write import read, read_recipe, write
+from dray.runs.prepare import read_recipe, write
+from dray.runs.store import plan_of as read
 from dray.train import manifest
 from helpers import ROOT
 
@@ -202,7 +203,7 @@ def _remotes(path: Path) -> object:
 
 def _token(path: Path) -> object:
     with _under(HF_TOKEN_PATH=str(path), HF_TOKEN=""):
-        return hub.passed()
+        return one_off_job.hub_variables()
 
 
 def _tokens(path: Path) -> object:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dray.contract import image_tasks
-from dray.runs import local, write
+from dray.runs import local, prepare
 from helpers import ROOT
 
 GPT = tuple(
@@ -82,9 +82,9 @@ class Run:
         given = [f"ranks_per_node={ranks}", f"data.cache_dir={folder.parent}/tokens"]
         if recipe is None:
             given += [f"batch.per_device={8 // ranks}", f"train.{steps}", *model]
-        chosen = write.read_recipe(recipe or ROOT / "tests" / "tiny.toml", [*given, *overrides])
+        chosen = prepare.read_recipe(recipe or ROOT / "tests" / "tiny.toml", [*given, *overrides])
         facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
-        self.plan, self.paths = write.write(chosen, facts, runs=folder.parent, run=folder.name)
+        self.plan, self.paths = prepare.write(chosen, facts, runs=folder.parent, run=folder.name)
         self.ranks = ranks
         self.codes: list[int] = []
 
@@ -136,9 +136,9 @@ def config(folder: Path, *words: str, model: Sequence[str] = GPT):
     """What a rank reads of the plan that `dray run` writes."""
     from dray.train.config import read
 
-    chosen = write.read_recipe(
+    chosen = prepare.read_recipe(
         ROOT / "tests" / "tiny.toml", [*model, f"data.cache_dir={folder}/tokens", "train.steps=20", *words]
     )
     facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
-    _, paths = write.write(chosen, facts, runs=folder, run="run")
+    _, paths = prepare.write(chosen, facts, runs=folder, run="run")
     return read(str(paths.plan))

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Runs
+from dray.cli.args import Runs
 from dray.config import dray_home
 from dray.contract import exit_codes, files, node
 from dray.contract.findings import ConfigError, DrayError, counted

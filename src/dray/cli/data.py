@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from dray.cli.chosen import Engine, Overrides, RecipeFile
-from dray.cli.options import Json
+from dray.cli.args import Engine, Json, Overrides, RecipeFile
 from dray.contract import image_tasks
 from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, counted
-from dray.runs import desk, hub, local
-from dray.runs.write import read_recipe
+from dray.runs import local, one_off_job
+from dray.runs.prepare import read_recipe
 
 app = typer.Typer(
     no_args_is_help=True, help="Show the datasets of a recipe as its model will see them, or download them."
@@ -53,7 +52,9 @@ def inspect(
         report = Path(folder, "report.json")
         job = image_tasks.Inspect(settings.model_dump(mode="json"), rows, str(report))
         with redirect_stdout(sys.stderr):  # what the trainer prints
-            code = desk.once(settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate"))
+            code = one_off_job.once(
+                settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate")
+            )
         if code:
             raise typer.Exit(code)
         found = printable(json.loads(report.read_text(encoding="utf-8")))
@@ -70,11 +71,11 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
     dray data prefetch recipes/gpt2-wikitext-ddp.toml
     """
     settings = read_recipe(recipe, overrides or [])
-    names = (settings.model.name, settings.model.tokenizer)
-    if not any(name.startswith("hub:") for name in settings.datasets().values()):
-        if not any(name and name[0] not in "/." for name in names):
-            print(f"{recipe}: names nothing of the hub; there is nothing to fetch")
-            return
+    of_hub = [name for name in settings.datasets().values() if name.startswith("hub:")]
+    of_hub += [name for name in (settings.model.name, settings.model.tokenizer) if name and name[0] not in "/."]
+    if not of_hub:
+        print(f"{recipe}: names nothing of the hub; there is nothing to fetch")
+        return
     given = os.environ.get("HF_HOME", "")
     if given and not given.startswith("/"):
         raise ConfigError(
@@ -85,9 +86,9 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
     home.mkdir(parents=True, exist_ok=True)
     if not given:
         print(f"HF_HOME is not set: fetching into {home}, which all nodes must see")
-    settings = settings.model_copy(update={"pass_env": tuple({*settings.pass_env, *hub.passed()})})
+    settings = settings.model_copy(update={"pass_env": tuple({*settings.pass_env, *one_off_job.hub_variables()})})
     job = image_tasks.Prefetch(**settings.model_dump(mode="json", include={"data", "model", "evaluate"}))
-    raise typer.Exit(desk.once(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"}))
+    raise typer.Exit(one_off_job.once(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"}))
 
 
 def show(found: Table) -> None:

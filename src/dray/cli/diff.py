@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Runs
+from dray.cli.args import Runs
 from dray.contract.findings import ConfigError
 from dray.runs import compared, pack
 from dray.runs.named import find, newest_first

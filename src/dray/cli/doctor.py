@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Json, Site
+from dray.cli.args import Json, Site
 from dray.config import dray_home
 from dray.contract import exit_codes
 from dray.fitness import build as builds

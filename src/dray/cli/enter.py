@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dray import process
-from dray.cli.options import Run, Runs
+from dray.cli.args import Run, Runs
 from dray.contract.findings import ConfigError
 from dray.runs import enter as inside
 from dray.runs import live

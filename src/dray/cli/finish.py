@@ -18,7 +18,7 @@ from dray.runs import stop, webhook
 from dray.runs.finish import finish as conclude
 from dray.runs.paths import RunPaths, attempt_at
 from dray.runs.result import summary
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 
 def finish(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dray import process
-from dray.cli.options import Json, Site
+from dray.cli.args import Json, Site
 from dray.clients import builder
 from dray.config import dray_home
 from dray.config.image_definition import ACCELERATORS

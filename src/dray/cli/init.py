@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ import typer
 
 from dray import process
 from dray.cli import candidates
-from dray.cli.options import program
+from dray.cli.args import program
 from dray.cli.recipe import require_good, write
 from dray.config import dray_home, sites
 from dray.config.image_definition import ACCELERATORS
@@ -174,7 +173,7 @@ def _absolute(option: str, given: str) -> str:
     path = Path(given).expanduser().absolute()
     if given in ("small", "builtin"):
         return given
-    if glob(str(path)):
+    if path.exists() or any(path.parent.glob(path.name)):
         return str(path)
     is_name = re.match("[a-z0-9]{2,}:", given) if option == "--data" else given[0] not in "/~."
     if not is_name:

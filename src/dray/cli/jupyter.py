@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dray.cli.args import Run, Runs
 from dray.cli.enter import Node
-from dray.cli.options import Run, Runs
 from dray.contract import node as machine
 from dray.contract.findings import ConfigError
 from dray.runs import enter, live

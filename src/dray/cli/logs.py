@@ -13,8 +13,8 @@ from typing import Annotated, TextIO
 import typer
 
 from dray.cli import times
+from dray.cli.args import Run, Runs
 from dray.cli.on import On, hand_over
-from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
 from dray.runs import logs as files

@@ -10,15 +10,14 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dray.cli import candidates
-from dray.cli.chosen import Engine, found
-from dray.cli.options import Runs
+from dray.cli.args import Engine, Runs, found
 from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs import desk, hub, trust
+from dray.runs import one_off_job, trust
+from dray.runs.prepare import over, read_recipe
 from dray.runs.store import dig, find, newest_attempt, read_json
-from dray.runs.write import over, read_recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,12 +53,6 @@ ShardGb = Annotated[
     float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB; the memory needed grows with it.")
 ]
 To = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the model into.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Settings that override the recipe's.", autocompletion=candidates.keys
-    ),
-]
 _SIZE = re.compile(r"(cpu|\d{1,3})=(\d{1,6}(?:\.\d{1,3})?[KMG]i?B)")
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
 
@@ -80,7 +73,7 @@ def evaluate(
     dray model eval RUN evaluate.mine.dataset=some.txt
     """
     folder = _folder(run, runs)
-    plan, model = desk.ended(folder, trust=trust_run)
+    plan, model = one_off_job.ended(folder, trust=trust_run)
     for override in overrides or []:
         if re.split("[.=]", override)[0].strip() not in _EVALUATED:
             wanted = f"settings of {', '.join(_EVALUATED)}"
@@ -94,7 +87,7 @@ def evaluate(
     job = image_tasks.Evaluate(str(model), changed, _placing(device_map, max_memory, offload_folder))
     recipe = _writing(recipe, offload_folder)
     seen = ("data", "evaluate", "checkpoint")
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
 
 
 @app.command()
@@ -117,7 +110,7 @@ def generate(
 
     dray model generate RUN 'two: the' --tokens 40
     """
-    plan, model = desk.ended(_folder(run, runs), trust=trust_run)
+    plan, model = one_off_job.ended(_folder(run, runs), trust=trust_run)
     objective = plan.recipe.train.objective if plan.recipe.train else "causal"
     job = image_tasks.Generate(
         str(model), objective, prompt, tokens or 0, temperature, seed,
@@ -125,7 +118,7 @@ def generate(
         placing=_placing(device_map, max_memory, offload_folder),
     )  # fmt: skip
     recipe = _writing(plan.recipe, offload_folder)
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=model, sections=("checkpoint",), by_gpu=True))
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=("checkpoint",), by_gpu=True))
 
 
 @app.command()
@@ -143,13 +136,15 @@ def export(
 
     dray model export RUN --to weights --dtype bf16
     """
-    plan, paths = desk.trained(_folder(run, runs), trust=trust_run)
+    plan, paths = one_off_job.trained(_folder(run, runs), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     chosen = _step(folder, plan.run, step)
     target = _new(to or paths.run / "exports" / f"step-{chosen}")
     job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
     recipe = _writing(plan.recipe, folder)
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint")))
+    raise typer.Exit(
+        one_off_job.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
+    )
 
 
 @app.command()
@@ -166,16 +161,16 @@ def push(
 
     dray model push RUN me/my-model
     """
-    plan, model = desk.ended(_folder(run, runs), trust=trust_run)
+    plan, model = one_off_job.ended(_folder(run, runs), trust=trust_run)
     if not re.fullmatch("[^/]+/[^/]+", name):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:
         model = model.with_name("adapter")
         if not model.is_dir():
             raise ConfigError("the run trained no LoRA", where=model, fix="leave out --adapter to push the model")
-    recipe = plan.recipe.model_copy(update={"pass_env": hub.passed()})
+    recipe = plan.recipe.model_copy(update={"pass_env": one_off_job.hub_variables()})
     job = image_tasks.Push(str(model), name, private=not public)
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"}))
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"}))
 
 
 @app.command("import")
@@ -247,7 +242,7 @@ def import_(
     seen = seen.model_copy(update={"evaluate": datasets})
     sections = ("data", "model", "checkpoint", "evaluate") if settings else ("evaluate",)
     folder = target.parent if target else Path(seen.checkpoint.folder)
-    raise typer.Exit(desk.once(seen, job, engine=engine, folder=folder, sections=sections))
+    raise typer.Exit(one_off_job.once(seen, job, engine=engine, folder=folder, sections=sections))
 
 
 def _folder(run: str, runs: Path | None) -> Path:

@@ -9,18 +9,27 @@ from typing import Annotated, Literal
 import typer
 
 from dray import facts, render
-from dray.cli.chosen import Arguments, Chosen, Launcher, chosen, report
-from dray.cli.options import GpuMemory, GpusPerNode, Nodes, Ranks, Runs, Sbatch, Site
-from dray.config.recipe import Recipe
-from dray.config.sites import Choice
+from dray.cli.args import (
+    Arguments,
+    GpuMemory,
+    GpusPerNode,
+    Launcher,
+    Nodes,
+    Ranks,
+    Runs,
+    Sbatch,
+    Site,
+    chosen,
+    report,
+)  # fmt: skip
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
 from dray.planning import missing_facts
 from dray.planning.schema import Plan
-from dray.runs import layers, login, write
-from dray.runs.paths import RunPaths, default_runs, new_id, run_named
+from dray.runs import layers, login, prepare
+from dray.runs.store import RunPaths, default_runs, new_id, run_named
 
 _MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole plan.")]
@@ -43,12 +52,6 @@ def plan(
     ] = "text",
     verbose: Verbose = False,
     gpu_memory: GpuMemory = None,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="Count the model's parameters and activations instead of estimating them; needs torch."
-        ),
-    ] = False,
     site: Site = "",
     sbatch: Sbatch = None,
     runs: Runs = None,
@@ -76,16 +79,24 @@ def plan(
             fix="leave out these options, or --facts",
         )
     if facts_file:
-        seen, choice = write.at_site(_read(facts_file, site, gpu_memory))
+        seen, choice = prepare.at_site(_read(facts_file, site, gpu_memory))
     else:
-        seen, choice = login.facts(
-            recipe, nodes, gpus_per_node or asked.gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
-        )
-    if save:
-        _write(asked, recipe, seen, choice, folder, run)
+        gpus = gpus_per_node or asked.gpus
+        seen, choice = login.facts(recipe, nodes, gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory)
+    # slurm/plan.sh reads lines `key=value`: all facts that it must correct, or what it needs of the plan.
+    missing = [*missing_facts.ask(recipe, choice.site, seen), *layers.ask(recipe, choice.site, seen)] if save else []
+    if missing:
+        print("\n".join(missing))
         return
     asked.say()
-    decided = write.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)), exact=exact)
+    if save:
+        decided, paths = prepare.write(recipe, seen, runs=folder, run=run, choice=choice, beside=asked.beside)
+        report(decided)
+        print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}\ngrace_s={decided.grace_s}")
+        print(f"stage={decided.stage}\nspares={','.join(decided.world.spares)}")
+        print(f"choices={' '.join(decided.recipe.choices)}")
+        return
+    decided = prepare.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)))
     if form == "text":
         show(decided, verbose=verbose, assumed=bool(seen.login))
         decided.refuse()
@@ -99,28 +110,18 @@ def plan(
 
 def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
     """Print the plan in ten lines, or all of it."""
-    print(f"{login.ASSUMED}\n\n" if assumed else "", end="")
+    if assumed:
+        print(f"{login.ASSUMED}\n")
     print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
-def _write(asked: Chosen, recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
-    """Answer slurm/plan.sh in lines `key=value`: all facts that it must correct, or what it needs of the plan."""
-    if asked_back := [*missing_facts.ask(recipe, choice.site, seen), *layers.ask(recipe, choice.site, seen)]:
-        print("\n".join(asked_back))
-        return
-    asked.say()
-    decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run, beside=asked.beside)
-    report(decided)
-    print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}\ngrace_s={decided.grace_s}")
-    print(f"stage={decided.stage}\nspares={','.join(decided.world.spares)}\nchoices={' '.join(decided.recipe.choices)}")
-
-
 def _read(name: str, site: str, gpu_memory: float | None) -> Facts:
+    where = "standard input" if name == "-" else name
     if name == "-":
         text = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin else ""
     else:
         text = files.text(name, "the facts", fix="slurm/probe.sh prints facts, inside a job")
-    seen = facts.parse(text, where="standard input" if name == "-" else name)
+    seen = facts.parse(text, where=where)
     if site not in ("", seen.site):
-        raise ConfigError("the facts already name a site", where=name, wanted=seen.site, found=site, fix="omit --site")
+        raise ConfigError("the facts already name a site", where=where, wanted=seen.site, found=site, fix="omit --site")
     return seen.model_copy(update={**store.within(Path(seen.image)), "gpu_memory_gb": gpu_memory})

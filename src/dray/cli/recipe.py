@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from dray.cli import candidates
-from dray.cli.chosen import Overrides, RecipeFile
-from dray.cli.options import Json
+from dray.cli.args import Json, Overrides, RecipeFile
 from dray.config import dray_home, requirements
 from dray.config.describe_keys import Schema
 from dray.config.load_toml import Spec, validate
@@ -22,8 +21,8 @@ from dray.config.recipe import Recipe
 from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
 from dray.planning.world import divide
-from dray.runs import lookup
-from dray.runs.write import read_recipe, recipe_name
+from dray.runs import local_inputs
+from dray.runs.prepare import read_recipe, recipe_name
 
 app = typer.Typer(no_args_is_help=True, help="List, write and check recipes, and list their keys.")
 
@@ -63,7 +62,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     for scale in scales:
         if scale.batch and scale.ranks_per_node:
             divide(scale.batch, world_size=scale.nodes * scale.ranks_per_node)
-    if missing := lookup.missing_paths(checked):
+    if missing := local_inputs.missing_paths(checked):
         raise ConfigError(
             "files that the recipe names are missing on this machine",
             where=recipe,

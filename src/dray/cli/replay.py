@@ -11,15 +11,14 @@ from typing import Annotated, NamedTuple, NoReturn
 import typer
 
 from dray import process
-from dray.cli.chosen import report
-from dray.cli.options import Run, Runs, Sbatch
+from dray.cli.args import Run, Runs, Sbatch, report
 from dray.cli.run import conduct
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes
 from dray.contract.files import write_new
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import capsule, compared, effect, local, pack, resubmit, trust, verify, write
+from dray.runs import capsule, compared, effect, local, pack, prepare, resubmit, store, trust, verify
 from dray.runs import replay as replays
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
@@ -84,7 +83,7 @@ def replay(
     _one_of({"--compare": bool(compare), "--recipe": bool(recipe), "--engine": bool(engine)}, queues)
     with pack.opened(run, runs) as folder:
         newest = newest_attempt(folder)
-        plan = write.read(newest)
+        plan = store.plan_of(newest)
         made = capsule.of(newest, plan)
         settings = replays.recipe_of(plan, made)
         before = _Before(str(find(run, runs)), newest, compared.of_run(folder, newest), plan, made, settings)
@@ -107,7 +106,7 @@ def replay(
             settings, engine=engine, image=local.image_of(engine, settings), nodes=len(plan.world.nodes),
             gpus_per_node=gpus, site="" if plan.by_slurm else made.site,
         )  # fmt: skip
-        again, paths = write.write(settings, facts, runs=(runs or default_runs()).absolute())
+        again, paths = prepare.write(settings, facts, runs=(runs or default_runs()).absolute())
         known = before.differences(paths, again, ended=False)
         _list(known, _AHEAD, "what cannot be the same:")
         result = conduct(again, paths, again=shlex.join(["dray", "replay", run or newest.run.name]))
@@ -194,7 +193,7 @@ def _compare(before: _Before, word: str, runs: Path | None) -> NoReturn:
             end = f"has {result.status}, with exit code {result.exit_code}" if result else "wrote no result"
             print(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}")
         after = compared.of_run(folder, paths)
-        _judge(before, after, write.read(paths), [], result.exit_code if result else exit_codes.DONE)
+        _judge(before, after, store.plan_of(paths), [], result.exit_code if result else exit_codes.DONE)
 
 
 def _judge(before: _Before, after: list[RunPaths], plan: Plan, known: list[Difference], code: int) -> NoReturn:

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from dray import __version__
+from dray.cli.args import Runs, typed
 from dray.cli.on import On, bring_back
-from dray.cli.options import Runs, typed
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.runs.named import find

@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from dray.cli import times
+from dray.cli.args import Runs
 from dray.cli.on import On, hand_over
-from dray.cli.options import Runs
 from dray.contract.control_characters import cell
 from dray.contract.findings import ConfigError, counted
 from dray.runs import cost, state

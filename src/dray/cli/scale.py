@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 
 from dray.cli import studies
-from dray.cli.chosen import Overrides, found
-from dray.cli.options import Json, Runs, Sbatch, Site
+from dray.cli.args import Json, Overrides, Runs, Sbatch, Site, found
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.fitness import host
 from dray.planning.world import divide
-from dray.runs import write
+from dray.runs import prepare
 from dray.runs.arrays import Size
 
 
@@ -52,7 +51,7 @@ def scale(
         )  # fmt: skip
     path, settings = found(recipe), overrides or []
     counts = _numbers("--gpus" if gpus else "--ranks", gpus or ranks)
-    read = write.read_recipe(path, settings)
+    read = prepare.read_recipe(path, settings)
     per_node = per_node or (host.site(site).site.gpus_per_node if gpus else 0) or max(counts)
     wanted = []
     for count in counts:

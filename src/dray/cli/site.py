@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from dray.cli import candidates
-from dray.cli.chosen import Arguments, Launcher, chosen
-from dray.cli.options import GpusPerNode, Json, Nodes, Ranks
-from dray.cli.options import Site as OfRun
+from dray.cli.args import Arguments, GpusPerNode, Json, Launcher, Nodes, Ranks, chosen
+from dray.cli.args import Site as OfRun
 from dray.cli.recipe import show_keys, write_new
 from dray.config import dray_home, sites
 from dray.config.load_toml import parse_toml, validate
@@ -172,14 +171,14 @@ def env(
     """
     from dray.fitness import variables  # noqa: PLC0415  it loads the planner, for which no other verb here should wait
     from dray.images import inputs  # noqa: PLC0415
-    from dray.runs import login, write  # noqa: PLC0415
+    from dray.runs import login, prepare  # noqa: PLC0415
     from dray.runs.store import RunPaths  # noqa: PLC0415
 
     root = dray_home.root()
     given = arguments or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
     settings = chosen(given, launcher, context, ranks, gpus_per_node).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)
-    plan = write.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
+    plan = prepare.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
     findings = variables.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))
     levels = [finding.level for finding in findings]
     if as_json:

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from dray.cli import times
+from dray.cli.args import Run, Runs
 from dray.cli.on import On, hand_over
-from dray.cli.options import Run, Runs
 from dray.contract.control_characters import cell
 from dray.contract.findings import counted
 from dray.runs import cost, startup, state

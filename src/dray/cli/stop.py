@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from dray.cli.args import Run, Runs
 from dray.cli.on import On, hand_over
-from dray.cli.options import Run, Runs
 from dray.runs import halt, live
 from dray.runs.named import find
 

@@ -15,14 +15,14 @@ import typer
 
 from dray import process
 from dray.cli import study_table
+from dray.cli.args import program
 from dray.cli.candidates import recipes
-from dray.cli.options import program
 from dray.config import dray_home
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.images import store
-from dray.runs import arrays, login, source, state, submit, write
+from dray.runs import arrays, login, prepare, source, state, submit
 from dray.runs import study as studies
 from dray.runs.arrays import Common, Size
 from dray.runs.paths import default_runs, new_id
@@ -71,7 +71,9 @@ class Start:
         """Start all runs, then show the table."""
         if len(wanted) > studies.MOST:
             raise ConfigError("a study has too many runs", wanted=f"at most {studies.MOST}", found=len(wanted))
-        read = [write.read_recipe(self.recipe, [*self.settings, *one.settings]) for one in wanted]  # before one begins
+        read = [
+            prepare.read_recipe(self.recipe, [*self.settings, *one.settings]) for one in wanted
+        ]  # before one begins
         runs = (self.runs or default_runs()).absolute()
         folder = runs / new_id(f"{'sweep' if self.kind == 'sweep' else 'scale'}-{read[0].name}")
         members = [

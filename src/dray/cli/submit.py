@@ -12,9 +12,22 @@ from typing import Annotated
 import typer
 
 from dray.cli import submit_on
-from dray.cli.chosen import Arguments, Launcher, chosen, report
+from dray.cli.args import (
+    Arguments,
+    GpuMemory,
+    GpusPerNode,
+    Json,
+    Launcher,
+    Nodes,
+    Ranks,
+    Runs,
+    Sbatch,
+    Site,
+    chosen,
+    report,
+    typed,
+)
 from dray.cli.on import On
-from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site, typed
 from dray.cli.plan import Verbose, show
 from dray.cli.top import watch
 from dray.config import dray_home

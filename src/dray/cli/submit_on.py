@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dray.cli.chosen import Chosen
+from dray.cli.args import Chosen
 from dray.cli.on import run
 from dray.config import dray_home
 from dray.config.load_toml import parse_toml

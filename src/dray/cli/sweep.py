@@ -7,8 +7,7 @@ import math
 import re
 
 from dray.cli import studies
-from dray.cli.chosen import Overrides, found, require_gpus
-from dray.cli.options import GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site
+from dray.cli.args import GpusPerNode, Json, Nodes, Overrides, Ranks, Runs, Sbatch, Site, found, require_gpus
 from dray.contract.findings import ConfigError
 from dray.runs.arrays import Size
 from dray.runs.study import MOST

@@ -7,12 +7,11 @@ from typing import Annotated, get_args
 
 import typer
 
-from dray.cli.chosen import Engine
-from dray.cli.options import Run, Runs
+from dray.cli.args import Engine, Run, Runs
 from dray.config.training import Tracker
 from dray.contract import files, image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs import desk, hub
+from dray.runs import one_off_job
 from dray.runs.named import find
 
 
@@ -30,7 +29,7 @@ def sync(
 
     dray sync 4711 --to mlflow
     """
-    plan, paths = desk.trained(find(run, runs))
+    plan, paths = one_off_job.trained(find(run, runs))
     if unknown := {*(to or ())} - {*get_args(Tracker)}:
         raise ConfigError(
             "--to has a wrong value", wanted=f"one of {', '.join(get_args(Tracker))}", found=", ".join(sorted(unknown))
@@ -51,10 +50,10 @@ def sync(
             wanted="a run of yours", fix="let its owner sync it, or copy the run folder",
         )  # fmt: skip
     own = tuple(f"{name.partition('_')[0].upper()}_" for name in names)
-    given = (*hub.passed(), *sorted(name for name in os.environ if name.startswith(own)))
+    given = (*one_off_job.hub_variables(), *sorted(name for name in os.environ if name.startswith(own)))
     recipe = plan.recipe.model_copy(update={"env": {}, "pass_env": tuple(dict.fromkeys(given))})
     job = image_tasks.Sync(str(paths.run), plan.run, plan.recipe.name, names, follow)
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=paths.run, env={"HF_HUB_OFFLINE": "0"}))
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=paths.run, env={"HF_HUB_OFFLINE": "0"}))
 
 
 _FILES = ("aim", "dvclive", "tensorboard")

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dray.cli import status
-from dray.cli.options import Run, Runs
+from dray.cli.args import Run, Runs
 from dray.cli.progress import Steps
 from dray.cli.streams import is_gone, shown
 from dray.contract import files

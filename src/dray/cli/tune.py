@@ -12,15 +12,14 @@ from typing import Annotated
 import typer
 
 from dray.cli import studies, tune_table
+from dray.cli.args import Engine, GpuMemory, GpusPerNode, Json, Nodes, Overrides, Ranks, Runs, Site, found, program
 from dray.cli.candidates import recipes
-from dray.cli.chosen import Engine, Overrides, found
-from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Site, program
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.planning import tune_search as tunings
 from dray.planning.tune_search import KEYS, Value
-from dray.runs import lookup, space, study, tuned, write
+from dray.runs import local_inputs, prepare, space, study, tuned
 from dray.runs.measured import Row
 from dray.runs.paths import default_runs, new_id
 from dray.runs.tune import Tuner
@@ -147,7 +146,7 @@ def _keys(text: str, settings: Sequence[str]) -> tuple[str, ...]:
 
 def _read(path: Path, settings: Sequence[str]) -> Recipe:
     try:
-        recipe = write.read_recipe(path, settings)
+        recipe = prepare.read_recipe(path, settings)
     except ConfigError as wrong:
         if any(re.match(r"[^=]+=[^\[{\"']*,", setting) for setting in settings):
             wrong.amend(fix=f"dray tune compares values of {', '.join(KEYS)}; dray sweep those of other keys")
@@ -172,7 +171,7 @@ def _begun(
             "there is nothing to tune", wanted=f"a key of {', '.join(KEYS)} with several values",
             found=f"--keys and the settings leave none on {counted(plan.world.size, 'rank')}", fix="leave out --keys",
         )  # fmt: skip
-    configuration = lookup.files(plan.recipe, where.facts).configuration or {}
+    configuration = local_inputs.files(plan.recipe, where.facts).configuration or {}
     most, why = tunings.tolerance(plan.recipe, configuration, exact=study.PARITY)
     return candidates, Tuning(
         path="", recipe=recipe.model_dump(mode="json", exclude_unset=True), ranks=plan.world.size,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dray.cli.args import Run, Runs, typed
 from dray.cli.on import On, bring_back, hand_over
-from dray.cli.options import Run, Runs, typed
 from dray.contract.findings import ConfigError
 from dray.runs import bundle as bundles
 from dray.runs import why as reasons

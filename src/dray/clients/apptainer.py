@@ -6,7 +6,6 @@ the builder's container would be missing (docs/adr/0004).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import spython.utils
 
 from dray import process
 from dray.clients import builder, progress, registry
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.process import Done
 
 ANSWER_S = 60.0
@@ -61,15 +60,6 @@ def execute(
     plain = ["--cleanenv", "--no-eval", "--no-mount=home,cwd", *options]
     client.execute(str(image), [*command], options=plain, singularity_options=["--quiet"], quiet=True)
     return done[0]
-
-
-def instances() -> list[dict[str, Any]]:
-    """This user's instances on this machine, as Apptainer lists them."""
-    done = builder.tool([name(), "instance", "list", "--json"], binds={}, seconds=ANSWER_S)
-    try:
-        return list(json.loads(done.out)["instances"])
-    except (LookupError, TypeError, ValueError):
-        raise DrayError(f"{name()} cannot list its instances", found=(done.err or done.out).strip()) from None
 
 
 def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str], None]) -> None:

@@ -7,29 +7,23 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dray import process
 from dray.clients import builder, builder_container, docker
 from dray.config.image_definition import Image
-from dray.config.load_toml import load
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed, nearest
+from dray.images import inputs
 from dray.images.rootfs import squashfs
 
 _PROC, _APPARMOR = Path("/proc/sys"), Path("/etc/apparmor.d")
-# The base and Debian's packages, which all variants share.
-_DEBIAN_MB = 115
-_BUILDER_MB = 400  # the builder's image with its own base
-_SMALL_MB = 50
-# What the tree holds until 70-prune.sh removes it: measured for cpu and cuda.
-_PRUNED_MB = 1000
+_DEBIAN_MB = 115  # the base and Debian's packages, which all variants share
+_PRUNED_MB = 1000  # what the tree holds until 70-prune.sh removes it: measured for cpu and cuda
 # As stat names them. A build writes tens of thousands of small files.
-_NETWORK = ("lustre", "nfs", "gpfs", "ceph", "panfs", "afs", "cifs", "smb2")
+_NETWORK_DISKS = ("lustre", "nfs", "gpfs", "ceph", "panfs", "afs", "cifs", "smb2")
 # The kernel's switches that forbid user namespaces, by a value, and the command that allows them.
 _SWITCHES = (
     ("user/max_user_namespaces", "0", "sudo sysctl -w user.max_user_namespaces=15000"),
@@ -73,22 +67,32 @@ def check(build: Build) -> list[Finding]:
         raise ConfigError(
             f"there is no image {build.variant}", fix=f"make image-{near}; the images are {listed(known)}"
         )
-    image = _image(build.checkout, build.variant)
-    findings = [_processor(build, image), *_room(build, image)]
+    image = inputs.image(build.checkout, build.variant)
+    findings = [_processor(image), *_room(build, image)]
     try:
-        findings += _builder(build, image)
+        findings += _builder(build)
     except DrayError as error:
         findings.append(error.finding)
     return findings
 
 
-def _image(checkout: Path, variant: str) -> Image:
-    return load(Image, checkout / "containers" / variant / "image.toml")
+def _processor(image: Image) -> Finding:
+    here = f"{platform.system()} on {platform.machine()}"
+    if here in [f"Linux on {machine}" for machine in image.machines]:
+        return Finding("processor", found=here, kind="ok")
+    return Finding(
+        f"the image {image.variant} cannot be built on this machine: torch has no wheels of it",
+        wanted=f"Linux on {' or '.join(image.machines)}",
+        found=here,
+        fix="build on a machine with the nodes' processor, such as a login node\n"
+        "or use the site's own image: dray image adopt FILE",
+        code=exit_codes.UNFIT,
+    )
 
 
 def _room(build: Build, image: Image) -> Iterator[Finding]:
     """The free space on the disks of build/ and of the SIF, and whether the latter is a network disk."""
-    ours, theirs = (
+    downloads, scratch = (
         next(path for path in (folder, *folder.parents) if path.is_dir())
         for folder in (build.checkout / "build", build.sif.parent)
     )
@@ -96,74 +100,47 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
         fetch = 0 if build.bundled else max(0, image.size.wheels_mb + _DEBIAN_MB - _fetched_mb(build))
         # The files before they are pruned, or with the packed image beside them; wheels are linked, not copied.
         packed = 2 * image.size.sif_mb if "sif" in build.formats else 0
-        loaded = {"docker", "podman"} & {*build.formats}
-        packed += image.size.unpacked_mb if loaded else 0
+        if list(build.formats) != ["sif"]:
+            packed += image.size.unpacked_mb
         work = image.size.unpacked_mb + max(_PRUNED_MB, packed)
-        needs = {ours: fetch, theirs: work}
-        if ours.stat().st_dev == theirs.stat().st_dev:
-            needs = {theirs: fetch + work}
+        needs = {downloads: fetch, scratch: work}
+        if downloads.stat().st_dev == scratch.stat().st_dev:
+            needs = {scratch: fetch + work}
         for folder, mb in needs.items():
             free = shutil.disk_usage(folder).free / 1e6
-            found = f"{mb / 1000:.1f} GB of disk in {folder}, which has {free / 1000:.1f} GB free"
-            fits = Finding(f"image {build.variant}", found=f"a build needs {found}", kind="ok")
-            # An image that exists from the same inputs is not built again.
-            known = build.sif.exists() and fetch < _SMALL_MB and not loaded
-            code = exit_codes.DONE if known else exit_codes.UNFIT
+            found = f"a build needs {mb / 1000:.1f} GB of disk in {folder}, which has {free / 1000:.1f} GB free"
+            if free >= mb:
+                yield Finding(f"image {build.variant}", found=found, kind="ok")
+                continue
             fix = f"make room; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
-            yield fits if free >= mb else fits._replace(fix=fix, code=code, kind="note")
-    kind = process.run(["stat", "--file-system", "--format=%T", theirs], check=False).out.strip()
-    if kind in _NETWORK:
+            # An image that exists may be built from the same inputs, and nothing is to do.
+            code = exit_codes.DONE if build.sif.exists() else exit_codes.UNFIT
+            yield Finding(f"image {build.variant}", found=found, fix=fix, code=code, kind="note")
+    kind = process.run(["stat", "--file-system", "--format=%T", scratch], check=False).out.strip()
+    if kind in _NETWORK_DISKS:
         fix = f"dray image build {build.variant} --out /tmp/{build.sif.name}, then move it and its .json here"
-        found = f"{theirs} is on a network disk ({kind}), on which a build takes many times as long"
+        found = f"{scratch} is on a network disk ({kind}), on which a build takes many times as long"
         yield Finding("scratch", found=found, fix=fix, kind="note")
 
 
 def _fetched_mb(build: Build) -> int:
-    """The MB that were fetched before, by the locks' names and versions."""
+    """The MB of the wheels and of Debian's packages that were fetched or brought before."""
     folder = build.checkout / "build"
-    locks = (build.checkout / "containers" / build.variant).glob("*.lock")
-    pins = re.findall(r"^([\w.-]+==[\w.!]+)", "\n".join(lock.read_text() for lock in locks), re.MULTILINE)
-    names = tuple(re.sub(r"[-_.=]+", "-", pin).lower() for pin in pins)
-    wheels = [
-        file
-        for place in filter(None, (folder / "wheels", build.wheels))
-        for file in place.glob("*")
-        if re.sub(r"[-_.]+", "-", file.name).lower().startswith(names)
-    ]
+    wheels = [*(folder / "wheels").glob("*"), *(build.wheels.glob("*") if build.wheels else ())]
     has_debian = any((folder / "debs").glob("*/*.deb"))
     return sum(wheel.stat().st_size for wheel in wheels) // 1_000_000 + _DEBIAN_MB * has_debian
 
 
-def _processor(build: Build, image: Image) -> Finding:
-    machine = platform.machine()
-    here = f"{platform.system()} on {machine}"
-    if here in (f"Linux on {name}" for name in image.machines):
-        return Finding("processor", found=machine, kind="ok")
-    others = [name for name in variants(build.checkout) if machine in _image(build.checkout, name).machines]
-    return Finding(
-        f"the image {build.variant} cannot be built on this machine: torch has no wheels of it",
-        wanted=f"Linux on {' or '.join(image.machines)}",
-        found=here,
-        fix="build on a machine with the nodes' processor, such as a login node\n"
-        "or use the site's own image: dray image adopt FILE"
-        + "".join(f"\nor make image-{name}, for Linux on {machine}" for name in others),
-        code=exit_codes.UNFIT,
-    )
-
-
-def _builder(build: Build, image: Image) -> Iterator[Finding]:
+def _builder(build: Build) -> Iterator[Finding]:
     """Apptainer on this machine, or Docker with Apptainer in a container. The first thing that is missing is raised."""
     for name in ("docker", "podman"):
         if name in build.formats and not process.which(name):
             raise UnfitError(f"{name} is not on this machine", wanted=f"{name}, for --format {name}", fix="install it")
     if "docker" in build.formats:
-        with closing(docker.client()) as engine:
-            _room_of_docker(engine.info(), image.size.unpacked_mb if image.size else 0)
+        docker.client().close()
     with builder.engine() as client:
         if client:
-            _require_readable(build.checkout / "src")
-            _require_readable(build.checkout / "containers")
-            _room_of_docker(client.info(), _BUILDER_MB)
+            _require_readable(build.checkout)
             yield Finding("builder", found=f"Docker at {docker.endpoint()}", kind="ok")
             about = client.info()
             rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])
@@ -180,38 +157,24 @@ def _builder(build: Build, image: Image) -> Iterator[Finding]:
         )
     if "sif" in build.formats:
         squashfs.require()
-    if not _setuid(program):
+    if not _has_setuid(program):
         yield _namespaces(container=False)
 
 
-def _require_readable(folder: Path) -> None:
-    """Refuse a folder with anything in it that the ordinary user in the container cannot read."""
-    for path in (folder, *folder.rglob("*")):
-        try:
-            builder_container.require_readable(path)
-        except FileNotFoundError:
-            pass  # Python's bytecode, which another process writes and renames
-        except UnfitError as error:
-            error.amend(fix=f"chmod -R a+rX '{folder}'")
-            raise
+def _require_readable(checkout: Path) -> None:
+    """Refuse a checkout with anything in it that the ordinary user in the container cannot read."""
+    for folder in (checkout / "src", checkout / "containers"):
+        for path in (folder, *folder.rglob("*")):
+            try:
+                builder_container.require_readable(path)
+            except FileNotFoundError:
+                pass  # Python's bytecode, which another process writes and renames
+            except UnfitError as error:
+                error.amend(fix=f"chmod -R a+rX '{folder}'")
+                raise
 
 
-def _room_of_docker(about: Mapping[str, Any], mb: int) -> None:
-    """Refuse a disk of Docker's, of this machine and no virtual one, without room for an image."""
-    folder = Path(about.get("DockerRootDir", "/nonexistent"))
-    if about.get("KernelVersion") == platform.release() and folder.is_dir():
-        free = shutil.disk_usage(folder).free / 1e6
-        if free < mb:
-            raise UnfitError(
-                "Docker's disk has no room for the image",
-                where=folder,
-                wanted=f"{mb / 1000:.1f} GB",
-                found=f"{free / 1000:.1f} GB free",
-                fix="docker system df shows what uses the space; docker system prune removes what is not in use",
-            )
-
-
-def _setuid(program: str) -> bool:
+def _has_setuid(program: str) -> bool:
     """Whether this Apptainer is installed with setuid, and so needs no user namespace."""
     folder = re.search(r"^LIBEXECDIR=(.+)$", process.run([program, "buildcfg"], check=False).out, re.MULTILINE)
     starters = Path(folder[1]).glob("*/bin/starter-suid") if folder else ()
@@ -219,8 +182,8 @@ def _setuid(program: str) -> bool:
 
 
 def _namespaces(*, container: bool) -> Finding:
-    """Enter a user namespace, and use its rights, as Apptainer does. The builder's container gets its own from Docker:
-    there only a switch of the kernel's, which it shares, is a reason.
+    """Enter a user namespace and mount in it, as Apptainer does. The builder's container gets its own from Docker:
+    there only a switch of the kernel, which it shares, is a reason.
     """
     ordinary = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"] if os.geteuid() == 0 else []
     # What mounts is a child of unshare's: AppArmor may allow unshare itself more.
@@ -237,15 +200,9 @@ def _namespaces(*, container: bool) -> Finding:
             continue
         if "apparmor" in name and profiles:
             return allowed._replace(found=f"AppArmor allows them: {profiles[0]}")
-        raise UnfitError(
-            problem,
-            found=f"{name.replace('/', '.')} is {forbids}",
-            fix=f"{fix}\nand the same setting in a file of /etc/sysctl.d, to keep it after a reboot",
-        )
+        kept = "and the same setting in a file of /etc/sysctl.d, to keep it after a reboot"
+        raise UnfitError(problem, found=f"{name.replace('/', '.')} is {forbids}", fix=f"{fix}\n{kept}")
     if container:
         return allowed._replace(found="the builder's container makes its own")
-    raise UnfitError(
-        problem,
-        found=done.err.strip(),
-        fix="ask the administrators for user namespaces, or for Apptainer with setuid; or use Docker",
-    )
+    fix = "ask the administrators for user namespaces, or for Apptainer with setuid; or use Docker"
+    raise UnfitError(problem, found=done.err.strip(), fix=fix)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from dray.clients import apptainer
 from dray.config import dray_home
-from dray.config.image_definition import ACCELERATORS
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
@@ -28,36 +27,33 @@ class Comparison(NamedTuple):
 
 def compare(site: Site, image: str) -> Comparison:
     """Bind the libraries into the image, and compare their ELF headers, and its plugin's, with its own libraries."""
-    file = _image(image)
-    missing, mounts, names, sources = [], [], [], []
+    file = store.named(dray_home.root(), image).absolute()
+    if not file.exists():
+        raise ConfigError(
+            "the image does not exist", wanted=file, fix="name a file, or the variant of an image in build/"
+        )
+    missing = []
+    binds: dict[str, Path] = {}  # of each name inside, the source
+    names = []
     for pattern in site.fabric.files:
         matches = sorted(Path("/").glob(pattern.lstrip("/")), key=_version)
-        if not matches:
+        if matches:
+            names.append(f"/host/{matches[-1].name}")
+            binds[names[-1]] = matches[-1].resolve()
+        else:
             missing.append(pattern)
-            continue
-        names.append(f"/host/{matches[-1].name}")
-        sources.append(matches[-1].resolve())
-        mounts.append(f'--mount=type=bind,"src={sources[-1]}","dst={names[-1]}",ro')
-    names += filter(None, [site.fabric.image_plugin])
+    if site.fabric.image_plugin:
+        names.append(site.fabric.image_plugin)
     argv = ["python3", "-m", "dray.checks.abi", *names]
     if adopted := store.described(file):
-        for folder in (Path(adopted["adopted"]), Path(adopted["adopted_source"])):
-            sources.append(folder)
-            mounts.append(f'--mount=type=bind,"src={folder}","dst={folder}",ro')
+        binds |= {folder: Path(folder) for folder in (adopted["adopted"], adopted["adopted_source"])}
         argv = ["env", f"PYTHONPATH={adopted['adopted_path']}", *argv]
-    done = apptainer.execute(file.absolute(), argv, options=mounts, binds=dict.fromkeys(sources, False))
+    mounts = [f'--mount=type=bind,"src={source}","dst={name}",ro' for name, source in binds.items()]
+    done = apptainer.execute(file, argv, options=mounts, binds=dict.fromkeys(binds.values(), False))
     try:
         return Comparison(json.loads(done.out), missing)
     except ValueError:
         raise DrayError("the image cannot read the libraries", where=file, found=done.err.strip()) from None
-
-
-def _image(image: str) -> Path:
-    file = store.named(dray_home.root(), image)
-    if not file.exists():
-        fix = f"make image-{image}" if image in ACCELERATORS else f"name a file, or one of {', '.join(ACCELERATORS)}"
-        raise ConfigError("the image does not exist", wanted=str(file), fix=fix)
-    return file
 
 
 def _version(path: Path) -> list[tuple[int, str]]:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from dray.contract import files
 from dray.contract.findings import DrayError, counted
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
+from dray.runs import slurm
 
 # Variables in which clusters name folders that users may write; never the home.
-_SCRATCH = (
+_SCRATCH = [
     "SCRATCH",
     "PSCRATCH",
     "MYSCRATCH",
@@ -26,15 +27,31 @@ _SCRATCH = (
     "MEMBERWORK",
     "PROJWORK",
     "WORKDIR",
-)
+]
 # Keys that dray cannot find out; `dray site keys` lists all.
-_COMMENTED = (
-    '# image = "cuda"           # the variant for its GPUs: cuda, rocm; for older drivers cuda12, rocm6',
-    "# gpu_memory_gb = 40       # of one GPU: dray refuses a run that does not fit before it is queued",
-    '# account = "project_1"    # an example; needed if the cluster requires --account',
-    '# gpu_option = "gres"      # if sbatch wants --gres=gpu:N instead of --gpus-per-node=N',
-)
-_FAST = re.compile(r"^(hsn|ib)\d+$")
+_NO_SLURM = """# No Slurm on this machine: add sbatch, gpus_per_node and cpus_per_node.
+# sbatch = ["--partition=gpu"]
+# gpus_per_node = 4
+# cpus_per_node = 64
+"""
+_COMMENTED = """# image = "cuda"           # the variant for its GPUs: cuda, rocm; for older drivers cuda12, rocm6
+# gpu_memory_gb = 40       # of one GPU: dray refuses a run that does not fit before it is queued
+# account = "project_1"    # an example; needed if the cluster requires --account
+# gpu_option = "gres"      # if sbatch wants --gres=gpu:N instead of --gpus-per-node=N
+"""
+_FABRICS = {
+    "": "",
+    # NCCL's own IB transport needs no library of the host.
+    "infiniband": '\n[fabric]\nkind = "infiniband"\ntransport = ["IB"]\n',
+    "slingshot": """
+[fabric]
+kind = "slingshot"
+transport = ["cxi"]
+# If the image has no libfabric with cxi, bind the host's; docs/sites.md says how to find it.
+# strategy = "host"
+# libraries = ["/opt/cray/libfabric/*/lib64/libfabric.so.1", "/usr/lib64/libcxi.so.1"]
+""",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,87 +61,76 @@ class Probed:
     cluster: str
     machine: str = ""
     """The name of a login node, with * for the number at its end."""
-    partition: slurm_commands.Partition | None = None
+    partition: slurm.Partition | None = None
     interfaces: tuple[str, ...] = ()
-    fabric: str = "unknown"
+    fabric: str = ""
+    """slingshot, infiniband, or empty if it is unknown."""
     scratch: Mapping[str, str] = field(default_factory=dict)
 
 
 def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
     """Ask Slurm, this machine's network and the user's variables."""
-    partitions: list[slurm_commands.Partition] = []
+    partitions: list[slurm.Partition] = []
     with suppress(DrayError):  # if Slurm does not answer, the file says what is missing
-        partitions = slurm_commands.partitions()
-    network = host.network(root)
-    interfaces = tuple(path.name for path in sorted((root / "sys/class/net").glob("*")) if _FAST.match(path.name))
-    slingshot = network.slingshot or any(name.startswith("hsn") for name in interfaces)
-    home = environ.get("HOME", "")
-    folders = {name: environ[name] for name in _SCRATCH if environ.get(name, "").startswith("/")}
+        partitions = slurm.partitions()
+    interfaces = [name for name in host.interfaces(root) if re.fullmatch(r"(hsn|ib)\d+", name)]
+    devices = host.devices(root)
+    fabric = "infiniband" if devices else ""
+    if any(name.startswith(("cxi", "hsn")) for name in (*devices, *interfaces)):
+        fabric = "slingshot"
+    scratch = {}
+    for name in _SCRATCH:
+        path = environ.get(name, "")
+        has_home = f"{environ.get('HOME', '')}/".startswith(f"{path.rstrip('/')}/")
+        if path.startswith("/") and not has_home:
+            scratch[name] = path
     return Probed(
-        cluster=slurm_commands.cluster_name(),
+        cluster=slurm.cluster_name(),
         machine=_pattern(socket.gethostname()),
-        partition=max(partitions, key=lambda one: (one.gpus, one.nodes), default=None),
-        interfaces=interfaces,
-        fabric="slingshot" if slingshot else "infiniband" if network.infiniband else "unknown",
-        scratch={name: path for name, path in folders.items() if not f"{home}/".startswith(f"{path.rstrip('/')}/")},
+        partition=max(partitions, key=lambda partition: (partition.gpus, partition.nodes), default=None),
+        interfaces=tuple(interfaces),
+        fabric=fabric,
+        scratch=scratch,
     )
 
 
 def render(name: str, probed: Probed) -> str:
     """The text of the file: each line with its reason, and comments for what the probe did not find."""
-    lines = [f"name = {_toml(name)}", f"about = {_toml(f'{probed.cluster or name}, as one of its machines shows it')}"]
-    why = {}
+    values: list[tuple[str, object, str]] = []
     if probed.cluster:
-        lines.append(f"clusters = {_toml([probed.cluster])}")
-        why["clusters"] = "ClusterName of scontrol show config"
+        values.append(("clusters", [probed.cluster], "ClusterName of scontrol show config"))
     elif probed.machine:  # dray recognises the machine by one of the two
-        lines.append(f"hosts = {_toml([probed.machine])}")
-        why["hosts"] = "the name of this machine"
+        values.append(("hosts", [probed.machine], "the name of this machine"))
     partition = probed.partition
-    if partition is None:
-        lines.append("# No Slurm on this machine: add sbatch, gpus_per_node and cpus_per_node.")
-        lines += ['# sbatch = ["--partition=gpu"]', "# gpus_per_node = 4", "# cpus_per_node = 64"]
-    else:
-        for key, count in (("gpus_per_node", partition.gpus), ("cpus_per_node", partition.cpus)):
-            if count:
-                lines.append(f"{key} = {count}")
-                why[key] = f"sinfo, partition {partition.name}"
-        lines.append(f"sbatch = {_toml([f'--partition={partition.name}'])}  # and --account=..., if needed")
-        why["sbatch"] = f"the partition with most GPUs on a node, {counted(partition.nodes, 'node')}"
+    if partition:
+        source = f"sinfo, partition {partition.name}"
+        values += [("gpus_per_node", partition.gpus, source), ("cpus_per_node", partition.cpus, source)]
+        why = f"the partition with most GPUs on a node, {counted(partition.nodes, 'node')}; add --account=... if needed"
+        values.append(("sbatch", [f"--partition={partition.name}"], why))
     if probed.interfaces:
-        lines.append(f"interfaces = {_toml(list(probed.interfaces))}")
-        why["interfaces"] = "this machine's fast interfaces; a compute node's may have other names"
-    else:
-        lines.append('# interfaces = ["ib0"]  # of the fast network; `ip link` shows them on a compute node')
-    lines += _COMMENTED
+        why = "this machine's fast interfaces; a compute node's may have other names"
+        values.append(("interfaces", probed.interfaces, why))
+    values = [(key, value, why) for key, value, why in values if value]
+    text = f"name = {_toml(name)}\nabout = {_toml(f'{probed.cluster or name}, as one of its machines shows it')}\n"
+    text += "".join(f"{key} = {_toml(value)}\n" for key, value, _ in values)
+    if not partition:
+        text += _NO_SLURM
+    if not probed.interfaces:
+        text += '# interfaces = ["ib0"]  # of the fast network; `ip link` shows them on a compute node\n'
+    text += _COMMENTED
     for variable, path in probed.scratch.items():
-        lines += ["", "[[binds]]", f"path = {_toml('$' + variable)}", f"why = {_toml(f'your data; {path} for you')}"]
-        lines += ["write = true", "required = false"]
-    lines += _fabric(probed.fabric)
-    if why:
-        lines += ["", "[why]", *(f"{key} = {_toml(reason)}" for key, reason in why.items())]
-    return "\n".join(lines) + "\n"
+        text += f"\n[[binds]]\npath = {_toml('$' + variable)}\nwhy = {_toml(f'your data; {path} for you')}\n"
+        text += "write = true\nrequired = false\n"
+    text += _FABRICS[probed.fabric]
+    if values:
+        text += "\n[why]\n" + "".join(f"{key} = {_toml(why)}\n" for key, _, why in values)
+    return text
 
 
 def _pattern(name: str) -> str:
     """A pattern for the machine and its neighbours: login* for login3.cluster, box for box."""
     short = name.partition(".")[0]
     return re.sub(r"\d+$", "*", short) if re.match(r"[A-Za-z0-9_-]*[A-Za-z]", short) else ""
-
-
-def _fabric(kind: str) -> list[str]:
-    if kind == "unknown":
-        return []
-    lines = ["", "[fabric]", f"kind = {_toml(kind)}"]
-    if kind == "infiniband":  # NCCL's own IB transport needs no library of the host
-        return [*lines, f"transport = {_toml(['IB'])}"]
-    return [
-        *lines,
-        f"transport = {_toml(['cxi'])}",
-        "# If the image has no libfabric with cxi, bind the host's; docs/sites.md says how to find it.",
-        '# strategy = "host"',
-        '# libraries = ["/opt/cray/libfabric/*/lib64/libfabric.so.1", "/usr/lib64/libcxi.so.1"]',
-    ]
 
 
 def _toml(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dray.contract import run_folder
 from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
-from dray.runs import login, refusal, slurm, source, write
+from dray.runs import login, prepare, refusal, slurm, source
 from dray.runs import submit as queue
 from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
@@ -58,7 +58,7 @@ class Job(NamedTuple):
 def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Size) -> Job:
     """Plan one run. Raises ConfigError if the plan is refused."""
     own = [*own, *([f"ranks_per_node={size.ranks}"] if size.ranks else [])]
-    recipe = write.read_recipe(common.recipe, [*common.settings, *own])
+    recipe = prepare.read_recipe(common.recipe, [*common.settings, *own])
     asked = queue.Asked(
         [str(common.recipe), *common.settings, *own], nodes=size.nodes, ranks=size.ranks, gpus=size.gpus,
         site=common.site, options=common.options,

@@ -25,7 +25,7 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runs import why
 from dray.runs.paths import RunPaths, attempts
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 _WHOLE, _TAIL = 4 << 20, 1 << 16  # bytes of a file that is taken whole, and of the end of a log
 _LOGS, _RECORDS, _EARLIER = 24, 64, 4  # at most so many logs, records and earlier attempts

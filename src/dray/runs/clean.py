@@ -23,7 +23,7 @@ from dray.runs.live import State
 from dray.runs.paths import last_attempt
 from dray.runs.reading import table
 from dray.runs.result import result_of
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "layers")
 DEFAULT = KINDS[:-1]

@@ -14,7 +14,7 @@ from dray.runs import diff as differ
 from dray.runs.diff import Difference
 from dray.runs.effect import Curve, Effect, effect, losses_text
 from dray.runs.paths import RunPaths, attempts, newest_attempt
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 _WIDE = 48
 _SHOWN = 40

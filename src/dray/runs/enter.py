@@ -14,7 +14,7 @@ from dray.planning.schema import Plan
 from dray.runs.live import State
 from dray.runs.named import node_number
 from dray.runs.paths import RunPaths
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 _NOT_RUNNING = {
     "queued": ("the run waits in the queue", "wait until it has started"),

@@ -24,7 +24,7 @@ from dray.runs.reading import RECORD, reason, written
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 T = TypeVar("T")
 

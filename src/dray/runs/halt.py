@@ -17,7 +17,7 @@ from dray.runs.live import State
 from dray.runs.named import find, newest_first
 from dray.runs.paths import RunPaths, newest_checkpoint
 from dray.runs.result import left, next_command, result_of, summary
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 Say = Callable[[str], None]
 _LOOK_S = 0.3

@@ -30,10 +30,10 @@ def ask(recipe: Recipe, site: Site, facts: Facts) -> list[str]:
 
     A layer is one variant's, and only an adopted image itself tells its variant.
     """
-    if not facts.image_given and not image.is_adopted(recipe, facts):
+    if facts.layer or not (facts.image_given or image.is_adopted(recipe, facts)):
         return []
     file = _file(recipe, site, facts.model_copy(update={"engine": site.engine or facts.engine}))
-    return [f"layer={file}"] if file and not facts.layer else []
+    return [f"layer={file}"] if file else []
 
 
 def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
@@ -47,45 +47,48 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
         raise ConfigError("the layer does not exist", wanted=file, fix=fix + f" --name {recipe.layer}")
     if not (files.is_own(file) or _is_hidden(file)):
         owner, own = file.stat(), dray_home.root() / "build" / file.name
+        copy = f"cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(own.parent))}/"
         raise ConfigError(
             "another user may change the layer, and every rank runs its code",
             where=file,
             wanted="a file of yours or of root's, which not everybody may write",
             found=f"a file of user {owner.st_uid}, mode {owner.st_mode & 0o7777:04o}",
-            fix=f"once you trust what is in it: cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(own.parent))}/, "
-            f"and {shlex.quote(f'layer={own}')}",
+            fix=f"once you trust what is in it: {copy}, and {shlex.quote(f'layer={own}')}",
         )
-    known = record.read(file)
-    if known is None or not known.python:
-        found = "no record beside it" if known is None else f"the record of an image: {record.path_for(file)}"
+    layer, needs = _recorded(file)
+    if layer is None:
+        found = f"no record of a layer: {record.path_for(file)}"
         raise ConfigError("dray did not make this layer", where=file, found=found, fix=fix)
     digest = verify.digest(file)
-    if digest != f"sha256:{known.sif.sha256}":
+    if digest != layer.digest:
         raise ConfigError(
             "the layer's digest differs from its record",
             where=file,
-            wanted=f"sha256:{known.sif.sha256}",
+            wanted=layer.digest,
             found=digest,
             fix="copy the layer again with its record, or build it again",
         )
-    changed = layer_lock.unfit(known.needs, _packages(variant))
-    return Layer(file=str(file), digest=digest, variant=known.variant, packages=known.packages, changed=tuple(changed))
+    return layer.model_copy(update={"changed": tuple(layer_lock.unfit(needs, _packages(variant)))})
+
+
+def made(variant: str, name: str) -> Layer | None:
+    """The layer with this name; None if `dray image layer` did not make it here."""
+    return _recorded(store.layer(dray_home.root(), variant, name).absolute())[0]
+
+
+def _recorded(file: Path) -> tuple[Layer | None, dict[str, str]]:
+    """The layer as its record tells it, and the packages that it was locked for."""
+    known = record.read(file) if file.is_file() else None
+    if known is None or not known.python:  # an image's own record names no Python
+        return None, {}
+    digest = f"sha256:{known.sif.sha256}"
+    return Layer(file=str(file), digest=digest, variant=known.variant, packages=known.packages), known.needs
 
 
 def _is_hidden(file: Path) -> bool:
     """Whether this container shows all other users as nobody; the job's script checked the owner outside."""
     found, users = file.stat(), Path("/proc/self/uid_map").read_text(encoding="ascii").split()
     return found.st_uid == _NOBODY and users[2:] == ["1"] and not found.st_mode & stat.S_IWOTH
-
-
-def made(variant: str, name: str) -> Layer | None:
-    """The layer with this name; None if `dray image layer` did not make it here."""
-    file = store.layer(dray_home.root(), variant, name)
-    known = record.read(file) if file.is_file() else None
-    if known is None or not known.python:
-        return None
-    digest = f"sha256:{known.sif.sha256}"
-    return Layer(file=str(file.absolute()), digest=digest, variant=known.variant, packages=known.packages)
 
 
 def _file(recipe: Recipe, site: Site, facts: Facts) -> Path | None:

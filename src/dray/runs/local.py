@@ -22,20 +22,21 @@ from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
-_GRACE = 10.0  # seconds for the other nodes to end by themselves after one has failed
+_GRACE_S = 10.0  # for the other nodes to end by themselves after one has failed
 
 
-def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int, site: str) -> Facts:
+def facts(
+    recipe: Recipe, *, engine: Engine, image: str = "", nodes: int | None, gpus_per_node: int, site: str
+) -> Facts:
     """The facts of this machine, with the requested number of nodes, all on it."""
-    count = nodes or recipe.nodes
-    on_loopback = not engines.get(engine).private_network
+    count, image = nodes or recipe.nodes, image or image_of(engine, recipe)
     return Facts(
         scheduler="local",
         nodelist=f"node[1-{count}]" if count > 1 else "node1",
         nodes=count,
-        address="127.0.0.1" if on_loopback else None,
+        address=None if engines.get(engine).private_network else "127.0.0.1",
         gpus_per_node=gpus_per_node,
         engine=engine,
         image=image,
@@ -57,55 +58,40 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
     return store.bare_python() if kind == "python" else store.in_engine(engine, recipe.image)
 
 
-def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -> None:
-    """Refuse a recipe whose packages this Python lacks. `again` makes the user's command line with more options.
-
-    With `fixed`, as for a replay, the fix changes no settings.
-    """
-    missing = [one for one in requirements.of(recipe) if find_spec(one.module) is None]
-    build = f"dray image build {recipe.image} --format docker"
-    if missing:
-        names = " and ".join(dict.fromkeys(one.module for one in missing))
-        other = [again(*dict.fromkeys(word for one in missing for word in one.without)) + f"  # without {names}"]
-        raise ConfigError(
-            f"the recipe needs {names}, which this Python does not have",
-            where=sys.executable,
-            wanted="\n".join(f"{one.module}, for {one.setting}" for one in missing),
-            found="not installed; an image has everything that a recipe needs",
-            fix="\n".join(
-                [
-                    *(other if not fixed and all(one.without for one in missing) else []),
-                    f"{again('--engine', 'docker')}  # in the image, after {build}",
-                ]
-            ),
-        )
-    torch = find_spec("torch")
-    if recipe.train and recipe.train.compile is True and torch and any(map(str.isspace, torch.origin or "")):
-        raise ConfigError(
-            "torch.compile fails if torch's path contains a space",
-            where=torch.origin,
-            wanted="a path without a space: Inductor passes it unquoted to the C++ compiler",
-            found="train.compile = true",
-            fix="\n".join(
-                [
-                    *([] if fixed else [again("train.compile=false")]),
-                    f"{again('--engine', 'docker')}  # in the image, after {build}",
-                ]
-            ),
-        )
-
-
 def hf_home() -> str | None:
     """HF_HOME of the job, or the library's default folder if it exists (slurm/lib.sh does the same)."""
-    if named := os.environ.get("HF_HOME"):
-        return named if named.startswith("/") else None
-    usual = hub_cache()
-    return str(usual) if usual.is_dir() else None
+    folder = os.environ.get("HF_HOME", "")
+    if not folder and hub_cache().is_dir():
+        folder = str(hub_cache())
+    return folder if folder.startswith("/") else None
 
 
 def hub_cache() -> Path:
     """The default download folder of the Hugging Face libraries."""
     return Path(os.environ.get("XDG_CACHE_HOME") or dray_home.home() / ".cache", "huggingface")
+
+
+def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -> None:
+    """Refuse a recipe whose packages this Python lacks. `again` makes the user's command line with more options.
+
+    With `fixed`, as for a replay, the fix changes no settings.
+    """
+    missing = [package for package in requirements.of(recipe) if find_spec(package.module) is None]
+    if missing:
+        names = " and ".join(dict.fromkeys(package.module for package in missing))
+        fixes = [
+            f"{again('--engine', 'docker')}  # in the image, after dray image build {recipe.image} --format docker"
+        ]
+        if not fixed and all(package.without for package in missing):
+            settings = dict.fromkeys(word for package in missing for word in package.without)
+            fixes.insert(0, f"{again(*settings)}  # without {names}")
+        raise ConfigError(
+            f"the recipe needs {names}, which this Python does not have",
+            where=sys.executable,
+            wanted="\n".join(f"{package.module}, for {package.setting}" for package in missing),
+            found="not installed; an image has everything that a recipe needs",
+            fix="\n".join(fixes),
+        )
 
 
 def run(
@@ -144,28 +130,29 @@ def _wait(nodes: list[process.Running], watch: Callable[[], None]) -> int:
     while True:
         watch()
         codes = [node.code() for node in nodes]
-        failed = next((code for code in codes if code), None)
-        if failed is not None:
-            deadline = deadline or time.monotonic() + _GRACE
+        failed = next((code for code in codes if code), 0)
+        if failed and deadline is None:
+            deadline = time.monotonic() + _GRACE_S
         if None not in codes or (deadline and time.monotonic() > deadline):
-            return failed or 0
+            return failed
         nodes[codes.index(None)].wait(0.2)
 
 
 @contextmanager
 def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]:
     names = plan.world.identity
-    beside = len(plan.world.nodes) if plan.world.one_machine else 1
-    me = {
+    nodes = plan.world.nodes
+    cpus = len(os.sched_getaffinity(0)) // (len(nodes) if plan.world.one_machine else 1)
+    # Inside a job, the shell's SLURM_ variables describe its own task, not these nodes.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment |= {
         names["node"]: str(number),
-        names["nodes"]: str(len(plan.world.nodes)),
-        names["name"]: plan.world.nodes[number].name,
-        names["cpus"]: str(max(1, len(os.sched_getaffinity(0)) // beside)),
+        names["nodes"]: str(len(nodes)),
+        names["name"]: nodes[number].name,
+        names["cpus"]: str(max(1, cpus)),
     }
     with paths.node_log(number).open("ab") as log:
-        # Inside a job, the shell's SLURM_ variables describe its own task, not these nodes.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        node = process.start(["bash", paths.node_script], env={**own, **me}, output=log)
+        node = process.start(["bash", paths.node_script], env=environment, output=log)
     try:
         yield node
     finally:

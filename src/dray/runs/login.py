@@ -12,13 +12,12 @@ from typing import NamedTuple
 from dray.config import dray_home, sites
 from dray.config.recipe import Recipe
 from dray.facts import Facts
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
 from dray.images import store
 from dray.planning import image
-from dray.runs import local, write
+from dray.runs import local, prepare, slurm
 
 ASSUMED = "assumed, because no node was probed: node names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
-_ACCOUNT = ("--account=", "-A")
 
 
 class Known(NamedTuple):
@@ -31,7 +30,7 @@ class Known(NamedTuple):
 
 def known(site: str) -> Known:
     """The facts of this login node."""
-    return Known(slurm_commands.conf(), host.site(site))
+    return Known(slurm.conf(), host.site(site))
 
 
 def facts(
@@ -46,46 +45,40 @@ def facts(
     known: Known | None = None,
 ) -> tuple[Facts, sites.Choice]:
     """The facts that this login node can know, and the site."""
-    count = nodes or recipe.nodes
-    conf = slurm_commands.conf() if known is None else known.conf
-    given_image = os.environ.get("DRAY_IMAGE", "")
-    seen = Facts(
-        scheduler="slurm",
-        nodelist=f"node[1-{count}]" if count > 1 else "node1",
-        nodes=count,
-        engine="apptainer",
-        image=given_image,
-        image_given=bool(given_image),
-        image_variant=store.variant(Path(given_image)) if given_image else "",
-        site=site,
-        cluster=slurm_commands.cluster_name(conf),
-        login=socket.gethostname(),
-        options=tuple(options),
-        gpu_memory_gb=gpu_memory,
-        hf_home=local.hf_home(),
-        uid=os.getuid(),
-        gid=os.getgid(),
-        shell=dict(os.environ),
-    )
-    seen, choice = write.at_site(seen, known.choice if known else None)
+    conf = known.conf if known else slurm.conf()
+    file = os.environ.get("DRAY_IMAGE", "")
+    here = local.facts(recipe, engine="apptainer", image=file or "none", nodes=nodes, gpus_per_node=gpus, site=site)
+    told = {
+        "scheduler": "slurm",
+        "address": None,
+        "home": "",
+        "image_given": bool(file),
+        "image_variant": store.variant(Path(file)) if file else "",
+        "cluster": slurm.cluster_name(conf),
+        "login": socket.gethostname(),
+        "options": tuple(options),
+        "gpu_memory_gb": gpu_memory,
+    }
+    seen, choice = prepare.at_site(here.model_copy(update=told), known.choice if known else None)
     variant = image.variant(recipe, choice.site, seen).value
-    engine = choice.site.engine or "apptainer"
-    file = store.job_file(dray_home.root(), recipe.adopted or variant, engine)
-    store.require_adopted(dray_home.root(), recipe.adopted or variant, file)
-    given = [option for option in (*choice.site.sbatch, *options) if option.startswith(_ACCOUNT)]
+    engine, name = choice.site.engine or "apptainer", recipe.adopted or variant
+    job_image = store.job_file(dray_home.root(), name, engine)
+    store.require_adopted(dray_home.root(), name, job_image)
+    sbatch = (*choice.site.sbatch, *options)
+    partition = _option(sbatch, "--partition=|-p") or os.environ.get("SBATCH_PARTITION", "")
     found = {
-        "image": str(file),
-        "image_variant": store.variant(file),
-        **store.described(file),
+        "image": str(job_image),
+        "image_variant": store.variant(job_image),
+        **store.described(job_image),
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": engine,
-        "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),
-        **slurm_commands.preemption(conf, _partitions((*choice.site.sbatch, *options))),
+        "account": _option(sbatch, "--account=|-A") or os.environ.get("SBATCH_ACCOUNT", ""),
+        **slurm.preemption(conf, partition.replace(",", " ").split()),
     }
     return seen.model_copy(update=found), choice
 
 
-def _partitions(options: Sequence[str]) -> list[str]:
-    """The partitions given to sbatch; none for the default partition."""
-    given = [found[1] for option in options if (found := re.fullmatch(r"(?:--partition=|-p)(.+)", option))]
-    return (given[-1] if given else os.environ.get("SBATCH_PARTITION", "")).replace(",", " ").split()
+def _option(options: Sequence[str], names: str) -> str:
+    """The last value of an option of sbatch, by its long and its short name; empty without one."""
+    values = [found[1] for option in options if (found := re.fullmatch(f"(?:{names})(.+)", option))]
+    return values[-1] if values else ""

@@ -14,7 +14,7 @@ from dray.contract.findings import ConfigError, Finding, counted
 from dray.facts import Engine, Facts
 from dray.planning.schema import Plan
 from dray.planning.tune_search import Candidate, applied
-from dray.runs import allocation, local, login, write
+from dray.runs import allocation, local, login, prepare
 from dray.runs.paths import RunPaths
 
 _LETTERS = 300
@@ -45,7 +45,7 @@ class Place:
 
     def plan(self, recipe: Recipe, folder: Path) -> Plan:
         """The plan of a candidate, with its findings."""
-        return write.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
+        return prepare.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
 
     def first(self, recipe: Recipe, folder: Path) -> Plan:
         """The plan of the recipe's own setting; if its micro-batch does not fit the ranks, of the largest that does."""
@@ -111,7 +111,7 @@ def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
         recipe, engine=asked.engine, image=local.image_of(asked.engine, recipe), nodes=asked.nodes, gpus_per_node=gpus,
         site=asked.site,
     )  # fmt: skip
-    facts, choice = write.at_site(facts.model_copy(update={"gpu_memory_gb": asked.gpu_memory}))
+    facts, choice = prepare.at_site(facts.model_copy(update={"gpu_memory_gb": asked.gpu_memory}))
     options = (f"--nodes={facts.nodes}", f"--gpus-per-node={gpus}", f"--engine={asked.engine}", *named)
     return Place(facts=facts, choice=choice, options=options, env=env)
 

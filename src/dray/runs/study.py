@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, listed
-from dray.runs import effect, reading, state, write
+from dray.runs import effect, reading, state, store
 from dray.runs import look as looking
 from dray.runs.metrics import Event, Metrics, number, whole
 from dray.runs.named import is_run
@@ -206,6 +206,6 @@ def _parity(rows: list[Row], losses: dict[str, effect.Losses], *, checked: bool)
 
 def _fp32(run: Path) -> bool:
     with suppress(DrayError, OSError):
-        train = write.read(RunPaths(run, attempts(run)[-1])).recipe.train
+        train = store.plan_of(RunPaths(run, attempts(run)[-1])).recipe.train
         return bool(train and train.precision == "fp32")
     return False

@@ -20,7 +20,7 @@ from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.fitness import slurm_commands
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live, login, named, refusal, slurm, source, write
+from dray.runs import live, login, named, prepare, refusal, slurm, source
 from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
 
@@ -61,7 +61,7 @@ def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known 
         recipe, asked.nodes, asked.gpus, asked.site, ranks=asked.ranks or None,
         options=(*(asked.before or ()), *asked.options), gpu_memory=asked.gpu_memory, known=known,
     )  # fmt: skip
-    plan = write.decide(recipe, facts, choice, attempt)
+    plan = prepare.decide(recipe, facts, choice, attempt)
     plan.refuse()
     own = options(recipe, choice.site, facts.gpus_per_node, asked.nodes)
     if recipe.requeue == "expedite":

@@ -26,7 +26,7 @@ from dray.runs.reading import reason
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
 from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
-from dray.runs.write import read
+from dray.runs.store import plan_of as read
 
 _SHOWN, _WIDE = 12, 400  # last lines, and letters of each
 _AFTER = 6

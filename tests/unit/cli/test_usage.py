@@ -17,7 +17,7 @@ from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, counted
 from dray.facts import Facts
 from dray.planning.world import divide
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import PYTHON, ROOT
 
 pytestmark = pytest.mark.hostile("command line")

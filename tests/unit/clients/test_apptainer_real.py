@@ -13,7 +13,6 @@ import pytest
 import oci
 from dray.clients import apptainer, builder, docker
 from dray.contract.findings import UnfitError
-from dray.fitness import doctor
 from helpers import ROOT
 
 pytestmark = pytest.mark.docker
@@ -84,19 +83,6 @@ def test_verify_of_what_nobody_signed(fetched):
     done = builder.tool(["apptainer", "verify", "--local", str(fetched)], binds={})
     assert done.code
     assert "signature" in done.err
-
-
-@pytest.mark.slow
-def test_doctor_names_an_instance_and_how_to_stop_it(fetched):
-    assert apptainer.instances() == []
-    assert builder.tool(["apptainer", "instance", "start", str(fetched), "mine"], binds={}).code == 0
-    (one,) = apptainer.instances()
-    assert (one["instance"], one["img"]) == ("mine", str(fetched))
-    (found,) = [finding for finding in doctor._engines() if finding.problem == "instance"]
-    assert found.found == f"mine of {fetched} runs (process {one['pid']})"
-    _, _, fix = found.fix.partition(": ")
-    assert builder.tool(fix.split(), binds={}).code == 0
-    assert apptainer.instances() == []
 
 
 def test_a_machine_with_docker_alone(fetched, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from dray.config.recipe import Recipe
 from dray.contract.dataset_name import Named, parse
 from dray.contract.findings import ConfigError
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 GIVEN = {

@@ -13,7 +13,7 @@ from dray.config.site import Site
 from dray.contract import cores, files
 from dray.contract.findings import ConfigError
 from dray.hostlist import LIMIT
-from dray.runs import hosts, write
+from dray.runs import hosts, prepare
 
 pytestmark = pytest.mark.hostile("files")
 
@@ -22,7 +22,9 @@ PLACES = {
     "site": lambda path: load(Site, path),
     "hostfile": hosts.read,
     "secret": hosts.Hosts(Path("hosts"), ("a", "b"), None).secret,
-    "deepspeed": lambda path: write.read_recipe(Path("recipes/smoke-cpu.toml").absolute(), [f"train.deepspeed={path}"]),
+    "deepspeed": lambda path: prepare.read_recipe(
+        Path("recipes/smoke-cpu.toml").absolute(), [f"train.deepspeed={path}"]
+    ),
 }
 
 
@@ -88,7 +90,7 @@ def test_json_that_is_none(text: str, found: str) -> None:
     assert refused.value.problem == "it is not valid JSON"
     assert found in refused.value.details["found"]
     with pytest.raises(ConfigError):
-        write.deepspeed_file.agreed(
+        prepare.deepspeed_file.agreed(
             load(Recipe, Path(__file__).parents[3] / "recipes/smoke-cpu.toml"), text, Path("x.json")
         )
 

@@ -20,7 +20,7 @@ from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
 from dray.planning.plan import plan
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import PYTHON, ROOT
 from jobs import Job
 
@@ -239,7 +239,7 @@ class TestNames:
     @pytest.mark.seconds
     def test_on_the_command_line(self, tmp_path: Path) -> None:
         (tmp_path / "hosts").write_text("a\nb\n")
-        for words in (("--run=x\ntouch PWNED",), ("--hostfile", "hosts", "--print", "--run=../x")):
+        for words in (("--run=x\ntouch PWNED",), ("--hostfile", "hosts", "--run=../x")):
             ended = dray("run", *words, "--", "true", cwd=tmp_path)
             assert (ended.returncode, ended.stdout) == (78, "")
             assert ended.stderr.startswith("dray: this is no valid name for a run\n  where:  --run\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dray.contract.findings import ConfigError
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 

@@ -23,7 +23,7 @@ from dray.planning import missing_facts
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import submit as queue
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT, golden
 
 OURS = sorted((ROOT / "slurm" / "sites").glob("*.toml"))

@@ -21,7 +21,7 @@ from dray.engines.base import MOUNTS, Container, Engine
 from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 
 IMAGE = bytes(range(256)) * 8
 _NUMBERS = itertools.count()

@@ -22,7 +22,7 @@ from dray.fitness import doctor
 from dray.images import store
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT
 from jobs import Job
 

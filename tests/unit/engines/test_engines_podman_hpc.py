@@ -18,7 +18,7 @@ from dray.images import store
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.render.node import start_argv
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 from jobs import Job
 

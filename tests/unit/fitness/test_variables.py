@@ -16,7 +16,7 @@ from dray.facts import Facts
 from dray.fitness import variables
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON
 
 
@@ -42,10 +42,9 @@ def about(found: list[Finding], name: str) -> list[tuple[str, str, str]]:
 
 def test_the_rules_are_dated_cited_and_can_be_read() -> None:
     rules = variables.rules()
-    assert len(rules.names) > 1000
+    assert len(rules) > 1000
     count = 0
-    for name, of_name in rules.rules.items():
-        assert name in rules.names
+    for of_name in rules.values():
         for rule in of_name:
             count += 1
             assert rule.keys() <= {
@@ -79,7 +78,7 @@ def test_a_typo_of_one_letter_is_found(typo: str, correct: str | None) -> None:
 
 
 def test_no_known_name_is_taken_for_a_typo_of_another() -> None:
-    assert [name for name in variables.rules().names if variables._correct(name)] == []
+    assert [name for name in variables.rules() if variables._correct(name)] == []
 
 
 def test_a_misspelt_one_in_a_site_is_an_error_and_in_the_shell_a_warning(root: Path) -> None:

@@ -23,7 +23,7 @@ from dray.images.sif import format as sif_format
 from dray.images.sif import record
 from dray.planning import missing_facts
 from dray.planning.plan import plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 FOUND = {

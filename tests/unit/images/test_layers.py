@@ -25,7 +25,7 @@ from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.render.node import start_argv
 from dray.runs import layers
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 PACKAGES = [locks.Pin("transformers", "5.23.0", ("0" * 64,)), locks.Pin("torch", "2.8.0+rocm6.4", ("1" * 64,))]

@@ -20,7 +20,7 @@ from dray.facts import Facts
 from dray.planning import accelerate
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 PLAIN = {

@@ -15,7 +15,7 @@ import pytest
 from dray.config.recipe import Launcher
 from dray.contract.findings import ConfigError
 from dray.planning import launchers
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON
 
 JOB = launchers.Job(python="python3", folder="/my runs/r1", hosts=("n1", "n2"), each=4)

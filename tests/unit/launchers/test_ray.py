@@ -25,7 +25,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.ray import __main__ as ray
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON, until
 
 SECRET = "s" * 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 
 from dray.facts import Facts
 from dray.planning.estimates import memory, model_shape
-from dray.runs import lookup
-from dray.runs.write import read_recipe
+from dray.runs import local_inputs
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT
 
 OPT = {
@@ -170,60 +169,24 @@ def test_compiled_layers_keep_less() -> None:
 class TestCounted:
     """By the model itself, where torch is at hand."""
 
-    WORDS = (
-        "recipes/smoke-cpu.toml",
-        "train.precision=bf16",
-        "image=cuda",
-        "train.compile=false",
-        "--gpus-per-node",
-        "1",
-        "-v",
-    )
-
-    @pytest.mark.slow
-    def test_a_plan_says_so(self) -> None:
-        pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
-        ended = dray("plan", "--exact", *self.WORDS)
-        assert (ended.returncode, ended.stderr) == (0, "")
-        assert "1,040,896 parameters; parameters and activations are counted in the model itself\n" in ended.stdout
-        plain = dray("plan", *self.WORDS).stdout
-        assert "counted in the model" not in plain
-        adapters = dray("plan", "--exact", *self.WORDS, "lora.rank=4").stdout
-        assert "1,040,896 parameters, 40,960 of them trained; parameters and " in adapters
-        shown = [re.search(r"activations ([0-9.]+)", text) for text in (ended.stdout, plain)]
-        counted, formula = (float(one[1]) for one in shown if one)
-        assert formula == pytest.approx(counted, rel=0.15)
-
-    @pytest.mark.slow
-    def test_what_a_compiler_keeps_is_the_formula_s(self) -> None:
-        """The model is not even built: this type would be refused."""
-        ended = dray("plan", "--exact", *self.WORDS, "train.compile=true", "model.type=mamba-9")
-        assert "counted in the model" not in ended.stdout
-        assert "--exact cannot build" not in ended.stderr
-        assert "--exact cannot count a compiled model, so the memory is an estimate" in ended.stdout
-        assert "--exact cannot count" not in dray("plan", *self.WORDS, "train.compile=true").stdout
-
     @pytest.mark.slow
     def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
         said = {"scheduler": "slurm", "nodelist": "n1", "nodes": 1, "engine": "apptainer", "image": "/i.sif"}
-        words = ["image=cuda", "train.precision=bf16", "train.compile=false"]
-        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words)
-        assert lookup.files(recipe, Facts.model_validate(said)).counted is None
+        words = ["image=cuda", "train.precision=bf16"]
+        compiled = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words)
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [*words, "train.compile=false"])
+        assert local_inputs.files(recipe, Facts.model_validate(said)).counted is None
         monkeypatch.setattr(sys, "prefix", str(tmp_path))
         (tmp_path / "image.json").touch()
-        counted = lookup.files(recipe, Facts.model_validate(said)).counted
+        counted = local_inputs.files(recipe, Facts.model_validate(said)).counted
         assert counted
         assert counted.kept > counted.checkpointed > 0
+        assert local_inputs.files(compiled, Facts.model_validate(said)).counted is None
         odd = recipe.model_copy(update={"model": recipe.model.model_copy(update={"type": "no-such"})})
-        assert lookup.files(odd, Facts.model_validate(said)).counted is None  # the trainer says what is wrong with it
-
-    @pytest.mark.slow
-    def test_what_cannot_be_counted_is_refused_where_it_was_asked_for(self) -> None:
-        ended = dray("plan", "--exact", *self.WORDS, "model.type=mamba-9")
-        assert ended.returncode == 78
-        assert ended.stderr.startswith("dray: --exact cannot build this model here\n")
-        assert "fix:    leave out --exact for an estimate, or plan in the image\n" in ended.stderr
+        assert (
+            local_inputs.files(odd, Facts.model_validate(said)).counted is None
+        )  # the trainer says what is wrong with it
 
 
 def test_a_model_that_also_sees_has_its_words_in_a_part_of_its_configuration() -> None:
@@ -325,10 +288,10 @@ def test_a_size_that_is_no_number_is_refused_with_its_key(key: str, value: str, 
     ended = dray("plan", "recipes/smoke-cpu.toml", f"model.config.{key}={value}")
     assert ended.stderr.splitlines() == [
         "dray: a size in the model's configuration is not a whole number",
-        f"  where:  recipe model.config.{key}",
+        f"  where:  model.config.{key} of the recipe, or {key} in the model's config.json",
         "  wanted: a whole number, such as 12",
         f"  found:  {found}",
-        f"  fix:    set model.config.{key} to a whole number",
+        f"  fix:    set model.config.{key} in the recipe",
     ]
     assert ended.returncode == 78
 
@@ -342,10 +305,10 @@ def test_so_is_one_of_a_models_own_file(home: Path, key: str, value: object) -> 
     ended = dray(*words, HF_HOME=str(home))
     assert ended.stderr.splitlines() == [
         "dray: a size in the model's configuration is not a whole number",
-        "  where:  config.json of facebook/opt-6.7b",
+        f"  where:  model.config.{key} of the recipe, or {key} in the model's config.json",
         "  wanted: a whole number, such as 12",
         f"  found:  {key} = {value!r}",
-        f"  fix:    correct {key} in that file, or set model.config.{key} in the recipe",
+        f"  fix:    set model.config.{key} in the recipe",
     ]
     assert ended.returncode == 78
     assert dray(*words, f"model.config.{key}=4096", HF_HOME=str(home)).returncode == 0

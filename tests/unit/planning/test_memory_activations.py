@@ -12,7 +12,7 @@ import pytest
 
 from dray.config.training import Lora
 from dray.planning.estimates import activations, memory, model_shape
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

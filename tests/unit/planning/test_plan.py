@@ -17,7 +17,7 @@ from dray.facts import Facts, parse, to_text
 from dray.planning import environment
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import GOLDEN, PYTHON, golden
 
 HOSTILE = """a b,c:d'"$(touch pwned);`touch pwned`\\*?é"""

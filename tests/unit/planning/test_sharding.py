@@ -13,7 +13,7 @@ from dray.contract import fsdp_nodes
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning import plan, world
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 

@@ -17,7 +17,7 @@ from dray.facts import Facts
 from dray.images.sif import sign
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 
 A, B = "A1" * 20, "B2" * 20
 IMAGE = bytes(range(256)) * 4

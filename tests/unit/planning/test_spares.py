@@ -14,7 +14,7 @@ from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts, parse, to_text
 from dray.planning import world
 from dray.runs import submit
-from dray.runs.write import at_site, read_recipe, write
+from dray.runs.prepare import at_site, read_recipe, write
 from jobs import SRUN, Job
 
 

@@ -27,7 +27,7 @@ from dray.planning.tune_search import (
     Figure,
     Space,
 )
-from dray.runs import write
+from dray.runs import prepare
 from dray.runs.paths import RunPaths
 from helpers import ROOT
 
@@ -39,8 +39,8 @@ def planned(*settings: str, nodes: int = 1, **facts: Any) -> Plan:
         scheduler="local", nodelist="node1" if nodes == 1 else f"node[1-{nodes}]", nodes=nodes, engine="bare",
         image=sys.executable, **facts,
     )  # fmt: skip
-    recipe = write.read_recipe(RECIPE, settings)
-    return write.decide(recipe, *write.at_site(seen), RunPaths(Path("/runs/001")))
+    recipe = prepare.read_recipe(RECIPE, settings)
+    return prepare.decide(recipe, *prepare.at_site(seen), RunPaths(Path("/runs/001")))
 
 
 def candidate(**values: Any) -> Candidate:
@@ -151,7 +151,7 @@ def test_keys() -> None:
     ],
 )
 def test_how_far_losses_may_be_apart(settings: list[str], configuration: dict[str, Any], largest: float) -> None:
-    assert tune_search.tolerance(write.read_recipe(RECIPE, settings), configuration, exact=1e-4)[0] == largest
+    assert tune_search.tolerance(prepare.read_recipe(RECIPE, settings), configuration, exact=1e-4)[0] == largest
 
 
 GRID = Space(

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 import verbs
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT, section
 
 PAGES = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dray.facts import Facts
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import GOLDEN, PYTHON, golden
 
 HEAD = """\

@@ -19,7 +19,7 @@ from dray.facts import Facts
 from dray.planning import environment
 from dray.planning.estimates import memory, model_shape
 from dray.planning.plan import plan
-from dray.runs import write
+from dray.runs import prepare
 from helpers import ROOT, golden, python
 
 SUITE = ROOT / "benchmarks" / "gpu"
@@ -92,7 +92,7 @@ def lacking() -> str:
 
 
 def recipe(*overrides: str):
-    return write.read_recipe(SUITE / "recipe.toml", overrides)
+    return prepare.read_recipe(SUITE / "recipe.toml", overrides)
 
 
 def test_its_plan_is_the_planner_s() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from dray.runs import local, write
+from dray.runs import local, prepare
 from helpers import ROOT
 from nodes import free_port
 from trainings import GPT
@@ -38,11 +38,11 @@ def ranks(folder: Path, words: Sequence[str], *, number: int = 2, nodes: int = 1
     """What each rank has printed, once all of them have ended well."""
     python, env = environment.environment(number // nodes)
     given = [f"ranks_per_node={number // nodes}", f"nodes={nodes}", f"data.cache_dir={folder}/tokens", "image=cuda"]
-    recipe = write.read_recipe(ROOT / "tests" / "tiny.toml", [*given, *words])
+    recipe = prepare.read_recipe(ROOT / "tests" / "tiny.toml", [*given, *words])
     facts = local.facts(
         recipe, engine="bare", image=sys.executable, nodes=nodes, gpus_per_node=number // nodes, site=""
     )
-    write.write(recipe, facts, runs=folder, run="run")
+    prepare.write(recipe, facts, runs=folder, run="run")
     plan = folder / "run" / "attempt-1" / "plan.json"
     world = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number // nodes), "GLOO_SOCKET_IFNAME": "lo"}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -16,7 +16,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.remote import names, parcel
 from dray.remote.names import Remote
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")

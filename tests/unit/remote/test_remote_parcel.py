@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from dray.cli import submit_on
-from dray.cli.chosen import Chosen
+from dray.cli.args import Chosen
 from dray.contract.findings import ConfigError
 from dray.remote import parcel
 from dray.remote.parcel import Parcel
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 OWN = """

@@ -24,7 +24,7 @@ from dray.runner.children import Loop
 from dray.runner.culprit import Entered, Seen, culprit
 from dray.runner.heartbeats import Heartbeats
 from dray.runner.protocol import Progress
-from dray.runs import local, write
+from dray.runs import local, prepare
 from helpers import ROOT, python, until
 from nodes import Start, control, ended
 
@@ -449,7 +449,7 @@ def test_the_odd_rank(case: str) -> None:
 @pytest.mark.parametrize("value", ["-1", "604801", "1.5", "soon", "true", '""', "[]", "{}", "nan", "1e3"])
 def test_a_limit_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        write.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"hang_timeout_s={value}"])
+        prepare.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"hang_timeout_s={value}"])
     assert "hang_timeout_s" in str(refused.value)
 
 
@@ -462,6 +462,6 @@ def test_a_limit_that_is_none_is_refused(value: str) -> None:
     ],
 )
 def test_the_plan_says_when_a_run_counts_as_hung(tmp_path: Path, settings: tuple[str, ...], why: str) -> None:
-    recipe = write.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", settings)
+    recipe = prepare.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", settings)
     facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
-    assert write.write(recipe, facts, runs=tmp_path)[0].reasons["hang"].startswith(why)
+    assert prepare.write(recipe, facts, runs=tmp_path)[0].reasons["hang"].startswith(why)

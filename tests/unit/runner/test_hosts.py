@@ -13,7 +13,7 @@ import pytest
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local
 from dray.runs.paths import RunPaths
-from dray.runs.write import at_site, decide, read_recipe
+from dray.runs.prepare import at_site, decide, read_recipe
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from dray.planning import accelerate, launchers
 from dray.runner import children, process_group
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON
 from nodes import Start
 

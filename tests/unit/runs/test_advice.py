@@ -12,7 +12,7 @@ import pytest
 from dray.contract.findings import Finding
 from dray.facts import Facts
 from dray.runs.paths import RunPaths
-from dray.runs.write import at_site, decide, read_recipe
+from dray.runs.prepare import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT
 
 ASKED = ("--time=08:00:00", "--cpus-per-task=8")

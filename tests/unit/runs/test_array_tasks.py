@@ -16,9 +16,9 @@ from dray.runs import halt, live, named, submit, why
 from dray.runs.finish import finish
 from dray.runs.look import look
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import read_recipe, write
 from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
 

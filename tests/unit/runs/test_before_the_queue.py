@@ -22,9 +22,9 @@ from dray.images import store
 from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
 from dray.render import summary
-from dray.runs import lookup
+from dray.runs import local_inputs
 from dray.runs.paths import RunPaths
-from dray.runs.write import at_site, decide, read_recipe
+from dray.runs.prepare import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT, golden
 
 RAW = ["train.py"]
@@ -112,12 +112,12 @@ class TestV100:
         (tmp_path / "r.toml").write_text(text.replace('precision = "fp32"\n', "").replace('image = "cpu"\n', ""))
         counted: list[tuple[str, str]] = []
         monkeypatch.setattr(
-            lookup, "_counted", lambda recipe, *_, **__: counted.append((recipe.image, recipe.train.precision))
+            local_inputs, "_counted", lambda recipe, _: counted.append((recipe.image, recipe.train.precision))
         )
         for site, words in (("iris", ()), ("iris", ("image=cpu",)), ("meluxina", ())):
             seen = facts(login="here", account="p", gpus_per_node=4, site=site)
             recipe = read_recipe(tmp_path / "r.toml", [*words, "train.compile=false"])
-            made = decide(recipe, *at_site(seen), RunPaths(Path("/runs/r")), exact=True)
+            made = decide(recipe, *at_site(seen), RunPaths(Path("/runs/r")))
             assert counted.pop() == (made.recipe.image, made.recipe.train.precision)
             assert counted == []
 
@@ -260,13 +260,13 @@ class TestPrograms:
             (tmp_path / name).touch()
         (tmp_path / "package").mkdir()
         for argv, found, fix in (
-            (["trian.py"], "trian.py does not exist", "did you mean train.py?"),
+            (["trian.py"], "trian.py is not a file", "did you mean train.py?"),
             (
                 ["./no/where"],
-                "no/where does not exist",
+                "no/where is not a file",
                 "correct the path; a relative path starts in the current folder",
             ),
-            (["./package"], "package is a folder", "correct the path; a relative path starts in the current folder"),
+            (["./package"], "package is not a file", "correct the path; a relative path starts in the current folder"),
             (["./start.sh"], "start.sh may not be executed", f"chmod +x {tmp_path}/start.sh"),
         ):
             (refusal,) = self.refused(*argv)

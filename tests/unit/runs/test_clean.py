@@ -18,8 +18,8 @@ from dray.runs import clean, squeue, study
 from dray.runs.finish import finish
 from dray.runs.leftovers import Item
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import read_recipe, write
 from dray.runs.study import Member, Study
-from dray.runs.write import read_recipe, write
 from helpers import ROOT, bash_blocks, section
 from slurms import Slurm
 

@@ -15,8 +15,8 @@ from dray.runs import accounting, cost
 from dray.runs.again import history
 from dray.runs.cost import Cost, Spent
 from dray.runs.finish import finish
+from dray.runs.prepare import read_recipe, write
 from dray.runs.result import Attempt, Result, read
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 TOLD = """first_of_job=1

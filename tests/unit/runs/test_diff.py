@@ -15,7 +15,7 @@ import pytest
 from dray.facts import Facts
 from dray.runs import compared, effect, replay
 from dray.runs.paths import RunPaths
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import PYTHON, ROOT
 
 FACTS = Facts(

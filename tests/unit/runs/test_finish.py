@@ -17,9 +17,9 @@ from damage import RECORD
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
 
 pytestmark = pytest.mark.hostile("finish")
 

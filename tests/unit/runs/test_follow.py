@@ -14,7 +14,7 @@ from dray.runs.logs import Log, new
 from dray.runs.look import Watched
 from dray.runs.metrics import Rare, last_step, tail
 from dray.runs.paths import RunPaths
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import ROOT
 
 SLOW = '{"event": "slow", "time": 5.0, "step": %d, "rank": 1, "node": "n1", "times": 1.5}\n'

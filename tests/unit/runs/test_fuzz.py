@@ -26,7 +26,7 @@ from dray.contract.findings import DrayError
 from dray.facts import Facts
 from dray.images.sif import record
 from dray.planning.plan import plan
-from dray.runs import hosts, write
+from dray.runs import hosts, prepare, store
 from dray.runs.paths import RunPaths
 from helpers import ROOT
 
@@ -47,7 +47,7 @@ BAD = [
 
 
 def _recipe(path: Path) -> None:
-    read = write.read_recipe(path)
+    read = prepare.read_recipe(path)
     made = plan(
         read, SITE, FACTS.model_copy(update={"nodelist": f"node[1-{read.nodes}]", "nodes": read.nodes}),
         run_folder=PurePosixPath("/r"), scratch="/run/x", dray="0",
@@ -72,7 +72,7 @@ def _plan(path: Path) -> None:
     paths = RunPaths(path.parent / "run")
     paths.plan.parent.mkdir(parents=True, exist_ok=True)
     path.replace(paths.plan)
-    render.text(write.read(paths))
+    render.text(store.plan_of(paths))
 
 
 def _record(path: Path) -> None:

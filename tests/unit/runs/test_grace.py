@@ -20,9 +20,9 @@ from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import decide, read_recipe, write
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
-from dray.runs.write import decide, read_recipe, write
 from helpers import PYTHON, ROOT
 
 # As Slurm 24.11 prints it, in part.

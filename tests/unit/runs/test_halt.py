@@ -21,10 +21,10 @@ from dray.runs import halt, live, submit
 from dray.runs import look as shown
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import read_recipe, write
 from dray.runs.result import result_of, summary
 from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
 

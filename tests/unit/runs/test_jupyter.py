@@ -17,7 +17,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts, Layer
 from dray.runs import jupyter, layers, live
 from dray.runs.paths import RunPaths
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
 

@@ -16,7 +16,7 @@ import pytest
 
 from dray.cli.progress import Progress
 from dray.planning.schema import Plan
-from dray.runs import local, write
+from dray.runs import local, prepare
 from dray.runs.paths import RunPaths
 from helpers import ROOT, runs, until
 
@@ -172,9 +172,9 @@ def evaluation(event: str, number: int, **other: float | None) -> dict:
 
 @pytest.fixture
 def planned(tmp_path: Path) -> tuple[Plan, RunPaths]:
-    recipe = write.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["train.steps=60"])
+    recipe = prepare.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["train.steps=60"])
     facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=2, gpus_per_node=0, site="")
-    return write.write(recipe, facts, runs=tmp_path, run="a")
+    return prepare.write(recipe, facts, runs=tmp_path, run="a")
 
 
 def say(paths: RunPaths, *events: dict) -> None:

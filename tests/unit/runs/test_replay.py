@@ -18,7 +18,8 @@ from dray.runs.diff import Difference
 from dray.runs.effect import Parting
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
-from dray.runs.write import read, read_recipe
+from dray.runs.prepare import read_recipe
+from dray.runs.store import plan_of as read
 from helpers import PYTHON, ROOT
 
 LOSSES = (2.0, 1.5)

@@ -21,7 +21,7 @@ from dray.runs import resubmit
 from dray.runs.diff import Difference
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
-from dray.runs.write import read_recipe, write
+from dray.runs.prepare import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
 

@@ -15,9 +15,9 @@ from dray.runs import result, why
 from dray.runs.finish import finish
 from dray.runs.look import look
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import read_recipe, write
 from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")

@@ -15,7 +15,8 @@ from dray.cli import submit as verb
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs.paths import RunPaths
-from dray.runs.write import last, read, read_recipe, write
+from dray.runs.prepare import last, read_recipe, write
+from dray.runs.store import plan_of as read
 from helpers import ROOT
 from jobs import Job
 from slurms import Slurm
@@ -53,7 +54,7 @@ def ran(home: Path, *settings: str, nodes: int = 2, job: int = 17, **more: objec
     """An attempt of the run `mine`, of a program in `home`."""
     given = {
         "scheduler": "slurm", "nodelist": f"n[1-{nodes}]", "nodes": nodes, "job": job, "engine": "apptainer",
-        "image": str(home / "i.sif"), "image_variant": "cpu",
+        "image": str(home / "i.sif"), "image_given": True, "image_variant": "cpu",
     }  # fmt: skip
     recipe = read_recipe(None, settings, ("train.py", "--lr", "1e-4"))
     return write(recipe, Facts.model_validate(given | more), runs=home / "runs", run="mine")[1]

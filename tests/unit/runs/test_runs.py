@@ -17,12 +17,13 @@ from dray.images import store
 from dray.images.sif import record as records
 from dray.runner.__main__ import digest
 from dray.runs import paths as paths_module
-from dray.runs import write as writing
+from dray.runs import prepare as writing
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
+from dray.runs.prepare import read_recipe, write
 from dray.runs.result import Cause, summary
 from dray.runs.stop import Stop
-from dray.runs.write import read, read_recipe, write
+from dray.runs.store import plan_of as read
 from helpers import PYTHON
 
 FACTS = Facts(

@@ -16,8 +16,8 @@ from dray.cli import sweep as sweeping
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import study
+from dray.runs.prepare import read_recipe, write
 from dray.runs.study import Member, Study
-from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 RECIPE = ROOT / "recipes" / "smoke-cpu.toml"

@@ -21,7 +21,7 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
 from dray.runs import allocation, space, tune, tuned
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from grids import CAUSAL, MASKED, among_the_best
 from helpers import ROOT
 

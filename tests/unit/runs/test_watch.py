@@ -25,11 +25,11 @@ from dray.runs.logs import joined, new, of
 from dray.runs.look import look
 from dray.runs.metrics import rare, tail
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import read_recipe, write
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Queue
 from dray.runs.state import State
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT, bash_blocks, section
 
 NOW = 1795570000.0

@@ -16,10 +16,10 @@ from dray.runs.finish import finish
 from dray.runs.look import Watched
 from dray.runs.metrics import parsed
 from dray.runs.paths import RunPaths
+from dray.runs.prepare import read_recipe, write
 from dray.runs.reasons import meaning
 from dray.runs.state import State, Waiting
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
 from slurms import Slurm
 

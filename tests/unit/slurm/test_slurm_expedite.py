@@ -11,7 +11,7 @@ import pytest
 from dray.config import sites
 from dray.runs import login, submit
 from dray.runs.paths import RunPaths
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 ALLOWED = "cloud_dns,enable_expedited_requeue"

@@ -13,7 +13,7 @@ import pytest
 
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

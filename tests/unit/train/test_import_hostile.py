@@ -26,7 +26,7 @@ from typer.testing import CliRunner  # noqa: E402
 from dray.cli import checkpoint  # noqa: E402
 from dray.contract.findings import ConfigError  # noqa: E402
 from dray.contract.image_tasks import Importing  # noqa: E402
-from dray.runs.write import read_recipe  # noqa: E402
+from dray.runs.prepare import read_recipe  # noqa: E402
 from dray.train.outputs import importing  # noqa: E402
 from helpers import ROOT  # noqa: E402
 from trainings import GPT  # noqa: E402

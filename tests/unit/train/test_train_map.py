@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dray.contract.findings import ConfigError
-from dray.runs.write import over, read_recipe
+from dray.runs.prepare import over, read_recipe
 from helpers import PYTHON, ROOT
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

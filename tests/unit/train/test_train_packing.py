@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dray.contract.findings import ConfigError
-from dray.runs.write import read_recipe
+from dray.runs.prepare import read_recipe
 from helpers import ROOT
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

@@ -122,4 +122,10 @@ def whole(raw: Mapping[str, Any], name: str) -> int:
     if numbers and all(type(number) is int and abs(number) < _HUGE for number in numbers):
         return int(max(numbers))
     problem, shown = "a size in the model's configuration is not a whole number", f"{name} = {raw[name]!r}"[:100]
-    raise ConfigError(problem, where=name, wanted="a whole number, such as 12", found=shown)
+    raise ConfigError(
+        problem,
+        where=f"model.config.{name} of the recipe, or {name} in the model's config.json",
+        wanted="a whole number, such as 12",
+        found=shown,
+        fix=f"set model.config.{name} in the recipe",
+    )

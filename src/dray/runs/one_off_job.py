@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import engines
 from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Command, Preflight, Recipe
-from dray.contract import image_tasks, node
+from dray.contract import files, image_tasks, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine
 from dray.planning.schema import Plan
-from dray.runs import local, write
+from dray.runs import local, prepare, store
 from dray.runs.finish import finish
 from dray.runs.follow import Output
-from dray.runs.paths import RunPaths, new_id, newest_attempt
+from dray.runs.store import RunPaths, new_id, newest_attempt
 from dray.runs.trust import foreign
+
+_NETWORK = ("HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
@@ -28,29 +32,28 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
     For another user's run, settings that decide which code runs here are removed, unless you trust the run.
     """
     paths = newest_attempt(run)
-    plan = write.read(paths)
-    if plan.recipe.command:
+    plan = store.plan_of(paths)
+    recipe = plan.recipe
+    if recipe.command:
         raise ConfigError(
             "this run started a command, and dray knows only the models of its own trainer",
             where=paths.run,
             wanted="a run of a recipe with [train]",
-            found=f"the command {plan.recipe.command.argv[0]}",
+            found=f"the command {recipe.command.argv[0]}",
             fix="load the model with your own program; or dray recipe new mine.toml, which writes a recipe for dray's "
             "trainer",
         )
-    return plan if trust or not (found := foreign(paths)) else _harmless(plan, found), paths
-
-
-def _harmless(plan: Plan, found: str) -> Plan:
-    recipe = plan.recipe
-    about = Finding(
-        "the run is another user's, so its env, pass_env and model.trust_remote_code are ignored",
-        found=found,
-        fix="--trust-run uses them: code of that user then runs as you",
-    )
-    print(f"dray: {about.level}: {about}", file=sys.stderr)
-    model = recipe.model.model_copy(update={"trust_remote_code": False})
-    return plan.model_copy(update={"recipe": recipe.model_copy(update={"env": {}, "pass_env": (), "model": model})})
+    found = "" if trust else foreign(paths)
+    if found:
+        ignored = Finding(
+            "the run is another user's, so its env, pass_env and model.trust_remote_code are ignored",
+            found=found,
+            fix="--trust-run uses them: code of that user then runs as you",
+        )
+        print(f"dray: {ignored.level}: {ignored}", file=sys.stderr)
+        recipe = recipe.with_values("model", trust_remote_code=False)
+        plan = plan.model_copy(update={"recipe": recipe.model_copy(update={"env": {}, "pass_env": ()})})
+    return plan, paths
 
 
 def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
@@ -74,13 +77,33 @@ def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
     return plan, paths.final_model
 
 
+def hub_variables() -> tuple[str, ...]:
+    """The names of the variables for reaching the hub, with its token, that are set; their values are passed by name.
+
+    HF_TOKEN is set from HF_TOKEN_PATH, if nobody else may read that file.
+    """
+    file = os.environ.get("HF_TOKEN_PATH")
+    if file and not os.environ.get("HF_TOKEN"):
+        os.environ["HF_TOKEN"] = files.text(file, "the file with the hub's token").strip("\0 \t\r\n")
+        mode = Path(file).stat().st_mode & 0o777
+        if mode & 0o077:
+            raise ConfigError(
+                "others can read the hub's token",
+                where=f"HF_TOKEN_PATH={file}",
+                wanted="mode 600",
+                found=f"mode {mode:o}",
+                fix=f"chmod 600 {shlex.quote(file)}",
+            )
+    return tuple(name for name in ("HF_TOKEN", *_NETWORK) if name in os.environ)
+
+
 def once(
     recipe: Recipe,
     job: image_tasks.Job,
     *,
     engine: Engine,
     folder: Path,
-    env: dict[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     sections: Sequence[str] = (),
     by_gpu: bool = False,
 ) -> int:
@@ -90,17 +113,13 @@ def once(
     be another user's model. The container sees `folder` and the files that the recipe's `sections` name. With `by_gpu`
     it also sees a GPU, if this machine has the kind that the recipe's image is for.
     """
-    run = new_id(recipe.name)
     environment = {**recipe.env, **(env or {}), "PYTHONSAFEPATH": "1"}
-    image = local.image_of(engine, recipe)
-    visible = {name: getattr(recipe, name) for name in sections}
-    if "data" in visible:
-        visible["data"] = recipe.data.model_copy(update={"streaming": False})  # as in training
     gpus = int(by_gpu and node.has_gpu(ACCELERATORS[recipe.image]))
-    facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=gpus, site="")
+    facts = local.facts(recipe, engine=engine, nodes=1, gpus_per_node=gpus, site="")
+    visible = recipe.with_values("data", streaming=False)  # as in training
     with TemporaryDirectory(prefix="dray-") as runs:
+        run = new_id(recipe.name)
         file = Path(runs, run, "job.json")
-        python = engines.get(engine).python(image)
         program = Recipe(
             name=recipe.name,
             image=recipe.image if gpus else "cpu",
@@ -109,9 +128,12 @@ def once(
             env=environment,
             pass_env=tuple(name for name in recipe.pass_env if name not in environment),
             preflight=Preflight(when="never"),
-            command=Command(argv=(python, "-m", "dray.train.outputs", str(file)), folder=str(folder)),
-        ).model_copy(update=visible)
-        plan, paths = write.write(program, facts, runs=Path(runs), run=run)
+            command=Command(
+                argv=(engines.get(engine).python(facts.image), "-m", "dray.train.outputs", str(file)),
+                folder=str(folder),
+            ),
+        ).model_copy(update={name: getattr(visible, name) for name in sections})
+        plan, paths = prepare.write(program, facts, runs=Path(runs), run=run)
         file.write_text(json.dumps(image_tasks.to_json(job)), encoding="utf-8")
         output = Output(paths.rank_log(0))
         code = local.run(plan, paths, watch=output.look)

@@ -1,0 +1,263 @@
+"""The arguments that several verbs take, and what they say: a recipe and settings, a command, or an existing run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray import engines, process
+from dray.cli import candidates
+from dray.config import dray_home
+from dray.config.recipe import Recipe
+from dray.contract.control_characters import printable
+from dray.contract.findings import ConfigError, counted
+from dray.planning.schema import Plan
+from dray.runs import prepare
+from dray.runs.store import is_run
+
+_ENGINES = engines.names("local", "hosts")
+
+
+def found(path: Path) -> Path:
+    """A recipe's file: a path from here or from the checkout, or a NAME that `dray recipe list` prints.
+
+    If there is none, the path that the user probably meant: reading it makes the refusal.
+    """
+    ours = dray_home.root()
+    by_name = ours / "recipes" / f"{path}.toml"
+    for file in (path, ours / path, by_name):
+        if os.path.isfile(file):  # False for what cannot be a name, too
+            return file
+    return path if path.suffix or len(path.parts) > 1 else by_name
+
+
+def _engine(name: str) -> str:
+    if name not in _ENGINES:
+        raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(_ENGINES)}", found=name)
+    return name
+
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]... [-- COMMAND...]",
+        help="A recipe, and settings that override it; or, after --, a command that runs on every rank instead.",
+        autocompletion=candidates.recipe_or_key,
+    ),
+]
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe file, or a name that `dray recipe list` prints.",
+        callback=found,
+        autocompletion=candidates.recipes,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings that override the recipe's.", autocompletion=candidates.keys
+    ),
+]
+Launcher = Annotated[
+    str,
+    typer.Option(
+        help="torchrun, accelerate, deepspeed, python or ray. Default: the recipe's.",
+        autocompletion=candidates.one_of(("torchrun", "accelerate", "deepspeed", "python", "ray")),
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        callback=_engine,
+        autocompletion=candidates.one_of(_ENGINES),
+        metavar=f"[{'|'.join(_ENGINES)}]",
+        help="Container engine; bare: this Python, without an image.",
+    ),
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", "-N", min=1, max=65_536, help="Number of nodes. Default: the recipe's.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, help="Ranks per node, as torchrun's --nproc-per-node; with GPUs, one GPU for each."),
+]
+GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs per node, one rank for each.")]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="GB", help="Memory of one GPU. Default: the site's. 0: refuse no model for its size."),
+]
+Site = Annotated[
+    str,
+    typer.Option(
+        envvar="DRAY_SITE",
+        help="A site's name or file. Default: the site whose file names this cluster.",
+        autocompletion=candidates.sites,
+    ),
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sbatch",
+        metavar="OPTION",
+        help="One more option for sbatch, such as --sbatch=--time=08:00:00; may be repeated.",
+    ),
+]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="[RUN]",
+        help="The run: its folder, its name or the beginning of it, or a job number (42 or 42_3). Default: the newest.",
+        autocompletion=candidates.runs,
+    ),
+]
+Runs = Annotated[
+    Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Folder with the run folders. Default: ./runs.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+
+
+def program() -> list[str]:
+    """The argv with which the user called dray."""
+    path = sys.argv[0]
+    name = Path(path).name
+    if process.which(name) == path:
+        return [name]
+    return [sys.executable, "-m", "dray"] if name.endswith(".py") else [path]
+
+
+def again(*options: str, command: Sequence[str] = ()) -> list[str]:
+    """The command line that the user typed, with more options or settings, which override earlier ones."""
+    typed = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    return [*program(), *typed, *options, *(["--", *command] if command else [])]
+
+
+def typed(context: typer.Context, name: str) -> bool:
+    """Whether the user typed this option: a variable such as DRAY_RUNS holds on this machine, not at a remote."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What to run, as the user asked for it."""
+
+    path: Path | None
+    overrides: tuple[str, ...]
+    command: tuple[str, ...]
+    ranks: int | None
+    last: prepare.Last | None = None
+    """The last attempt of an existing run, if neither a recipe nor a command was given."""
+
+    @property
+    def beside(self) -> Path:
+        """The folder of the recipe; for a command the working folder."""
+        if self.last:
+            return dray_home.root()
+        return self.path.absolute().parent if self.path else Path.cwd()
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of a node in the last attempt; 0 if --ranks was given."""
+        return self.last.gpus if self.last and not self.ranks else 0
+
+    @property
+    def image(self) -> str:
+        """The image file that was named for the last attempt (DRAY_IMAGE, --image); empty for dray's own image."""
+        names_image = any(override.startswith(("image=", "adopted=")) for override in self.overrides)
+        return "" if not self.last or names_image else self.last.image
+
+    def say(self, options: Sequence[str] = ()) -> None:
+        """Print which run is resumed, and with what: program, image, size and these options of sbatch."""
+        if not self.last:
+            return
+        plan, recipe, gpus = self.last.plan, self.last.recipe, self.last.gpus
+        program = shlex.join(recipe.command.argv) if recipe.command else f"recipe {recipe.name}"
+        line = f"resumes {plan.run} by the plan of attempt {plan.attempt}: {program}"
+        line += (
+            f", image {self.image or recipe.image_name}, launcher {recipe.launcher}, {counted(recipe.nodes, 'node')}"
+        )
+        if gpus:
+            line += f" of {counted(gpus, 'GPU')}"
+        if self.overrides:
+            line += f"; with {shlex.join(self.overrides)}"
+        if options:
+            line += f"; sbatch {shlex.join(options)}"
+        print(printable(line), file=sys.stderr)
+
+    def recipe(self) -> Recipe:
+        """The recipe with its overrides, from its file or from the last attempt."""
+        if self.last:
+            return prepare.over(self.last.recipe, self.overrides)
+        return prepare.read_recipe(self.path, self.overrides, self.command)
+
+
+def chosen(
+    arguments: list[str] | None,
+    launcher: str,
+    context: typer.Context,
+    ranks: int | None = None,
+    gpus: int = 0,
+    run: Path | None = None,
+) -> Chosen:
+    """A recipe or a command, with its settings. A file that exists is a recipe, even with = in its name.
+
+    If neither is given, both come from the plan of the last attempt of `run`.
+    """
+    require_gpus(ranks, gpus)
+    command, rest = tuple(context.obj or ()), [*(arguments or [])]
+    path = found(Path(rest.pop(0))) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
+    if path and not command and path.suffix in (".py", ".sh"):
+        raise ConfigError(
+            "a program was given instead of a recipe",
+            wanted="a recipe, such as recipes/smoke-cpu.toml, or a command after --",
+            found=path,
+            fix=f"put -- before it: {shlex.join([*rest, '--', str(path)])}",
+        )
+    if path and command:
+        raise ConfigError(
+            "a recipe and a command were given, but a run has only one of them",
+            found=f"{path} and {' '.join(command)}",
+            fix="leave out one; a recipe can have its own command: [command] argv",
+        )
+    if launcher:
+        rest.append(f"launcher={launcher}")
+    if ranks:
+        rest.append(f"ranks_per_node={ranks}")
+    if path or command:
+        return Chosen(path, tuple(rest), command, ranks)
+    if run is None or not is_run(run):
+        raise ConfigError(
+            "there is nothing to run",
+            where=run or "",
+            wanted="a recipe, such as recipes/smoke-cpu.toml; a command after --; or --run=NAME of an existing run",
+            found=f"no run {run.name}" if run else "",
+            fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
+        )
+    return Chosen(None, tuple(rest), (), ranks, prepare.last(run))
+
+
+def require_gpus(ranks: int | None, gpus: int) -> None:
+    """Refuse --ranks and --gpus-per-node with different numbers."""
+    if ranks and gpus and ranks != gpus:
+        raise ConfigError(
+            "--ranks and --gpus-per-node differ, but each rank needs one GPU",
+            wanted="the same number for both",
+            found=f"--ranks {ranks} and --gpus-per-node {gpus}",
+            fix=f"leave out --gpus-per-node, or set --ranks {gpus}",
+        )
+
+
+def report(plan: Plan) -> None:
+    """Raise the first refusal of a plan, or print its warnings."""
+    plan.refuse()
+    for finding in plan.findings:
+        print(f"dray: {finding.level}: {finding}", file=sys.stderr)
