@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from pydantic import ValidationError
@@ -15,6 +17,7 @@ from dray.cli import WITH_COMMAND
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
 
+_PARAMETER = re.compile(r"^(--[\w-]+|[A-Z]+)(?: ([^\s:]+))?: (.*(?:\n +.*)*)\n?", re.MULTILINE)
 _OF_GROUP = 3  # how many examples the help of a group shows
 # Before what pydantic says of a value, and after it.
 _AROUND = re.compile(r"^(Input should be |Value error, .* is not )|, unable to parse.*$|\.$")
@@ -39,37 +42,59 @@ def run(argv: list[str]) -> int:
 def command(*verbs: str) -> Any:  # noqa: ANN401  typer has no name for its commands
     """dray with these verbs."""
     app = typer.Typer(
-        name="dray", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        name="dray",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
-    )  # fmt: skip
+    )
     app.callback()(lambda: None)  # else typer drops the name of an only verb
     for verb in verbs:
         module = importlib.import_module(f"dray.cli.{verb}")
         group: typer.Typer | None = getattr(module, "app", None)
         if group is None:
             app.command(verb)(getattr(module, verb))
-            _show_examples(app)
-        else:
-            app.add_typer(group, name=verb, epilog=_epilog(_show_examples(group)[:_OF_GROUP]))
+            continue
+        examples = []
+        for inner in group.registered_commands:
+            examples += _document(inner)[:1]
+        app.add_typer(group, name=verb, epilog=_epilog(examples[:_OF_GROUP]))
+    for info in app.registered_commands:
+        _document(info)
     return typer.main.get_command(app)
 
 
-def _show_examples(app: typer.Typer) -> list[str]:
-    """Put the examples at the end of each verb's docstring below its options; the first one of each verb."""
-    first = []
-    for verb in app.registered_commands:
-        text, _, last = inspect.cleandoc(inspect.getdoc(verb.callback) or "").rpartition("\n\n")
-        if last.startswith("dray "):
-            examples = last.splitlines()
-            verb.help, verb.epilog = text, _epilog(examples)
-            first.append(examples[0])
-    return first
+def _document(verb: typer.models.CommandInfo) -> list[str]:
+    """Show the examples of a verb's docstring below its options; return them."""
+    verb.help, examples = _read(verb.callback)
+    verb.epilog = _epilog(examples)
+    return examples
 
 
-def _epilog(examples: list[str]) -> str:
+@cache
+def _read(verb: Callable[..., Any]) -> tuple[str, list[str]]:
+    """The text of a docstring and the examples at its end. Parameters get the lines that the docstring has for them,
+    such as `--to FOLDER: Folder to write.` or `SOURCE: A SIF.`"""
+    text, _, last = inspect.cleandoc(verb.__doc__ or "").rpartition("\n\n")
+    examples = last.splitlines()
+    if not last.startswith("dray "):
+        text, examples = f"{text}\n\n{last}", []
+    types = get_type_hints(verb, include_extras=True)
+    for name, value, about in _PARAMETER.findall(text):
+        parameter = name.strip("-").lower().replace("-", "_")
+        line = " ".join(about.split())
+        info = typer.Argument(metavar=name, help=line)
+        if name.startswith("--"):
+            info = typer.Option(name, metavar=value or None, help=line)
+        types[parameter] = Annotated[types[parameter], info]
+    verb.__annotations__ = types
+    return _PARAMETER.sub("", text).strip(), examples
+
+
+def _epilog(examples: list[str]) -> str | None:
     """Lines that typer must not join, which a backspace tells it."""
     title = "Example:" if len(examples) == 1 else "Examples:"
-    return "\n".join(["\b", title, *(f"  {line}" for line in examples)])
+    return "\n".join(["\b", title, *(f"  {line}" for line in examples)]) if examples else None
 
 
 def _error(wrong: TyperException) -> ConfigError:

@@ -6,7 +6,6 @@ import os
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -29,21 +28,18 @@ _USAGE = """\
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option(help="Nodes besides the controller.")] = 2,
-    gpus_per_node: Annotated[int, typer.Option(help="Fake GPUs of each node.")] = 2,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="Debian trixie, as an image reference or a tar of a root filesystem. Default: DRAY_CLUSTER_BASE, "
-            "else the running cluster's, else build/base/trixie.tar, else the pinned image.",
-        ),
-    ] = None,
-    share: Annotated[
-        Path | None,
-        typer.Option(help="Folder that all nodes see as /shared. Default: build/cluster/shared."),
-    ] = None,
+    nodes: int = 2,
+    gpus_per_node: int = 2,
+    base: str | None = None,
+    share: Path | None = None,
 ) -> None:
     """Start the cluster, or repair it; fast if it is healthy.
+
+    --nodes N: Nodes besides the controller.
+    --gpus-per-node N: Fake GPUs of each node.
+    --base BASE: Debian trixie, as an image reference or a tar of a root filesystem. Default: DRAY_CLUSTER_BASE,
+      else the running cluster's, else build/base/trixie.tar, else the pinned image.
+    --share FOLDER: Folder that all nodes see as /shared. Default: build/cluster/shared.
 
     dray cluster up --nodes 2
     """
@@ -88,11 +84,15 @@ def shell() -> None:
 
 @app.command(name="exec")
 def exec_(
-    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.")],
-    node: Annotated[str, typer.Option(help="The machine: controller, n1, n2 ...")] = CONTROLLER,
-    user: Annotated[str, typer.Option(help="The user: dray or root.")] = USER,
+    command: list[str],
+    node: str = CONTROLLER,
+    user: str = USER,
 ) -> None:
     """Run a command on the cluster, in this checkout, and return its exit code. `dray` itself runs in the CPU image.
+
+    COMMAND: The command and its arguments, after --.
+    --node NAME: The machine: controller, n1, n2 ...
+    --user NAME: The user: dray or root.
 
     dray cluster exec -- sinfo
     dray cluster exec -- dray submit recipes/smoke-cpu.toml --follow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import chain
-from typing import Annotated
 
 import typer
 
@@ -17,14 +16,15 @@ from dray.fitness import host
 
 
 def doctor(
-    variant: Annotated[str, typer.Argument(metavar="[VARIANT]", help="With --build: check for this image only.")] = "",
+    variant: str = "",
     site: Site = "",
-    build: Annotated[
-        bool, typer.Option("--build", help="Check what an image build needs, without fetching anything.")
-    ] = False,
+    build: bool = False,
     as_json: Json = False,
 ) -> None:
     """Check whether runs can start on this machine or node, and print a fix for each problem; exit code 69 if any.
+
+    VARIANT: Check for a build of this image only.
+    --build: Check what an image build needs, without fetching anything.
 
     dray doctor --json
     dray doctor --build cuda

@@ -41,7 +41,6 @@ app = typer.Typer(help="Build, adopt, extend, inspect and verify images.", no_ar
 
 Variant = Annotated[str, typer.Argument(help=f"Image variant: {', '.join(ACCELERATORS)}.")]
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
-Name = Annotated[str, typer.Option(help="Name for recipes. Default: the source's own, or those of the packages.")]
 Base = Annotated[
     str,
     typer.Option(
@@ -59,7 +58,6 @@ Debian = Annotated[
         help="locked: refuse packages that differ from the lock; current: take the newest of the package sources.",
     ),
 ]
-Upgrade = Annotated[bool, typer.Option("--upgrade", help="Take the newest fitting versions.")]
 
 
 class Format(enum.StrEnum):
@@ -85,16 +83,19 @@ def build(
     base: Base = "",
     wheels: Wheels = None,
     debian: Debian = "locked",
-    bundle: Annotated[Path | None, typer.Option(help="Build from a bundle, without network.")] = None,
-    signers: Annotated[
-        Path | None,
-        typer.Option(help="File of accepted signers of the bundle: lines with a name and an ssh public key."),
-    ] = None,
-    twice: Annotated[bool, typer.Option("--twice", help="Build twice, and refuse images that differ.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Build even if an image of the same inputs exists.")] = False,
-    out: Annotated[Path | None, typer.Option(help="SIF to write. Default: build/dray-VARIANT.sif.")] = None,
+    bundle: Path | None = None,
+    signers: Path | None = None,
+    twice: bool = False,
+    force: bool = False,
+    out: Path | None = None,
 ) -> None:
     """Build build/dray-VARIANT.sif, the Docker image dray:VARIANT, or both from the same files.
+
+    --bundle FOLDER: Build from a bundle, without network.
+    --signers FILE: Accepted signers of the bundle: lines with a name and an ssh public key.
+    --twice: Build twice, and refuse images that differ.
+    --force: Build even if an image of the same inputs exists.
+    --out FILE: SIF to write. Default: build/dray-VARIANT.sif.
 
     dray image build cpu
     dray image build cuda --format docker
@@ -123,13 +124,16 @@ def build(
 @app.command()
 def bundle(
     variant: Variant,
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: build/bundle-VARIANT.")] = None,
+    out: Path | None = None,
     base: Base = "",
     wheels: Wheels = None,
     debian: Debian = "locked",
-    key: Annotated[Path | None, typer.Option(help="ssh private key that signs the bundle's checksums.")] = None,
+    key: Path | None = None,
 ) -> None:
     """Gather all files that a build reads in one folder, to build on a machine without network.
+
+    --out FOLDER: Folder to write. Default: build/bundle-VARIANT.
+    --key FILE: ssh private key that signs the bundle's checksums.
 
     dray image bundle cuda --out cuda-bundle
     """
@@ -159,18 +163,16 @@ def enter(variant: Variant) -> None:
 
 @app.command()
 def adopt(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A SIF, docker://..., oras://..., oci:FOLDER, oci-archive:FILE or docker-archive:FILE.",
-        ),
-    ],
-    name: Name = "",
+    source: str,
+    name: str = "",
     site: Site = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace an adopted image with the same name.")] = False,
+    force: bool = False,
 ) -> None:
     """Start somebody else's image once and record what is in it, so that jobs can use it where it is.
+
+    SOURCE: A SIF, docker://..., oras://..., oci:FOLDER, oci-archive:FILE or docker-archive:FILE.
+    --name NAME: Name for recipes. Default: the source's own.
+    --force: Replace an adopted image with the same name.
 
     dray image adopt theirs.sif --name theirs
     """
@@ -206,15 +208,18 @@ def layer(
         list[str] | None,
         typer.Option("--pip", metavar="PACKAGE", help="Package as pip names it, such as 'trl>=1.0'; may be repeated."),
     ] = None,
-    requirements: Annotated[Path | None, typer.Option(help="A requirements.txt with the packages.")] = None,
-    lock: Annotated[
-        Path | None, typer.Option(help="Lock file of an earlier layer: take the same files again, without resolving.")
-    ] = None,
-    name: Name = "",
+    requirements: Path | None = None,
+    lock: Path | None = None,
+    name: str = "",
     wheels: Wheels = None,
-    upgrade: Upgrade = False,
+    upgrade: bool = False,
 ) -> None:
     """Add packages to an image without building it again, in a small SIF beside it.
+
+    --requirements FILE: A requirements.txt with the packages.
+    --lock FILE: Lock file of an earlier layer: take the same files again, without resolving.
+    --name NAME: Name for recipes. Default: the names of its packages.
+    --upgrade: Take the newest fitting versions.
 
     dray image layer cuda --pip trl --pip wandb --name mine
     """
@@ -249,18 +254,18 @@ def layer(
 
 @app.command()
 def lock(
-    variant: Annotated[
-        str, typer.Argument(help="What to lock: a variant such as cpu, debian or venv. Default: all but debian.")
-    ] = "",
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; check that a lock is fresh and fits both architectures.")
-    ] = False,
-    upgrade: Upgrade = False,
+    variant: str = "",
+    check: bool = False,
+    upgrade: bool = False,
     base: Base = "",
 ) -> None:
     """Resolve requirements.in to requirements.lock, debian.in to debian-*.lock, or .venv's packages to venv.lock.
 
     For a variant it also writes environment.yml, the same lock as a conda file. --base is for debian.
+
+    VARIANT: What to lock: a variant such as cpu, debian or venv. Default: all but debian.
+    --check: Write nothing; check that a lock is fresh and fits both architectures.
+    --upgrade: Take the newest fitting versions.
 
     dray image lock cuda --check
     """
@@ -321,14 +326,14 @@ def inspect(image: Image, as_json: Json = False) -> None:
 @app.command()
 def verify(
     image: Image,
-    digest: Annotated[str | None, typer.Option(help="Digest that the image must have, sha256:...")] = None,
-    key: Annotated[
-        list[str] | None,
-        typer.Option(help="Fingerprint of an accepted key; may be repeated. Default: all keys of the keyring."),
-    ] = None,
+    digest: str | None = None,
+    key: list[str] | None = None,
     signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check the signature.")] = True,
 ) -> None:
     """Check an image's digest, and that a key of Apptainer's keyring, or of --key, has signed it.
+
+    --digest DIGEST: Digest that the image must have, sha256:...
+    --key FINGERPRINT: Fingerprint of an accepted key; may be repeated. Default: all keys of the keyring.
 
     dray image verify cuda --digest sha256:...
     """
@@ -343,11 +348,11 @@ def verify(
 @app.command()
 def sign(
     image: Image,
-    keyidx: Annotated[
-        int | None, typer.Option(help="Number of the key in Apptainer's list. Needed if you have several keys.")
-    ] = None,
+    keyidx: int | None = None,
 ) -> None:
     """Sign an image with a key of Apptainer's keyring. The file gets a new digest, which dray records.
+
+    --keyidx NUMBER: Number of the key in Apptainer's list. Needed if you have several keys.
 
     dray image sign cuda
     """

@@ -36,34 +36,33 @@ _RECIPE = Path("recipes", "mine.toml")
 
 
 def init(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A new or empty folder, or a checkout of dray.")
-    ] = Path(),
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Ask nothing and take each default, as without a terminal.")
-    ] = False,
+    folder: Path = Path(),
+    yes: bool = False,
     site: Annotated[
         str,
         typer.Option(help="This cluster's site. Default: the one that dray detects.", autocompletion=candidates.sites),
     ] = "",
-    partition: Annotated[
-        str, typer.Option(help="Slurm partition. Default: the site's, else the one with most GPUs.")
-    ] = "",
-    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
+    partition: str = "",
+    account: str = "",
     gpu: Annotated[
         str,
         typer.Option(
             help="Image variant: cuda, cuda12, rocm, rocm6 or cpu.", autocompletion=candidates.one_of(ACCELERATORS)
         ),
     ] = "",
-    model: Annotated[
-        str, typer.Option(help="A model of the hub, a folder, or small: a GPT-2 of 1 M parameters from scratch.")
-    ] = "",
-    data: Annotated[str, typer.Option(help="A file, a folder, hub:OWNER/NAME, or builtin: a made-up language.")] = "",
+    model: str = "",
+    data: str = "",
 ) -> None:
     """Write a folder from which you build images and submit jobs, with a first recipe, and print the next commands.
 
     On a terminal it asks what Slurm and this machine do not tell. It overwrites no file.
+
+    FOLDER: A new or empty folder, or a checkout of dray.
+    --yes: Ask nothing and take each default, as without a terminal.
+    --partition NAME: Slurm partition. Default: the site's, else the one with most GPUs.
+    --account NAME: Slurm account.
+    --model MODEL: A model of the hub, a folder, or small: a GPT-2 of 1 M parameters from scratch.
+    --data DATASET: A file, a folder, hub:OWNER/NAME, or builtin: a made-up language.
 
     dray init my-runs
     dray init my-runs --yes --model gpt2 --data ~/corpus

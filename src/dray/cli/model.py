@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dray.cli import candidates
-from dray.cli.args import Engine, Runs, found
+from dray.cli.args import Engine, Overrides, Runs, found
 from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs import one_off_job, trust
+from dray.runs import one_off_job
+from dray.runs import trust as trusting
 from dray.runs.prepare import over, read_recipe
 from dray.runs.store import dig, find, newest_attempt, read_json
 
@@ -80,9 +81,9 @@ def evaluate(
             problem = "this setting has no effect on an evaluation"
             raise ConfigError(problem, wanted=wanted, found=override, fix="leave it out")
     recipe = over(plan.recipe, overrides or [])
-    if not trust_run and trust.foreign(newest_attempt(folder)):
+    if not trust_run and trusting.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
-        trust.require(trust.functions(theirs), str(folder))
+        trusting.require(trusting.functions(theirs), str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, _placing(device_map, max_memory, offload_folder))
     recipe = _writing(recipe, offload_folder)
@@ -93,7 +94,7 @@ def evaluate(
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; an sft model answers it.")] = "",
+    prompt: str = "",
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Number of tokens to generate. Default: 64, or as many as fit.")
     ] = None,
@@ -107,6 +108,8 @@ def generate(
     runs: Runs = None,
 ) -> None:
     """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
+
+    PROMPT: The text to continue; an sft model answers it.
 
     dray model generate RUN 'two: the' --tokens 40
     """
@@ -126,13 +129,15 @@ def export(
     run: Run,
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
     to: To = None,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
+    dtype: Literal["fp32", "bf16"] = "fp32",
     shard_gb: ShardGb = 4.0,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
 ) -> None:
     """Export a checkpoint as a folder that from_pretrained loads, by default as RUN/exports/step-N. Needs no GPU.
+
+    --dtype: Type of the weights.
 
     dray model export RUN --to weights --dtype bf16
     """
@@ -151,13 +156,16 @@ def export(
 def push(
     run: Run,
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the hub; created if it is missing.")],
-    public: Annotated[bool, typer.Option("--public", help="Create a public repository. Default: private.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Push only the LoRA adapter, without the model.")] = False,
+    public: bool = False,
+    adapter: bool = False,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
 ) -> None:
     """Push a run's model and its model card to the hub, as the user of HF_TOKEN.
+
+    --public: Create a public repository. Default: private.
+    --adapter: Push only the LoRA adapter, without the model.
 
     dray model push RUN me/my-model
     """
@@ -175,39 +183,25 @@ def push(
 
 @app.command("import")
 def import_(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="A Trainer's checkpoint-N, a DeepSpeed or DCP folder, or a .safetensors, .bin or .pt file.",
-        ),
-    ],
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RECIPE]", help="Recipe to resume with: write a checkpoint into its checkpoint.folder."
-        ),
-    ] = None,
+    source: Path,
+    recipe: Path | None = None,
     overrides: Overrides = None,
     to: To = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of config.json and tokenizer. Default: the checkpoint's."),
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        typer.Option(help="Prefix of the model's tensor names in the checkpoint, with its dot, such as `app.model.`"),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "fp32", "bf16"], typer.Option(help="Type of the written weights; auto keeps their type.")
-    ] = "auto",
+    config: Path | None = None,
+    prefix: str | None = None,
+    dtype: Literal["auto", "fp32", "bf16"] = "auto",
     shard_gb: ShardGb = 4.0,
-    trust_pickles: Annotated[
-        bool, typer.Option("--trust", help="Load its pickles, which can run code: only if you trust who wrote them.")
-    ] = False,
+    trust: bool = False,
     engine: Engine = "bare",
 ) -> None:
     """Import a checkpoint of Trainer, DeepSpeed or torch as a model (--to), as a checkpoint to resume from, or both.
+
+    SOURCE: A Trainer's checkpoint-N, a DeepSpeed or DCP folder, or a .safetensors, .bin or .pt file.
+    RECIPE: Recipe to resume with: write a checkpoint into its checkpoint.folder.
+    --config FOLDER: Folder of config.json and tokenizer. Default: the checkpoint's.
+    --prefix PREFIX: Prefix of the model's tensor names in the checkpoint, with its dot, such as `app.model.`
+    --dtype: Type of the written weights; auto keeps their type.
+    --trust: Load its pickles, which can run code: only if you trust who wrote them.
 
     dray model import output/checkpoint-500 --to my-model
     """
@@ -232,7 +226,7 @@ def import_(
         prefix=prefix,
         dtype=dtype,
         shard_gb=shard_gb,
-        trust=trust_pickles,
+        trust=trust,
     )
     seen = settings or Recipe(name="import", image="cpu", command=Command(argv=("true",)))
     # A container gets the recipe's datasets as binds, so the checkpoint and --config are listed as two more.

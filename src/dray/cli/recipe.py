@@ -75,12 +75,13 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, such as mine.toml.")],
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File or folder to train on. Default: the built-in dataset.")
-    ] = None,
+    file: Path,
+    text: Path | None = None,
 ) -> None:
     """Write a first recipe, which trains a small GPT-2 from scratch in minutes.
+
+    FILE: The recipe to write, such as mine.toml.
+    --text FILE: File or folder to train on. Default: the built-in dataset.
 
     dray recipe new mine.toml --text stories.txt
     """

@@ -58,12 +58,12 @@ def list_(as_json: Json = False) -> None:
 @app.command()
 def show(
     site: Name = "",
-    image: Annotated[
-        str, typer.Option(metavar="FILE|VARIANT", help="Instead, check whether the host's libraries fit this image.")
-    ] = "",
+    image: str = "",
     as_json: Json = False,
 ) -> None:
     """Print the values of a site, each with its reason and source.
+
+    --image FILE|VARIANT: Instead, check whether the host's libraries fit this image.
 
     dray site show lumi
     dray site show lumi --image rocm
@@ -99,13 +99,15 @@ def _show_value(key: str, value: object, why: str) -> None:
 
 @app.command()
 def keys(
-    name: Annotated[str, typer.Argument(metavar="[KEY]", help="A table or a key, such as fabric. Default: all.")] = "",
+    key: str = "",
 ) -> None:
     """Print the keys of a site file, or of one of its tables, each with its type, default and meaning.
 
+    KEY: A table or a key, such as fabric. Default: all.
+
     dray site keys fabric
     """
-    show_keys(Site, name)
+    show_keys(Site, key)
 
 
 @app.command()
@@ -131,12 +133,12 @@ def check(site: Name = "") -> None:
 
 @app.command()
 def new(
-    name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="The site's name. Default: Slurm's name of the cluster.")
-    ] = "",
+    name: str = "",
     show_only: Annotated[bool, typer.Option("--print", help="Print the site file; write nothing.")] = False,
 ) -> None:
     """Write a site file from what this machine shows. Run it on a login node or, better, on a compute node.
+
+    NAME: The site's name. Default: Slurm's name of the cluster.
 
     dray site new my-cluster --print
     """
