@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Show the datasets of a recipe as its model will see them, or download them."
 )
 Table = dict[str, Any]
-_BAR, _TEXT, _PARTS = 40, 400, 40  # characters of a bar and of a text, and parts of a row
+_WIDTH = 400  # characters of a part that are shown
 
 
 @app.command()
@@ -93,66 +94,33 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
 
 def show(found: Table) -> None:
     """Print the report for a reader."""
-    length, samples = found["sequence_length"], found["steps"] * found["global_size"]
-    print(
-        f"{found['name']}: {counted(found['steps'], 'step')} of {counted(found['global_size'], 'sample')} of "
-        f"{counted(length, 'token')}, {samples * length:,} tokens in all\n"
-        f"{found['objective']}, tokenizer {found['tokenizer']} of {counted(found['vocabulary'], 'token')}"
-    )
+    print(f"{found['name']}: {found['objective']}, tokenizer {found['tokenizer']}")
+    _show_figures(found)
     for dataset in found["training"] + found["evaluation"]:
-        print("\n" + "\n".join(_dataset(dataset, length)))
+        part = " (its last documents, for evaluation)" if dataset.get("held_out") else ""
+        print(f"\n{dataset['key']} = {cell(dataset['dataset'])}{part}")
+        _show_figures(dataset)
+        if "tokens" not in dataset:
+            print("  a stream: its tokens are not counted")
     for row in found["rows"]:
-        print("\n" + "\n".join(_row(row)))
+        source = f" of {row['source']}" if row["source"] else ""
+        predicted = sum(part["tokens"] for part in row["parts"] if part["kind"] in ("predicted", "masked"))
+        print(f"\nsample {row['sample']}{source}: {counted(len(row['input_ids']), 'token')}, {predicted:,} predicted")
+        document = row["parts"][0]["document"]
+        for part in row["parts"]:
+            if part["document"] != document:
+                document = part["document"]
+                print("  -- attention ends here: next document")
+            answer = f"  for {part['label']!r}" if part["kind"] == "masked" else ""
+            # Escaped: a dataset may have control characters.
+            print(f"  {part['kind']:<9}  {textwrap.shorten(repr(part['text']), _WIDTH)}{answer}")
 
 
-def _dataset(dataset: Table, length: int) -> list[str]:
-    part = ", its last documents, for evaluation" if dataset.get("held_out") else ""
-    size = f"  {counted(dataset['files'], 'file')}, {dataset['bytes'] / 1e6:,.1f} MB"
-    lines = [f"{dataset['key']} = {cell(dataset['dataset'])}{part}"]
-    if "tokens" not in dataset:
-        return [
-            *lines,
-            f"{size}, read as a stream of {counted(dataset['pieces'], 'shard')}; its tokens are not counted",
-        ]
-    figures = {name: f"{value:,}" for name, value in dataset.items() if isinstance(value, int)}
-    lines.append(size + ": {documents} documents, {tokens} tokens, {samples} samples".format_map(figures))
-    if "epochs" in dataset:
-        share = f"{dataset['share']:.2%} of the samples, " if "share" in dataset else ""
-        ends = f", ends at step {dataset['last_step']:,}" if dataset.get("last_step") else ""
-        lines.append(
-            f"  the run reads {share}{figures['samples_read']} samples of it, {dataset['epochs']:.2f} epochs{ends}"
-        )
-    about = (
-        "  tokens of a document: {shortest} to {longest}, median {median}; {longer_than_a_sample} longer than a sample"
-    )
-    lines.append(about.format_map(figures))
-    if packing := dataset.get("packing"):
-        padding = packing["padding"] / (dataset["samples"] * length)
-        dropped = f"{packing['dropped_tokens']:,} dropped ({packing['dropped_tokens'] / dataset['tokens']:.2%})"
-        lines.append(
-            f"  packing {packing['strategy']}: {packing['padding']:,} tokens of padding ({padding:.2%}), {dropped}"
-        )
-    most = max(dataset["lengths"].values(), default=1)
-    for above, count in dataset["lengths"].items():
-        bar = "#" * -(-count * _BAR // most)
-        lines.append(f"  {f'to {int(above):,}':>12}  {bar:<{_BAR}} {count:,}")
-    return lines
-
-
-def _row(row: Table) -> list[str]:
-    parts = row["parts"]
-    source = f" of {row['source']}" if row["source"] else ""
-    predicted = sum(part["tokens"] for part in parts if part["kind"] in ("predicted", "masked"))
-    lines = [f"sample {row['sample']}{source}: {len(row['input_ids']):,} tokens, {predicted:,} predicted"]
-    document = parts[0]["document"]
-    for part in parts[:_PARTS]:
-        if part["document"] != document:
-            document = part["document"]
-            lines.append("  -- attention ends here: next document")
-        answer = f"  for {part['label']!r}" if part["kind"] == "masked" else ""
-        text = part["text"]
-        more = f" ... {len(text) - _TEXT:,} more characters" if len(text) > _TEXT else ""
-        lines.append(f"  {part['kind']:<9}  {text[:_TEXT]!r}{more}{answer}")  # escaped: it may have control characters
-    if len(parts) > _PARTS:
-        lines.append(f"  and {counted(len(parts) - _PARTS, 'part')} more; --json prints all")
-    return lines
+def _show_figures(table: Table) -> None:
+    """A line for each number, and for each number in a table."""
+    for name, value in table.items():
+        figures = value if isinstance(value, dict) else {"": value}
+        for inner, figure in figures.items():
+            if isinstance(figure, int | float) and not isinstance(figure, bool):
+                number = f"{figure:,}" if isinstance(figure, int) else f"{figure:.4g}"
+                print(f"  {f'{name} {inner}'.replace('_', ' '):<28}{number}")

@@ -77,24 +77,20 @@ def show(
         return
     print(f"{chosen.name}: {chosen.about}")
     values = chosen.model_dump(exclude={"name", "about", "binds", "env", "fabric", "why"})
+    values |= {f"fabric.{key}": value for key, value in chosen.fabric.model_dump().items()}
     for key, value in values.items():
-        _show_value(key, value, chosen.why.get(key, ""))
-    for key, value in chosen.fabric.model_dump().items():
-        _show_value(f"fabric.{key}", value, chosen.why.get("fabric", ""))
+        if value:
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            why = chosen.why.get(key.partition(".")[0])
+            print(f"\n{key} = {shown}" + (f"\n    {why}" if why else ""))
     for bind in chosen.binds:
         access = "read-write" if bind.write else "read-only"
         access += "" if bind.required else ", if it exists"
         print(f"\nbind {bind.path} ({access})\n    {bind.why} ({bind.source})".removesuffix(" ()"))
     for variable in chosen.env:
-        nodes = "" if variable.nodes == "any" else f" (jobs of {variable.nodes} nodes)"
-        name = f"\nenv {variable.name}={variable.value}{nodes}"
-        print(f"{name}\n    {variable.why} ({variable.source})".removesuffix(" ()"))
-
-
-def _show_value(key: str, value: object, why: str) -> None:
-    if value:
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        print(f"\n{key} = {shown}" + (f"\n    {why}" if why else ""))
+        jobs = "" if variable.nodes == "any" else f" (jobs of {variable.nodes} node(s))"
+        name = f"{variable.name}={variable.value}{jobs}"
+        print(f"\nenv {name}\n    {variable.why} ({variable.source})".removesuffix(" ()"))
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 
 from dray.cli import init as verb
 from dray.config.load_toml import load
@@ -106,33 +104,19 @@ def test_the_dry_run_that_it_prints_works_word_for_word(slurm: Slurm, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("sinfo", "accounts", "answers", "asked", "line"),
+    ("sinfo", "accounts", "line"),
     [
-        (GPUS, "a\nb\na\n", ["debug", "b", "small", "builtin"], ["partition", "account"],
-         "--gpus-per-node 2 --sbatch=--partition=debug --sbatch=--account=b"),
-        ("gpu|8|64|gpu:4\n", "a\n", ["rocm", "small", "builtin"], ["GPUs"],
-         "--gpus-per-node 4 --sbatch=--partition=gpu"),
-        ("gpu|8|64|gpu:mi250:8\n", "", ["small", "builtin"], [], "--gpus-per-node 8 --sbatch=--partition=gpu"),
-        ("one|8|64|(null)\n", "", ["small", "builtin"], [], "--sbatch=--partition=one"),
+        (GPUS, "a\nb\na\n", "--gpus-per-node 4 --sbatch=--partition=gpu --sbatch=--account=a"),
+        ("gpu|8|64|gpu:4\n", "a\n", "--gpus-per-node 4 --sbatch=--partition=gpu"),
+        ("gpu|8|64|gpu:mi250:8\n", "", "--gpus-per-node 8 --sbatch=--partition=gpu"),
+        ("one|8|64|(null)\n", "", "--sbatch=--partition=one"),
     ],
-)  # fmt: skip
-def test_it_asks_only_what_nobody_tells(
-    sinfo: str, accounts: str, answers: list[str], asked: list[str], line: str,
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+)
+def test_what_slurm_tells(
+    sinfo: str, accounts: str, line: str, slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     slurm(sinfo=sinfo, accounts=accounts)
-    questions = []
-
-    def prompt(question: str, default: str) -> str:
-        questions.append(question)
-        return answers[len(questions) - 1]
-
-    monkeypatch.setattr(typer, "prompt", prompt)
-    monkeypatch.setattr(sys, "stdin", type("", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     verb.init(Path("x"))
-    about = [re.split(r"[ :,]", question)[0] for question in questions]
-    assert about == [*asked, "model", "dataset"]
     assert next_(capsys.readouterr().out)[-2] == f"/opt/dray submit recipes/mine.toml --nodes 1 {line}"
 
 
@@ -158,13 +142,9 @@ def test_a_controller_that_does_not_answer_is_told(
     assert not Path("y").exists()
 
 
-def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_names_what_is_an_example(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
     slurm(cluster="lumi")
-    monkeypatch.setattr(sys, "stdin", type("", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    verb.init(Path("x"), yes=True)
+    verb.init(Path("x"))
     *_, line, note = next_(capsys.readouterr().out)
     assert line.endswith("--sbatch=--account=project_465000000")
     assert note == "project_465000000 is the site's example: put your own account there."
