@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import textwrap
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -113,7 +112,7 @@ def show(found: Table) -> None:
                 print("  -- attention ends here: next document")
             answer = f"  for {part['label']!r}" if part["kind"] == "masked" else ""
             # Escaped: a dataset may have control characters.
-            print(f"  {part['kind']:<9}  {textwrap.shorten(repr(part['text']), _WIDTH)}{answer}")
+            print(f"  {part['kind']:<9}  {part['text'][:_WIDTH]!r}{answer}")
 
 
 def _show_figures(table: Table) -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import enum
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from dray import process
-from dray.cli.args import Json, Site
+from dray.cli.args import Json
 from dray.clients import builder
 from dray.config import dray_home
 from dray.config.image_definition import ACCELERATORS
 from dray.contract import files
 from dray.contract.control_characters import printable
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError
 from dray.fitness import build as needs
-from dray.fitness import host, host_libraries
 from dray.images import adopt as adopting
 from dray.images import adopted_folder, inputs, store
 from dray.images import build as make
@@ -69,6 +69,7 @@ class Format(enum.StrEnum):
 
 
 _SBOM = "opt/dray/sbom.json"
+_BY_NAME = re.compile(r"[A-Za-z0-9](?!.*://)[ -~]*")  # no option of pip's, no address
 
 
 @app.command()
@@ -165,7 +166,6 @@ def enter(variant: Variant) -> None:
 def adopt(
     source: str,
     name: str = "",
-    site: Site = "",
     force: bool = False,
 ) -> None:
     """Start somebody else's image once and record what is in it, so that jobs can use it where it is.
@@ -183,22 +183,7 @@ def adopt(
         print(f"dray adds, since the image lacks them: {', '.join(made.brought)}")
     for lack in made.lacks:
         print(f"dray: note: dray's own trainer needs {lack}", file=sys.stderr)
-    chosen = host.site(site).site
-    if chosen.fabric.strategy == "host":
-        _compare(chosen, str(made.file))
     print(f'in a recipe:\nimage = "{made.variant}"\nadopted = "{made.file.parent.name.removeprefix("dray-")}"')
-
-
-def _compare(site: Any, image: str) -> None:  # noqa: ANN401  config.site.Site; here Site is the option
-    try:
-        fits = host_libraries.compare(site, image).fits
-    except DrayError as error:
-        print(f"dray: warning: {error}", file=sys.stderr)
-        return
-    verdict = "fit"
-    if not fits:
-        verdict = f"do not fit, or are not on this machine: dray site show {site.name} --image {image}"
-    print(f"the libraries that site {site.name} binds {verdict}")
 
 
 @app.command()
@@ -223,15 +208,17 @@ def layer(
 
     dray image layer cuda --pip trl --pip wandb --name mine
     """
-    asked = [package.strip() for package in packages or []]
+    asked = list(packages or [])
     if requirements:
-        lines = [line.split(" #")[0].strip() for line in files.text(requirements, "the requirements").splitlines()]
-        asked += [line for line in lines if line and not line.startswith("#")]
+        for line in files.text(requirements, "the requirements").splitlines():
+            package = re.split("(?:^| )#", line)[0].strip()
+            if package:
+                asked.append(package)
     if bool(asked) == bool(lock):
         wanted = "--pip or --requirements, or --lock alone"
         raise ConfigError("a layer has packages or a lock", wanted=wanted, fix=f"dray image layer {variant} --pip trl")
     for package in asked:
-        if not package or package.startswith("-") or "://" in package or not package.isprintable():
+        if not _BY_NAME.fullmatch(package):
             raise ConfigError(
                 "a layer takes packages by name only, since it is locked by hashes",
                 wanted="a line such as trl or trl==1.0",

@@ -1,4 +1,4 @@
-"""`dray generate` and `dray eval` of a model larger than one device: where its layers are, and that nothing changes."""
+"""`dray model generate` and `dray model eval` of a model larger than one device: where its layers are, and that nothing changes."""
 
 from __future__ import annotations
 
@@ -95,12 +95,9 @@ def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--max-memory", "cpu=1GB"], "--max-memory and --offload-folder need --device-map"),
-        (["--offload-folder", "x"], "--max-memory and --offload-folder need --device-map"),
         (["--device-map", "auto", "--max-memory", "cpu"], "--max-memory has a wrong value"),
         (["--device-map", "auto", "--max-memory", "cpu=-1GB"], "--max-memory has a wrong value"),
         (["--device-map", "auto", "--max-memory", "gpu0=1GB"], "--max-memory has a wrong value"),
-        (["--device-map", "auto", "--max-memory", "0=1GB", "--max-memory", "0=2GB"], "--max-memory has a wrong value"),
         (["--device-map", "auto", "--max-memory", "disk=1GB"], "--max-memory has a wrong value"),
     ],
 )
@@ -108,12 +105,12 @@ def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path) -> None
 def test_what_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, options: list[str], problem: str
 ) -> None:
-    chosen = verbs.desk.Recipe.model_validate({"name": "one", "command": {"argv": ("true",)}})
+    chosen = verbs.one_off_job.Recipe.model_validate({"name": "one", "command": {"argv": ("true",)}})
 
     class Plan:
         recipe = chosen
 
-    monkeypatch.setattr(verbs.desk, "ended", lambda *_, **__: (Plan, tmp_path))
+    monkeypatch.setattr(verbs.one_off_job, "ended", lambda *_, **__: (Plan, tmp_path))
     ended = CliRunner().invoke(verbs.app, [verb, str(tmp_path), *options])
     assert isinstance(ended.exception, ConfigError), ended.output
     assert problem in ended.exception.problem
