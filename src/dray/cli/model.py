@@ -72,6 +72,7 @@ def evaluate(
 
     dray model eval RUN evaluate.mine.dataset=some.txt
     """
+    placing = _placing(device_map, max_memory, offload_folder)
     folder = _folder(run, runs)
     plan, model = one_off_job.ended(folder, trust=trust_run)
     recipe = over(plan.recipe, overrides or [])
@@ -79,7 +80,7 @@ def evaluate(
         theirs = recipe.maps().items() & plan.recipe.maps().items()
         trusting.require(trusting.functions(theirs), str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
-    job = image_tasks.Evaluate(str(model), changed, _placing(device_map, max_memory, offload_folder))
+    job = image_tasks.Evaluate(str(model), changed, placing)
     recipe = _writing(recipe, offload_folder)
     seen = ("data", "evaluate", "checkpoint")
     raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
