@@ -168,5 +168,8 @@ def _next(folder: Path, commands: Sequence[Sequence[str]]) -> None:
     if folder.resolve() != Path().resolve():
         print(f"  cd {shlex.quote(str(folder))}")
         dray = str(Path(dray).absolute()) if "/" in dray else dray
+    if Path(sys.prefix).parent.name.startswith("archive-v"):  # of uvx, which leaves no `dray` to call
+        print("  make install")
+        dray, rest = ".venv/bin/dray", []
     for argv in commands:
         print(f"  {shlex.join([dray, *rest, *argv])}")

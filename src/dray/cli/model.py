@@ -54,6 +54,7 @@ ShardGb = Annotated[
     float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB; the memory needed grows with it.")
 ]
 To = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the model into.")]
+_EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
 _SIZE = re.compile(r"(cpu|\d+)=\d+(\.\d+)?[KMG]i?B")
 
 
@@ -75,6 +76,10 @@ def evaluate(
     placing = _placing(device_map, max_memory, offload_folder)
     folder = _folder(run, runs)
     plan, model = one_off_job.ended(folder, trust=trust_run)
+    for setting in overrides or []:
+        if re.split("[.=]", setting)[0] not in _EVALUATED:
+            wanted = f"settings of {', '.join(_EVALUATED)}"
+            raise ConfigError("this setting has no effect on an evaluation", wanted=wanted, found=setting)
     recipe = over(plan.recipe, overrides or [])
     if not trust_run and trusting.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
@@ -165,6 +170,8 @@ def push(
     dray model push RUN me/my-model
     """
     plan, model = one_off_job.ended(_folder(run, runs), trust=trust_run)
+    if not re.fullmatch("[^/]+/[^/]+", name):
+        raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:
         model = model.with_name("adapter")
         if not model.is_dir():
@@ -274,11 +281,14 @@ def _step(folder: Path, run: str, step: int | None) -> int:
     chosen = step or max(own, default=None)
     if chosen in own:
         return chosen
+    found = f"steps {', '.join(map(str, sorted(own)))}" if own else "none"
+    if not own and (folder / "final").is_dir():
+        found = f"{folder / 'final'} is an export of the last model"
     raise ConfigError(
         f"this run has no checkpoint of step {step}" if step else "this run has no checkpoint",
         where=folder,
-        found=f"steps {', '.join(map(str, sorted(own)))}" if own else "none; final, if it is there, is the last model",
-        fix="--step N, with a step of this run" if own else "checkpoint.every = N in the recipe keeps checkpoints",
+        found=found,
+        fix="--step N, with a step of this run" if own else "checkpoint.every=N in the recipe keeps checkpoints",
     )
 
 

@@ -74,6 +74,18 @@ def test_without_slurm_it_runs_here_and_the_folder_is_whole(
     ]
 
 
+def test_after_uvx_make_installs_the_dray_that_the_commands_name(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".cache/uv/archive-v0/En-YZyuXAY0BWY3f"))
+    verb.init(Path("runs"))
+    commands = next_(capsys.readouterr().out)
+    assert commands[:2] == ["cd runs", "make install"]
+    assert commands[2].startswith(".venv/bin/dray ")
+    assert not [command for command in commands if command.startswith("/opt/dray")]
+
+
 def test_on_a_cluster_the_commands_have_what_slurm_told(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
     slurm()
     verb.init(Path("runs"), model="gpt2", data="hub:Salesforce/wikitext/wikitext-2-raw-v1")
