@@ -39,21 +39,9 @@ TrustRun = Annotated[
         help="For another user's run: use its env, pass_env, trust_remote_code and functions on rows too.",
     ),
 ]
-DeviceMap = Annotated[
-    Literal["auto"] | None,
-    typer.Option(help="For a model larger than one device: auto places its layers on all GPUs, then in host memory."),
-]
-MaxMemory = Annotated[
-    list[str] | None,
-    typer.Option(metavar="DEVICE=SIZE", help="Limit of a device, such as 0=20GB or cpu=60GB; may be repeated."),
-]
-OffloadFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder for layers that fit into no memory; slow.")
-]
 ShardGb = Annotated[
     float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB; the memory needed grows with it.")
 ]
-To = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the model into.")]
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
 _SIZE = re.compile(r"(cpu|\d+)=\d+(\.\d+)?[KMG]i?B")
 
@@ -62,14 +50,18 @@ _SIZE = re.compile(r"(cpu|\d+)=\d+(\.\d+)?[KMG]i?B")
 def evaluate(
     run: Run,
     overrides: Overrides = None,
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    offload_folder: OffloadFolder = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: list[str] | None = None,
+    offload_folder: Path | None = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
 ) -> None:
     """Evaluate a run's model on the recipe's datasets, or on others, on this machine's GPU or CPUs.
+
+    --device-map: For a model larger than one device: auto places its layers on all GPUs, then in host memory.
+    --max-memory DEVICE=SIZE: Limit of a device, such as 0=20GB or cpu=60GB; may be repeated.
+    --offload-folder FOLDER: Folder for layers that fit into no memory; slow.
 
     dray model eval RUN evaluate.mine.dataset=some.txt
     """
@@ -100,9 +92,9 @@ def generate(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed for a temperature above 0.")] = 0,
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    offload_folder: OffloadFolder = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: list[str] | None = None,
+    offload_folder: Path | None = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
@@ -110,6 +102,9 @@ def generate(
     """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
 
     PROMPT: The text to continue; an sft model answers it.
+    --device-map: For a model larger than one device: auto places its layers on all GPUs, then in host memory.
+    --max-memory DEVICE=SIZE: Limit of a device, such as 0=20GB or cpu=60GB; may be repeated.
+    --offload-folder FOLDER: Folder for layers that fit into no memory; slow.
 
     dray model generate RUN 'two: the' --tokens 40
     """
@@ -128,7 +123,7 @@ def generate(
 def export(
     run: Run,
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
-    to: To = None,
+    to: Path | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
     shard_gb: ShardGb = 4.0,
     engine: Engine = "bare",
@@ -137,6 +132,7 @@ def export(
 ) -> None:
     """Export a checkpoint as a folder that from_pretrained loads, by default as RUN/exports/step-N. Needs no GPU.
 
+    --to FOLDER: Folder to write the model into.
     --dtype: Type of the weights.
 
     dray model export RUN --to weights --dtype bf16
@@ -186,7 +182,7 @@ def import_(
     source: Path,
     recipe: Path | None = None,
     overrides: Overrides = None,
-    to: To = None,
+    to: Path | None = None,
     config: Path | None = None,
     prefix: str | None = None,
     dtype: Literal["auto", "fp32", "bf16"] = "auto",
@@ -198,6 +194,7 @@ def import_(
 
     SOURCE: A Trainer's checkpoint-N, a DeepSpeed or DCP folder, or a .safetensors, .bin or .pt file.
     RECIPE: Recipe to resume with: write a checkpoint into its checkpoint.folder.
+    --to FOLDER: Folder to write the model into.
     --config FOLDER: Folder of config.json and tokenizer. Default: the checkpoint's.
     --prefix PREFIX: Prefix of the model's tensor names in the checkpoint, with its dot, such as `app.model.`
     --dtype: Type of the written weights; auto keeps their type.

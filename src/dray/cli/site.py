@@ -42,15 +42,15 @@ def list_(as_json: Json = False) -> None:
     dray site list --json
     """
     this = host.site()
-    known = [
-        {"name": name, "about": sites.find(name).about, "file": str(path)}
-        for name, path in sorted(sites.files().items())
-    ]
+    known = []
+    for name, path in sorted(sites.files().items()):
+        known.append({"name": name, "about": sites.find(name).about, "file": str(path)})
     if as_json:
         print(json.dumps({"this": this.site.name, "reason": this.reason, "sites": known}, indent=1))
         return
+    own = str(sites.user_folder())
     for site in known:
-        owner = " (your own file)" if Path(site["file"]).parent == sites.user_folder() else ""
+        owner = " (your own file)" if site["file"].startswith(own) else ""
         print(f"{site['name']:<14} {site['about']}{owner}")
     print(f"\nthis machine: {this.site.name} ({this.reason})")
 
@@ -173,8 +173,7 @@ def env(
     from dray.runs.store import RunPaths  # noqa: PLC0415
 
     root = dray_home.root()
-    given = arguments or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
-    settings = chosen(given, launcher, context, ranks, gpus_per_node).recipe()
+    settings = chosen(arguments, launcher, context, ranks, gpus_per_node).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)
     plan = prepare.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
     findings = variables.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))
