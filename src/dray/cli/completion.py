@@ -91,20 +91,20 @@ def answer() -> int:
     """Print what may follow the words on the line, in the format of the shell that asks."""
     line, _, begun = os.environ.get("_TYPER_COMPLETE_ARGS", "").rpartition(" ")
     try:
-        words = shlex.split(line)[1:]
+        typed = shlex.split(line)[1:]
     except ValueError:  # in the middle of a quoted word
-        words = line.split()[1:]
-    if not words:
+        typed = line.split()[1:]
+    if not typed:
         verbs = cli.SHOWN | {"cluster": cli.HIDDEN["cluster"], "completion": cli.HIDDEN["completion"]}
         as_words = os.environ["_DRAY_COMPLETE"] == "complete_bash"
         for verb, about in verbs.items():
             if verb.startswith(begun):
                 print(verb if as_words else f"{verb}\t{about}")
-    elif words[0] in cli.SHOWN | cli.HIDDEN and "--" not in words:
+    elif typed[0] in cli.SHOWN | cli.HIDDEN and "--" not in typed:
         from typer.completion import get_completion_inspect_parameters  # noqa: PLC0415
 
         from dray.cli.app import command  # noqa: PLC0415
 
         get_completion_inspect_parameters()  # registers the shells with typer, as its own options for completion do
-        command(words[0])(prog_name="dray", complete_var="_DRAY_COMPLETE", standalone_mode=False)
+        command(typed[0])(prog_name="dray", complete_var="_DRAY_COMPLETE", standalone_mode=False)
     return exit_codes.DONE

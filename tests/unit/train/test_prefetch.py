@@ -47,6 +47,10 @@ def dray(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def fetch(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return dray("data", "prefetch", *said, **env)
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
@@ -76,13 +80,9 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_splits_may_be_one_text(hub: str, recipe: Path, tmp_path: Path) -> None:
-    fetched = dray(
-        "data", "prefetch", recipe, "data.train=hub:me/texts:train+more", HF_HOME=str(tmp_path), HF_ENDPOINT=hub
-    )
+    fetched = fetch(recipe, "data.train=hub:me/texts:train+more", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert "data.train = hub:me/texts:train+more\n  2 files" in fetched.stdout
-    wrong = dray(
-        "data", "prefetch", recipe, "data.train=hub:me/texts:train+none", HF_HOME=str(tmp_path), HF_ENDPOINT=hub
-    )
+    wrong = fetch(recipe, "data.train=hub:me/texts:train+none", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert (wrong.returncode, "wanted: default/none/*.parquet" in wrong.stdout) == (78, True)
 
 
@@ -94,9 +94,7 @@ def test_a_mix_s_sources_are_fetched(hub: str, recipe: Path, tmp_path: Path) -> 
 
 def test_what_is_pinned_is_fetched_by_its_revision(hub: str, recipe: Path, tmp_path: Path) -> None:
     pins = ["data.train=hub:me/texts@v1/default:train", "model.name=", "model.tokenizer=me/small"]
-    fetched = dray(
-        "data", "prefetch", recipe, *pins, "model.tokenizer_revision=v2", HF_HOME=str(tmp_path), HF_ENDPOINT=hub
-    )
+    fetched = fetch(recipe, *pins, "model.tokenizer_revision=v2", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert fetched.returncode == 0, fetched.stdout + fetched.stderr
     assert f", commit {'a' * 40}\n" in fetched.stdout
     cached = tmp_path / "hub"
