@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from dray.facts import Facts
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from helpers import ROOT
 
 FACTS = Facts(scheduler="local", nodelist="n1", nodes=1, address="127.0.0.1", engine="bare", image="/python")

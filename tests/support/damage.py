@@ -28,8 +28,8 @@ from dray.remote import names
 from dray.runner import __main__ as runner
 from dray.runs import capsule, grace, hosts, one_off_job, resubmit, result, source, startup, study, tokens, tuned
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from dray.train import manifest
 from helpers import ROOT

@@ -8,19 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dray import engines, process
 from dray.cli import candidates
 from dray.config import dray_home
-from dray.config.recipe import Recipe
 from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, counted
-from dray.planning.schema import Plan
-from dray.runs import prepare
 from dray.runs.store import is_run
+
+if TYPE_CHECKING:
+    from dray.config.recipe import Recipe
+    from dray.planning.schema import Plan
+    from dray.runs import prepare
 
 _ENGINES = engines.names("local", "hosts")
 
@@ -33,9 +35,11 @@ def found(path: Path) -> Path:
     ours = dray_home.root()
     by_name = ours / "recipes" / f"{path}.toml"
     for file in (path, ours / path, by_name):
-        if os.path.isfile(file):  # False for what cannot be a name, too
+        if os.path.isfile(file):  # noqa: PTH113  False for what cannot be a name, too
             return file
-    return path if path.suffix or len(path.parts) > 1 else by_name
+    if not path.suffix and len(path.parts) == 1:
+        return by_name
+    return path if os.path.isdir(path.parent) else ours / path  # noqa: PTH112  likewise
 
 
 def _engine(name: str) -> str:
@@ -179,22 +183,21 @@ class Chosen:
         """Print which run is resumed, and with what: program, image, size and these options of sbatch."""
         if not self.last:
             return
-        plan, recipe, gpus = self.last.plan, self.last.recipe, self.last.gpus
+        plan, recipe = self.last.plan, self.last.recipe
         program = shlex.join(recipe.command.argv) if recipe.command else f"recipe {recipe.name}"
         line = f"resumes {plan.run} by the plan of attempt {plan.attempt}: {program}"
-        line += (
-            f", image {self.image or recipe.image_name}, launcher {recipe.launcher}, {counted(recipe.nodes, 'node')}"
-        )
-        if gpus:
-            line += f" of {counted(gpus, 'GPU')}"
-        if self.overrides:
-            line += f"; with {shlex.join(self.overrides)}"
-        if options:
-            line += f"; sbatch {shlex.join(options)}"
+        line += f", image {self.image or recipe.image_name}, launcher {recipe.launcher}"
+        line += f", {counted(recipe.nodes, 'node')}"
+        if self.last.gpus:
+            line += f" of {counted(self.last.gpus, 'GPU')}"
+        if more := shlex.join([*self.overrides, *options]):
+            line += f"; with {more}"
         print(printable(line), file=sys.stderr)
 
     def recipe(self) -> Recipe:
         """The recipe with its overrides, from its file or from the last attempt."""
+        from dray.runs import prepare  # noqa: PLC0415  half a second, for which no list of runs waits
+
         if self.last:
             return prepare.over(self.last.recipe, self.overrides)
         return prepare.read_recipe(self.path, self.overrides, self.command)
@@ -242,6 +245,8 @@ def chosen(
             found=f"no run {run.name}" if run else "",
             fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
         )
+    from dray.runs import prepare  # noqa: PLC0415  likewise
+
     return Chosen(None, tuple(rest), (), ranks, prepare.last(run))
 
 

@@ -23,7 +23,6 @@ from dray.cli.args import (
     report,
 )  # fmt: skip
 from dray.contract import files
-from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
 from dray.planning import missing_facts
@@ -71,15 +70,8 @@ def plan(
     folder = (runs or default_runs()).absolute()
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node, run_named(folder, run or ""))
     recipe = asked.recipe()
-    if facts_file and (nodes or gpus_per_node or sbatch):
-        raise ConfigError(
-            "the facts already say which nodes and GPUs there are",
-            where=facts_file,
-            found="--nodes, --gpus-per-node or --sbatch besides --facts",
-            fix="leave out these options, or --facts",
-        )
     if facts_file:
-        seen, choice = prepare.at_site(_read(facts_file, site, gpu_memory))
+        seen, choice = prepare.at_site(_read(facts_file, gpu_memory))
     else:
         gpus = gpus_per_node or asked.gpus
         seen, choice = login.facts(recipe, nodes, gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory)
@@ -115,13 +107,10 @@ def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
     print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
-def _read(name: str, site: str, gpu_memory: float | None) -> Facts:
-    where = "standard input" if name == "-" else name
+def _read(name: str, gpu_memory: float | None) -> Facts:
     if name == "-":
-        text = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin else ""
+        text = sys.stdin.buffer.read().decode(errors="replace")
     else:
         text = files.text(name, "the facts", fix="slurm/probe.sh prints facts, inside a job")
-    seen = facts.parse(text, where=where)
-    if site not in ("", seen.site):
-        raise ConfigError("the facts already name a site", where=where, wanted=seen.site, found=site, fix="omit --site")
+    seen = facts.parse(text, where="standard input" if name == "-" else name)
     return seen.model_copy(update={**store.within(Path(seen.image)), "gpu_memory_gb": gpu_memory})

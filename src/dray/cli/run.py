@@ -30,7 +30,7 @@ from dray.cli.args import (
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import accounting, hosts, local, prepare
+from dray.runs import cost, hosts, local, prepare
 from dray.runs.finish import finish
 from dray.runs.result import Result, summary
 from dray.runs.slurm import Allocation, allocation_environment
@@ -83,28 +83,26 @@ def run(
     if asked.last and not names_engine and asked.last.plan.engine in engines.names("local"):
         engine = asked.last.plan.engine
     recipe = asked.recipe()
-    if hostfile:
-        _refuse({"--nodes": nodes is not None}, "does not go with a hostfile, whose lines are the nodes")
-    else:
-        _refuse({"--node": node is not None, "--secret": secret is not None}, "needs --hostfile")
-        allocated = Allocation.of(os.environ)
-        if allocated and not here and not names_engine:
-            _refuse({"--gpus-per-node": bool(gpus_per_node)}, "is set by salloc; --ranks sets the number of ranks")
-            allocated.require_nodes(nodes)
-            print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
-            argv = allocated.argv(
-                run=str(folder / run_id) if run_id else "",
-                site=str(Path(site).absolute()) if site.endswith(".toml") else site,
-                recipe=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
-                command=asked.command,
-            )
-            process.replace(argv, allocation_environment(os.environ, folder))  # the batch script then gets Ctrl-C
-        elif allocated:
-            why = "--local" if here else f"--engine {engine}"
-            print(f"on this machine only, because of {why}; without it, in the allocation: {allocated}")
-        _refuse(
-            {f"--engine {engine}": engine not in engines.names("local")}, "needs --hostfile, or a job (dray submit)"
+    allocated = None if hostfile else Allocation.of(os.environ)
+    if allocated and not here and not names_engine:
+        if gpus_per_node:
+            raise ConfigError("--gpus-per-node is set by salloc", fix="--ranks sets the number of ranks")
+        allocated.require_nodes(nodes)
+        print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
+        argv = allocated.argv(
+            run=str(folder / run_id) if run_id else "",
+            site=str(Path(site).absolute()) if site.endswith(".toml") else site,
+            recipe=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
+            command=asked.command,
         )
+        process.replace(argv, allocation_environment(os.environ, folder))  # the batch script then gets Ctrl-C
+    if allocated:
+        why = "--local" if here else f"--engine {engine}"
+        print(f"on this machine only, because of {why}; without it, in the allocation: {allocated}")
+    if not hostfile and engine not in engines.names("local"):
+        raise ConfigError(f"--engine {engine} needs --hostfile, or a job", fix="dray submit")
+    if hostfile and nodes is not None:
+        raise ConfigError("the lines of a hostfile are the nodes", found=f"--nodes {nodes}", fix="leave out --nodes")
     if engines.get(engine).image == "python":
         local.require(recipe, lambda *more: shlex.join(again(*more, command=asked.command)))
     if hostfile or recipe.image != "cpu":
@@ -137,13 +135,7 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
         except KeyboardInterrupt as stop:  # all started processes have ended by now
             code = 128 + signal.Signals[str(stop) or "SIGINT"]
             stopped = Stop(str(stop) or "Ctrl-C", utc())
-    spent = accounting.here(paths, plan, time.monotonic() - began) if only is None else None
+    spent = cost.here(paths, plan, time.monotonic() - began) if only is None else None
     result = finish(paths, code=code, stopped=stopped, spent=spent)
     print(summary(result, paths, again=again, shown=progress.rank))
     return result
-
-
-def _refuse(options: dict[str, bool], why: str) -> None:
-    for option, given in options.items():
-        if given:
-            raise ConfigError(f"{option} {why}", fix=f"leave out {option}")

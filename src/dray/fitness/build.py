@@ -91,44 +91,37 @@ def _processor(image: Image) -> Finding:
 
 
 def _room(build: Build, image: Image) -> Iterator[Finding]:
-    """The free space on the disks of build/ and of the SIF, and whether the latter is a network disk."""
-    downloads, scratch = (
-        next(path for path in (folder, *folder.parents) if path.is_dir())
-        for folder in (build.checkout / "build", build.sif.parent)
-    )
+    """The free space on the disk of the SIF, and whether it is a network disk."""
+    folder = next(path for path in build.sif.parents if path.is_dir())
     if image.size:
         fetch = 0 if build.bundled else max(0, image.size.wheels_mb + _DEBIAN_MB - _fetched_mb(build))
         # The files before they are pruned, or with the packed image beside them; wheels are linked, not copied.
         packed = 2 * image.size.sif_mb if "sif" in build.formats else 0
         if list(build.formats) != ["sif"]:
             packed += image.size.unpacked_mb
-        work = image.size.unpacked_mb + max(_PRUNED_MB, packed)
-        needs = {downloads: fetch, scratch: work}
-        if downloads.stat().st_dev == scratch.stat().st_dev:
-            needs = {scratch: fetch + work}
-        for folder, mb in needs.items():
-            free = shutil.disk_usage(folder).free / 1e6
-            found = f"a build needs {mb / 1000:.1f} GB of disk in {folder}, which has {free / 1000:.1f} GB free"
-            if free >= mb:
-                yield Finding(f"image {build.variant}", found=found, kind="ok")
-                continue
-            fix = f"make room; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
+        needed = (fetch + image.size.unpacked_mb + max(_PRUNED_MB, packed)) / 1000
+        free = shutil.disk_usage(folder).free / 1e9
+        found = f"a build needs {needed:.1f} GB of disk in {folder}, which has {free:.1f} GB free"
+        room = Finding(f"image {build.variant}", found=found, kind="ok")
+        if free < needed:
             # An image that exists may be built from the same inputs, and nothing is to do.
             code = exit_codes.DONE if build.sif.exists() else exit_codes.UNFIT
-            yield Finding(f"image {build.variant}", found=found, fix=fix, code=code, kind="note")
-    kind = process.run(["stat", "--file-system", "--format=%T", scratch], check=False).out.strip()
+            fix = f"make room; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
+            room = room._replace(fix=fix, code=code, kind="note")
+        yield room
+    kind = process.run(["stat", "--file-system", "--format=%T", folder], check=False).out.strip()
     if kind in _NETWORK_DISKS:
         fix = f"dray image build {build.variant} --out /tmp/{build.sif.name}, then move it and its .json here"
-        found = f"{scratch} is on a network disk ({kind}), on which a build takes many times as long"
+        found = f"{folder} is on a network disk ({kind}), on which a build takes many times as long"
         yield Finding("scratch", found=found, fix=fix, kind="note")
 
 
 def _fetched_mb(build: Build) -> int:
     """The MB of the wheels and of Debian's packages that were fetched or brought before."""
     folder = build.checkout / "build"
-    wheels = [*(folder / "wheels").glob("*"), *(build.wheels.glob("*") if build.wheels else ())]
-    has_debian = any((folder / "debs").glob("*/*.deb"))
-    return sum(wheel.stat().st_size for wheel in wheels) // 1_000_000 + _DEBIAN_MB * has_debian
+    files = [*folder.glob("wheels/*"), *folder.glob("debs/*/*"), *(build.wheels.glob("*") if build.wheels else ())]
+    size = sum(file.stat().st_size for file in files)
+    return int(size // 1_000_000)
 
 
 def _builder(build: Build) -> Iterator[Finding]:
@@ -178,7 +171,7 @@ def _has_setuid(program: str) -> bool:
     """Whether this Apptainer is installed with setuid, and so needs no user namespace."""
     folder = re.search(r"^LIBEXECDIR=(.+)$", process.run([program, "buildcfg"], check=False).out, re.MULTILINE)
     starters = Path(folder[1]).glob("*/bin/starter-suid") if folder else ()
-    return any(path.stat().st_mode & stat.S_ISUID for path in starters)
+    return any(path.stat().st_mode & stat.S_ISUID == stat.S_ISUID for path in starters)
 
 
 def _namespaces(*, container: bool) -> Finding:

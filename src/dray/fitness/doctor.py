@@ -162,10 +162,10 @@ def _images() -> Iterator[Finding]:
         return
     images = {name: store.sif(root, name) for name in ACCELERATORS}
     images |= {name: store.adopted(root, name) for name in store.adopted_names(root)}
-    there = [f"{name}: {file.resolve()}" for name, file in images.items() if file.exists()]
-    for image in there:
+    present = [f"{name}: {file.resolve()}" for name, file in images.items() if file.exists()]
+    for image in present:
         yield _ok("image", image)
-    if not there:
+    if not present:
         fix = "make image-cpu (or -cuda, -cuda12, -rocm, -rocm6), or copy one to build/"
         yield _note("image", f"none in {root / 'build'}", fix)
 

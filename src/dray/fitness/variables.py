@@ -62,13 +62,6 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
         found += _typo(setting, "error")
         if (setting.name, setting.source) != _ADOPTED:
             found += _by_rules(plan, inside, setting)
-    for variable in plan.env:
-        overridden = list(variable.beats)
-        if shell.get(variable.name, variable.value) != variable.value:
-            overridden.append(f"the value in {_SHELL}")
-        if overridden:
-            setting = Setting(variable.name, variable.value, variable.source)
-            found.append(_finding(setting, "note", f"overrides {', '.join(overridden)}"))
     isolated = engines.get(plan.engine).isolates_env
     for name, setting in outside.items():
         found += _typo(setting, "warning")

@@ -128,7 +128,8 @@ def _program(command: Command, facts: Facts) -> Iterator[Finding]:
         return  # it may be in the image
     elif not path.is_file():
         found = f"{path} is not a file"
-        if near := nearest(path.name, [other.name for other in path.parent.glob("*")]):
+        near = nearest(path.name, [other.name for other in path.parent.glob("*") if other.is_file()])
+        if near:
             fix = f"did you mean {near}?"
     elif not is_script and not os.access(path, os.X_OK):
         found, fix = f"{path} may not be executed", shlex.join(["chmod", "+x", str(path)])

@@ -97,12 +97,6 @@ def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
         assert {verdict for verdict, *_ in found} == verdicts, image
 
 
-def test_an_overridden_value_is_a_note(root: Path) -> None:
-    site = Site(name="s", about="", env=(SiteVariable(name="OMP_NUM_THREADS", value="7", why="w"),))
-    found = variables.check(made(root, site=site), {"OMP_NUM_THREADS": "28"}, {})
-    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "overrides 7 (site s), the value in your shell")]
-
-
 def test_a_variable_that_stays_outside_is_a_note_with_its_fix(root: Path) -> None:
     (one,) = [
         one for one in variables.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if "DEBUG" in one.problem

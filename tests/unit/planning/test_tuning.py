@@ -28,7 +28,7 @@ from dray.planning.tune_search import (
     Space,
 )
 from dray.runs import prepare
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from helpers import ROOT
 
 RECIPE = ROOT / "recipes" / "smoke-cpu.toml"

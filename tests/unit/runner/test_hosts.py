@@ -12,8 +12,8 @@ import pytest
 
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import at_site, decide, read_recipe
+from dray.runs.store import RunPaths
 
 
 @pytest.fixture

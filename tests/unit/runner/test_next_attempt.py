@@ -14,7 +14,7 @@ import pytest
 
 from dray.contract.findings import ConfigError
 from dray.runs import allocation, submit
-from dray.runs.paths import run_named
+from dray.runs.store import run_named
 from helpers import ROOT
 from slurms import Slurm
 

@@ -11,8 +11,8 @@ import pytest
 
 from dray.contract.findings import Finding
 from dray.facts import Facts
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import at_site, decide, read_recipe
+from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT
 
 ASKED = ("--time=08:00:00", "--cpus-per-task=8")

@@ -11,10 +11,10 @@ from dray.contract import files
 from dray.facts import Facts
 from dray.runs import stop
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
 LIMIT = Stop("the time limit", "2026-11-24T05:00:00Z")

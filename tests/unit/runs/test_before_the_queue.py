@@ -23,8 +23,8 @@ from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
 from dray.render import summary
 from dray.runs import local_inputs
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import at_site, decide, read_recipe
+from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT, golden
 
 RAW = ["train.py"]

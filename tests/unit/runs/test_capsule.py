@@ -21,7 +21,7 @@ from dray.runner import failure_record
 from dray.runs import capsule, pack, source, verify
 from dray.runs.capsule_schema import Node
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import PYTHON, ROOT, bash_blocks, golden, section
 

@@ -17,8 +17,8 @@ from dray.facts import Facts
 from dray.runs import clean, squeue, study
 from dray.runs.finish import finish
 from dray.runs.leftovers import Item
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from dray.runs.study import Member, Study
 from helpers import ROOT, bash_blocks, section
 from slurms import Slurm

@@ -14,8 +14,8 @@ import pytest
 
 from dray.facts import Facts
 from dray.runs import compared, effect, replay
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT
 
 FACTS = Facts(

@@ -16,8 +16,8 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import enter, live
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import ROOT
 from slurms import Slurm

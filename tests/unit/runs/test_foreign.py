@@ -24,8 +24,8 @@ from dray.planning.plan import plan
 from dray.runner import __main__ as runner
 from dray.runner import rendezvous
 from dray.runs import one_off_job
-from dray.runs.paths import RunPaths, make_run_folder, of_job
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths, make_run_folder, of_job
 from dray.train import config, manifest
 from helpers import PYTHON, ROOT
 from jobs import Job

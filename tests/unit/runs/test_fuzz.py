@@ -27,7 +27,7 @@ from dray.facts import Facts
 from dray.images.sif import record
 from dray.planning.plan import plan
 from dray.runs import hosts, prepare, store
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from helpers import ROOT
 
 EACH = int(os.environ.get("DRAY_FUZZ", "0")) or 12

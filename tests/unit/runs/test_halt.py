@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from dray.runs.squeue import Queue
 
 from dray.contract import processes
 from dray.contract.findings import ConfigError, UnfitError
@@ -20,11 +21,10 @@ from dray.facts import Facts
 from dray.runs import halt, live, submit
 from dray.runs import look as shown
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import result_of, summary
-from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from helpers import ROOT
 from slurms import Slurm
 

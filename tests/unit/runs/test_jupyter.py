@@ -16,8 +16,8 @@ from dray.contract import processes
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Layer
 from dray.runs import jupyter, layers, live
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from helpers import ROOT
 from slurms import Slurm
 

@@ -11,10 +11,10 @@ import pytest
 from dray.contract import run_folder
 from dray.facts import Facts
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import summary
+from dray.runs.store import RunPaths
 
 FACTS = Facts(scheduler="local", nodelist="n1", nodes=1, engine="bare", image="python3")
 

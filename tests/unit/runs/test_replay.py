@@ -17,8 +17,8 @@ from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import PYTHON, ROOT
 

@@ -19,13 +19,13 @@ from damage import RECORD
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import stages, startup
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
 from dray.runs.report import axis, curves, html, numbers, sections
 from dray.runs.report.data import gather
 from dray.runs.report.document import Document, Item, Series, Spans, Table, Text
 from dray.runs.result import Attempt, Cause, Result, SlowRank
 from dray.runs.startup import Startup
+from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT, bash_blocks, golden, section
 
 FACTS = Facts(

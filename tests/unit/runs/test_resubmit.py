@@ -20,8 +20,8 @@ from dray.facts import Facts
 from dray.runs import resubmit
 from dray.runs.diff import Difference
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
+from dray.runs.store import RunPaths
 from helpers import ROOT
 from slurms import Slurm
 

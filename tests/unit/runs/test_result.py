@@ -7,17 +7,17 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from dray.runs.look import look
+from dray.runs.squeue import Queue
 
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
 from dray.runs import result, why
 from dray.runs.finish import finish
-from dray.runs.look import look
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe, write
-from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from helpers import ROOT
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")

@@ -14,8 +14,8 @@ import typer
 from dray.cli import submit as verb
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import last, read_recipe, write
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import ROOT
 from jobs import Job
@@ -98,7 +98,7 @@ def test_the_name_of_a_run_is_enough(slurm: Slurm, tmp_path: Path, capsys: Captu
     assert told.out.splitlines() == ["job 42 is in the queue, for attempt 2", f"run folder: {before.run}"]
     assert told.err.splitlines()[0] == (
         f"resumes mine by the plan of attempt 1: train.py --lr 1e-4, image {tmp_path}/i.sif, launcher python, 2 nodes; "
-        f"sbatch {shlex.join(kept)}"
+        f"with {shlex.join(kept)}"
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from dray.config import sites
 from dray.runs import login, submit
-from dray.runs.paths import RunPaths
 from dray.runs.prepare import read_recipe
+from dray.runs.store import RunPaths
 from helpers import ROOT
 
 ALLOWED = "cloud_dns,enable_expedited_requeue"
