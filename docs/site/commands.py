@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import typer
 from text import entry, plain, slug
 
 from dray import cli
+from dray.cli import app
 
 
 def pages() -> dict[str, str]:
     """One page for each verb, with the verbs in it, and the list of them."""
-    cli._register(None)
-    dray: Any = typer.main.get_command(cli.app)
-    context = dray.make_context("dray", [], resilient_parsing=True)
-    verbs = {name: one for name, one in dray.commands.items() if not one.hidden}
-    found = {f"reference/commands/{name}.md": _page(name, one, context) for name, one in verbs.items()}
-    return {"reference/commands.md": _list(verbs), **found}
+    panels = {**cli.VERBS, "Also": {verb: line for verb, line in cli.HIDDEN.items() if line}}
+    verbs: Any = app.command(*(verb for panel in panels.values() for verb in panel))
+    context = verbs.make_context("dray", [], resilient_parsing=True)
+    found = {f"reference/commands/{name}.md": _page(name, one, context) for name, one in verbs.commands.items()}
+    return {"reference/commands.md": _list(panels, verbs.commands), **found}
 
 
-def _list(verbs: dict[str, Any]) -> str:
-    shown = ["# Commands\n\nWhat `dray VERB --help` prints, a page for each verb.\n"]
-    for panel in dict.fromkeys(one.rich_help_panel for one in verbs.values()):
+def _list(panels: dict[str, dict[str, str]], verbs: dict[str, Any]) -> str:
+    shown = ["# Commands\n\nWhat `dray VERB -h` prints, a page for each verb.\n"]
+    for panel, names in panels.items():
         shown.append(f"## {panel}\n")
-        for name, one in verbs.items():
-            if one.rich_help_panel == panel:
-                shown.append(f"- [dray {name}](commands/{name}.md): {plain(_first(one.help))}")
+        shown += [f"- [dray {name}](commands/{name}.md): {plain(_first(verbs[name].help))}" for name in names]
         shown.append("")
     tree = "\n".join(f"commands/{name}" for name in verbs)
     return "\n".join(shown) + f"\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
@@ -52,7 +49,7 @@ def _section(name: str, verb: Any, above: Any, level: str) -> Iterator[str]:  # 
             option = parameter.opts[-1] if parameter.param_type_name == "option" else parameter.name
             yield entry(record[0], slug(f"{path}-{option}"), plain(record[1]) or "no more to say")
     if verb.epilog:
-        title, *examples = verb.epilog.replace(r"\[", "[").splitlines()
+        title, *examples = verb.epilog.strip("\b\n").splitlines()
         yield f"{title}\n\n```text\n" + "\n".join(line.strip() for line in examples) + "\n```\n"
     for inner, one in getattr(verb, "commands", {}).items():
         if not one.hidden:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dray import process
-from dray.cli import image_look
+from dray.cli import image as verbs
 from dray.clients import builder, docker
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import contents, inspect, record, verify
@@ -211,7 +211,7 @@ def test_apptainer_would_write_the_same(client, packed, small, tmp_path):
 @both
 def test_inspect(packed, small, capsys):
     sif = packed(small)
-    image_look.inspect(str(sif), as_json=True)
+    verbs.inspect(str(sif), as_json=True)
     assert json.loads(capsys.readouterr().out) == {
         "file": str(sif),
         "variant": "cpu",
@@ -224,7 +224,7 @@ def test_inspect(packed, small, capsys):
         "dray": "0.1.0",
         "versions": {"torch": "2.13.0+cpu"},
     }
-    image_look.inspect(str(sif))
+    verbs.inspect(str(sif))
     assert capsys.readouterr().out.splitlines()[1:8] == [
         f"digest   {verify.digest(sif)}",
         "signed   no",
@@ -242,7 +242,7 @@ def test_inspect_what_others_built(packed, small):
     for spoil in (lambda: facts.write_text("[]"), facts.unlink):
         spoil()
         sif = packed(small)
-        assert refusal(image_look.inspect, str(sif)) == (
+        assert refusal(verbs.inspect, str(sif)) == (
             f"dray did not build this image\n  where:  {sif}\n  wanted: /opt/dray/image.json in it"
         )
 
@@ -253,7 +253,7 @@ def test_a_damaged_squashfs(packed, small):
     with sif.open("r+b") as file:
         file.seek(sif_format.read(sif).system.offset + 40)
         file.write(bytes(100))
-    head, _, found = refusal(image_look.inspect, str(sif)).partition("\n  found:  ")
+    head, _, found = refusal(verbs.inspect, str(sif)).partition("\n  found:  ")
     wanted = "squashfs-tools 4.4 or newer, with zstd, and a whole image"
     assert head == f"the image's files cannot be read\n  where:  {sif}\n  wanted: {wanted}"
     assert found.endswith("or build or copy the image again")
@@ -263,24 +263,22 @@ def test_sign_and_verify(packed, small, keys, capsys):
     sif = packed(small)
     known = recorded(sif)
     unsigned = verify.digest(sif)
-    image_look.sign(str(sif))
+    verbs.sign(str(sif))
     signed, fingerprint = verify.digest(sif), sif_format.read(sif).signers()[0]
     assert capsys.readouterr().out == f"{sif}\n{signed}\nsigned with {fingerprint}\n"
     assert signed != unsigned
     made = File(sha256=signed.removeprefix("sha256:"), size=sif.stat().st_size)
     assert record.read(sif) == known.model_copy(update={"sif": made, "signed": fingerprint})
-    image_look.verify(str(sif))
+    verbs.verify(str(sif))
     assert capsys.readouterr().out == (
         f"{sif}\n{signed} ({sif}.json)\nsigned by Ann Tester (none) <ann@example.org> {fingerprint}\n"
     )
-    assert refusal(image_look.sign, str(sif)) == (
-        f"the image is signed already\n  where:  {sif}\n  found:  {fingerprint}"
-    )
+    assert refusal(verbs.sign, str(sif)) == (f"the image is signed already\n  where:  {sif}\n  found:  {fingerprint}")
 
 
 def test_without_a_record_signing_prints_the_digest(packed, small, keys, capsys):
     sif = packed(small)
-    image_look.sign(str(sif), keyidx=0)
+    verbs.sign(str(sif), keyidx=0)
     assert capsys.readouterr().out.splitlines()[1] == verify.digest(sif)
     assert not record.path_for(sif).exists()
 
@@ -288,7 +286,7 @@ def test_without_a_record_signing_prints_the_digest(packed, small, keys, capsys)
 def test_no_byte_may_change(packed, small, keys):
     sif = packed(small)
     recorded(sif)
-    image_look.sign(str(sif))
+    verbs.sign(str(sif))
     signed = verify.digest(sif)
     parts = {part.kind: part for part in sif_format.read(sif).parts}
     # time in the header, unused descriptor, definition, squashfs, signature
@@ -301,22 +299,22 @@ def test_no_byte_may_change(packed, small, keys):
     ):
         flipped(sif, offset)
         for signature in (True, False):
-            assert refusal(image_look.verify, str(sif), signature=signature) == (
+            assert refusal(verbs.verify, str(sif), signature=signature) == (
                 f"the image has another digest\n  where:  {sif}\n  wanted: {signed} ({sif}.json)\n"
                 f"  found:  {verify.digest(sif)}\n"
                 "  fix:    copy or build it again: the file is another image, or was changed or damaged"
             )
         flipped(sif, offset)
-    image_look.verify(str(sif))
+    verbs.verify(str(sif))
 
 
 def test_a_signature_sees_changes_that_a_digest_was_made_for(packed, small, keys):
     sif = packed(small)
-    image_look.sign(str(sif))
+    verbs.sign(str(sif))
     parts = {part.kind: part for part in sif_format.read(sif).parts}
     for part, found in (("definition", 1), ("partition", 2)):
         flipped(sif, parts[part].offset + 10)
-        message = refusal(image_look.verify, str(sif), digest=verify.digest(sif))
+        message = refusal(verbs.verify, str(sif), digest=verify.digest(sif))
         assert message == (
             "the image's signature is not valid: the image was changed after it was signed\n"
             f"  where:  {sif}\n"
@@ -329,17 +327,17 @@ def test_a_signature_sees_changes_that_a_digest_was_made_for(packed, small, keys
 
 def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
     sif = packed(small)
-    image_look.sign(str(sif))
+    verbs.sign(str(sif))
     monkeypatch.setenv("APPTAINER_KEYSDIR", str(tmp_path / "no keys"))
     inside = '-e APPTAINER_KEYSDIR=/keys -v "$PWD:/here" -w /here dray:builder apptainer'
     quoted = f"'{tmp_path}/no keys'"
     docker = f'mkdir -p -m 700 {quoted} && docker run --rm -it -u "$(id -u)" -v {quoted}:/keys {inside}'
-    assert refusal(image_look.verify, str(sif), digest=verify.digest(sif)) == (
+    assert refusal(verbs.verify, str(sif), digest=verify.digest(sif)) == (
         f"the image is signed with a key that is not in the keyring\n  where:  {sif}\n"
         f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {sif_format.read(sif).signers()[0]}\n"
         f"  fix:    ask the key's owner for the public key; if you trust this person: {docker} key import FILE"
     )
-    message = refusal(image_look.signatures.sign, sif_format.read(packed(small)))
+    message = refusal(verbs.signatures.sign, sif_format.read(packed(small)))
     assert message.startswith(f"the image could not be signed\n  where:  {sif}\n")
     assert f"  fix:    without a key, make one: {docker} key newpair\n" in message
 
@@ -347,7 +345,7 @@ def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
 def test_a_key_that_is_not_there(packed, small, keys):
     sif = packed(small)
     whole = sif.read_bytes()
-    assert refusal(image_look.sign, str(sif), keyidx=7).startswith("the image could not be signed\n")
+    assert refusal(verbs.sign, str(sif), keyidx=7).startswith("the image could not be signed\n")
     assert sif.read_bytes() == whole
 
 
@@ -355,7 +353,7 @@ def test_neither_the_tool_nor_an_engine(small, packed, tmp_path, monkeypatch):
     sif = packed(small)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     with pytest.raises(UnfitError) as raised:
-        image_look.inspect(str(sif))
+        verbs.inspect(str(sif))
     assert str(raised.value) == (
         "this machine has no unsquashfs, and no Docker Engine to run it in\n"
         "  found:  no Docker Engine runs on this machine\n"

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
 from dray import cli
+from dray.cli import app
 
-
-def _tree() -> Any:
-    """All verbs, as a new process has them."""
-    shared, cli.app = cli.app, typer.Typer(epilog=cli.app.info.epilog, callback=cli._version)
-    try:
-        cli._register(None)
-        return typer.main.get_command(cli.app)
-    finally:
-        cli.app = shared
-
-
-TREE = _tree()
+TREE = app.command(*cli.SHOWN, "cluster", "completion")
 
 
 def verbs(command: Any = TREE, path: str = "dray") -> dict[str, Any]:
     """Each verb by its whole name."""
     found = {path: command}
     for name, inner in getattr(command, "commands", {}).items():
-        if not inner.hidden:
-            found |= verbs(inner, f"{path} {name}")
+        found |= verbs(inner, f"{path} {name}")
     return found
 
 
 def named(argv: list[str]) -> tuple[Any, list[str]]:
     """The verb that these words after `dray` name, and the words that are left for it."""
-    command, rest = TREE, argv[: argv.index("--")] if argv[0] in cli._START and "--" in argv else list(argv)
+    command, rest = TREE, argv[: argv.index("--")] if argv[0] in cli.WITH_COMMAND and "--" in argv else list(argv)
     while hasattr(command, "commands") and rest:
         name = rest.pop(0)
         assert name in command.commands, f"dray has no verb {name}"

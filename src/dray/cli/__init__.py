@@ -1,64 +1,60 @@
-"""The command line: one file for each verb."""
+"""The command line: a file for each verb. Only the verb on the line is imported: help and version import none."""
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
 
-import typer
-from typer.exceptions import TyperException
-
 from dray import __version__
-from dray.cli import completion, examples, usage
 from dray.cli.streams import Streams, require, settle, silence
 from dray.contract import exit_codes, secrets, unexpected
-from dray.contract.findings import DrayError
+from dray.contract.findings import ConfigError, DrayError, nearest
 
-app = typer.Typer(
-    name="dray",
-    help="Build or adopt one container image, and train in it on the nodes of a Slurm cluster.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,  # dray completion
-    epilog="Examples:\n  dray init my-runs\n  dray run recipes/smoke-cpu.toml\n  dray submit recipes/mine.toml -N 2",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback(invoke_without_command=True)
-def _version(show: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
-    if show:
-        print(f"dray {__version__}")
-        raise typer.Exit
-
-
-# In the order of their use, as `dray --help` shows them.
-_PANELS = {
-    "Start a run": ("init", "plan", "prefetch", "run", "submit", "scale", "sweep", "tune"),
-    "Watch and stop a run": ("runs", "status", "logs", "top", "stop", "enter", "jupyter", "finish"),
-    "After a run": ("why", "report", "diff", "replay", "sync"),
-    "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
-    "Recipes, images, datasets and sites": ("recipe", "image", "data", "site", "env"),
-    "This machine": ("doctor", "remote", "cluster", "clean", "completion"),
+# In the order of a day, as `dray --help` shows them. Each line is the beginning of the verb's own help.
+VERBS = {
+    "Prepare": {
+        "init": "Write a folder from which you build images and submit jobs",
+        "doctor": "Check whether runs can start on this machine or node",
+        "image": "Build, adopt, extend, inspect and verify images",
+        "recipe": "List, write and check recipes, and list their keys",
+        "site": "List, show, check and write the site files of clusters",
+        "data": "Show the datasets of a recipe as its model will see them",
+    },
+    "Start a run": {
+        "plan": "Print in ten lines what would run, without starting it",
+        "run": "Run a recipe or a command on this machine",
+        "submit": "Check the recipe, make the run folder and call sbatch",
+    },
+    "Watch and stop a run": {
+        "runs": "List runs, the newest first",
+        "status": "Show the state of a run",
+        "top": "Watch a run live: progress, loss, speed, nodes and last lines",
+        "logs": "Show the logs of all nodes and ranks",
+        "watch": "Watch a run from outside its job",
+        "stop": "Ask a run to save a checkpoint and end",
+        "enter": "Open a shell, or run a COMMAND, in the container of a run",
+    },
+    "After a run": {
+        "why": "Show why a run failed: the first failure, its cause and the fix",
+        "report": "Write a report of a run, or of several side by side",
+        "diff": "Show what differs between two runs, the most important first",
+        "replay": "Repeat a run from its capsule",
+        "model": "Evaluate, export or push a model, or generate text with it",
+    },
+    "Several runs and machines": {
+        "study": "Run a recipe several times, and print a table",
+        "remote": "Name clusters that you reach by ssh",
+        "clean": "Show old runs, studies, tokens, images and left-over files",
+    },
 }
-_OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
-# These may end in -- and a command, whose arguments dray does not parse.
-_START = ("plan", "run", "submit", "enter", "env")
-_GROUPS = ("recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "remote")
-_EVERYTHING = tuple(name for names in _PANELS.values() for name in names)
-
-
-def _register(named: str | None) -> None:
-    """Import only the verb that was named: a job plans at every start, and must not load the Docker SDK for it."""
-    for panel, names in _PANELS.items():
-        for name in {named} & {*names} if named in _EVERYTHING else names:
-            module = importlib.import_module(f"dray.cli.{'model' if name in _OF_MODEL else name}")
-            if name in _GROUPS:
-                app.add_typer(module.app, name=name, rich_help_panel=panel)
-            else:
-                verb = getattr(module, _OF_MODEL.get(name, name))
-                app.command(name, hidden=name == "finish", rich_help_panel=panel)(verb)
-    examples.show(app)
+HIDDEN = {
+    "cluster": "A real Slurm with Apptainer on this machine, in Docker",
+    "completion": "Print a script with which your shell completes",
+    "finish": "",  # slurm/end.sh calls it
+}
+SHOWN = {verb: line for panel in VERBS.values() for verb, line in panel.items()}
+WITH_COMMAND = ("plan", "run", "submit", "enter", "site")
+"""These verbs may end in -- and a command, whose arguments dray does not parse."""
 
 
 def main() -> None:
@@ -77,32 +73,39 @@ def _code(argv: list[str]) -> int:
     try:
         if argv[:1] != ["finish"]:
             require(argv)
-        if (before := completion.typed()) is not None:
-            return _complete(before)
-        _register(argv[0] if argv else None)
-        cut = argv.index("--") if argv[:1] and argv[0] in _START and "--" in argv else len(argv)
-        return int(app(argv[:cut], obj=argv[cut + 1 :], standalone_mode=False) or exit_codes.DONE)
-    except TyperException as wrong:
-        if not wrong.format_message():  # nothing was typed, and typer has printed the help
-            return exit_codes.CONFIG
-        return _say(usage.error(wrong))
-    except typer.Abort:  # Ctrl-C that no verb has handled
-        return 130
+        if "_DRAY_COMPLETE" in os.environ:
+            from dray.cli import completion  # noqa: PLC0415  only a TAB needs it
+
+            return completion.answer()
+        word = argv[0] if argv else ""
+        if word in ("", "-h", "--help"):
+            print(_help())
+            return exit_codes.DONE if word else exit_codes.CONFIG
+        if word == "--version":
+            print(f"dray {__version__}")
+            return exit_codes.DONE
+        if word not in SHOWN | HIDDEN:
+            raise ConfigError(f"dray has no verb {word!r}", fix=f"dray {nearest(word, SHOWN) or '-h'}")
+        from dray.cli import app  # noqa: PLC0415  typer takes 0.1 s
+
+        return app.run(argv)
     except Exception as raised:
         return _say(unexpected.error(raised))
 
 
-def _complete(before: list[str]) -> int:
-    """Answer a shell that completes a line. A command behind -- is left to the shell itself."""
-    named = [word for word in before if word != "--version"]
-    if not named:
-        completion.stubs(app, (name for name in _EVERYTHING if name != "finish"))
-    elif named[0] in _EVERYTHING and not (named[0] in _START and "--" in named):
-        _register(named[0])
-    else:
-        return exit_codes.DONE
-    completion.answer(app)
-    return exit_codes.DONE
+def _help() -> str:
+    lines = [
+        "Usage: dray VERB [OPTIONS]     dray VERB -h explains a verb     dray --version\n",
+        "Build or adopt one container image, and train in it on the nodes of a cluster.",
+    ]
+    for panel, verbs in VERBS.items():
+        lines.append(f"\n{panel}:")
+        lines += [f"  {verb:<8}{line}" for verb, line in verbs.items()]
+    lines.append("\nAlso: dray cluster (a Slurm on this machine), dray completion (in your shell)")
+    lines.append(
+        "\nExamples:\n  dray init my-runs\n  dray run recipes/smoke-cpu.toml\n  dray submit recipes/mine.toml -N 2"
+    )
+    return "\n".join(lines)
 
 
 def _say(error: DrayError) -> int:

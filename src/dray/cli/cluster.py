@@ -6,11 +6,8 @@ import os
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from dray import process
 from dray.clients.docker import client, endpoint
@@ -21,7 +18,6 @@ from dray.cluster.machines import USER
 from dray.contract.findings import ConfigError, UnfitError
 
 app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")
-_log = Console(stderr=True, highlight=False)
 
 _USAGE = """\
   dray cluster shell                                       open a shell on it; then, for example:
@@ -32,33 +28,25 @@ _USAGE = """\
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option(help="Nodes besides the controller.")] = 2,
-    gpus_per_node: Annotated[int, typer.Option(help="Fake GPUs of each node.")] = 2,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="Debian trixie, as an image reference or a tar of a root filesystem. Default: DRAY_CLUSTER_BASE, "
-            "else the running cluster's, else build/base/trixie.tar, else the pinned image.",
-        ),
-    ] = None,
-    share: Annotated[
-        Path | None,
-        typer.Option(help="Folder that all nodes see as /shared. Default: build/cluster/shared."),
-    ] = None,
+    nodes: int = 2,
+    gpus_per_node: int = 2,
+    base: str | None = None,
+    share: Path | None = None,
 ) -> None:
     """Start the cluster, or repair it; fast if it is healthy.
 
+    --nodes N: Nodes besides the controller.
+    --gpus-per-node N: Fake GPUs of each node.
+    --base BASE: Debian trixie, as an image reference or a tar of a root filesystem. Default: DRAY_CLUSTER_BASE,
+      else the running cluster's, else build/base/trixie.tar, else the pinned image.
+    --share FOLDER: Folder that all nodes see as /shared. Default: build/cluster/shared.
+
     dray cluster up --nodes 2
     """
-    with closing(client()) as engine, _log.status("bringing the cluster up") as spinner:
-
-        def say(line: str) -> None:
-            spinner.update(line[: _log.width - 4])
-            _log.print(line, markup=False, soft_wrap=True)
-
-        health = LocalCluster(engine).up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=say)
+    with closing(client()) as engine:
+        health = LocalCluster(engine).up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=_say)
     _show(health)
-    typer.echo(_USAGE)
+    print(_USAGE)
 
 
 @app.command()
@@ -86,9 +74,7 @@ def shell() -> None:
         raise ConfigError("a shell needs a terminal", fix="dray cluster exec -- COMMAND")
     docker = process.which("docker")
     if not docker:
-        raise UnfitError(
-            "a shell needs Docker's command line client", fix="install it, or: dray cluster exec -- COMMAND"
-        )
+        raise UnfitError("a shell needs Docker's command line client", fix="dray cluster exec -- COMMAND")
     with closing(client()) as engine:
         container = LocalCluster(engine).machine(CONTROLLER)
     argv = [docker, "--host", endpoint().url, "exec", "--interactive", "--tty", "--user", USER]
@@ -98,11 +84,15 @@ def shell() -> None:
 
 @app.command(name="exec")
 def exec_(
-    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.")],
-    node: Annotated[str, typer.Option(help="The machine: controller, n1, n2 ...")] = CONTROLLER,
-    user: Annotated[str, typer.Option(help="The user: dray or root.")] = USER,
+    command: list[str],
+    node: str = CONTROLLER,
+    user: str = USER,
 ) -> None:
     """Run a command on the cluster, in this checkout, and return its exit code. `dray` itself runs in the CPU image.
+
+    COMMAND: The command and its arguments, after --.
+    --node NAME: The machine: controller, n1, n2 ...
+    --user NAME: The user: dray or root.
 
     dray cluster exec -- sinfo
     dray cluster exec -- dray submit recipes/smoke-cpu.toml --follow
@@ -122,18 +112,16 @@ def down() -> None:
     """
     with closing(client()) as engine:
         removed = LocalCluster(engine).down()
-    _log.print(f"removed {', '.join(removed)}" if removed else "there was no cluster")
+    _say(f"removed {', '.join(removed)}" if removed else "there was no cluster")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _show(health: Health) -> None:
-    table = Table("machine", "container", "Slurm", "GPUs")
+    columns = "{:<12}{:<12}{:<12}{}"
+    print(columns.format("machine", "container", "Slurm", "GPUs"))
     for machine in health.machines:
-        style = "red" if machine.problem else ""
-        table.add_row(machine.name, machine.container, machine.slurm, machine.gpus, style=style)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(
-        f"Slurm {health.slurm}, Apptainer {health.apptainer}; /shared is {health.shared}",
-        markup=False,
-        soft_wrap=True,
-    )
+        print(columns.format(machine.name, machine.container, machine.slurm, machine.gpus))
+    print(f"Slurm {health.slurm}, Apptainer {health.apptainer}; /shared is {health.shared}")

@@ -1,21 +1,18 @@
 """`dray completion`: complete verbs, options, runs, recipes, keys and sites in your shell.
 
-The shell runs dray at each TAB, with the line in the environment. Typer answers; only the verb on the line is imported.
+The shell runs dray at each TAB, with the line in the environment. Typer answers, once there is a verb on the line.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from typer.completion import get_completion_inspect_parameters
 
-ASKED = "_DRAY_COMPLETE"
-_LINE = "_TYPER_COMPLETE_ARGS"
+from dray import cli
+from dray.contract import exit_codes
 
 # Unlike Typer's own scripts: no word goes through eval or a pattern, since others may name folders; a = in a word
 # stays in it; and no blank follows a word that ends in = or /.
@@ -90,32 +87,24 @@ def completion(
     print(_SCRIPTS[shell], end="")
 
 
-def typed() -> list[str] | None:
-    """The words before the one to complete, without `dray`; None if no shell asks."""
-    if ASKED not in os.environ:
-        return None
-    before = os.environ.get(_LINE, "").rpartition(" ")[0]
+def answer() -> int:
+    """Print what may follow the words on the line, in the format of the shell that asks."""
+    line, _, begun = os.environ.get("_TYPER_COMPLETE_ARGS", "").rpartition(" ")
     try:
-        return shlex.split(before)[1:]
+        typed = shlex.split(line)[1:]
     except ValueError:  # in the middle of a quoted word
-        return before.split()[1:]
+        typed = line.split()[1:]
+    if not typed:
+        verbs = cli.SHOWN | {"cluster": cli.HIDDEN["cluster"], "completion": cli.HIDDEN["completion"]}
+        as_words = os.environ["_DRAY_COMPLETE"] == "complete_bash"
+        for verb, about in verbs.items():
+            if verb.startswith(begun):
+                print(verb if as_words else f"{verb}\t{about}")
+    elif typed[0] in cli.SHOWN | cli.HIDDEN and "--" not in typed:
+        from typer.completion import get_completion_inspect_parameters  # noqa: PLC0415
 
+        from dray.cli.app import command  # noqa: PLC0415
 
-def answer(app: typer.Typer) -> None:
-    """Print the completions in the format of the shell that asks."""
-    get_completion_inspect_parameters()  # registers the shells with Typer, as its own completion options do
-    app(prog_name="dray", complete_var=ASKED, standalone_mode=False)
-
-
-def stubs(app: typer.Typer, names: Iterable[str]) -> None:
-    """Register all verbs without importing them, each with the first line of its file as its help."""
-    for name in names:
-        about = _about(Path(__file__).with_name(f"{name}.py"))
-        app.command(name, help=about)(lambda: None)
-
-
-def _about(file: Path) -> str:
-    if not file.is_file():
-        return ""
-    with file.open(encoding="utf-8") as source:
-        return source.readline().strip().strip('"').partition(": ")[2].rstrip(".")
+        get_completion_inspect_parameters()  # registers the shells with typer, as its own options for completion do
+        command(typed[0])(prog_name="dray", complete_var="_DRAY_COMPLETE", standalone_mode=False)
+    return exit_codes.DONE

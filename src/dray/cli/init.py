@@ -25,90 +25,140 @@ from dray.contract.findings import ConfigError, DrayError, listed, nearest
 from dray.fitness import host
 from dray.images import store
 from dray.runs import slurm
-from dray.runs.prepare import recipe_name
 
-_GPUS = {
-    "cuda": "NVIDIA A100 and newer",
-    "cuda12": "NVIDIA V100, or an older driver",
-    "rocm": "AMD",
-    "rocm6": "AMD, with an older driver",
-    "cpu": "none",
-}
+_GPUS = (
+    "cuda: NVIDIA A100 and newer; cuda12: NVIDIA V100, or an older driver; rocm: AMD; "
+    "rocm6: AMD, with an older driver; cpu: none"
+)
 # What Slurm calls a GPU in GRES, gpu:v100:4.
 _OLD, _AMD = re.compile("v100|p100|gtx|rtx20", re.IGNORECASE), re.compile(r"mi\d|amd|radeon", re.IGNORECASE)
-_SMALL = "small"
-_UVX = "archive-v"
-"""uvx runs dray in a folder of uv's cache with this name: no `dray` is there afterwards."""
+_RECIPE = Path("recipes", "mine.toml")
 
 
 def init(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A new or empty folder, or a checkout of dray.")
-    ] = Path(),
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Ask nothing and take each default, as without a terminal.")
-    ] = False,
-    name: Annotated[str, typer.Option(help="The recipe's name.")] = "mine",
+    folder: Path = Path(),
     site: Annotated[
         str,
         typer.Option(help="This cluster's site. Default: the one that dray detects.", autocompletion=candidates.sites),
     ] = "",
-    partition: Annotated[
-        str, typer.Option(help="Slurm partition. Default: the site's, else the one with most GPUs.")
-    ] = "",
-    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
-    gpu: Annotated[
-        str,
-        typer.Option(
-            help="Image variant: cuda, cuda12, rocm, rocm6 or cpu.", autocompletion=candidates.one_of(ACCELERATORS)
-        ),
-    ] = "",
-    model: Annotated[
-        str, typer.Option(help="A model of the hub, a folder, or small: a GPT-2 of 1 M parameters from scratch.")
-    ] = "",
-    data: Annotated[str, typer.Option(help="A file, a folder, hub:OWNER/NAME, or builtin: a made-up language.")] = "",
+    partition: str = "",
+    account: str = "",
+    gpu: str = "",
+    model: str = "small",
+    data: str = "builtin",
 ) -> None:
     """Write a folder from which you build images and submit jobs, with a first recipe, and print the next commands.
 
-    On a terminal it asks what Slurm and this machine do not tell. It overwrites no file.
+    It takes from Slurm and this machine what the options do not give, and overwrites no file.
+
+    FOLDER: A new or empty folder, or a checkout of dray.
+    --partition NAME: Slurm partition. Default: the site's, else the one with most GPUs.
+    --account NAME: Slurm account. Default: your first one.
+    --gpu VARIANT: Image variant: cuda, cuda12, rocm, rocm6 or cpu. Default: by the names of the GPUs.
+    --model MODEL: A model of the hub, a folder, or small: a GPT-2 of 1 M parameters from scratch.
+    --data DATASET: A file, a folder, hub:OWNER/NAME, or builtin: a made-up language.
 
     dray init my-runs
-    dray init my-runs --yes --model gpt2 --data ~/corpus
+    dray init my-runs --model gpt2 --data ~/corpus
     """
-    ask = _Ask(asks=not yes and sys.stdin.isatty() and sys.stdout.isatty())
-    found = host.site(site)
-    has_slurm = bool(process.which("sbatch"))
-    partitions: list[slurm.Partition] = []
-    try:
-        partitions = slurm.partitions() if has_slurm else []
-    except DrayError as silent:
-        silent.amend(fix="run dray init again, or give --partition and --gpu")
-        if not gpu and not found.site.image:  # whether the nodes have GPUs, only Slurm knows
-            raise
-        print(f"dray: warning: {silent}", file=sys.stderr)
-    queue = _partition(ask, partition, partitions, found.site.sbatch)
-    gres = next((one for one in partitions if one.name == queue), None)
-    variant = _variant(ask, gpu, found.site.image, gres, has_slurm=has_slurm)
-    gpus = 0 if variant == "cpu" else (gres.gpus if gres else 0) or found.site.gpus_per_node or 1
-    options = _options(queue, found.site.sbatch, _account(ask, account, found.site.account, has_slurm=has_slurm))
-    named = _model(model or ask.text("model: a name of the hub, a folder, or small (1 M, from scratch)", _SMALL))
-    dataset = _dataset(data or ask.text("dataset: a file, a folder, hub:OWNER/NAME, or builtin", "builtin"))
-    new = New(name=recipe_name(name), train=dataset, image=variant, gpus=gpus, model=named)
-    require_good(new.text())  # before the checkout is written
-    recipe = Path("recipes", f"{new.name}.toml")
+    chosen = host.site(site)
+    found = chosen.site
+    queue = _partition(partition, found, needed=not gpu and not found.image)
+    variant = gpu or found.image or _variant(queue)
+    if variant not in ACCELERATORS:
+        raise ConfigError("there is no image for such a GPU", wanted=_GPUS, found=variant, fix="--gpu cuda")
+    gpus = 0 if variant == "cpu" else (queue and queue.gpus) or found.gpus_per_node or 1
+    data = data if data == "builtin" or re.match("[a-z0-9]{2,}:", data) else _absolute("--data", data)
+    if model == "small":
+        model = ""
+    elif model.startswith(("/", "~", ".")) or Path(model).is_dir():
+        model = _absolute("--model", model)
+    text = New(name="mine", train=data, image=variant, gpus=gpus, model=model).text()
+    require_good(text)  # before the checkout is written
     if not (folder / "containers" / "steps").is_dir():
         dray_home.write(folder)
-    write(folder / recipe, new.text())
-    print(f"site: {found.site.name} ({found.reason})")
-    print(f"{folder}: containers/ to build, slurm/ to submit, recipes/ to train\n{folder / recipe}:\n\n{new.text()}")
-    of_hub = (named and not named.startswith("/")) or dataset.startswith("hub:")
-    commands = [["prefetch", str(recipe)]] if of_hub else []
-    commands += _submit(recipe, variant, gpus, found.site, options) if has_slurm else _here(recipe, variant)
+    write(folder / _RECIPE, text)
+    print(f"site: {found.name} ({chosen.reason})")
+    print(f"{folder}: containers/ to build, slurm/ to submit, recipes/ to train\n{folder / _RECIPE}:\n\n{text}")
+    commands = []
+    if data.startswith("hub:") or (model and not model.startswith("/")):
+        commands.append(["data", "prefetch", str(_RECIPE)])
+    if queue:
+        accounts = slurm.accounts()
+        if not account and (found.account or len(accounts) > 1):
+            account = [*accounts, found.account][0]
+        wanted = {"--partition": queue.name, "--account": account}
+        options = [f"{option}={value}" for option, value in wanted.items() if value]
+        commands += _submit(variant, gpus, found, [option for option in options if option not in found.sbatch])
+    else:
+        commands += _here(variant)
     _next(folder, commands)
-    if has_slurm and found.site.name == sites.GENERIC:
+    if queue and found.name == sites.GENERIC:
         print("No site file knows this cluster: `dray site new` writes one, with its binds and its network.")
-    if found.site.account and f"--sbatch=--account={found.site.account}" in options:
-        print(f"{found.site.account} is the site's example: put your own account there.")
+    if account and account == found.account:
+        print(f"{account} is the site's example: put your own account there.")
+
+
+def _partition(given: str, site: Site, *, needed: bool) -> slurm.Partition | None:
+    """The user's or the site's partition, else the one with most GPUs on a node; None without Slurm."""
+    if not process.which("sbatch"):
+        return None
+    partitions: dict[str, slurm.Partition] = {}
+    try:
+        partitions = {partition.name: partition for partition in slurm.partitions()}
+    except DrayError as silent:
+        silent.amend(fix="run dray init again, or give --partition and --gpu")
+        if needed:  # whether the nodes have GPUs, only Slurm knows
+            raise
+        print(f"dray: warning: {silent}", file=sys.stderr)
+    if given and partitions and given not in partitions:
+        fix = f"--partition {nearest(given, partitions) or 'NAME'}"
+        raise ConfigError("Slurm has no such partition", wanted=listed(partitions), found=given, fix=fix)
+    for option in site.sbatch:
+        if option.startswith("--partition="):
+            given = given or option.partition("=")[2]
+    if not given and partitions:
+        given = max(partitions, key=lambda name: (partitions[name].gpus, partitions[name].nodes))
+    return partitions.get(given, slurm.Partition(name=given, nodes=1, cpus=0, gres=""))
+
+
+def _variant(queue: slurm.Partition | None) -> str:
+    """The image for the partition's GPUs by Slurm's names of them; without Slurm, for this machine's."""
+    if not queue:
+        return next((variant for variant in ("cuda", "rocm") if node.has_gpu(ACCELERATORS[variant])), "cpu")
+    if not queue.gpus:
+        return "cpu"
+    if _AMD.search(queue.gres):
+        return "rocm"
+    return "cuda12" if _OLD.search(queue.gres) else "cuda"
+
+
+def _absolute(option: str, given: str) -> str:
+    """The absolute path of a file, a folder or a pattern, since the recipe may move."""
+    path = Path(given).expanduser().absolute()
+    if not path.exists() and not any(path.parent.glob(path.name)):
+        raise ConfigError(f"{option} names nothing", where=path, fix=f"leave out {option}")
+    return str(path)
+
+
+def _submit(variant: str, gpus: int, site: Site, options: Sequence[str]) -> list[list[str]]:
+    engine = site.engine or "apptainer"
+    argv = ["submit", str(_RECIPE), "--nodes", "1"]
+    if gpus:
+        argv += ["--gpus-per-node", str(gpus)]
+    if site.name != host.site().site.name:
+        argv += ["--site", site.name]
+    argv += [f"--sbatch={option}" for option in options]
+    absent = store.absent(store.job_file(dray_home.root(), variant, engine), variant, engine)
+    return [*([["image", "build", variant]] if absent else []), [*argv, "--dry-run"], argv]
+
+
+def _here(variant: str) -> list[list[str]]:
+    """The commands without Slurm: run on this machine, in this Python or in Docker."""
+    plan, run = ["plan", str(_RECIPE)], ["run", str(_RECIPE)]
+    if variant == "cpu" and find_spec("torch"):
+        return [plan, run]
+    return [["image", "build", variant, "--format", "docker"], plan, [*run, "--engine", "docker"]]
 
 
 def _next(folder: Path, commands: Sequence[Sequence[str]]) -> None:
@@ -118,111 +168,8 @@ def _next(folder: Path, commands: Sequence[Sequence[str]]) -> None:
     if folder.resolve() != Path().resolve():
         print(f"  cd {shlex.quote(str(folder))}")
         dray = str(Path(dray).absolute()) if "/" in dray else dray
-    if Path(sys.prefix).parent.name.startswith(_UVX):
+    if Path(sys.prefix).parent.name.startswith("archive-v"):  # of uvx, which leaves no `dray` to call
         print("  make install")
         dray, rest = ".venv/bin/dray", []
     for argv in commands:
         print(f"  {shlex.join([dray, *rest, *argv])}")
-
-
-class _Ask:
-    """Asks questions on a terminal; elsewhere takes the default of each."""
-
-    def __init__(self, *, asks: bool) -> None:
-        self.asks = asks
-
-    def text(self, question: str, default: str) -> str:
-        return str(typer.prompt(question, default=default or None)) if self.asks else default
-
-    def one_of(self, question: str, choices: Sequence[str], default: str) -> str:
-        """Ask for one of several choices; a single choice needs no question."""
-        if len(choices) < 2:
-            return default
-        while (answer := self.text(f"{question} ({', '.join(choices)})", default)) not in choices:
-            print(f"one of {', '.join(choices)}")
-        return answer
-
-
-def _partition(ask: _Ask, given: str, partitions: list[slurm.Partition], site: Sequence[str]) -> str:
-    """The site's partition, else the user's choice, by default the one with most GPUs on a node."""
-    names = [one.name for one in partitions]
-    if given and names and given not in names:
-        fix = f"--partition {nearest(given, names) or 'NAME'}"
-        raise ConfigError("Slurm has no such partition", wanted=listed(names), found=given, fix=fix)
-    known = next((option.partition("=")[2] for option in site if option.startswith("--partition=")), "")
-    best = max(partitions, key=lambda one: (one.gpus, one.nodes), default=None)
-    return given or known or (ask.one_of("partition", names, best.name) if best else "")
-
-
-def _variant(ask: _Ask, given: str, site: str | None, gres: slurm.Partition | None, *, has_slurm: bool) -> str:
-    """The image for the GPUs: from the site, else from Slurm's names of the GPUs, else from this machine."""
-    if given and given not in _GPUS:
-        raise ConfigError("there is no image for such a GPU", wanted=", ".join(_GPUS), found=given, fix="--gpu cuda")
-    if given or site:
-        return given or str(site)
-    if has_slurm and not (gres and gres.gpus):
-        return "cpu"
-    if has_slurm and gres:
-        guess = "rocm" if _AMD.search(gres.gres) else "cuda12" if _OLD.search(gres.gres) else "cuda"
-        sure = guess != "cuda" or re.search("a100|h100|h200|gh200|b200|l40|a40", gres.gres, re.IGNORECASE)
-        what = "; ".join(f"{one}: {about}" for one, about in _GPUS.items())
-        return guess if sure else ask.one_of(f"GPUs, {gres.gres}: {what}", list(_GPUS), guess)
-    return next((one for one in ("cuda", "rocm") if node.has_gpu(ACCELERATORS[one])), "cpu")
-
-
-def _account(ask: _Ask, given: str, example: str, *, has_slurm: bool) -> str:
-    """The account to charge; the site's example if Slurm knows none."""
-    accounts = slurm.accounts() if has_slurm and not given else []
-    if given or (len(accounts) == 1 and not example):
-        return given  # Slurm's default is the only one
-    if accounts:
-        return ask.one_of("account", accounts, accounts[0]) if len(accounts) > 1 else accounts[0]
-    return ask.text("account", example) if example else ""
-
-
-def _model(given: str) -> str:
-    """The model for the recipe; empty for a new one."""
-    if given == _SMALL or not (given.startswith(("/", "~", ".")) or Path(given).is_dir()):
-        return "" if given == _SMALL else given
-    if not Path(given).expanduser().is_dir():
-        raise ConfigError("the model's folder does not exist", where=given, fix="--model small makes a new model")
-    return _path(given)
-
-
-def _dataset(given: str) -> str:
-    """The dataset for the recipe; a file or folder by its absolute path, since the recipe may move."""
-    if given == "builtin" or re.match(r"(hub|[a-z0-9]{2,}):", given):
-        return given
-    if not Path(given).expanduser().exists() and not re.search(r"[*?\[]", given):
-        raise ConfigError(
-            "the dataset does not exist", where=given, wanted="a file, a folder, hub:OWNER/NAME or builtin",
-            fix="--data builtin trains on a small made-up language",
-        )  # fmt: skip
-    return _path(given)
-
-
-def _path(given: str) -> str:
-    return str(Path(given).expanduser().absolute())
-
-
-def _options(partition: str, site: Sequence[str], account: str) -> list[str]:
-    """The options that sbatch needs in addition to the site's."""
-    wanted = {"--partition": partition, "--account": account}
-    found = [f"{option}={value}" for option, value in wanted.items() if value]
-    return [f"--sbatch={option}" for option in found if option not in site]
-
-
-def _submit(recipe: Path, variant: str, gpus: int, site: Site, options: Sequence[str]) -> list[list[str]]:
-    engine = site.engine or "apptainer"
-    absent = store.absent(store.job_file(dray_home.root(), variant, engine), variant, engine)
-    named = [] if site.name == host.site().site.name else ["--site", site.name]
-    argv = ["submit", str(recipe), "--nodes", "1", *(["--gpus-per-node", str(gpus)] if gpus else []), *named, *options]
-    return [*([["image", "build", variant]] if absent else []), [*argv, "--dry-run"], argv]
-
-
-def _here(recipe: Path, variant: str) -> list[list[str]]:
-    """The commands without Slurm: run on this machine, in this Python or in Docker."""
-    if variant == "cpu" and find_spec("torch"):
-        return [["plan", str(recipe)], ["run", str(recipe)]]
-    build = ["image", "build", variant, "--format", "docker"]
-    return [build, ["plan", str(recipe)], ["run", str(recipe), "--engine", "docker"]]

@@ -1,23 +1,37 @@
-"""`dray model`: evaluate, export or push a run's model. Short forms: `dray eval RUN` is `dray model eval RUN`."""
+"""`dray model`: evaluate, export or push a run's model, generate text with it, or import another program's."""
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from dray.cli import candidates
-from dray.cli.args import Engine, Runs
-from dray.config.recipe import Recipe
+from dray.cli.args import Engine, Overrides, Runs, found
+from dray.config.recipe import Command, Recipe
+from dray.config.training import Evaluation
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.runs import one_off_job, prepare, trust
-from dray.runs.store import find, newest_attempt
+from dray.runs import one_off_job
+from dray.runs import trust as trusting
+from dray.runs.prepare import over, read_recipe
+from dray.runs.store import dig, find, newest_attempt, read_json
 
-app = typer.Typer(no_args_is_help=True, help="Evaluate, export or push the model of a run, or generate text with it.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Evaluate, export or push a model, or generate text with it; import checkpoints of other programs.",
+)
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The run: its folder, its name or the beginning of it, or a job number.",
+        autocompletion=candidates.runs,
+    ),
+]
 TrustRun = Annotated[
     bool,
     typer.Option(
@@ -25,24 +39,198 @@ TrustRun = Annotated[
         help="For another user's run: use its env, pass_env, trust_remote_code and functions on rows too.",
     ),
 ]
-DeviceMap = Annotated[
-    Literal["auto"] | None,
-    typer.Option(help="For a model larger than one device: auto places its layers on all GPUs, then in host memory."),
+ShardGb = Annotated[
+    float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB; the memory needed grows with it.")
 ]
-MaxMemory = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="DEVICE=SIZE", help="With --device-map: limit of a device, such as 0=20GB or cpu=60GB; may be repeated."
-    ),
-]
-OffloadFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="With --device-map: folder for layers that fit into no memory; slow."),
-]
-_SIZE = re.compile(r"(cpu|\d{1,3})=(\d{1,6}(?:\.\d{1,3})?[KMG]i?B)")
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
-_HELP = "The run: its folder, its name or the beginning of it, or a job number."
-Run = Annotated[str, typer.Argument(metavar="RUN", help=_HELP, autocompletion=candidates.runs)]
+_SIZE = re.compile(r"(cpu|\d+)=\d+(\.\d+)?[KMG]i?B")
+
+
+@app.command("eval")
+def evaluate(
+    run: Run,
+    overrides: Overrides = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: list[str] | None = None,
+    offload_folder: Path | None = None,
+    engine: Engine = "bare",
+    trust_run: TrustRun = False,
+    runs: Runs = None,
+) -> None:
+    """Evaluate a run's model on the recipe's datasets, or on others, on this machine's GPU or CPUs.
+
+    --device-map: For a model larger than one device: auto places its layers on all GPUs, then in host memory.
+    --max-memory DEVICE=SIZE: Limit of a device, such as 0=20GB or cpu=60GB; may be repeated.
+    --offload-folder FOLDER: Folder for layers that fit into no memory; slow.
+
+    dray model eval RUN evaluate.mine.dataset=some.txt
+    """
+    placing = _placing(device_map, max_memory, offload_folder)
+    folder = _folder(run, runs)
+    plan, model = one_off_job.ended(folder, trust=trust_run)
+    for setting in overrides or []:
+        if re.split("[.=]", setting)[0] not in _EVALUATED:
+            wanted = f"settings of {', '.join(_EVALUATED)}"
+            raise ConfigError("this setting has no effect on an evaluation", wanted=wanted, found=setting)
+    recipe = over(plan.recipe, overrides or [])
+    if not trust_run and trusting.foreign(newest_attempt(folder)):
+        theirs = recipe.maps().items() & plan.recipe.maps().items()
+        trusting.require(trusting.functions(theirs), str(folder))
+    changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
+    job = image_tasks.Evaluate(str(model), changed, placing)
+    recipe = _writing(recipe, offload_folder)
+    seen = ("data", "evaluate", "checkpoint")
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: str = "",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Number of tokens to generate. Default: 64, or as many as fit.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for a temperature above 0.")] = 0,
+    device_map: Literal["auto"] | None = None,
+    max_memory: list[str] | None = None,
+    offload_folder: Path | None = None,
+    engine: Engine = "bare",
+    trust_run: TrustRun = False,
+    runs: Runs = None,
+) -> None:
+    """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
+
+    PROMPT: The text to continue; an sft model answers it.
+    --device-map: For a model larger than one device: auto places its layers on all GPUs, then in host memory.
+    --max-memory DEVICE=SIZE: Limit of a device, such as 0=20GB or cpu=60GB; may be repeated.
+    --offload-folder FOLDER: Folder for layers that fit into no memory; slow.
+
+    dray model generate RUN 'two: the' --tokens 40
+    """
+    plan, model = one_off_job.ended(_folder(run, runs), trust=trust_run)
+    objective = plan.recipe.train.objective if plan.recipe.train else "causal"
+    job = image_tasks.Generate(
+        str(model), objective, prompt, tokens or 0, temperature, seed,
+        trust_remote_code=plan.recipe.model.trust_remote_code,
+        placing=_placing(device_map, max_memory, offload_folder),
+    )  # fmt: skip
+    recipe = _writing(plan.recipe, offload_folder)
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=("checkpoint",), by_gpu=True))
+
+
+@app.command()
+def export(
+    run: Run,
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
+    to: Path | None = None,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    shard_gb: ShardGb = 4.0,
+    engine: Engine = "bare",
+    trust_run: TrustRun = False,
+    runs: Runs = None,
+) -> None:
+    """Export a checkpoint as a folder that from_pretrained loads, by default as RUN/exports/step-N. Needs no GPU.
+
+    --to FOLDER: Folder to write the model into.
+    --dtype: Type of the weights.
+
+    dray model export RUN --to weights --dtype bf16
+    """
+    plan, paths = one_off_job.trained(_folder(run, runs), trust=trust_run)
+    folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
+    chosen = _step(folder, plan.run, step)
+    target = _new(to or paths.run / "exports" / f"step-{chosen}")
+    job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
+    recipe = _writing(plan.recipe, folder)
+    raise typer.Exit(
+        one_off_job.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
+    )
+
+
+@app.command()
+def push(
+    run: Run,
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the hub; created if it is missing.")],
+    public: bool = False,
+    adapter: bool = False,
+    engine: Engine = "bare",
+    trust_run: TrustRun = False,
+    runs: Runs = None,
+) -> None:
+    """Push a run's model and its model card to the hub, as the user of HF_TOKEN.
+
+    --public: Create a public repository. Default: private.
+    --adapter: Push only the LoRA adapter, without the model.
+
+    dray model push RUN me/my-model
+    """
+    plan, model = one_off_job.ended(_folder(run, runs), trust=trust_run)
+    if not re.fullmatch("[^/]+/[^/]+", name):
+        raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
+    if adapter:
+        model = model.with_name("adapter")
+        if not model.is_dir():
+            raise ConfigError("the run trained no LoRA", where=model, fix="leave out --adapter to push the model")
+    recipe = plan.recipe.model_copy(update={"pass_env": one_off_job.hub_variables()})
+    job = image_tasks.Push(str(model), name, private=not public)
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"}))
+
+
+@app.command("import")
+def import_(
+    source: Path,
+    recipe: Path | None = None,
+    overrides: Overrides = None,
+    to: Path | None = None,
+    config: Path | None = None,
+    prefix: str | None = None,
+    dtype: Literal["auto", "fp32", "bf16"] = "auto",
+    shard_gb: ShardGb = 4.0,
+    trust: bool = False,
+    engine: Engine = "bare",
+) -> None:
+    """Import a checkpoint of Trainer, DeepSpeed or torch as a model (--to), as a checkpoint to resume from, or both.
+
+    SOURCE: A Trainer's checkpoint-N, a DeepSpeed or DCP folder, or a .safetensors, .bin or .pt file.
+    RECIPE: Recipe to resume with: write a checkpoint into its checkpoint.folder.
+    --to FOLDER: Folder to write the model into.
+    --config FOLDER: Folder of config.json and tokenizer. Default: the checkpoint's.
+    --prefix PREFIX: Prefix of the model's tensor names in the checkpoint, with its dot, such as `app.model.`
+    --dtype: Type of the written weights; auto keeps their type.
+    --trust: Load its pickles, which can run code: only if you trust who wrote them.
+
+    dray model import output/checkpoint-500 --to my-model
+    """
+    source = source.absolute()
+    if not source.exists():
+        raise ConfigError("the checkpoint does not exist", where=source, fix="give the path of its folder or file")
+    if to is None and recipe is None:
+        raise ConfigError(
+            "there is nothing to write: neither --to nor a recipe was given",
+            fix=f"dray model import {shlex.quote(str(source))} --to FOLDER",
+        )
+    target = _new(to) if to else None
+    settings = _to_resume(found(recipe), overrides or []) if recipe else None
+    job = image_tasks.Importing(
+        str(source),
+        str(target or ""),
+        recipe=settings.model_dump(mode="json") if settings else {},
+        config=str(config.absolute()) if config else "",
+        prefix=prefix,
+        dtype=dtype,
+        shard_gb=shard_gb,
+        trust=trust,
+    )
+    seen = settings or Recipe(name="import", image="cpu", command=Command(argv=("true",)))
+    # A container gets the recipe's datasets as binds, so the checkpoint and --config are listed as two more.
+    datasets = {**seen.evaluate, "source": Evaluation(dataset=str(source.parent))}
+    if config:
+        datasets["config"] = Evaluation(dataset=str(config.absolute()))
+    seen = seen.model_copy(update={"evaluate": datasets})
+    sections = ("data", "model", "checkpoint", "evaluate") if settings else ("evaluate",)
+    folder = target.parent if target else Path(seen.checkpoint.folder)
+    raise typer.Exit(one_off_job.once(seen, job, engine=engine, folder=folder, sections=sections))
 
 
 def _folder(run: str, runs: Path | None) -> Path:
@@ -52,61 +240,25 @@ def _folder(run: str, runs: Path | None) -> Path:
     return find(run, runs)
 
 
-@app.command("eval")
-def evaluate(
-    run: Run,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Settings that override the run's, such as evaluate.mine.dataset=some.txt."
-        ),
-    ] = None,
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    offload_folder: OffloadFolder = None,
-    engine: Engine = "bare",
-    trust_run: TrustRun = False,
-    runs: Runs = None,
-) -> None:
-    """Evaluate a run's model on the recipe's datasets, or on others, on this machine's GPU or CPUs.
-
-    dray eval runs/20261120-124439-smoke-cpu-cea81f
-    """
-    folder = _folder(run, runs)
-    plan, final = one_off_job.ended(folder, trust=trust_run)
-    for override in overrides or []:
-        if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
-            raise ConfigError(
-                "this setting has no effect on an evaluation",
-                wanted=f"settings of {', '.join(_EVALUATED)}",
-                found=override,
-                fix="leave it out",
-            )
-    placing = _placing(device_map, max_memory or [], offload_folder)
-    recipe = prepare.over(plan.recipe, overrides or [])
-    if not trust_run and trust.foreign(newest_attempt(folder)):
-        theirs = recipe.maps().items() & plan.recipe.maps().items()
-        trust.require(trust.functions(theirs), str(folder))
-    job = image_tasks.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)
-    seen = ("data", "evaluate", "checkpoint")
-    recipe = _writing(recipe, offload_folder)
-    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=final, sections=seen, by_gpu=True))
+def _new(target: Path) -> Path:
+    """The absolute path of a folder that does not exist, in one that does."""
+    target = target.absolute()
+    if target.exists() or target.is_symlink():
+        raise ConfigError("the target exists already", where=target, fix="--to ANOTHER_FOLDER")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
 
 
-def _placing(device_map: str | None, max_memory: list[str], folder: Path | None) -> dict[str, Any] | None:
+def _placing(device_map: str | None, max_memory: list[str] | None, folder: Path | None) -> dict[str, Any] | None:
     """How the job places a model on several devices; None if it uses one."""
-    if device_map is None and (max_memory or folder):
-        raise ConfigError("--max-memory and --offload-folder need --device-map", fix="add --device-map auto")
-    sizes = {}
-    for one in max_memory:
-        match = _SIZE.fullmatch(one)
-        if not match or match[1] in sizes:
-            raise ConfigError(
-                "--max-memory has a wrong value", wanted="DEVICE=SIZE: a GPU's number or cpu, each only once",
-                found=one, fix="--max-memory 0=20GB --max-memory cpu=60GB",
-            )  # fmt: skip
-        sizes[match[1]] = match[2]
-    return {"max_memory": sizes, "offload_folder": str(folder.absolute()) if folder else ""} if device_map else None
+    if not (device_map or max_memory or folder):
+        return None
+    for limit in max_memory or []:
+        if not _SIZE.fullmatch(limit):
+            fix = "--max-memory 0=20GB --max-memory cpu=60GB"
+            raise ConfigError("--max-memory has a wrong value", wanted="DEVICE=SIZE", found=limit, fix=fix)
+    sizes = dict(limit.split("=") for limit in max_memory or [])
+    return {"max_memory": sizes, "offload_folder": str(folder.absolute()) if folder else ""}
 
 
 def _writing(recipe: Recipe, folder: Path | None) -> Recipe:
@@ -115,126 +267,42 @@ def _writing(recipe: Recipe, folder: Path | None) -> Recipe:
     return recipe.model_copy(update={"checkpoint": held})
 
 
-@app.command()
-def generate(
-    run: Run,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; an sft model answers it.")] = "",
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Number of tokens to generate. Default: 64, or as many as fit.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for a temperature above 0.")] = 0,
-    device_map: DeviceMap = None,
-    max_memory: MaxMemory = None,
-    offload_folder: OffloadFolder = None,
-    engine: Engine = "bare",
-    trust_run: TrustRun = False,
-    runs: Runs = None,
-) -> None:
-    """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
-
-    dray generate runs/20261120-124439-mine-cea81f 'two: the' --tokens 40
-    """
-    plan, final = one_off_job.ended(_folder(run, runs), trust=trust_run)
-    recipe = plan.recipe
-    job = image_tasks.Generate(
-        str(final),
-        objective=recipe.train.objective if recipe.train else "causal",
-        prompt=prompt,
-        tokens=tokens or 0,
-        temperature=temperature,
-        seed=seed,
-        trust_remote_code=recipe.model.trust_remote_code,
-        placing=_placing(device_map, max_memory or [], offload_folder),
-    )
-    recipe = _writing(recipe, offload_folder)
-    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=final, sections=("checkpoint",), by_gpu=True))
-
-
-@app.command()
-def export(
-    run: Run,
-    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
-    to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: RUN/exports/step-N.")
-    ] = None,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
-    shard_gb: Annotated[
-        float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB; the memory needed grows with it.")
-    ] = 4.0,
-    engine: Engine = "bare",
-    trust_run: TrustRun = False,
-    runs: Runs = None,
-) -> None:
-    """Export a checkpoint as a folder that from_pretrained loads: safetensors, config.json, tokenizer. Needs no GPU.
-
-    dray export runs/20261120-124439-smoke-cpu-cea81f --to weights --dtype bf16
-    """
-    plan, paths = one_off_job.trained(_folder(run, runs), trust=trust_run)
-    folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
-    steps = _steps(folder, plan.run, step)
-    chosen = step or steps[-1]
-    target = (to or paths.run / "exports" / f"step-{chosen}").absolute()
-    if target.exists():
-        raise ConfigError("the target exists already", where=target, fix="--to ANOTHER_FOLDER")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
-    held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder), "mirror": ""})
-    recipe = plan.recipe.model_copy(update={"checkpoint": held})
-    raise typer.Exit(
-        one_off_job.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
-    )
-
-
-def _steps(folder: Path, run: str, step: int | None) -> list[int]:
-    """The steps of this run's checkpoints, `step` among them; other runs may keep theirs in the same folder."""
-    runs: dict[str, list[int]] = {}
-    for number, path in sorted((int(path.name[5:]), path) for path in folder.glob("step-*") if path.name[5:].isdigit()):
-        runs.setdefault(_run_of(path) or run, []).append(number)
-    own = runs.get(run, [])
-    if own and (step is None or step in own):
-        return own
-    found = (f"steps {', '.join(map(str, steps))} of the run {name}" for name, steps in runs.items())
-    fix = "set checkpoint.every in the recipe"
-    if step is None and (folder / "final").is_dir():
-        fix = f"{folder / 'final'} is an export of the last model; checkpoint.every=N keeps checkpoints before the end"
-    if runs:
-        fix = "--step N, with a step of this run" if own else "dray export RUN, with the run that wrote it"
+def _step(folder: Path, run: str, step: int | None) -> int:
+    """The step of this run's checkpoint, by default the newest; other runs may keep theirs in the same folder."""
+    own = []
+    for path in folder.glob("step-*"):
+        if path.name[5:].isdigit():  # without a manifest the export says what is wrong
+            name = dig(read_json(path / "manifest.json", []), "run")
+            if name in (None, run):
+                own.append(int(path.name[5:]))
+    chosen = step or max(own, default=None)
+    if chosen in own:
+        return chosen
+    found = f"steps {', '.join(map(str, sorted(own)))}" if own else "none"
+    if not own and (folder / "final").is_dir():
+        found = f"{folder / 'final'} is an export of the last model"
     raise ConfigError(
         f"this run has no checkpoint of step {step}" if step else "this run has no checkpoint",
-        where=folder, found="\n".join(found) or "none", fix=fix,
-    )  # fmt: skip
+        where=folder,
+        found=found,
+        fix="--step N, with a step of this run" if own else "checkpoint.every=N in the recipe keeps checkpoints",
+    )
 
 
-def _run_of(checkpoint: Path) -> str:
-    """The run that wrote the checkpoint; empty if its manifest cannot be read, which the export reports."""
-    try:
-        return str(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["run"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
-
-
-@app.command()
-def push(
-    run: Run,
-    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the hub; created if it is missing.")],
-    public: Annotated[bool, typer.Option("--public", help="Create a public repository. Default: private.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Push only the LoRA adapter, without the model.")] = False,
-    engine: Engine = "bare",
-    trust_run: TrustRun = False,
-    runs: Runs = None,
-) -> None:
-    """Push a run's model and its model card to the hub, as the user of HF_TOKEN.
-
-    dray push runs/20261120-124439-smoke-cpu-cea81f me/my-model
-    """
-    plan, folder = one_off_job.ended(_folder(run, runs), trust=trust_run)
-    if name.count("/") != 1 or not all(name.split("/")):
-        raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
-    if adapter:
-        folder = folder.with_name("adapter")
-        if not folder.is_dir():
-            raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter to push the model")
-    recipe = plan.recipe.model_copy(update={"pass_env": one_off_job.hub_variables()})
-    job = image_tasks.Push(str(folder), name, private=not public)
-    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=folder, env={"HF_HUB_OFFLINE": "0"}))
+def _to_resume(path: Path, overrides: list[str]) -> Recipe:
+    """The recipe, if a run of it can resume from another program's checkpoint."""
+    recipe = read_recipe(path, overrides)
+    folder = Path(recipe.checkpoint.folder)
+    refused = {
+        "a recipe with [train]: dray recipe new mine.toml": not recipe.train,
+        "checkpoint.folder=FOLDER": not recipe.checkpoint.folder,
+        "lora.enabled=false": recipe.lora and recipe.lora.enabled,
+        "analog.enabled=false": recipe.analog and recipe.analog.enabled,
+        "data.streaming=false": recipe.data.streaming,  # of a dataset on the disk a step gives the position
+        "checkpoint.folder=ANOTHER, a folder without checkpoints": any(folder.glob("step-*")),
+    }
+    for fix, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError("this recipe cannot resume from another program's checkpoint", where=path, fix=fix)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    return recipe

@@ -34,7 +34,7 @@ _PYTHON, _LIBC = (3, 11), (2, 28)
 # dray's requirements that only hosts need.
 _HOSTS = {"docker", "spython"}
 # Imports dray's planner and runner.
-_START = ("-B", "-c", "import dray.cli, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler")
+_START = ("-B", "-c", "import dray.cli.app, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler")
 
 
 def _require(found: Mapping[str, Any], source: str) -> None:

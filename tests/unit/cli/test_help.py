@@ -5,26 +5,40 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 import verbs
+from dray import cli
 from dray.config import dray_home
 from dray.runs.prepare import read_recipe
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 VERBS = verbs.verbs()
-EXAMPLES = [
-    (path, line.strip().replace(r"\[", "["))
-    for path, command in VERBS.items()
-    for line in (command.epilog or "").splitlines()[1:]
-]
+EXAMPLES = [(path, line.strip()) for path, command in VERBS.items() for line in (command.epilog or "").splitlines()[2:]]
 
 
 def test_every_help_ends_with_an_example() -> None:
-    assert [path for path, command in VERBS.items() if not command.epilog] == []
-    assert {command.epilog.splitlines()[0] for command in VERBS.values()} == {"Example:", "Examples:"}
+    assert [path for path, command in VERBS.items() if not command.epilog and path != "dray"] == []
+    assert {command.epilog.splitlines()[1] for command in VERBS.values() if command.epilog} == {"Example:", "Examples:"}
     assert [line for _, line in EXAMPLES if len(line) > 78] == []
+
+
+def test_the_list_has_the_beginning_of_each_verb_s_help_in_one_line() -> None:
+    assert len(cli.SHOWN) <= 24
+    for verb, line in {**cli.SHOWN, **cli.HIDDEN}.items():
+        if line:
+            assert (VERBS[f"dray {verb}"].help or "").startswith(line), verb
+    assert [line for line in cli._help().splitlines() if len(line) > 80] == []
+
+
+def test_help_and_version_import_no_verb() -> None:
+    """Half of what `dray --help` took was the import of typer and rich."""
+    code = "import sys; from dray import cli\ntry: cli.main()\nfinally: assert 'typer' not in sys.modules"
+    for option in ("--help", "--version"):
+        subprocess.run([sys.executable, "-c", code, option], env=PYTHON, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(("path", "example"), EXAMPLES, ids=lambda value: value)
@@ -40,11 +54,3 @@ def test_an_example_is_a_command_that_its_verb_takes(path: str, example: str, mo
     if recipe:
         settings = [word.split(",")[0] for word in words if re.match(r"[\w.]+=", word)]
         assert read_recipe(dray_home.root() / recipe, settings)
-
-
-def test_the_text_of_a_docstring_and_its_examples_are_apart() -> None:
-    from dray.cli.examples import split
-
-    assert split("Show it.\n\n    dray why\n    dray why 4711\n    ") == ("Show it.", ["dray why", "dray why 4711"])
-    assert split("Show it.") == ("Show it.", [])
-    assert split("dray is a tool.\nIt runs.") == ("dray is a tool.\nIt runs.", [])

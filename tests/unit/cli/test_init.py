@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -10,13 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 
 from dray.cli import init as verb
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import slurm as commands
+from dray.runs import slurm as slurm_commands
 from helpers import PYTHON, ROOT
 
 GPUS = "cpu|4|32|(null)\ngpu|8|64|gpu:a100:4(S:0-1)\ndebug|1|64|gpu:a100:2\n"
@@ -67,11 +65,12 @@ def test_without_slurm_it_runs_here_and_the_folder_is_whole(
     assert (tmp_path / "my runs/recipes/mine.toml").read_text() in out
     with pytest.raises(ConfigError, match="cannot write the recipe"):  # and over no file
         verb.init(Path("my runs"))
-    verb.init(Path("my runs"), name="second", gpu="cuda")
+    (tmp_path / "my runs/recipes/mine.toml").unlink()
+    verb.init(Path("my runs"), gpu="cuda")
     assert next_(capsys.readouterr().out)[1:] == [
         f"{tmp_path}/venv/dray image build cuda --format docker",
-        f"{tmp_path}/venv/dray plan recipes/second.toml",
-        f"{tmp_path}/venv/dray run recipes/second.toml --engine docker",
+        f"{tmp_path}/venv/dray plan recipes/mine.toml",
+        f"{tmp_path}/venv/dray run recipes/mine.toml --engine docker",
     ]
 
 
@@ -93,7 +92,7 @@ def test_on_a_cluster_the_commands_have_what_slurm_told(slurm: Slurm, capsys: py
     line = "/opt/dray submit recipes/mine.toml --nodes 1 --gpus-per-node 4 --sbatch=--partition=gpu"
     assert next_(capsys.readouterr().out) == [
         "cd runs",
-        "/opt/dray prefetch recipes/mine.toml",
+        "/opt/dray data prefetch recipes/mine.toml",
         "/opt/dray image build cuda",
         f"{line} --dry-run",
         line,
@@ -117,33 +116,19 @@ def test_the_dry_run_that_it_prints_works_word_for_word(slurm: Slurm, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("sinfo", "accounts", "answers", "asked", "line"),
+    ("sinfo", "accounts", "line"),
     [
-        (GPUS, "a\nb\na\n", ["debug", "b", "small", "builtin"], ["partition", "account"],
-         "--gpus-per-node 2 --sbatch=--partition=debug --sbatch=--account=b"),
-        ("gpu|8|64|gpu:4\n", "a\n", ["rocm", "small", "builtin"], ["GPUs"],
-         "--gpus-per-node 4 --sbatch=--partition=gpu"),
-        ("gpu|8|64|gpu:mi250:8\n", "", ["small", "builtin"], [], "--gpus-per-node 8 --sbatch=--partition=gpu"),
-        ("one|8|64|(null)\n", "", ["small", "builtin"], [], "--sbatch=--partition=one"),
+        (GPUS, "a\nb\na\n", "--gpus-per-node 4 --sbatch=--partition=gpu --sbatch=--account=a"),
+        ("gpu|8|64|gpu:4\n", "a\n", "--gpus-per-node 4 --sbatch=--partition=gpu"),
+        ("gpu|8|64|gpu:mi250:8\n", "", "--gpus-per-node 8 --sbatch=--partition=gpu"),
+        ("one|8|64|(null)\n", "", "--sbatch=--partition=one"),
     ],
-)  # fmt: skip
-def test_it_asks_only_what_nobody_tells(
-    sinfo: str, accounts: str, answers: list[str], asked: list[str], line: str,
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+)
+def test_what_slurm_tells(
+    sinfo: str, accounts: str, line: str, slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     slurm(sinfo=sinfo, accounts=accounts)
-    questions = []
-
-    def prompt(question: str, default: str | None) -> str:
-        questions.append(question)
-        return answers[len(questions) - 1]
-
-    monkeypatch.setattr(typer, "prompt", prompt)
-    monkeypatch.setattr(sys, "stdin", type("", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     verb.init(Path("x"))
-    about = [re.split(r"[ :,]", question)[0] for question in questions]
-    assert about == [*asked, "model", "dataset"]
     assert next_(capsys.readouterr().out)[-2] == f"/opt/dray submit recipes/mine.toml --nodes 1 {line}"
 
 
@@ -158,7 +143,7 @@ def test_a_controller_that_does_not_answer_is_told(
 ) -> None:
     slurm()
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(commands, "_QUICK_S", 0.2)
+    monkeypatch.setattr(slurm_commands, "_QUICK_S", 0.2)
     verb.init(Path("x"), gpu="cuda", partition="gpu")
     out, err = capsys.readouterr()
     assert err.startswith("dray: warning: sinfo gave no answer in 0.2 s\n")
@@ -169,13 +154,9 @@ def test_a_controller_that_does_not_answer_is_told(
     assert not Path("y").exists()
 
 
-def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_names_what_is_an_example(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
     slurm(cluster="lumi")
-    monkeypatch.setattr(sys, "stdin", type("", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    verb.init(Path("x"), yes=True)
+    verb.init(Path("x"))
     *_, line, note = next_(capsys.readouterr().out)
     assert line.endswith("--sbatch=--account=project_465000000")
     assert note == "project_465000000 is the site's example: put your own account there."
@@ -186,9 +167,9 @@ def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(
     [
         ({"partition": "nope"}, "Slurm has no such partition"),
         ({"gpu": "h100"}, "there is no image for such a GPU"),
-        ({"data": "gone.txt"}, "the dataset does not exist"),
+        ({"data": "gone.txt"}, "--data names nothing"),
         ({"data": "hub:"}, "the recipe has 1 error"),
-        ({"model": "/gone"}, "the model's folder does not exist"),
+        ({"model": "/gone"}, "--model names nothing"),
         ({"site": "nope"}, "there is no site 'nope'"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> 
     arguments = ("recipes/smoke-cpu.toml", "--site", str(tmp_path / "mine.toml"))
     shown = dray(root, "plan", *arguments, "--format", "json")
     assert json.loads(shown.stdout)["engine"] == "pyxis", shown.stderr
-    checked = dray(root, "env", "check", *arguments, NCCL_DEBUG="INFO")
+    checked = dray(root, "site", "env", *arguments, NCCL_DEBUG="INFO")
     assert "not passed" not in checked.stdout
 
 

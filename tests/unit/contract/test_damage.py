@@ -17,9 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import typer.main
 
-import dray.cli
 from damage import (
     CONTENTS,
     DAMAGES,
@@ -34,6 +32,8 @@ from damage import (
     make_run,
     old,
 )  # fmt: skip
+from dray import cli
+from dray.cli import app
 from dray.cli.streams import show
 from dray.contract import exit_codes, unexpected
 from dray.contract.run_folder import RESULT
@@ -126,9 +126,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(Watched, "unknown_s", 0.0)
         patch.setattr(Watched, "next_s", 0.0)
         patch.setattr(time, "sleep", lambda _seconds: None)
-        dray.cli._register(None)
-        patch.setattr(dray.cli, "_register", lambda _named: None)
-        patch.setattr(dray.cli, "app", typer.main.get_command(dray.cli.app))
+        whole = app.command(*cli.SHOWN)
+        patch.setattr(app, "command", lambda *_: whole)
         make_run(home / "runs", "other")
         yield home
 
@@ -207,7 +206,7 @@ def test_a_damaged_run(
     for stream in ("stdout", "stderr"):  # as main does
         monkeypatch.setattr(sys, stream, show(getattr(sys, stream)))
     with limited():
-        code = dray.cli._code([str(words.get(word, word)) for word in verb.split()])
+        code = cli._code([str(words.get(word, word)) for word in verb.split()])
     out, err = capfd.readouterr()
     assert code in CODES, err
     for word in (unexpected.DEFECT, "send a bug report with", "Traceback"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.cli import image_look
+from dray.cli import image as verbs
 from dray.contract.findings import DrayError, UnfitError
 from dray.images.sif import contents
 from dray.images.sif import format as sif_format
@@ -50,7 +50,7 @@ def test_no_unsquashfs_and_no_docker(sif, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     with pytest.raises(UnfitError) as raised:
-        image_look.inspect(str(sif))
+        verbs.inspect(str(sif))
     assert str(raised.value) == (
         "this machine has no unsquashfs, and no Docker Engine to run it in\n"
         "  found:  no Docker Engine runs on this machine\n"

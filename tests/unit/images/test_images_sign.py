@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.cli import image_look
+from dray.cli import image as verbs
 from dray.contract.findings import DrayError
 from dray.images.sif import format as sif_format
 from dray.images.sif import record, sign
@@ -77,7 +77,7 @@ def test_a_copy_is_signed_and_takes_the_place(sif, tool, name, keyring, variable
     calls = tool(name=name)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal)
     before, signed = known(sif), (sif.parents[1] / "signed").read_bytes()
-    image_look.sign(str(sif))
+    verbs.sign(str(sif))
     digest = hashlib.sha256(signed).hexdigest()
     assert capsys.readouterr().out == f"{sif}\nsha256:{digest}\nsigned with {KEY}\n"
     assert sif.read_bytes() == signed

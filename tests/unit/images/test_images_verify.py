@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.cli import image_look
+from dray.cli import image as verbs
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.images.sif import format as sif_format
@@ -105,14 +105,14 @@ def test_no_digest_at_all(sif, given):
 def test_the_digest_decides(sif, capsys):
     whole = sif.read_bytes()
     digest = f"sha256:{hashlib.sha256(whole).hexdigest()}"
-    image_look.verify(str(sif), digest=digest, signature=False)
+    verbs.verify(str(sif), digest=digest, signature=False)
     assert capsys.readouterr().out == f"{sif}\n{digest} (--digest)\nsignature unchecked\n"
     # header, descriptor table, space between parts, definition, squashfs
     for offset in (72, 20_000, 32_300, 32_176, 32_800):
         sif.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
         found = f"sha256:{hashlib.sha256(sif.read_bytes()).hexdigest()}"
         for signature in (True, False):
-            assert refusal(image_look.verify, str(sif), digest=digest, signature=signature) == (
+            assert refusal(verbs.verify, str(sif), digest=digest, signature=signature) == (
                 f"the image has another digest\n  where:  {sif}\n  wanted: {digest} (--digest)\n"
                 f"  found:  {found}\n"
                 "  fix:    copy or build it again: the file is another image, or was changed or damaged"
@@ -121,8 +121,8 @@ def test_the_digest_decides(sif, capsys):
 
 def test_the_record_of_another_image(sif):
     record.write(sif, KNOWN)
-    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(image_look.verify, str(sif), signature=False)
-    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(image_look.sign, str(sif))
+    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(verbs.verify, str(sif), signature=False)
+    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(verbs.sign, str(sif))
 
 
 def test_a_link_leads_to_the_image_and_its_record(sif, tmp_path, capsys):
@@ -130,14 +130,14 @@ def test_a_link_leads_to_the_image_and_its_record(sif, tmp_path, capsys):
     link.symlink_to(sif.name)
     digest = verify.digest(sif)
     record.write(sif, KNOWN.model_copy(update={"sif": File(sha256=digest.removeprefix("sha256:"), size=1)}))
-    image_look.verify(str(link), signature=False)
+    verbs.verify(str(link), signature=False)
     assert capsys.readouterr().out == f"{sif}\n{digest} ({sif}.json)\nsignature unchecked\n"
 
 
 def test_a_variant_is_the_image_built_here(tmp_path, monkeypatch):
     (tmp_path / "containers" / "steps").mkdir(parents=True)
     monkeypatch.setenv("DRAY_HOME", str(tmp_path))
-    assert refusal(image_look.verify, "cuda12") == (
+    assert refusal(verbs.verify, "cuda12") == (
         f"the image does not exist\n  wanted: {tmp_path}/build/dray-cuda12.sif\n"
         "  fix:    make image-cuda12 builds build/dray-cuda12.sif; or name the file of another image"
     )
@@ -145,7 +145,7 @@ def test_a_variant_is_the_image_built_here(tmp_path, monkeypatch):
 
 def test_unsigned(sif):
     image = sif.rename(sif.with_name("my image.sif"))
-    assert refusal(image_look.verify, str(image), digest=verify.digest(image)) == (
+    assert refusal(verbs.verify, str(image), digest=verify.digest(image)) == (
         f"the image is not signed\n  where:  {image}\n  fix:    dray image sign '{image}'; or verify --no-signature"
     )
 

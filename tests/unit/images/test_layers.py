@@ -97,8 +97,8 @@ class TestLock:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "no package for the layer was named"),
-        (["--pip", "trl", "--lock", "x.lock"], "--lock already names the layer's packages"),
+        ([], "a layer has packages or a lock"),
+        (["--pip", "trl", "--lock", "x.lock"], "a layer has packages or a lock"),
         (["--pip", ""], "takes packages by name"),
         (["--pip", "--index-url=x"], "takes packages by name"),
         (["--pip", "git+https://example.org/x"], "takes packages by name"),

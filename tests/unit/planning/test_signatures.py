@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray import render
-from dray.cli import image_look
+from dray.cli import image as verbs
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
@@ -204,4 +204,4 @@ class TestVerify:
 
     def test_a_key_without_a_signature_to_check(self) -> None:
         with pytest.raises(ConfigError, match="--key and --no-signature exclude each other"):
-            image_look.verify("cpu", key=[A], signature=False)
+            verbs.verify("cpu", key=[A], signature=False)

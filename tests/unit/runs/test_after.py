@@ -63,7 +63,7 @@ def runs(tmp_path_factory, forks: Forks) -> dict[str, Run]:
 
 @pytest.mark.slow
 def test_a_model_scores_again_what_it_did_when_it_ended(runs) -> None:
-    ended = dray("eval", runs["ended"].folder)
+    ended = dray("model", "eval", runs["ended"].folder)
     assert (ended.returncode, ended.stderr) == (0, "")
     figures = [runs["ended"].events(event)[-1] for event in ("eval", "eval-words", "test")]
     names = ("evaluation", "evaluation words", "test")
@@ -75,7 +75,7 @@ def test_a_model_scores_again_what_it_did_when_it_ended(runs) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_learned_from_a_stream_scores_too(runs) -> None:
-    ended = dray("eval", runs["streamed"].folder)
+    ended = dray("model", "eval", runs["streamed"].folder)
     was = runs["streamed"].events("eval")[-1]
     assert ended.stdout == f"evaluation loss {was['loss']:.4f}, perplexity {was['perplexity']:.3f}\n"
 
@@ -84,33 +84,35 @@ def test_a_model_that_learned_from_a_stream_scores_too(runs) -> None:
 def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("one: the tug pulls the red box against the tide.\n" * 9)
     words = (f"evaluate.mine.dataset={tmp_path}/mine.txt", "evaluate.mine.stride=8", "data.test=")
-    ended = dray("eval", runs["ended"].folder, *words)
+    ended = dray("model", "eval", runs["ended"].folder, *words)
     assert [line.split(" loss")[0] for line in ended.stdout.splitlines()] == [
         "evaluation", "evaluation words", "evaluation mine",
     ]  # fmt: skip
-    wrong = dray("eval", runs["ended"].folder, "evaluate.mine.datset=x")
+    wrong = dray("model", "eval", runs["ended"].folder, "evaluate.mine.datset=x")
     assert (wrong.returncode, "unknown key: did you mean" in wrong.stderr) == (78, True)
     for ignored in ("model.name=/another/model", "scale=tiny", "lora.rank=4"):
-        refused = dray("eval", runs["ended"].folder, ignored)
+        refused = dray("model", "eval", runs["ended"].folder, ignored)
         assert (refused.returncode, "has no effect" in refused.stderr, ignored in refused.stderr) == (78, True, True)
-    lost = dray("eval", runs["ended"].folder, "evaluate.mine.dataset=/not/there.txt")
+    lost = dray("model", "eval", runs["ended"].folder, "evaluate.mine.dataset=/not/there.txt")
     assert (lost.returncode, "the dataset does not exist" in lost.stdout + lost.stderr) == (78, True)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> None:
     run = runs["ended"]
-    ended = dray("export", run.folder)
+    ended = dray("model", "export", run.folder)
     assert (ended.returncode, ended.stderr) == (0, "")
     made = run.folder / "exports" / "step-20"
     assert ended.stdout.startswith(f"{made}: 0.1 MB of fp32 weights")
     whole, final = load_file(made / "model.safetensors"), run.weights()
     assert whole.keys() == final.keys()
     assert all(torch.equal(whole[name], final[name]) for name in final)
-    again = dray("export", run.folder)
+    again = dray("model", "export", run.folder)
     assert (again.returncode, "the target exists already" in again.stderr) == (78, True)
     parts = tmp_path / "in parts"
-    assert dray("export", run.folder, "--to", parts, "--shard-gb", "0.00005", "--dtype", "bf16").returncode == 0
+    assert (
+        dray("model", "export", run.folder, "--to", parts, "--shard-gb", "0.00005", "--dtype", "bf16").returncode == 0
+    )
     files = sorted(path.name for path in parts.glob("*.safetensors"))
     assert len(files) > 1
     assert files[-1] == f"model-{len(files):05}-of-{len(files):05}.safetensors"
@@ -149,14 +151,14 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     ("run", "words", "said"),
     [
         ("ended", ("--step", "11"), "found:  steps 10, 20"),
-        ("other", (), "checkpoints/final is an export of the last model; checkpoint.every=N keeps"),
-        ("unfinished", (), "fix:    set checkpoint.every in the recipe\n"),
+        ("other", (), "checkpoints/final is an export of the last model\n  fix:    checkpoint.every=N"),
+        ("unfinished", (), "found:  none\n  fix:    checkpoint.every=N in the recipe keeps checkpoints\n"),
         ("nowhere", (), "this is not a run folder"),
     ],
 )
 def test_what_cannot_be_exported(runs, tmp_path: Path, run: str, words: tuple[str, ...], said: str) -> None:
     folder = runs[run].folder if run in runs else tmp_path
-    ended = dray("export", folder, *words)
+    ended = dray("model", "export", folder, *words)
     assert (ended.returncode, said in ended.stderr) == (78, True), ended.stderr
 
 
@@ -222,26 +224,26 @@ def test_a_model_is_sent_to_the_hub_when_somebody_asks(runs, tmp_path: Path) -> 
     folder, hub = runs["ended"].folder, Repositories()
     with serving(hub) as address:
         env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_may_write"}
-        ended = dray("push", folder, "me/mine", **env)
+        ended = dray("model", "push", folder, "me/mine", **env)
         assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", f"{address}/me/mine\n")
         final = folder / "checkpoints" / "final"
         files = {path.name: path.read_bytes() for path in final.iterdir() if path.name != "manifest.json"}
         assert hub == {"models/me/mine": {"visibility": b"private", **files}}
-        assert dray("push", folder, "me/open", "--public", **env).returncode == 0
+        assert dray("model", "push", folder, "me/open", "--public", **env).returncode == 0
         assert hub["models/me/open"]["visibility"] == b"public"
-        open_to_all = dray("push", folder, "me/open", **env)
+        open_to_all = dray("model", "push", folder, "me/open", **env)
         assert (open_to_all.returncode, "is public" in open_to_all.stdout) == (78, True)
-        wrong = dray("push", folder, "me/mine", **{**env, "HF_TOKEN": "hf_may_read"})
+        wrong = dray("model", "push", folder, "me/mine", **{**env, "HF_TOKEN": "hf_may_read"})
         assert (wrong.returncode, "use a token that may write" in wrong.stdout) == (78, True)
         assert "hf_may" not in wrong.stdout + wrong.stderr
-        nobody = dray("push", folder, "me/mine", HF_ENDPOINT=address, HF_HOME=str(tmp_path))
+        nobody = dray("model", "push", folder, "me/mine", HF_ENDPOINT=address, HF_HOME=str(tmp_path))
         assert nobody.stdout.startswith("dray: pushing a model to the hub needs a token\n")
         assert (nobody.returncode, "export HF_TOKEN" in nobody.stdout) == (78, True)
         for words, said in (
             (("mine",), "OWNER/NAME"),
             (("me/mine", "--adapter"), "the run trained no LoRA"),
         ):
-            refused = dray("push", folder, *words, **env)
+            refused = dray("model", "push", folder, *words, **env)
             assert (refused.returncode, said in refused.stderr) == (78, True)
-    gone = dray("push", folder, "me/mine", **env)
+    gone = dray("model", "push", folder, "me/mine", **env)
     assert (gone.returncode, "check the name and the network" in gone.stdout) == (1, True)

@@ -241,7 +241,7 @@ class TestAnotherUsersRun:
     def verb(self, run: Path, *words: str) -> tuple[list[str], str]:
         """Which code has run, and what was printed."""
         env = {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "HF_HOME": str(run.parents[1])}
-        ended = dray(*words[:1], run, *words[1:], cwd=run.parents[1], **env)
+        ended = dray("model", *words[:1], run, *words[1:], cwd=run.parents[1], **env)
         assert ended.returncode != 0
         return sorted(path.name for path in run.parents[1].glob("by *")), ended.stderr
 

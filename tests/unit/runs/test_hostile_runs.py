@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import typer.main
 
-import dray.cli
 from damage import make_run, old
+from dray import cli
+from dray.cli import app
 from dray.cli.streams import show
 from dray.contract import unexpected
 from dray.runs.status import Watched
@@ -73,9 +73,8 @@ def dray_says(
     monkeypatch.setattr(Watched, "unknown_s", 0.0)
     monkeypatch.setattr(Watched, "next_s", 0.0)
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
-    dray.cli._register(None)
-    monkeypatch.setattr(dray.cli, "_register", lambda _named: None)
-    monkeypatch.setattr(dray.cli, "app", typer.main.get_command(dray.cli.app))  # once, and not for each call
+    whole = app.command(*cli.SHOWN)  # once, and not for each call
+    monkeypatch.setattr(app, "command", lambda *_: whole)
 
     def hangs(*_: object) -> None:
         raise AssertionError("it hangs")
@@ -93,7 +92,7 @@ def dray_says(
             old(run) if run.exists() else None
             signal.alarm(LIMIT_S)
             try:
-                code = dray.cli._code(words)
+                code = cli._code(words)
             except AssertionError as hung:
                 code = str(hung)
             finally:

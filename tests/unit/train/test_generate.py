@@ -32,7 +32,7 @@ BERT = tuple(
 
 def dray(*words: str | Path) -> subprocess.CompletedProcess[str]:
     env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
-    argv = [sys.executable, "-m", "dray", "generate", *words]
+    argv = [sys.executable, "-m", "dray", "model", "generate", *words]
     return subprocess.run(argv, cwd="/", env=env, capture_output=True, text=True, check=False)
 
 

@@ -1,4 +1,4 @@
-"""`dray checkpoint import`: what others have written is the same numbers afterwards, and nothing of it is run."""
+"""`dray model import`: what others have written is the same numbers afterwards, and nothing of it is run."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_trainer_s_optimizer_names_no_weights(written: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="a run cannot resume from this checkpoint") as refused:
         take(source, tmp_path / "model", recipe(tmp_path))
     assert refused.value.details["found"] == "optimizer.pt numbers the weights and does not name them"
-    command = f"dray checkpoint import '{source}' --to FOLDER"
+    command = f"dray model import '{source}' --to FOLDER"
     fix = f"start a new training from its weights: {command}, then model.name=FOLDER in the recipe"
     assert refused.value.details["fix"] == fix
     assert not (tmp_path / "model").exists()
@@ -145,7 +145,7 @@ def test_a_file_with_a_class_of_its_program_is_trusted_or_refused(written: Path,
 @pytest.mark.slow
 def test_the_verb(written: Path, tmp_path: Path) -> None:
     """One process starts another, as `dray generate` does; the model is one to generate with."""
-    argv = [sys.executable, "-m", "dray", "checkpoint", "import", str(written / "trainer" / "checkpoint-3")]
+    argv = [sys.executable, "-m", "dray", "model", "import", str(written / "trainer" / "checkpoint-3")]
     env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
     (tmp_path / "my models").mkdir()
     target = tmp_path / "my models" / "one"

@@ -47,6 +47,10 @@ def dray(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def fetch(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return dray("data", "prefetch", *said, **env)
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
@@ -76,21 +80,21 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_splits_may_be_one_text(hub: str, recipe: Path, tmp_path: Path) -> None:
-    fetched = dray("prefetch", recipe, "data.train=hub:me/texts:train+more", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    fetched = fetch(recipe, "data.train=hub:me/texts:train+more", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert "data.train = hub:me/texts:train+more\n  2 files" in fetched.stdout
-    wrong = dray("prefetch", recipe, "data.train=hub:me/texts:train+none", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    wrong = fetch(recipe, "data.train=hub:me/texts:train+none", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert (wrong.returncode, "wanted: default/none/*.parquet" in wrong.stdout) == (78, True)
 
 
 def test_a_mix_s_sources_are_fetched(hub: str, recipe: Path, tmp_path: Path) -> None:
     sources = ["data.train=builtin", "data.mix.web.dataset=hub:me/texts", "model.name="]
-    fetched = dray("prefetch", recipe, *sources, HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    fetched = fetch(recipe, *sources, HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert fetched.stdout.startswith("data.mix.web.dataset = hub:me/texts\n  1 file, 0."), fetched.stderr
 
 
 def test_what_is_pinned_is_fetched_by_its_revision(hub: str, recipe: Path, tmp_path: Path) -> None:
     pins = ["data.train=hub:me/texts@v1/default:train", "model.name=", "model.tokenizer=me/small"]
-    fetched = dray("prefetch", recipe, *pins, "model.tokenizer_revision=v2", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    fetched = fetch(recipe, *pins, "model.tokenizer_revision=v2", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert fetched.returncode == 0, fetched.stdout + fetched.stderr
     assert f", commit {'a' * 40}\n" in fetched.stdout
     cached = tmp_path / "hub"
@@ -101,7 +105,7 @@ def test_what_is_pinned_is_fetched_by_its_revision(hub: str, recipe: Path, tmp_p
 @pytest.mark.slow
 def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> None:
     home, runs = f"{tmp_path}/hf home", tmp_path / "runs"
-    fetched = dray("prefetch", recipe, HF_HOME=home, HF_ENDPOINT=hub)
+    fetched = fetch(recipe, HF_HOME=home, HF_ENDPOINT=hub)
     assert (fetched.returncode, fetched.stderr) == (0, "")
     assert re.fullmatch(
         r"data\.train = hub:me/texts\n  1 files?, 0\.\d MB, commit a{40}\n"
@@ -136,7 +140,7 @@ def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> No
 )
 def test_what_cannot_be_fetched(hub, recipe, tmp_path, words, env, code: int, said: str) -> None:
     env = {name: value.format(tmp=tmp_path) for name, value in env.items()}
-    ended = dray("prefetch", recipe, *words, HF_ENDPOINT=hub, **env)
+    ended = fetch(recipe, *words, HF_ENDPOINT=hub, **env)
     assert ended.returncode == code
     assert said.format(tmp=tmp_path) in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
@@ -157,12 +161,12 @@ def test_a_token_may_be_in_a_file_that_is_nobody_elses(hub, recipe, tmp_path, te
         file.write_text(text)
         file.chmod(mode)
     env = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub, "HF_TOKEN_PATH": str(file)}
-    ended = dray("prefetch", recipe, "model.name=me/secret", **env)
+    ended = fetch(recipe, "model.name=me/secret", **env)
     assert "hf_secret" not in ended.stdout + ended.stderr
     assert (ended.returncode, said in ended.stderr) == (78, True) if said else ended.returncode == 0, ended.stdout
 
 
 def test_a_hub_that_is_not_reached_is_said(recipe: Path, tmp_path: Path) -> None:
-    ended = dray("prefetch", recipe, HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT="http://127.0.0.1:9")
+    ended = fetch(recipe, HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.returncode != 0
     assert "dataset me/texts is missing" in ended.stdout + ended.stderr

@@ -43,7 +43,7 @@ def run(job: Importing) -> None:
             wanted="AdamW's averages (exp_avg, exp_avg_sq) beside the weights",
             found=found.without,
             fix="start a new training from its weights: "
-            f"dray checkpoint import {shlex.quote(job.source)} --to FOLDER, then model.name=FOLDER in the recipe",
+            f"dray model import {shlex.quote(job.source)} --to FOLDER, then model.name=FOLDER in the recipe",
         )
     if job.target:
         _model(job, found)

@@ -1,0 +1,115 @@
+"""The verbs as commands of typer, with their examples, and typer's errors as findings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from pydantic import ValidationError
+from typer.exceptions import TyperException
+
+from dray.cli import WITH_COMMAND
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError
+
+_PARAMETER = re.compile(r"^(--[\w-]+|[A-Z]+)(?: ([^\s:]+))?: (.*(?:\n +.*)*)\n?", re.MULTILINE)
+_OF_GROUP = 3  # how many examples the help of a group shows
+# Before what pydantic says of a value, and after it.
+_AROUND = re.compile(r"^(Input should be |Value error, .* is not )|, unable to parse.*$|\.$")
+
+
+def run(argv: list[str]) -> int:
+    """Run the verb argv[0]; its exit code. What typer refuses is a ConfigError."""
+    cut = argv.index("--") if argv[0] in WITH_COMMAND and "--" in argv else len(argv)
+    try:
+        ended = command(argv[0])(argv[:cut], prog_name="dray", obj=argv[cut + 1 :], standalone_mode=False)
+        return int(ended or exit_codes.DONE)
+    except TyperException as wrong:
+        message = wrong.format_message()
+        if message.startswith("Usage:"):  # only a group was typed
+            print(message)
+            return exit_codes.CONFIG
+        raise _error(wrong) from wrong
+    except typer.Abort:  # Ctrl-C that no verb has handled
+        return 130
+
+
+def command(*verbs: str) -> Any:  # noqa: ANN401  typer has no name for its commands
+    """dray with these verbs."""
+    app = typer.Typer(
+        name="dray",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(lambda: None)  # else typer drops the name of an only verb
+    for verb in verbs:
+        module = importlib.import_module(f"dray.cli.{verb}")
+        group: typer.Typer | None = getattr(module, "app", None)
+        if group is None:
+            app.command(verb)(getattr(module, verb))
+            continue
+        examples = []
+        for inner in group.registered_commands:
+            examples += _document(inner)[:1]
+        app.add_typer(group, name=verb, epilog=_epilog(examples[:_OF_GROUP]))
+    for info in app.registered_commands:
+        _document(info)
+    return typer.main.get_command(app)
+
+
+def _document(verb: typer.models.CommandInfo) -> list[str]:
+    """Show the examples of a verb's docstring below its options; return them."""
+    verb.help, examples = _read(verb.callback)
+    verb.epilog = _epilog(examples)
+    return examples
+
+
+@cache
+def _read(verb: Callable[..., Any]) -> tuple[str, list[str]]:
+    """The text of a docstring and the examples at its end. Parameters get the lines that the docstring has for them,
+    such as `--to FOLDER: Folder to write.` or `SOURCE: A SIF.`"""
+    text, _, last = inspect.cleandoc(verb.__doc__ or "").rpartition("\n\n")
+    examples = last.splitlines()
+    if not last.startswith("dray "):
+        text, examples = f"{text}\n\n{last}", []
+    types = get_type_hints(verb, include_extras=True)
+    for name, value, about in _PARAMETER.findall(text):
+        parameter = name.strip("-").lower().replace("-", "_")
+        line = " ".join(about.split())
+        info = typer.Argument(metavar=name, help=line)
+        if name.startswith("--"):
+            info = typer.Option(name, metavar=value or None, help=line)
+        types[parameter] = Annotated[types[parameter], info]
+    verb.__annotations__ = types
+    return _PARAMETER.sub("", text).strip(), examples
+
+
+def _epilog(examples: list[str]) -> str | None:
+    """Lines that typer must not join, which a backspace tells it."""
+    title = "Example:" if len(examples) == 1 else "Examples:"
+    return "\n".join(["\b", title, *(f"  {line}" for line in examples)]) if examples else None
+
+
+def _error(wrong: TyperException) -> ConfigError:
+    """The wrong option, argument or verb, what it takes, what was typed, and the help to read."""
+    context: Any = getattr(wrong, "ctx", None)
+    parameter: Any = getattr(wrong, "param", None)
+    fix = f"{context.command_path} -h" if context else "dray -h"
+    if parameter is None:
+        text = wrong.format_message().rstrip(".")
+        return ConfigError(text[:1].lower() + text[1:], fix=fix)
+    option = parameter.param_type_name == "option"
+    name = str(parameter.opts[0] if option else parameter.metavar or parameter.name)
+    if not isinstance(wrong.__cause__, ValidationError):
+        return ConfigError(f"{name} is missing", wanted=parameter.help, fix=fix)
+    value = wrong.__cause__.errors(include_url=False)[0]
+    wanted = _AROUND.sub("", value["msg"]).replace("a valid integer", "a whole number")
+    wanted = wanted.replace("greater than or equal to", "at least")
+    return ConfigError(f"{name} has a wrong value", wanted=wanted, found=value["input"], fix=fix)
