@@ -23,13 +23,12 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, DrayError
 from dray.images.sif import record
 from dray.planning.schema import Plan
-from dray.runs import again
 from dray.runs import source as sources
 from dray.runs.capsule_schema import Capsule, File, Image, Node
 from dray.runs.metrics import Metrics
 from dray.runs.paths import RunPaths
 from dray.runs.reading import reason, written
-from dray.runs.result import Result
+from dray.runs.result import Attempt, Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
 
@@ -82,7 +81,7 @@ def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
             return ""
         if made.source is None:  # the job may have been planned before `dray submit` had written it
             made = made.model_copy(update={"source": _code(paths, None)})
-        attempts = (*result.history, again.attempt(result, paths.attempt))
+        attempts = (*result.history, Attempt.of(result, paths.attempt))
         told = {"finished": result.finished, "status": result.status, "preflight": result.preflight}
         made = seen(paths, made).model_copy(update={**told, "attempts": attempts, "files": _files(paths)})
         files.write_atomic(paths.capsule, _json(made))

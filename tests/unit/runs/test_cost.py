@@ -12,10 +12,9 @@ import pytest
 
 from dray.facts import Facts
 from dray.runs import accounting, cost
-from dray.runs.again import history
 from dray.runs.cost import Cost, Spent
 from dray.runs.finish import finish
-from dray.runs.result import Attempt, Result, read
+from dray.runs.result import Attempt, Result, history, read
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
