@@ -123,7 +123,7 @@ class _Ended:
             status = "failed" if cause else status
         if plan and (alone := self.tried(paths.process_group, process_group.warning, paths, plan)):
             self.warnings.append(alone)
-        folders = sorted(paths.failures.glob("restart-*"), key=written)
+        folders = sorted(paths.failures.glob("restart-*/"), key=lambda folder: int(folder.name[8:]))
         restarts = [self.failure(folder) for folder in folders]
         first = restarts[0].cause if restarts else None
         attempts = history(paths)
@@ -212,21 +212,23 @@ class _Ended:
         noticed: list[Event] = []
         kept = time = None
         for event in self.metrics:
-            kind = str(event.get("event"))
+            kind, step = str(event.get("event")), whole(event, "step")
             if kind in noted.KINDS:
                 noticed.append(event)
                 continue  # a checkpoint may be complete long after the last step
+            if kind == "step" and step is None:
+                continue
             if kind == "slow":
                 slow.append(SlowRank.model_validate(event))
             first.setdefault(kind, event)
             last[kind] = event
             time = number(event, "time") or time
-            if kept is None or (kind == "step" and (whole(event, "step") or 0) <= (saved or 0)):
+            if kept is None or (kind == "step" and (step or 0) <= (saved or 0)):
                 kept = time
         self.warnings += [*self.metrics.warnings(), *noted.warnings(noticed)]
-        start, step, end = (last.get(kind, {}) for kind in ("start", "step", "end"))
+        start, final, end = (last.get(kind, {}) for kind in ("start", "step", "end"))
         figures = {name: number(end, name) for name in ("tokens_per_s", "train_seconds") if end}
-        begin, steps = whole(start, "first_step"), whole(step, "step")
+        begin, steps = whole(start, "first_step"), whole(final, "step")
         if steps is None and begin == whole(start, "steps"):  # nothing was left to do
             steps = begin
         if saved is not None and kept is not None and time is not None:
@@ -235,7 +237,7 @@ class _Ended:
             "first_step": begin,
             "steps": steps,
             "loss_first": number(first.get("step", {}), "loss"),
-            "loss_last": number(step, "loss"),
+            "loss_last": number(final, "loss"),
             "perplexity": number(last.get("eval", {}), "perplexity"),
             "sample": str(end["sample"]) if end.get("sample") else None,
             "slow_ranks": slow,

@@ -11,9 +11,20 @@ from dray.contract.findings import ConfigError, DrayError, counted, listed, near
 from dray.runs import slurm
 from dray.runs.slurm import Partition
 
+
+def _partitions() -> list[Partition]:
+    with suppress(DrayError):  # sbatch's refusal is what the user must see
+        return slurm.partitions()
+    return []
+
+
+def _partition_names() -> list[str]:
+    return [partition.name for partition in _partitions()]
+
+
 _NAMES = {  # sbatch's message, the option that it is about, and the values that the cluster has
-    "Invalid partition name": ("partition", "p", lambda: [partition.name for partition in _partitions()]),
-    "No partition specified": ("partition", "p", lambda: [partition.name for partition in _partitions()]),
+    "Invalid partition name": ("partition", "p", _partition_names),
+    "No partition specified": ("partition", "p", _partition_names),
     "Invalid account": ("account", "A", slurm.accounts),
     "Invalid qos": ("qos", "q", slurm.qualities),
     "Invalid feature": ("constraint", "C", slurm.features),
@@ -40,12 +51,6 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
             fix="use --sbatch=--time=HH:MM:SS within the partition's limit",
         )
     return refused
-
-
-def _partitions() -> list[Partition]:
-    with suppress(DrayError):  # sbatch's refusal is what the user must see
-        return slurm.partitions()
-    return []
 
 
 def _named(message: str, option: str, given: str, known: list[str]) -> ConfigError:

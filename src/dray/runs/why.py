@@ -21,7 +21,7 @@ from dray.runs.result import UNKNOWN, Attempt, Cause, Result, history, notes, wh
 from dray.runs.slurm import Slurm
 from dray.runs.stop import Stop
 from dray.runs.store import Attempt as StoredAttempt
-from dray.runs.store import Run, RunPaths, is_run, last_attempt, plan_of, reason, written
+from dray.runs.store import Run, RunPaths, is_run, last_attempt, plan_of, reason
 
 _LINES, _WIDE = 12, 400  # last lines, and letters of each
 _OTHERS = 6
@@ -77,7 +77,7 @@ def _before(run: Run) -> Report:
         evidence.append(f"Slurm: job {run.job.id}: {ended}")
     names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
     values = secrets.passed(names, os.environ)
-    for log in sorted(run.folder.glob("job-*.log"), key=written)[-1:]:
+    for log in sorted(run.folder.glob("job-*.log"), key=os.path.getmtime)[-1:]:
         evidence += [f"{log.name}: {secrets.redacted(line, values)}" for line in files.tail(log, _LINES)]
     report = Report(
         run=run.name, attempt=0, folder=str(run.folder), status=seen.state, now=seen.why or _doing(seen),
