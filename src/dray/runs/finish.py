@@ -14,12 +14,12 @@ from dray.contract import exit_codes, files, run_folder
 from dray.contract.control_characters import printable
 from dray.planning import grace
 from dray.planning.schema import Plan
-from dray.runs import accounting, capsule, causes, cost, noted, process_group, records, requeue, startup, stop
+from dray.runs import capsule, causes, cost, process_group, records, requeue, startup, stop
 from dray.runs.cost import Cost
-from dray.runs.metrics import Event, Metrics, number, whole
+from dray.runs.metrics import WARNED_OF, Event, Metrics, number, result_warnings, whole
 from dray.runs.result import Cause, Recovery, Result, SlowRank, history
 from dray.runs.stop import Stop, utc
-from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, written
+from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, write_summary, written
 
 _FULL = 1 << 16
 """A disk with fewer free bytes is full."""
@@ -48,6 +48,7 @@ def finish(
     text = result.model_dump_json(indent=1) + "\n"
     try:
         files.write_atomic(paths.result, text)
+        write_summary(paths)
     except OSError as error:
         with suppress(OSError, ValueError):
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. Its content is:"
@@ -105,7 +106,7 @@ class _Ended:
             hosts = [node.name for node in plan.world.nodes]
             fields |= {"run": plan.run, "world_size": plan.world.size, "hosts": hosts}
             fields |= {"command": plan.recipe.train is None, "grace_s": plan.grace_s if plan.by_slurm else None}
-            spent = spent or accounting.parse(known, plan.job, startup.step(paths))
+            spent = spent or cost.parse(known, plan.job, startup.step(paths))
         if stopped:
             fields |= {"reason": stopped.reason, "at": stopped.at}
             fields |= {} if stopped.left_s is None else {"grace_s": stopped.left_s}
@@ -139,7 +140,7 @@ class _Ended:
             preflight=self.tried(paths.preflight_report, self.preflight),
             recoveries=self.tried(paths.metrics, self.recoveries, restarts) or [],
             history=attempts,
-            startup=startup.read(paths, fields["hosts"], accounting.queue_s(known)),
+            startup=startup.read(paths, fields["hosts"], cost.queue_s(known)),
             cost=spent,
             spent=cost.spent([*costs, (paths.attempt, spent)]),
             **fields,
@@ -213,7 +214,7 @@ class _Ended:
         kept = time = None
         for event in self.metrics:
             kind, step = str(event.get("event")), whole(event, "step")
-            if kind in noted.KINDS:
+            if kind in WARNED_OF:
                 noticed.append(event)
                 continue  # a checkpoint may be complete long after the last step
             if kind == "step" and step is None:
@@ -225,7 +226,7 @@ class _Ended:
             time = number(event, "time") or time
             if kept is None or (kind == "step" and (step or 0) <= (saved or 0)):
                 kept = time
-        self.warnings += [*self.metrics.warnings(), *noted.warnings(noticed)]
+        self.warnings += [*self.metrics.warnings(), *result_warnings(noticed)]
         start, final, end = (last.get(kind, {}) for kind in ("start", "step", "end"))
         figures = {name: number(end, name) for name in ("tokens_per_s", "train_seconds") if end}
         begin, steps = whole(start, "first_step"), whole(final, "step")

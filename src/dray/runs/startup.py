@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from dray.contract.findings import measured
 from dray.contract.start_times import NAMES, OWN, SBCAST, STAGE, TFLOPS, clean
-from dray.runs.stages import measured
 from dray.runs.store import RunPaths, Table, read_json
 
 _NODES = 256  # in a result, with all their parts

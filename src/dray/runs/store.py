@@ -140,18 +140,22 @@ class Attempt:
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
         self.paths = RunPaths(run.folder, number)
-        self.ended: float | None = None
-        """When the result was written, valid or not."""
+        self._ended: float | None = None
         self._result: Table | None = None
+
+    @property
+    def ended(self) -> float | None:
+        """When the result was written, valid or not; looked for again until it is there."""
+        if self._ended is None:
+            self._ended = written(self.paths.result)
+            if self._ended is not None:
+                self._result = read_json(self.paths.result, self.run.warnings, require_version)
+        return self._ended
 
     @property
     def result(self) -> Table | None:
         """result.json; None until it is written, and, with a warning, if it is damaged."""
-        if self.ended is None:
-            self.ended = written(self.paths.result)
-            if self.ended is not None:
-                self._result = read_json(self.paths.result, self.run.warnings, require_version)
-        return self._result
+        return self._result if self.ended is not None else None
 
     @cached_property
     def plan(self) -> Table:
@@ -174,11 +178,7 @@ class Attempt:
     @cached_property
     def job_id(self) -> str:
         """The job's id for Slurm's commands: 12, or 12_3 for an array task; empty without Slurm."""
-        for name in ("task", "job"):
-            found = self.facts.get(name, "")
-            if _JOB_ID.fullmatch(found) and found != "0":
-                return found
-        return str(self.job or "")
+        return self.facts.get("task") or str(self.job or "")
 
     @cached_property
     def job(self) -> int:
@@ -210,9 +210,10 @@ class Run:
             for name, kind in (("plan", dict), ("job", int), ("job_id", str), ("began", float)):
                 setattr(last, name, kind(summary[name]))
             if summary["ended"] is not None:
-                last.ended, last._result = float(summary["ended"]), summary["result"]
-            run.numbers = [int(number) for number in summary["attempts"]]
-            run.attempts = [*(Attempt(run, number) for number in run.numbers[:-1]), last]
+                last._ended, last._result = float(summary["ended"]), summary["result"]
+            run.attempts = [*(Attempt(run, int(number)) for number in summary["attempts"][:-1]), last]
+            if (written(folder / names.JOB) or 0.0) <= last.began:  # else a job was submitted later
+                run.job, run.cluster = None, str(summary["cluster"])
         return run
 
     @property
@@ -220,14 +221,9 @@ class Run:
         return self.folder.name
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """The numbers of the attempts, in order."""
-        return attempts(self.folder)
-
-    @cached_property
     def attempts(self) -> list[Attempt]:
         """All attempts, in order."""
-        return [Attempt(self, number) for number in self.numbers]
+        return [Attempt(self, number) for number in attempts(self.folder)]
 
     @property
     def last(self) -> Attempt | None:
@@ -249,6 +245,11 @@ class Run:
             except ValidationError:
                 self.warnings.append(f"{file} names no job")
         return None
+
+    @cached_property
+    def cluster(self) -> str:
+        """The cluster of the submitted job, if sbatch knows several."""
+        return self.job.cluster if self.job else ""
 
     @cached_property
     def owner(self) -> int:
@@ -286,7 +287,8 @@ def write_summary(paths: RunPaths) -> None:
     file = paths.run / names.SUMMARY
     before = dig(read_json(file, []), "jobs") or []
     summary = {
-        "attempt": attempt.number, "attempts": attempts(paths.run), "job": attempt.job, "job_id": attempt.job_id,
+        "attempt": attempt.number, "attempts": attempts(paths.run), "cluster": attempt.run.cluster,
+        "job": attempt.job, "job_id": attempt.job_id,
         "jobs": [*dict.fromkeys([*before, attempt.job_id, str(attempt.job)])], "began": attempt.began,
         "ended": attempt.ended, "plan": plan, "result": result,
     }  # fmt: skip
@@ -439,12 +441,8 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
     """This user's runs that the job started before it was requeued, newest first, because a new Slurm installation
     reuses job numbers."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
-    found = []
-    for path in runs.glob(f"*-{name}-{job}*"):
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            if pattern.fullmatch(path.name) and path.stat().st_uid == os.geteuid():
-                found.append(path.name)
-    return sorted(found, reverse=True)
+    known = sorted((run for run in newest_first(runs) if pattern.fullmatch(run.name)), reverse=True)
+    return [run.name for run in known if run.stat().st_uid == os.geteuid()]
 
 
 def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None:
@@ -629,7 +627,7 @@ def newest_first(runs: Path) -> list[Path]:
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
-            if (began := _began(entry.path)) is not None:
+            if not entry.name.startswith(".") and (began := _began(entry.path)) is not None:
                 found.append((began, entry.path))
     return [Path(folder) for _, folder in sorted(found, reverse=True)]
 

@@ -13,19 +13,18 @@ from dray.contract import files, secrets
 from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, counted, listed
 from dray.planning.schema import Plan
-from dray.runs import causes, records, slurm, state, stop
-from dray.runs import look as looking
+from dray.runs import causes, records, slurm, stop
 from dray.runs import result as results
+from dray.runs import status as states
 from dray.runs.finish import explained
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, history, notes, who
-from dray.runs.slurm import Slurm
 from dray.runs.stop import Stop
 from dray.runs.store import Attempt as StoredAttempt
 from dray.runs.store import Run, RunPaths, is_run, last_attempt, plan_of, reason
 
 _LINES, _WIDE = 12, 400  # last lines, and letters of each
 _OTHERS = 6
-NO_RESULT = state.NO_RESULT
+NO_RESULT = states.NO_RESULT
 
 
 class Report(BaseModel):
@@ -71,9 +70,9 @@ def of(folder: Path) -> tuple[RunPaths, Report]:
 
 def _before(run: Run) -> Report:
     """The report of a run without an attempt: its job, and the end of the job's log."""
-    seen = looking.look(run.folder, Slurm(), closely=True)
+    seen = states.status(run, closely=True)
     evidence: list[str] = []
-    if run.job and seen.state == state.LOST and (ended := slurm.last_state(run.job.id, run.job.cluster)):
+    if run.job and seen.state == states.LOST and (ended := slurm.last_state(run.job.id, run.job.cluster)):
         evidence.append(f"Slurm: job {run.job.id}: {ended}")
     names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
     values = secrets.passed(names, os.environ)
@@ -126,16 +125,16 @@ def _without_result(paths: RunPaths) -> Report:
     ended = slurm.last_state(attempt.job_id, attempt.facts.get("cluster", "")) if attempt.job_id else ""
     reason, at, now = stop.of_state(ended), None, "it is active, or was killed before it could write a result"
     with suppress(OSError):  # another user's folder
-        seen = looking.look(paths.folder, Slurm(), closely=True)
+        seen = states.status(paths.folder, closely=True)
         now, at = _doing(seen) or now, seen.finished
-        if seen.state == state.STOPPED and seen.why and not (reason and seen.why == stop.TERM):
+        if seen.state == states.STOPPED and seen.why and not (reason and seen.why == stop.TERM):
             reason = seen.why
     stopped = reason and Stop(reason, "").by_wish  # stopped ranks may die in any way; none of them is the cause
     report = Report(
         run=paths.run.name,
         attempt=paths.attempt,
         folder=str(paths.run),
-        status=state.STOPPED if stopped else NO_RESULT,
+        status=states.STOPPED if stopped else NO_RESULT,
         now="" if stopped else now,
         reason=reason or None,
         at=at,
@@ -177,17 +176,17 @@ def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
         return None
 
 
-def _doing(seen: state.State) -> str:
+def _doing(seen: states.State) -> str:
     """What a run without a result does now; empty if nobody can tell."""
     match seen.state:
-        case state.RUNNING:
+        case states.RUNNING:
             steps = f" of {seen.steps:,}" if seen.steps else ""
             step = f", step {seen.step:,}{steps}" if seen.step else ""
             return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
-        case state.QUEUED:
+        case states.QUEUED:
             waits = f" {seen.waiting.state}" if seen.waiting else ""
             return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
-        case state.LOST:
+        case states.LOST:
             return "it was killed before it could write a result"
     return ""
 

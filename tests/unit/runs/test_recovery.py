@@ -11,8 +11,8 @@ import pytest
 from dray.contract import run_folder
 from dray.facts import Facts
 from dray.runs.finish import Failure, finish, recoveries
-from dray.runs.paths import RunPaths
 from dray.runs.result import Cause, summary
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 
 FACTS = Facts(scheduler="local", nodelist="n1", nodes=1, engine="bare", image="python3")
