@@ -40,7 +40,7 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
     message = refused.finding.found
     for text, (long, short, values) in _NAMES.items():
         if text in message:
-            return _named(message, long, _value(argv, long, short), list(dict.fromkeys(values())))
+            return _named(message, long, _value(argv, f"--{long}=", f"-{short}"), list(dict.fromkeys(values())))
     if any(text in message for text in _SIZES):
         return _sized(message, argv)
     if "Requested time limit is invalid" in message:
@@ -71,8 +71,8 @@ def _sized(message: str, argv: Sequence[str]) -> ConfigError:
         gpus = counted(partition.gpus, "GPU") if partition.gpus else "no GPUs"
         nodes, cpus = counted(partition.nodes, "node"), counted(partition.cpus, "CPU")
         rows.append(f"{partition.name}: {nodes} with {cpus}, {gpus}")
-    asked_nodes, asked_gpus = _number(argv, "nodes"), max(_number(argv, "gpus-per-node"), _number(argv, "gres"))
-    names = _value(argv, "partition", "p").split(",")
+    asked_nodes, asked_gpus = _number(argv, "--nodes=", "-N"), _number(argv, "--gpus-per-node=", "--gres=")
+    names = _value(argv, "--partition=", "-p").split(",")
     chosen = [partition for partition in partitions if partition.name in names] or partitions[:1]
     return ConfigError(
         "no nodes of the partition match what this job requests",
@@ -96,18 +96,19 @@ def _fix(nodes: int, gpus: int, chosen: list[Partition], partitions: list[Partit
     return "request less with --sbatch, for example --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
 
 
-def _value(argv: Sequence[str], long: str, short: str) -> str:
-    """The option's last value on the command line, or in sbatch's environment."""
-    value = os.environ.get(f"SBATCH_{long.upper()}", "")
-    forms = re.compile(rf"--{long}=(.*)|-{short or '-'}(.+)")
+def _value(argv: Sequence[str], *names: str) -> str:
+    """The last value on the command line of the option with these names (`--nodes=`, `-N`), or in sbatch's
+    environment."""
+    value = os.environ.get(f"SBATCH_{names[0].strip('-=').upper()}", "")
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
-        if word in (f"--{long}", f"-{short}"):
-            value = after
-        elif match := forms.fullmatch(word):
-            value = match[1] or match[2]
+        for name in names:
+            if word.startswith(name):
+                value = word.removeprefix(name) or after
+            elif f"{word}=" == name:
+                value = after
     return value
 
 
-def _number(argv: Sequence[str], long: str) -> int:
-    found = re.search(r"\d+$", _value(argv, long, ""))
+def _number(argv: Sequence[str], *names: str) -> int:
+    found = re.search(r"\d+$", _value(argv, *names))
     return int(found[0]) if found else 0
