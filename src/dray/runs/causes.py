@@ -74,7 +74,7 @@ def explained(cause: Cause) -> Cause:
     return cause.model_copy(update={"last_lines": _from_cause(cause.last_lines, None)})
 
 
-def of_reason(reason: str) -> dict[str, str]:
+def of_reason(reason: str | None) -> dict[str, str]:
     """The name, fix and source for this reason of a stopped run; empty if it has none."""
     for one in known():
         for sign in one.sign:

@@ -90,10 +90,10 @@ class _Ended:
             stopped = Stop(run_folder.BY_USER if self.by_user else "a request", utc(written(paths.stop)))
         self.stopped = stopped
 
-    def tried(self, file: Path, look: Callable[..., T], *arguments: object) -> T | None:
+    def tried(self, file: Path, look: Callable[..., T], *arguments: object, **named: object) -> T | None:
         """What `look` returns for these arguments; if it fails, None and a warning that names the file."""
         try:
-            return look(*arguments)
+            return look(*arguments, **named)
         except Exception as error:  # the result is printed whatever is in the run folder
             self.warnings.append(f"{file} cannot be read: {reason(error)}")
             return None
@@ -107,36 +107,38 @@ class _Ended:
             fields |= {"run": plan.run, "world_size": plan.world.size, "hosts": hosts}
             fields |= {"command": plan.recipe.train is None, "grace_s": plan.grace_s if plan.by_slurm else None}
             spent = spent or cost.parse(known, plan.job, startup.step(paths))
+            if alone := self.tried(paths.process_group, process_group.warning, paths, plan):
+                self.warnings.append(alone)
         if stopped:
             fields |= {"reason": stopped.reason, "at": stopped.at}
-            fields |= {} if stopped.left_s is None else {"grace_s": stopped.left_s}
-        status = "stopped" if stopped else "failed" if self.code else "done"
-        saved = None if status == "done" else 0
-        if status != "done" and (checkpoint := self.checkpoint()):
-            saved = int(checkpoint.name.rpartition("-")[2])
-            fields |= {"checkpoint": str(checkpoint), "saved_step": saved}
-        fields |= self.tried(paths.metrics, self.figures, saved) or {}
-        cause = None
-        if status == "failed":  # stopped ranks may die in any way; none of them is the cause
+            if stopped.left_s is not None:
+                fields["grace_s"] = stopped.left_s
+        checkpoint = self.checkpoint()
+        saved = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+        figures = self.tried(paths.metrics, self.figures, saved) or {}
+        cause = None  # stopped ranks may die in any way; none of them is the cause
+        if self.code and not stopped:
             cause = self.failure(paths.failures).cause or self.unrecorded()
-        elif status == "done" and plan:
-            cause = self.missing(plan, ended="train_seconds" in fields)
-            status = "failed" if cause else status
-        if plan and (alone := self.tried(paths.process_group, process_group.warning, paths, plan)):
-            self.warnings.append(alone)
+        elif plan and not stopped:
+            cause = self.missing(plan, ended=figures.get("train_seconds") is not None)
+        status = "stopped" if stopped else "failed" if cause else "done"
+        if status == "done":
+            figures.pop("lost_s", None)
+        elif checkpoint:
+            fields |= {"checkpoint": str(checkpoint), "saved_step": saved}
         folders = sorted(paths.failures.glob("restart-*/"), key=lambda folder: int(folder.name[8:]))
         restarts = [self.failure(folder) for folder in folders]
-        first = restarts[0].cause if restarts else None
         attempts = history(paths)
         costs = [(attempt.attempt, attempt.cost) for attempt in attempts]
+        unfit = ",".join(files.tail(paths.failing_nodes)).split(",")
         return Result(
             status=status,
             exit_code=cause.code if cause else self.code,
             finished=utc(),
-            cause=explained(cause, paths.logs, plan) if cause else None,
-            failing_nodes=self.tried(paths.failing_nodes, self.failing_nodes, fields["hosts"]) or [],
+            cause=explained(cause, paths.logs, plan),
+            failing_nodes=[host for host in fields["hosts"] if host in unfit],
             restarts=len(restarts),
-            restart_cause=explained(first, paths.logs, plan) if first else None,
+            restart_cause=explained(restarts[0].cause, paths.logs, plan) if restarts else None,
             preflight=self.tried(paths.preflight_report, self.preflight),
             recoveries=self.tried(paths.metrics, self.recoveries, restarts) or [],
             history=attempts,
@@ -144,17 +146,15 @@ class _Ended:
             cost=spent,
             spent=cost.spent([*costs, (paths.attempt, spent)]),
             **fields,
+            **figures,
         )
 
     def failure(self, folder: Path, ended: float | None = None) -> Failure:
         """The failure with the earliest record in the folder, which changes last when all ranks have `ended`."""
         ended = ended or written(folder) or 0.0
-        found = self.tried(folder, self.records, folder)
+        warn, logs = self.warnings.append, self.paths.logs
+        found = self.tried(folder, records.read, folder, logs, code=self.code, warn=warn)
         return Failure(found[0].time, ended, found[0].cause) if found else Failure(ended, ended, None)
-
-    def records(self, folder: Path) -> list[records.Record]:
-        """The records of failures, earliest first."""
-        return records.read(folder, self.paths.logs, code=self.code, warn=self.warnings.append)
 
     def unrecorded(self) -> Cause:
         """The cause of a failure that nobody recorded."""
@@ -186,27 +186,20 @@ class _Ended:
         folder = Path((self.plan.recipe.checkpoint.folder if self.plan else "") or self.paths.checkpoints)
         return self.tried(folder, newest_checkpoint, folder)
 
-    def failing_nodes(self, hosts: list[str]) -> list[str]:
-        """The nodes that failed their node check."""
-        if not self.paths.failing_nodes.exists():
-            return []
-        names = files.read(self.paths.failing_nodes).decode().strip().split(",")
-        return [host for host in hosts if host in names]
-
     def preflight(self) -> str | None:
         """The preflight's result in one line."""
         report = read_json(self.paths.preflight_report, self.warnings)
         if report is None:
             return None
-        ranks = report["ranks"]
-        transports = " and ".join(sorted({rank["transport"] for rank in ranks}))
+        transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
         best = max((row["bus_gb_s"] for row in report["sweep"]), default=0.0)
-        line = f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s"
-        slow = sorted({rank["warning"] for rank in ranks if "warning" in rank})
-        return "; ".join([line, *slow, *(f"slow: {link}" for link in report.get("slow_links", ()))])
+        slow = sorted({rank["warning"] for rank in report["ranks"] if "warning" in rank})
+        slow += [f"slow: {link}" for link in report.get("slow_links", ())]
+        seconds = sum(report["seconds"].values())
+        return "; ".join([f"{transports}, {best:.2f} GB/s of bus bandwidth, in {seconds:.1f} s", *slow])
 
-    def figures(self, saved: int | None) -> dict[str, Any]:
-        """Steps, losses and speed from the metrics; also the seconds of training after step `saved`, if given."""
+    def figures(self, saved: int) -> dict[str, Any]:
+        """Steps, losses and speed from the metrics, and the seconds of training after step `saved`."""
         first: dict[str, Event] = {}
         last: dict[str, Event] = {}
         slow: list[SlowRank] = []
@@ -224,25 +217,25 @@ class _Ended:
             first.setdefault(kind, event)
             last[kind] = event
             time = number(event, "time") or time
-            if kept is None or (kind == "step" and (step or 0) <= (saved or 0)):
+            if kept is None or (kind == "step" and (step or 0) <= saved):
                 kept = time
         self.warnings += [*self.metrics.warnings(), *result_warnings(noticed)]
         start, final, end = (last.get(kind, {}) for kind in ("start", "step", "end"))
-        figures = {name: number(end, name) for name in ("tokens_per_s", "train_seconds") if end}
         begin, steps = whole(start, "first_step"), whole(final, "step")
         if steps is None and begin == whole(start, "steps"):  # nothing was left to do
             steps = begin
-        if saved is not None and kept is not None and time is not None:
-            figures["lost_s"] = round(max(0.0, time - kept), 3)
-        return figures | {
+        return {
             "first_step": begin,
             "steps": steps,
-            "loss_first": number(first.get("step", {}), "loss"),
+            "loss_first": number(first.get("step"), "loss"),
             "loss_last": number(final, "loss"),
-            "perplexity": number(last.get("eval", {}), "perplexity"),
+            "perplexity": number(last.get("eval"), "perplexity"),
+            "tokens_per_s": number(end, "tokens_per_s"),
+            "train_seconds": number(end, "train_seconds"),
             "sample": str(end["sample"]) if end.get("sample") else None,
             "slow_ranks": slow,
             "save_s": max(filter(None, (number(event, "seconds") for event in noticed)), default=None),
+            "lost_s": round(max(0.0, time - kept), 3) if time and kept else None,
         }
 
     def recoveries(self, restarts: list[Failure]) -> list[Recovery]:
@@ -256,8 +249,10 @@ class _Ended:
         return recoveries([failed, *restarts], chain(Metrics(before.metrics), self.metrics))
 
 
-def explained(cause: Cause, logs: Path, plan: Plan | None) -> Cause:
+def explained(cause: Cause | None, logs: Path, plan: Plan | None) -> Cause | None:
     """The cause with its name from causes.toml, if one fits; Slurm's own lines count as evidence."""
+    if cause is None:
+        return None
     cause = cause.model_copy(update={"evidence": [*cause.evidence, *records.by_slurm(logs)]})
     return records.redacted(causes.explained(cause), plan)
 
@@ -298,12 +293,14 @@ def _short_grace(result: Result, stopped: Stop | None) -> list[str]:
     given, save = result.grace_s, result.save_s
     if given is None or result.command:
         return []
+    took, enough = "no checkpoint was completed", 1
+    if save is not None:
+        took, enough = f"the slowest checkpoint took {save:.1f} s", grace.wanted(save)
+    wrong = "is shorter than twice the slowest checkpoint"
     told = stopped is not None and stopped.left_s is not None and stopped.reason == stop.TIME_LIMIT
-    late = told and result.exit_code != exit_codes.RETRY
-    enough = max(grace.wanted(save or 0.0), 2 * round(given) if late else 0)
+    if told and result.exit_code != exit_codes.RETRY:
+        wrong, enough = "before the time limit was too short", max(enough, 2 * round(given))
     if given >= enough:
         return []
-    took = "no checkpoint was completed" if save is None else f"the slowest checkpoint took {save:.1f} s"
-    wrong = "before the time limit was too short" if late else "is shorter than twice the slowest checkpoint"
     fix = f"set grace_s={enough} with dray submit, or --signal=B:USR1@{enough} with sbatch"
     return [f"the grace of {given:.0f} s {wrong}: {took}; {fix}"]

@@ -66,34 +66,23 @@ def _named(message: str, option: str, given: str, known: list[str]) -> ConfigErr
 
 def _sized(message: str, argv: Sequence[str]) -> ConfigError:
     """Explain the refusal of nodes and GPUs that the partition does not have."""
+    nodes, gpus = _number(argv, "--nodes=", "-N"), _number(argv, "--gpus-per-node=", "--gres=")
     partitions, rows = _partitions(), []
     for partition in partitions:
-        gpus = counted(partition.gpus, "GPU") if partition.gpus else "no GPUs"
-        nodes, cpus = counted(partition.nodes, "node"), counted(partition.cpus, "CPU")
-        rows.append(f"{partition.name}: {nodes} with {cpus}, {gpus}")
-    asked_nodes, asked_gpus = _number(argv, "--nodes=", "-N"), _number(argv, "--gpus-per-node=", "--gres=")
-    names = _value(argv, "--partition=", "-p").split(",")
-    chosen = [partition for partition in partitions if partition.name in names] or partitions[:1]
+        own_gpus = counted(partition.gpus, "GPU") if partition.gpus else "no GPUs"
+        size = f"{counted(partition.nodes, 'node')} with {counted(partition.cpus, 'CPU')}"
+        rows.append(f"{partition.name}: {size}, {own_gpus}")
+    chosen = _value(argv, "--partition=", "-p").split(",")
+    fix = "request what nodes above have: --nodes N, --gpus-per-node N, --sbatch=--cpus-per-task=N, --sbatch=--mem=SIZE"
+    for partition in partitions:
+        if partition.nodes >= nodes and partition.gpus >= gpus and partition.name not in chosen:
+            fix = f"--sbatch=--partition={partition.name}"
     return ConfigError(
         "no nodes of the partition match what this job requests",
         wanted="\n".join(rows),
-        found=f"{counted(asked_nodes, 'node')}, {counted(asked_gpus, 'GPU')} on each\n{message}",
-        fix=_fix(asked_nodes, asked_gpus, chosen, partitions),
+        found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{message}",
+        fix=fix,
     )
-
-
-def _fix(nodes: int, gpus: int, chosen: list[Partition], partitions: list[Partition]) -> str:
-    for partition in partitions:
-        if partition.nodes >= nodes and partition.gpus >= gpus and partition not in chosen:
-            return f"--sbatch=--partition={partition.name}"
-    most_gpus = max((partition.gpus for partition in chosen), default=gpus)
-    most_nodes = max((partition.nodes for partition in chosen), default=nodes)
-    if most_gpus < gpus:
-        none = "these nodes have no GPUs: leave out --gpus-per-node and set image=cpu"
-        return f"--gpus-per-node {most_gpus}" if most_gpus else none
-    if most_nodes < nodes:
-        return f"--nodes {most_nodes}"
-    return "request less with --sbatch, for example --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
 
 
 def _value(argv: Sequence[str], *names: str) -> str:

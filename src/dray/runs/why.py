@@ -20,7 +20,7 @@ from dray.runs.finish import explained
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, history, notes, who
 from dray.runs.stop import Stop
 from dray.runs.store import Attempt as StoredAttempt
-from dray.runs.store import Run, RunPaths, is_run, last_attempt, plan_of, reason
+from dray.runs.store import Run, RunPaths, Table, is_run, last_attempt, plan_of, reason
 
 _LINES, _WIDE = 12, 400  # last lines, and letters of each
 _OTHERS = 6
@@ -78,11 +78,9 @@ def _before(run: Run) -> Report:
     values = secrets.passed(names, os.environ)
     for log in sorted(run.folder.glob("job-*.log"), key=os.path.getmtime)[-1:]:
         evidence += [f"{log.name}: {secrets.redacted(line, values)}" for line in files.tail(log, _LINES)]
-    report = Report(
-        run=run.name, attempt=0, folder=str(run.folder), status=seen.state, now=seen.why or _doing(seen),
-        evidence=evidence, warnings=seen.warnings,
-    )  # fmt: skip
-    return Report.model_validate(printable(report.model_dump()))
+    fields = {"run": run.name, "attempt": 0, "folder": str(run.folder), "status": seen.state}
+    fields |= {"now": seen.why or _doing(seen), "evidence": evidence, "warnings": seen.warnings}
+    return Report(**printable(fields))
 
 
 def look(paths: RunPaths) -> Report:
@@ -92,68 +90,39 @@ def look(paths: RunPaths) -> Report:
     failures: list[records.Record] = []
     with suppress(OSError):  # a run without a failure has no such folder
         failures = records.read(paths.failures, paths.logs, code=0, warn=warnings.append)
+    fields: Table = {"run": paths.run.name, "attempt": paths.attempt, "folder": str(paths.run)}
     if result:
-        report = _of_result(paths, result)
+        cause, evidence = result.cause, list[str]()
+        fields |= result.model_dump() | {"notes": [*notes(result)], "warnings": [*result.warnings, *warnings]}
     else:
-        report = _without_result(paths)
-        if failures and report.status == NO_RESULT:
-            report = _named(report, explained(failures[0].cause, paths.logs, plan))
-    after = [_after(failure, failures[0]) for failure in failures[1:]] if report.cause else []
-    report = report.model_copy(update={"after": after, "warnings": [*report.warnings, *warnings]})
-    return Report.model_validate(printable(report.model_dump()))
+        unfinished, evidence = _without_result(paths)
+        fields |= unfinished | {"warnings": warnings}
+        stopped = fields["status"] == states.STOPPED  # stopped ranks may die in any way; none of them is the cause
+        cause = explained(failures[0].cause, paths.logs, plan) if failures and not stopped else None
+    fields |= causes.of_reason(fields["reason"])
+    if cause:
+        fields |= {"cause": cause.model_dump(), "after": [_after(failure, failures[0]) for failure in failures[1:]]}
+        evidence = [*cause.evidence, *evidence]
+        if cause.name != UNKNOWN:
+            fields |= {"name": cause.name, "fix": cause.fix, "source": cause.source}
+    return Report(**printable(fields | {"evidence": evidence}))
 
 
-def _of_result(paths: RunPaths, result: Result) -> Report:
-    report = Report(
-        run=result.run,
-        attempt=paths.attempt,
-        folder=str(paths.run),
-        status=result.status,
-        exit_code=result.exit_code,
-        reason=result.reason,
-        at=result.at,
-        notes=[*notes(result)],
-        history=result.history,
-        warnings=result.warnings,
-    )
-    return _named(report, result.cause)
-
-
-def _without_result(paths: RunPaths) -> Report:
-    """The report of an attempt that runs or was killed, by its files and by Slurm."""
+def _without_result(paths: RunPaths) -> tuple[Table, list[str]]:
+    """The state of an attempt that runs or was killed, and what Slurm tells of its job."""
     attempt = StoredAttempt(Run(paths.run), paths.attempt)
     ended = slurm.last_state(attempt.job_id, attempt.facts.get("cluster", "")) if attempt.job_id else ""
-    reason, at, now = stop.of_state(ended), None, "it is active, or was killed before it could write a result"
+    evidence = [f"Slurm: job {attempt.job_id}: {ended}"] if ended else []
+    now, at, reason = "it is active, or was killed before it could write a result", None, stop.of_state(ended)
     with suppress(OSError):  # another user's folder
         seen = states.status(paths.folder, closely=True)
         now, at = _doing(seen) or now, seen.finished
         if seen.state == states.STOPPED and seen.why and not (reason and seen.why == stop.TERM):
             reason = seen.why
-    stopped = reason and Stop(reason, "").by_wish  # stopped ranks may die in any way; none of them is the cause
-    report = Report(
-        run=paths.run.name,
-        attempt=paths.attempt,
-        folder=str(paths.run),
-        status=states.STOPPED if stopped else NO_RESULT,
-        now="" if stopped else now,
-        reason=reason or None,
-        at=at,
-        evidence=[f"Slurm: job {attempt.job_id}: {ended}"] if ended else [],
-        history=history(paths),
-    )
-    return _named(report, None)
-
-
-def _named(report: Report, cause: Cause | None) -> Report:
-    """The report with this cause, and with the name of it or of what stopped the run."""
-    fields: dict[str, object] = {"cause": cause}
-    if cause:
-        fields["evidence"] = [*cause.evidence, *report.evidence]
-    if cause and cause.name != UNKNOWN:
-        fields |= {"name": cause.name, "fix": cause.fix, "source": cause.source}
-    elif report.reason and (known := causes.of_reason(report.reason)):
-        fields |= known
-    return report.model_copy(update=fields)
+    fields = {"reason": reason or None, "at": at, "history": history(paths)}
+    if reason and Stop(reason, "").by_wish:
+        return fields | {"status": states.STOPPED}, evidence
+    return fields | {"status": NO_RESULT, "now": now}, evidence
 
 
 def read_result(paths: RunPaths, warnings: list[str]) -> Result | None:
