@@ -9,19 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files, parse, to_text
-from dray.fitness import doctor, slurm_commands
+from dray.fitness import doctor
 from dray.planning import grace as planned
 from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
+from dray.runs import slurm as slurm_module
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import decide, read_recipe, write
 from helpers import PYTHON, ROOT
 
@@ -102,15 +103,15 @@ class TestSlurm:
         ],
     )
     def test_of_a_partition(self, slurm: Slurm, names: list[str], mode: str, seconds: int | None) -> None:
-        found = slurm_commands.preemption(slurm_commands.conf(), names)
+        found = slurm_module.preemption(slurm_module.conf(), names)
         assert (found["preempt_mode"], found.get("preempt_grace_s")) == (mode, seconds)
         assert (found["preempt_signal"], found["kill_wait_s"]) == (True, 30)
-        assert slurm_commands.cluster_name() == "harbour"
+        assert slurm_module.cluster_name() == "harbour"
 
     @pytest.mark.parametrize("type_", ["(null)", "preempt/none"])
     def test_without_preemption(self, slurm: Slurm, type_: str) -> None:
         slurm.answers(mode="OFF", parameters="(null)", type=type_)
-        assert slurm_commands.preemption(slurm_commands.conf()) == {"kill_wait_s": 30}
+        assert slurm_module.preemption(slurm_module.conf()) == {"kill_wait_s": 30}
 
     @pytest.mark.parametrize(
         "script",
@@ -119,18 +120,18 @@ class TestSlurm:
     )  # fmt: skip
     def test_rubbish(self, slurm: Slurm, script: str) -> None:
         slurm.tool("scontrol", script)
-        found = slurm_commands.preemption(slurm_commands.conf())
+        found = slurm_module.preemption(slurm_module.conf())
         Facts(scheduler="slurm", nodelist="n1", nodes=1, engine="apptainer", image="/i.sif", **found)
 
     @pytest.mark.seconds
     def test_a_controller_that_does_not_answer(self, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(slurm_commands, "_ANSWER_S", 0.3)
+        monkeypatch.setattr(slurm_module, "_QUICK_S", 0.3)
         slurm.tool("scontrol", "exec sleep 60")
-        assert (slurm_commands.conf(), slurm_commands.preemption({}), slurm_commands.cluster_name()) == ({}, {}, "")
+        assert (slurm_module.conf(), slurm_module.preemption({}), slurm_module.cluster_name()) == ({}, {}, "")
 
     def test_without_slurm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nonexistent")
-        assert slurm_commands.conf() == {}
+        assert slurm_module.conf() == {}
 
     def test_doctor_shows_the_cluster(self, slurm: Slurm) -> None:
         assert next(doctor._slurm()).found == "slurm 24.11.0, cluster harbour"
