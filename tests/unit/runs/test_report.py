@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from dray.runs.paths import RunPaths
 
 import browser
 from damage import RECORD
@@ -25,6 +24,7 @@ from dray.runs.report.data import gather
 from dray.runs.report.document import Document, Item, Series, Spans, Table, Text
 from dray.runs.result import Attempt, Cause, Result, SlowRank
 from dray.runs.startup import Startup
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT, bash_blocks, golden, section
 
