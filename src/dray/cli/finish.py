@@ -14,11 +14,11 @@ import typer
 
 from dray.cli.streams import show
 from dray.planning.grace import DEFAULT_S
-from dray.runs import stop, webhook
+from dray.runs import slurm, stop, webhook
 from dray.runs.finish import finish as conclude
+from dray.runs.metrics import whole
 from dray.runs.result import summary
-from dray.runs.store import RunPaths, attempt_at
-from dray.runs.store import plan_of as read
+from dray.runs.store import Attempt, Run, attempt_at
 
 
 def finish(
@@ -34,23 +34,18 @@ def finish(
         signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
     paths = attempt_at(folder)
     known = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin and not sys.stdin.isatty() else ""
-    told = stop.parse(known, now=time.time(), grace=_grace(paths))
+    grace = whole(Attempt(Run(paths.run), paths.attempt).plan, "grace_s") or DEFAULT_S
+    told = stop.parse(known, now=time.time(), grace=grace)
     # Slurm may signal the nodes alone, as in a preemption: then the job's script has heard nothing, and no rank fails.
     why = told if stopped or (code and told.by_slurm and not any(paths.failures.glob("*.json"))) else None
-    result = conclude(paths, code=code, stopped=why, batch=stop.of_a_batch_job(known), known=known)
+    fields = slurm.fields(known)
+    result = conclude(paths, code=code, stopped=why, batch=slurm.is_batch(fields), known=known)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
         sys.stdout = show(sys.stdout)  # a webhook's server may answer anything
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
         print(text := summary(result, paths))
-        url = next((line[8:] for line in known.splitlines() if line.startswith("webhook=")), "")
+        url = fields.get("webhook")
         if url and (failed := webhook.tell(url, result, text)):
             print(f"warning: {failed}")
     raise typer.Exit(result.exit_code)
-
-
-def _grace(paths: RunPaths) -> int:
-    """The grace of the plan; a damaged plan is reported later."""
-    with suppress(Exception):
-        return read(paths).grace_s
-    return DEFAULT_S

@@ -19,7 +19,6 @@ from dray.contract import files, run_folder
 from dray.contract.findings import DrayError
 from dray.images.sif import record
 from dray.planning.schema import Plan
-from dray.runs import again
 from dray.runs import source as sources
 from dray.runs.metrics import first
 from dray.runs.result import Attempt, Result
@@ -170,7 +169,7 @@ def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
     if plan is None:
         return ""
     try:
-        attempts = (*result.history, again.attempt(result, paths.attempt))
+        attempts = (*result.history, Attempt.of(result, paths.attempt))
         told = {"finished": result.finished, "status": result.status, "preflight": result.preflight}
         _write(paths, seen(paths, of(paths, plan)).model_copy(update={**told, "attempts": attempts}), None)
     except Exception as error:  # the result is printed whatever is in the run folder

@@ -8,17 +8,15 @@ from functools import cache
 from itertools import dropwhile, pairwise
 from pathlib import Path
 from re import Pattern
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from dray.contract import exit_codes
-from dray.runs.result import UNKNOWN, Cause
+from dray.runs.result import Cause
 
 FOLLOWS = "another rank ended first"
 _FILE = Path(__file__).with_name("causes.toml")
 _LONGEST = 4000  # characters of a line that are searched
-_MOST = 200  # lines that are searched
 _BY_RANK = r"(?:\[rank\d{1,9}\]: ?)?"  # torch's prefix for each line of an exception and of its log
 _TRACEBACK = re.compile(_BY_RANK + r'(?:Traceback \(most recent call last\):|  File ".{1,300}", line \d{1,9}, in )')
 _DETAIL = re.compile(r"  (?:where|wanted|found|fix): ")
@@ -54,41 +52,35 @@ class Known(BaseModel):
     fix: str
     again: bool = False
     """Whether another attempt may succeed (exit code 75), whatever code the rank ended with."""
-    sign: Annotated[tuple[Sign, ...], Field(min_length=1)]
+    sign: tuple[Sign, ...]
 
 
 @cache
 def known() -> tuple[Known, ...]:
     """All causes, in the order in which they are tried."""
-    found = tomllib.loads(_FILE.read_text(encoding="utf-8"))["cause"]
-    return tuple(Known.model_validate(one) for one in found)
+    return tuple(map(Known.model_validate, tomllib.loads(_FILE.read_text(encoding="utf-8"))["cause"]))
 
 
 def explained(cause: Cause) -> Cause:
     """The cause with its name, fix and source; its last lines begin where the failure shows."""
-    lines = [line for text in (cause.why, *cause.last_lines) for line in text.splitlines()][-_MOST:]
+    lines = [line for text in (cause.why, *cause.last_lines) for line in text.splitlines()]
     for one in known():
         for sign in one.sign:
             if not sign.reason and _fits(sign, cause, lines):
+                named = {"name": one.name, "fix": one.fix, "source": sign.source}
                 code = exit_codes.RETRY if one.again else cause.code
-                named = {"name": one.name, "fix": one.fix, "source": sign.source, "code": code}
-                return cause.model_copy(update={**named, "last_lines": _from_cause(cause.last_lines, sign.lines)})
-    named = {"name": UNKNOWN, "fix": "", "source": ""}
-    return cause.model_copy(update={**named, "last_lines": _from_cause(cause.last_lines, None)})
+                last_lines = _from_cause(cause.last_lines, sign.lines)
+                return cause.model_copy(update={**named, "code": code, "last_lines": last_lines})
+    return cause.model_copy(update={"last_lines": _from_cause(cause.last_lines, None)})
 
 
-def of_reason(reason: str) -> tuple[Known, Sign] | None:
-    """The cause that this reason of a stopped run stands for, and its sign."""
-    return next(((one, sign) for one in known() for sign in one.sign if reason in sign.reason), None)
-
-
-def _from_cause(lines: list[str], sign: Pattern[str] | None) -> list[str]:
-    """The lines from the first traceback or finding, or from a `sign` before it; else without torch's log lines."""
-    for number, (line, below) in enumerate(pairwise([*lines, ""])):
-        if _TRACEBACK.match(line) or (line[:1].strip() and _DETAIL.match(below)):
-            before = (index for index, earlier in enumerate(lines[:number]) if sign and _any(sign, [earlier]))
-            return lines[next(before, number) :]
-    return list(dropwhile(_LOGGED.match, lines)) or lines
+def of_reason(reason: str | None) -> dict[str, str]:
+    """The name, fix and source for this reason of a stopped run; empty if it has none."""
+    for one in known():
+        for sign in one.sign:
+            if reason in sign.reason:
+                return {"name": one.name, "fix": one.fix, "source": sign.source}
+    return {}
 
 
 def _fits(sign: Sign, cause: Cause, lines: list[str]) -> bool:
@@ -98,3 +90,12 @@ def _fits(sign: Sign, cause: Cause, lines: list[str]) -> bool:
 
 def _any(pattern: Pattern[str] | None, lines: list[str]) -> bool:
     return pattern is None or any(pattern.search(line[:_LONGEST]) for line in lines)
+
+
+def _from_cause(lines: list[str], sign: Pattern[str] | None) -> list[str]:
+    """The lines from the first traceback or finding, or from a `sign` before it; else without torch's log lines."""
+    for number, (line, below) in enumerate(pairwise([*lines, ""])):
+        if _TRACEBACK.match(line) or (line[:1].strip() and _DETAIL.match(below)):
+            signs = (earlier for earlier in range(number) if sign and sign.search(lines[earlier][:_LONGEST]))
+            return lines[next(signs, number) :]
+    return list(dropwhile(_LOGGED.match, lines)) or lines

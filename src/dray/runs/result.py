@@ -1,38 +1,34 @@
-"""result.json, and the summary that a run prints last."""
+"""result.json: how an attempt ended, and the summary that a run prints last."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted
+from dray.contract.hostnames import compress
 from dray.runs.cost import Cost, Spent
-from dray.runs.recovery import Next, Recovery
 from dray.runs.startup import Startup
-from dray.runs.store import OR_NONE, Run, RunPaths, require_version
-from dray.runs.store import Attempt as Attempt_
+from dray.runs.store import Attempt as StoredAttempt
+from dray.runs.store import Run, RunPaths, attempts, require_version
 
 UNKNOWN = "unknown"
-_MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
-_SHOWN = 20  # nodes in a line
 
 
-def _evidence(lines: Any) -> list[str]:  # noqa: ANN401  any JSON value: a damaged part hides no failure
-    texts = lines if isinstance(lines, list) else []
-    return [line[:_LONGEST] for line in texts if isinstance(line, str)][:_MOST]
-
-
-class Cause(BaseModel):
-    """Why a run failed: the node or rank that failed first."""
-
+class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class Cause(_Part):
+    """Why a run failed: the node or rank that failed first."""
 
     node: str
     """The name of the node."""
@@ -46,7 +42,7 @@ class Cause(BaseModel):
     """The log of the rank or the node."""
     last_lines: list[str]
     """The last lines of that log, from the line where the failure shows."""
-    evidence: Annotated[list[str], BeforeValidator(_evidence)] = []
+    evidence: list[str] = []
     """What the node saw when it failed: memory, kernel log, disks."""
     name: str = UNKNOWN
     """The cause's name in runs/causes.toml, or unknown."""
@@ -55,11 +51,59 @@ class Cause(BaseModel):
     source: str = ""
     """The program or document that the matched text comes from."""
 
+    @property
+    def head(self) -> str:
+        """The first line of what happened."""
+        return self.why.partition("\n")[0]
 
-class Attempt(BaseModel):
+
+class Recovery(_Part):
+    """One failure from which the run recovered. Times are in seconds."""
+
+    why: str
+    """What failed."""
+    step: int
+    """The first step logged after it."""
+    detect_s: float
+    """From the last logged step to the record of the failure; it was noticed within this time."""
+    stop_s: float
+    """Until all ranks had ended."""
+    queue_s: float = 0.0
+    """Until Slurm started the next attempt; 0 if the ranks restarted within the job."""
+    start_s: float
+    """Until the model was built: container, rendezvous, imports and datasets."""
+    load_s: float
+    """Reading the checkpoint, not part of another time."""
+    step_s: float
+    """Until the first step was logged."""
+
+    @property
+    def total_s(self) -> float:
+        """From the record of the failure to the next logged step."""
+        return self.stop_s + self.queue_s + self.start_s + self.load_s + self.step_s
+
+    def __str__(self) -> str:
+        queue = f"queue {self.queue_s:.1f}, " if self.queue_s else ""
+        rest = f"start {self.start_s:.1f}, load {self.load_s:.1f}, step {self.step_s:.1f}"
+        why = self.why.partition("\n")[0]
+        return f"step {self.step} {self.total_s:.1f} s after {why} (stop {self.stop_s:.1f}, {queue}{rest})"
+
+
+class Next(_Part):
+    """Whether and why the job is requeued, or continues with other or fewer nodes."""
+
+    requeue: bool
+    """Whether the job is requeued."""
+    spare: bool = False
+    """Whether the job continues at once, with spare nodes or with fewer nodes."""
+    exclude: list[str] = []
+    """Lost or unfit nodes that the next attempt must not use."""
+    why: str
+    """Why the job continues, or does not."""
+
+
+class Attempt(_Part):
     """The summary of an earlier attempt in later results."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     attempt: Annotated[int, Field(ge=1)]
     """The number of the attempt; the first is 1."""
@@ -83,14 +127,25 @@ class Attempt(BaseModel):
     """When it ended, in UTC."""
     requeued: bool = False
     """Whether dray requeued the job after it."""
-    cost: Annotated[Cost | None, OR_NONE] = None
+    cost: Cost | None = None
     """The cost of the attempt; null if unknown."""
 
+    @classmethod
+    def of(cls, result: Result | None, number: int) -> Attempt:
+        """The summary of the attempt with this result; None if a node died before it could write one."""
+        if result is None:
+            return cls(attempt=number, status=UNKNOWN, why="it left no result")
+        fields = result.model_dump() | {
+            "attempt": number,
+            "why": result.cause.head if result.cause else result.reason,
+            "hosts": compress(result.hosts),
+            "requeued": result.next is not None and result.next.requeue,
+        }
+        return cls(**fields)
 
-class SlowRank(BaseModel):
+
+class SlowRank(_Part):
     """A rank that was steadily slower than the others."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     rank: Annotated[int, Field(ge=0)]
     """The rank."""
@@ -102,10 +157,8 @@ class SlowRank(BaseModel):
     """The step at which it was reported."""
 
 
-class Result(BaseModel):
+class Result(_Part):
     """How an attempt ended."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     version: Literal[1] = 1
     """Version of the format; it increases when a valid file becomes invalid. Old files have none."""
@@ -168,11 +221,11 @@ class Result(BaseModel):
     """Whether the job continues by itself; null if the run ended or another attempt would not help."""
     history: list[Attempt] = []
     """The attempts before this one."""
-    startup: Annotated[Startup | None, OR_NONE] = None
+    startup: Startup | None = None
     """How long each part of the start took; null if nothing was measured."""
-    cost: Annotated[Cost | None, OR_NONE] = None
+    cost: Cost | None = None
     """The cost of this attempt; null if unknown."""
-    spent: Annotated[Spent | None, OR_NONE] = None
+    spent: Spent | None = None
     """The cost of all attempts, with this one."""
     command: bool = False
     """Whether a command ran instead of dray's trainer; dray does not know what it saves."""
@@ -194,105 +247,105 @@ def result_of(paths: RunPaths) -> Result | None:
     return None
 
 
+def history(paths: RunPaths) -> list[Attempt]:
+    """The earlier attempts in order."""
+    earlier = [RunPaths(paths.run, number) for number in attempts(paths.run) if number < paths.attempt]
+    return [Attempt.of(result_of(before), before.attempt) for before in earlier]
+
+
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
     """The summary that a run prints last. `again` is the command for its next attempt; rank `shown` was on screen."""
-    again = again or next_command(paths)
-    ended, go_on = _ended(result, paths, again, shown), comes_next(result)
-    lines = [*ended, *restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
-    lines += [
-        f"slow: rank {one.rank} on {one.node}, {one.times:.2f} times the median rank" for one in result.slow_ranks
-    ]
-    lines += [f"warning: {warning}" for warning in result.warnings]
-    lines.append(f"run folder: {paths.run}")
-    return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
+    return "\n".join(_lines(result, paths, again or next_command(paths), shown))
 
 
 def next_command(paths: RunPaths) -> str:
     """The command that starts the next attempt of a run."""
     run = shlex.quote(str(paths.run))
-    if not Attempt_(Run(paths.run), paths.attempt).job:
+    if not StoredAttempt(Run(paths.run), paths.attempt).job:
         return f"the same command with --run={run}"
     return f"dray submit --run={run}  # or sbatch slurm/multinode.sh with the same --run"
 
 
-def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> list[str]:
-    if result.cause:
-        cause = result.cause
-        lines = [f"failed: {who(cause)}: {cause.why}"]
-        known = cause.why.splitlines()
-        last = [] if cause.rank is not None and cause.rank == shown else cause.last_lines[-12:]
-        lines += [f"  | {line}" for line in last if line not in known]
-        lines += [f"  log: {cause.log}"] if cause.log else []
-        lines += named(cause)
-        if names := result.failing_nodes:
-            listed = f"{' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}"
-            file = shlex.quote(str(paths.failing_nodes))
-            lines += [f'failing nodes: {listed} (sbatch --exclude="$(cat {file})")']
-        return [*lines, *left(result, again)] if result.checkpoint else lines
-    return _stopped(result, again) if result.status == "stopped" else _done(result)
-
-
-def named(cause: Cause) -> list[str]:
-    """The cause's name, and its fix unless the message has its own."""
-    if cause.name == UNKNOWN:
-        return []
-    own = any(line.startswith("  fix:") for line in cause.why.splitlines() + cause.last_lines)
-    return [f"  cause: {cause.name}", *([] if own or not cause.fix else [f"  fix: {cause.fix}"])]
-
-
 def who(cause: Cause) -> str:
     """The rank or node that failed."""
-    rank = f"rank {cause.rank}" if cause.rank is not None else "the launch"
-    return f"{rank}{' on ' + cause.node if cause.node else ''}"
+    rank = "the launch" if cause.rank is None else f"rank {cause.rank}"
+    return f"{rank} on {cause.node}" if cause.node else rank
 
 
-def restarts(result: Result) -> list[str]:
-    """How often all ranks restarted, and the first reason."""
-    if not result.restarts:
-        return []
-    first = result.restart_cause
-    why = f", first after {who(first)}: {first.why.partition(chr(10))[0]}" if first else ""
-    return [f"restarts: {result.restarts}{why}"]
+def _lines(result: Result, paths: RunPaths, again: str, shown: int | None) -> Iterator[str]:
+    if result.cause:
+        yield from _failed(result, result.cause, paths, shown)
+        if result.checkpoint:
+            yield from left(result, again)
+    elif result.status == "stopped":
+        step = f"after step {result.steps}" if result.steps else "before the first step was logged"
+        yield f"stopped by {result.reason} at {result.at}{'' if result.command else f', {step}'}"
+        yield from left(result, again)
+    else:
+        yield from _done(result)
+    yield from notes(result)
+    for slow in result.slow_ranks:
+        yield f"slow: rank {slow.rank} on {slow.node}, {slow.times:.2f} times the median rank"
+    yield from (f"warning: {warning}" for warning in result.warnings)
+    yield f"run folder: {paths.run}"
+    if result.cause:
+        yield f"exit code: {result.exit_code}"
 
 
-def comes_next(result: Result) -> list[str]:
-    """Whether the job continues by itself, as a line."""
-    if not result.next:
-        return []
-    without = f", without {' '.join(result.next.exclude)}" if result.next.exclude else ""
-    if result.next.spare:
-        return [f"{result.next.why}{without}"]
-    return [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}{without}"]
+def _failed(result: Result, cause: Cause, paths: RunPaths, shown: int | None) -> Iterator[str]:
+    yield f"failed: {who(cause)}: {cause.why}"
+    known = cause.why.splitlines()
+    if cause.rank is None or cause.rank != shown:
+        yield from (f"  | {line}" for line in cause.last_lines[-12:] if line not in known)
+    if cause.log:
+        yield f"  log: {cause.log}"
+    if cause.name != UNKNOWN:
+        yield f"  cause: {cause.name}"
+        if cause.fix and not any(line.startswith("  fix:") for line in known + cause.last_lines):
+            yield f"  fix: {cause.fix}"
+    if result.failing_nodes:
+        names = compress(result.failing_nodes)
+        yield f'failing nodes: {names} (sbatch --exclude="$(cat {shlex.quote(str(paths.failing_nodes))})")'
 
 
-def _done(result: Result) -> list[str]:
+def _done(result: Result) -> Iterator[str]:
     head = counted(result.steps, "step") if result.steps else "exit code 0"
     if result.steps and result.first_step == result.steps:
         head = f"nothing left to do: step {result.first_step} of {result.steps}"
-    figures = []
+    figures = [head]
     if result.loss_first is not None and result.loss_last is not None:
         figures.append(f"loss {result.loss_first:.3f} -> {result.loss_last:.3f}")
     if result.perplexity is not None:
         figures.append(f"perplexity {result.perplexity:.2f}")
     if result.tokens_per_s:
         figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
-    if result.hosts and result.world_size:
+    if result.world_size:
         figures.append(f"{counted(result.world_size, 'rank')} on {' '.join(result.hosts)}")
-    lines = ["done: " + ", ".join([head, *figures])]
-    lines += [f"preflight: {result.preflight}"] if result.preflight else []
-    return [*lines, f"sample: {result.sample}"] if result.sample else lines
+    yield "done: " + ", ".join(figures)
+    if result.preflight:
+        yield f"preflight: {result.preflight}"
+    if result.sample:
+        yield f"sample: {result.sample}"
 
 
-def _stopped(result: Result, again: str) -> list[str]:
-    """What stopped the run, how far it came, what is saved, and how to resume."""
-    reached = f", after step {result.steps}" if result.steps else ", before the first step was logged"
-    return [f"stopped by {result.reason} at {result.at}{'' if result.command else reached}", *left(result, again)]
+def notes(result: Result) -> Iterator[str]:
+    """Restarts, recoveries, and whether the job continues by itself."""
+    if result.restarts:
+        first = result.restart_cause
+        yield f"restarts: {result.restarts}" + (f", first after {who(first)}: {first.head}" if first else "")
+    yield from (f"recovered: {recovery}" for recovery in result.recoveries)
+    if then := result.next:
+        without = f", without {' '.join(then.exclude)}" if then.exclude else ""
+        head = "" if then.spare else "requeue: " if then.requeue else "requeue: no; "
+        yield f"{head}{then.why}{without}"
 
 
-def left(result: Result, again: str) -> list[str]:
+def left(result: Result, again: str) -> Iterator[str]:
     """What is saved, and how to resume."""
     if result.checkpoint:
-        step = result.checkpoint.rpartition("-")[2]
-        return [f"  safe:   all up to step {step}, in {result.checkpoint}", f"  resume: {again}"]
-    own, none = "what the command itself saved", "nothing yet; checkpoint.every=N saves every N steps"
-    return [f"  safe:   {own if result.command else none}", f"  again:  {again}"]
+        yield f"  safe:   all up to step {result.saved_step}, in {result.checkpoint}"
+        yield f"  resume: {again}"
+        return
+    none = "nothing yet; checkpoint.every=N saves every N steps"
+    yield f"  safe:   {'what the command itself saved' if result.command else none}"
+    yield f"  again:  {again}"

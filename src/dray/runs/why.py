@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from dray import facts, process
 from dray.contract import files, secrets
 from dray.contract.control_characters import printable
-from dray.contract.findings import DrayError, counted
+from dray.contract.findings import DrayError, counted, listed
 from dray.planning.schema import Plan
-from dray.runs import again, causes, logs, records, slurm, stop
+from dray.runs import causes, records, slurm, stop
 from dray.runs import result as results
-from dray.runs import status as statuses
-from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
-from dray.runs.slurm import Slurm
+from dray.runs import status as states
+from dray.runs.finish import explained
+from dray.runs.result import UNKNOWN, Attempt, Cause, Result, history, notes, who
 from dray.runs.stop import Stop
-from dray.runs.store import Run, RunPaths, attempts, is_run, last_attempt, reason
-from dray.runs.store import plan_of as read
+from dray.runs.store import Attempt as StoredAttempt
+from dray.runs.store import Run, RunPaths, Table, is_run, last_attempt, plan_of, reason
 
-_SHOWN, _WIDE = 12, 400  # last lines, and letters of each
-_AFTER = 6
-_ASK_S = 10.0
-_CLUSTER = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-NO_RESULT = statuses.NO_RESULT
+_LINES, _WIDE = 12, 400  # last lines, and letters of each
+_OTHERS = 6
+NO_RESULT = states.NO_RESULT
 
 
 class Report(BaseModel):
@@ -65,82 +61,68 @@ class Report(BaseModel):
 
 def of(folder: Path) -> tuple[RunPaths, Report]:
     """The report of a run, or of one attempt."""
-    if is_run(folder) and not attempts(folder):
-        return RunPaths(folder), _before(folder)
+    run = Run(folder)
+    if is_run(folder) and not run.attempts:
+        return RunPaths(folder), _before(run)
     paths = last_attempt(folder)
     return paths, look(paths)
 
 
-def _before(run: Path) -> Report:
+def _before(run: Run) -> Report:
     """The report of a run without an attempt: its job, and the end of the job's log."""
-    seen, submitted = statuses.status(run, Slurm(), closely=True), Run(run).job
-    slurm, evidence = "", list[str]()
-    if submitted and seen.state == statuses.LOST:
-        slurm = _accounted(submitted.id, submitted.cluster)[0]
-    values = secrets.passed(
-        (name for name, value in os.environ.items() if secrets.is_variable(name, value)), os.environ
-    )
-    for log in sorted(logs.of_job(run), key=lambda log: log.number)[-1:]:
-        lines = files.tail(log.path, _SHOWN)
-        evidence = [f"{log.path.name}: {secrets.redacted(line, values)}" for line in lines]
-    told = Report(
-        run=run.name,
-        attempt=0,
-        folder=str(run),
-        status=seen.state,
-        now=seen.why or _doing(seen),
-        evidence=[*filter(None, [slurm]), *evidence],
-        warnings=seen.warnings,
-    )
-    return Report.model_validate(printable(told.model_dump()))
+    seen = states.status(run, closely=True)
+    evidence: list[str] = []
+    if run.job and seen.state == states.LOST and (ended := slurm.last_state(run.job.id, run.job.cluster)):
+        evidence.append(f"Slurm: job {run.job.id}: {ended}")
+    names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
+    values = secrets.passed(names, os.environ)
+    for log in sorted(run.folder.glob("job-*.log"), key=os.path.getmtime)[-1:]:
+        evidence += [f"{log.name}: {secrets.redacted(line, values)}" for line in files.tail(log, _LINES)]
+    fields = {"run": run.name, "attempt": 0, "folder": str(run.folder), "status": seen.state}
+    fields |= {"now": seen.why or _doing(seen), "evidence": evidence, "warnings": seen.warnings}
+    return Report(**printable(fields))
 
 
 def look(paths: RunPaths) -> Report:
     """The report of an attempt."""
     warnings: list[str] = []
     result, plan = read_result(paths, warnings), read_plan(paths, warnings)
-    found: list[records.Record] = []
+    failures: list[records.Record] = []
     with suppress(OSError):  # a run without a failure has no such folder
-        found = records.read(paths.failures, paths.logs, code=result.exit_code if result else 0, warn=warnings.append)
-    status = result.status if result else NO_RESULT
-    cause = result.cause if result else found[0].cause if found else None
-    if cause and cause.name == UNKNOWN:
-        evidence = [*cause.evidence, *records.by_slurm(paths.logs)]
-        named = causes.explained(cause.model_copy(update={"evidence": list(dict.fromkeys(evidence))}))
-        cause = records.redacted(named, plan)
-    seen, slurm, reason = None, "", result.reason if result else None
-    if result is None:
-        seen = _seen(paths)
-        slurm, reason = _asked(paths)
-        if seen and seen.state == statuses.STOPPED and not (reason and seen.why == stop.TERM):
+        failures = records.read(paths.failures, paths.logs, code=0, warn=warnings.append)
+    fields: Table = {"run": paths.run.name, "attempt": paths.attempt, "folder": str(paths.run)}
+    if result:
+        cause, evidence = result.cause, list[str]()
+        fields |= result.model_dump() | {"notes": [*notes(result)], "warnings": [*result.warnings, *warnings]}
+    else:
+        unfinished, evidence = _without_result(paths)
+        fields |= unfinished | {"warnings": warnings}
+        stopped = fields["status"] == states.STOPPED  # stopped ranks may die in any way; none of them is the cause
+        cause = explained(failures[0].cause, paths.logs, plan) if failures and not stopped else None
+    fields |= causes.of_reason(fields["reason"])
+    if cause:
+        fields |= {"cause": cause.model_dump(), "after": [_after(failure, failures[0]) for failure in failures[1:]]}
+        evidence = [*cause.evidence, *evidence]
+        if cause.name != UNKNOWN:
+            fields |= {"name": cause.name, "fix": cause.fix, "source": cause.source}
+    return Report(**printable(fields | {"evidence": evidence}))
+
+
+def _without_result(paths: RunPaths) -> tuple[Table, list[str]]:
+    """The state of an attempt that runs or was killed, and what Slurm tells of its job."""
+    attempt = StoredAttempt(Run(paths.run), paths.attempt)
+    ended = slurm.last_state(attempt.job_id, attempt.facts.get("cluster", "")) if attempt.job_id else ""
+    evidence = [f"Slurm: job {attempt.job_id}: {ended}"] if ended else []
+    now, at, reason = "it is active, or was killed before it could write a result", None, stop.of_state(ended)
+    with suppress(OSError):  # another user's folder
+        seen = states.status(paths.folder, closely=True)
+        now, at = _doing(seen) or now, seen.finished
+        if seen.state == states.STOPPED and seen.why and not (reason and seen.why == stop.TERM):
             reason = seen.why
-        if reason and Stop(reason, "").by_wish:  # stopped ranks may die in any way; none of them is the cause
-            status, cause = statuses.STOPPED, None
-    told = Report(
-        run=result.run if result else paths.run.name,
-        attempt=paths.attempt,
-        folder=str(paths.run),
-        status=status,
-        now="" if result else _now(seen),
-        exit_code=result.exit_code if result else None,
-        reason=reason,
-        at=result.at if result else seen.finished if seen else None,
-        cause=cause,
-        after=[_after(one, found[0]) for one in found[1:]] if cause and status != "stopped" else [],
-        evidence=[*(cause.evidence if cause else []), *filter(None, [slurm])],
-        notes=_notes(result),
-        history=result.history if result else again.history(paths),
-        warnings=[*(result.warnings if result else []), *warnings],
-    )
-    return Report.model_validate(printable(told.model_dump() | _named(cause, reason)))
-
-
-def _named(cause: Cause | None, reason: str | None) -> dict[str, str]:
-    if cause and cause.name != UNKNOWN:
-        return {"name": cause.name, "fix": cause.fix, "source": cause.source}
-    if reason and (known := causes.of_reason(reason)):
-        return {"name": known[0].name, "fix": known[0].fix, "source": known[1].source}
-    return {}
+    fields = {"reason": reason or None, "at": at, "history": history(paths)}
+    if reason and Stop(reason, "").by_wish:
+        return fields | {"status": states.STOPPED}, evidence
+    return fields | {"status": NO_RESULT, "now": now}, evidence
 
 
 def read_result(paths: RunPaths, warnings: list[str]) -> Result | None:
@@ -157,127 +139,73 @@ def read_result(paths: RunPaths, warnings: list[str]) -> Result | None:
 def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
     """The plan, or a warning."""
     try:
-        return read(paths)
+        return plan_of(paths)
     except (DrayError, OSError) as error:
         warnings.append(f"{paths.plan} cannot be read: {reason(error)}")
         return None
 
 
-def _seen(paths: RunPaths) -> statuses.State | None:
-    """The state of an attempt without a result, as in `dray status`."""
-    with suppress(OSError):  # another user's folder
-        return statuses.status(paths.folder, Slurm(), closely=True)
-    return None
-
-
-def _now(seen: statuses.State | None) -> str:
-    """What the attempt is doing."""
-    return (_doing(seen) if seen else "") or "it is active, or was killed before it could write a result"
-
-
-def _doing(seen: statuses.State) -> str:
+def _doing(seen: states.State) -> str:
+    """What a run without a result does now; empty if nobody can tell."""
     match seen.state:
-        case statuses.RUNNING:
-            step = f", step {seen.step:,}" + f" of {seen.steps:,}" * bool(seen.steps) if seen.step else ""
+        case states.RUNNING:
+            steps = f" of {seen.steps:,}" if seen.steps else ""
+            step = f", step {seen.step:,}{steps}" if seen.step else ""
             return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
-        case statuses.QUEUED:
+        case states.QUEUED:
             waits = f" {seen.waiting.state}" if seen.waiting else ""
             return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
-        case statuses.LOST:
+        case states.LOST:
             return "it was killed before it could write a result"
     return ""
 
 
-def _asked(paths: RunPaths) -> tuple[str, str | None]:
-    """Slurm's state of the run's job, if this machine can ask Slurm."""
-    with suppress(DrayError, OSError, ValueError):
-        known = facts.parse(files.read(paths.facts).decode(errors="replace"), where=str(paths.facts))
-        if known.job:
-            return _accounted(known.task or known.job, known.cluster)
-    return "", None
-
-
-def _accounted(job: int | str, cluster: str) -> tuple[str, str | None]:
-    with suppress(DrayError):
-        if process.which("sacct"):
-            clusters = [f"--clusters={cluster}"] if _CLUSTER.fullmatch(cluster) else []
-            argv = ["sacct", "-X", "-n", "-P", f"--jobs={job}", *clusters, "--format=State"]
-            lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
-            if lines:  # else its accounting does not know the job
-                return f"Slurm: job {job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
-        if process.which("scontrol") and cluster in ("", slurm.cluster_name()):
-            shown = process.run(["scontrol", "show", "job", "--oneliner", str(job)], check=False, seconds=_ASK_S).out
-            if found := re.search(r"\bJobState=([A-Z_]{1,40})", shown):
-                return f"Slurm: job {job}: {found[1]}", stop.of_job(shown) or None
-    return "", None
-
-
-def _after(one: records.Record, first: records.Record) -> str:
-    seconds = one.time - first.time
-    later = f", {seconds:.1f} s later" if 0 <= seconds < 1e7 else ""
-    return f"{who(one.cause)} ({one.cause.why.partition(chr(10))[0][:80]}{later})"
-
-
-def _notes(result: Result | None) -> list[str]:
-    if result is None:
-        return []
-    recovered = [f"recovered: {one}" for one in result.recoveries]
-    return [*restarts(result), *recovered, *comes_next(result)]
+def _after(failure: records.Record, first: records.Record) -> str:
+    return f"{who(failure.cause)} ({failure.cause.head[:80]}, {failure.time - first.time:.1f} s later)"
 
 
 def text(report: Report) -> str:
     """The report in half a page."""
-    return "\n".join(line if len(line) <= _WIDE else f"{line[:_WIDE]} ..." for line in _lines(report))
+    return "\n".join(line if len(line) <= _WIDE else f"{line[:_WIDE]} ..." for line in _text(report))
 
 
-def _lines(report: Report) -> Iterator[str]:
-    yield f"{report.run}{f', attempt {report.attempt}' if report.attempt else ''}: {_status(report)}"
-    if report.cause:
-        yield from _first(report.cause)
-        if report.after:
-            shown = ", ".join(report.after[:_AFTER]) + ", ..." * (len(report.after) > _AFTER)
-            yield f"{counted(len(report.after), 'other')} failed later, which is not the cause: {shown}"
+def _text(report: Report) -> Iterator[str]:
+    attempt = f", attempt {report.attempt}" if report.attempt else ""
+    yield f"{report.run}{attempt}: {_status(report)}"
+    if cause := report.cause:
+        head, *rest = cause.why.splitlines() or [""]
+        yield f"first to fail: {who(cause)}: {head}"
+        yield from rest[:_LINES]
+        yield from (f"  | {line}" for line in cause.last_lines[-_LINES:] if line not in (head, *rest))
+        if cause.log:
+            yield f"  log: {cause.log}"
+    if report.after:
+        others = listed(report.after, _OTHERS)
+        yield f"{counted(len(report.after), 'other')} failed later, which is not the cause: {others}"
     if report.cause or report.name != UNKNOWN:
         yield f"cause: {report.name}"
-        yield from (f"  {name + ':':<8}{value}" for name, value in _details(report) if value)
+    if report.fix:
+        yield f"  fix:    {report.fix}"
+        yield f"  source: {report.source}"
     if report.evidence:
         yield "evidence:"
         yield from (f"  {line}" for line in report.evidence)
     yield from report.notes
-    yield from map(_earlier, report.history)
+    for attempt_ in report.history:
+        why = f", {attempt_.why}" if attempt_.why else ""
+        steps = f", step {attempt_.steps}" if attempt_.steps else ""
+        saved = f", saved up to {attempt_.saved_step}" if attempt_.saved_step else ""
+        yield f"attempt {attempt_.attempt}: {attempt_.status}{why}{steps}{saved}"
     yield from (f"warning: {warning}" for warning in report.warnings)
     yield f"run folder: {report.folder}"
 
 
-def _details(report: Report) -> Iterator[tuple[str, str]]:
-    yield "fix", report.fix
-    yield "source", report.source
-
-
 def _status(report: Report) -> str:
-    if report.status == NO_RESULT or not report.attempt:
-        return ": ".join(filter(None, [report.status, report.now]))
+    if report.now:
+        return f"{report.status}: {report.now}"
     if report.status == "done":
         return "done, nothing failed"
-    stopped = f" by {report.reason}" if report.reason else ""
-    stopped += f" at {report.at}" if report.at else ""
-    if report.exit_code is None:
-        return f"{report.status}{stopped}, before it could write a result"
-    return f"{report.status}{stopped}, exit code {report.exit_code}"
-
-
-def _first(cause: Cause) -> Iterator[str]:
-    head, *rest = cause.why.splitlines() or [""]
-    yield f"first to fail: {who(cause)}: {head}"
-    yield from rest[:_SHOWN]
-    known = cause.why.splitlines()
-    yield from (f"  | {line}" for line in cause.last_lines[-_SHOWN:] if line not in known)
-    if cause.log:
-        yield f"  log: {cause.log}"
-
-
-def _earlier(one: Attempt) -> str:
-    why = f", {one.why}" if one.why else ""
-    steps = f", step {one.steps}" if one.steps else ""
-    saved = f", saved up to {one.saved_step}" if one.saved_step else ""
-    return f"attempt {one.attempt}: {one.status}{why}{steps}{saved}"
+    by = f" by {report.reason}" if report.reason else ""
+    at = f" at {report.at}" if report.at else ""
+    end = "before it could write a result" if report.exit_code is None else f"exit code {report.exit_code}"
+    return f"{report.status}{by}{at}, {end}"

@@ -354,11 +354,11 @@ def test_a_node_that_was_lost() -> None:
 def test_why_a_job_was_stopped() -> None:
     """All that runs/stop.py can say has a name of its own."""
     told = {state: causes.of_reason(reason) for state, reason in stop._BY_STATE.items()}
-    assert {state: found and found[0].name for state, found in told.items()} == {
+    assert {state: found.get("name") for state, found in told.items()} == {
         "TIMEOUT": "time limit", "PREEMPTED": "preemption", "NODE_FAIL": "node failure",
         "DEADLINE": "the job's deadline", "CANCELLED": "cancelled", "OUT_OF_MEMORY": "out of memory on the host",
     }  # fmt: skip
-    assert causes.of_reason("SIGSYS") is None
+    assert causes.of_reason("SIGSYS") == {}
     assert (stop.of_state("CANCELLED by 1000"), stop.of_state("FAILED"), stop.of_state("")) == ("scancel", "", "")
 
 

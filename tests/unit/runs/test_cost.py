@@ -12,11 +12,10 @@ import pytest
 
 from dray.facts import Facts
 from dray.runs import cost
-from dray.runs.again import history
 from dray.runs.cost import Cost, Spent
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
-from dray.runs.result import Attempt, Result, read
+from dray.runs.result import history, read
 from helpers import ROOT
 
 TOLD = """first_of_job=1
@@ -115,14 +114,6 @@ JOB = "JobId=17 BatchFlag=1 SubmitTime=2026-11-25T10:00:00 EligibleTime=x StartT
 )
 def test_the_queue_by_slurm_s_clock(known: str, seconds: float | None) -> None:
     assert cost.queue_s(known) == seconds
-
-
-def test_results_of_older_versions_and_damaged_ones() -> None:
-    old = {"run": "r", "status": "done", "exit_code": 0, "finished": "x", "world_size": 1, "hosts": ["n1"]}
-    assert (Result.model_validate(old).cost, Result.model_validate(old).spent) == (None, None)
-    for damaged in (3, "x", [], {"seconds": -1, "nodes": 1}, {"seconds": float("nan"), "nodes": 1}, {"nodes": 1}):
-        assert Result.model_validate({**old, "cost": damaged, "spent": damaged}).cost is None
-        assert Attempt.model_validate({"attempt": 1, "status": "done", "cost": damaged}).cost is None
 
 
 def test_a_result_has_them(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dray.planning import grace as planned
 from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
-from dray.runs import slurm as commands
+from dray.runs import slurm as slurm_module
 from dray.runs.prepare import decide, read_recipe, write
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
@@ -103,15 +103,15 @@ class TestSlurm:
         ],
     )
     def test_of_a_partition(self, slurm: Slurm, names: list[str], mode: str, seconds: int | None) -> None:
-        found = commands.preemption(commands.conf(), names)
+        found = slurm_module.preemption(slurm_module.conf(), names)
         assert (found["preempt_mode"], found.get("preempt_grace_s")) == (mode, seconds)
         assert (found["preempt_signal"], found["kill_wait_s"]) == (True, 30)
-        assert commands.cluster_name() == "harbour"
+        assert slurm_module.cluster_name() == "harbour"
 
     @pytest.mark.parametrize("type_", ["(null)", "preempt/none"])
     def test_without_preemption(self, slurm: Slurm, type_: str) -> None:
         slurm.answers(mode="OFF", parameters="(null)", type=type_)
-        assert commands.preemption(commands.conf()) == {"kill_wait_s": 30}
+        assert slurm_module.preemption(slurm_module.conf()) == {"kill_wait_s": 30}
 
     @pytest.mark.parametrize(
         "script",
@@ -120,18 +120,18 @@ class TestSlurm:
     )  # fmt: skip
     def test_rubbish(self, slurm: Slurm, script: str) -> None:
         slurm.tool("scontrol", script)
-        found = commands.preemption(commands.conf())
+        found = slurm_module.preemption(slurm_module.conf())
         Facts(scheduler="slurm", nodelist="n1", nodes=1, engine="apptainer", image="/i.sif", **found)
 
     @pytest.mark.seconds
     def test_a_controller_that_does_not_answer(self, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(commands, "_QUICK_S", 0.3)
+        monkeypatch.setattr(slurm_module, "_QUICK_S", 0.3)
         slurm.tool("scontrol", "exec sleep 60")
-        assert (commands.conf(), commands.preemption({}), commands.cluster_name()) == ({}, {}, "")
+        assert (slurm_module.conf(), slurm_module.preemption({}), slurm_module.cluster_name()) == ({}, {}, "")
 
     def test_without_slurm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nonexistent")
-        assert commands.conf() == {}
+        assert slurm_module.conf() == {}
 
     def test_doctor_shows_the_cluster(self, slurm: Slurm) -> None:
         assert next(doctor._slurm()).found == "slurm 24.11.0, cluster harbour"

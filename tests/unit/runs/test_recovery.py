@@ -10,10 +10,9 @@ import pytest
 
 from dray.contract import run_folder
 from dray.facts import Facts
-from dray.runs.finish import finish
+from dray.runs.finish import Failure, finish, recoveries
 from dray.runs.prepare import read_recipe, write
-from dray.runs.recovery import Failure, recoveries
-from dray.runs.result import summary
+from dray.runs.result import Cause, summary
 from dray.runs.store import RunPaths
 
 FACTS = Facts(scheduler="local", nodelist="n1", nodes=1, engine="bare", image="python3")
@@ -69,6 +68,10 @@ def test_of_a_restart_and_of_the_attempt_before(root: Path, tmp_path: Path) -> N
     assert between.why == "node 1 (n2) is gone"
 
 
+def failure(why: str, time: float, ended: float) -> Failure:
+    return Failure(time, ended, Cause(node="n1", rank=0, code=1, why=why, log=None, last_lines=[]))
+
+
 def test_no_step_no_recovery(root: Path, tmp_path: Path) -> None:
     paths = attempt(root, tmp_path, None, 100)
     log(paths, start(110), step(111, 1))
@@ -80,7 +83,7 @@ def test_no_step_no_recovery(root: Path, tmp_path: Path) -> None:
 
 def test_one_that_failed_again_at_once_is_counted_from_its_last_failure() -> None:
     events = [start(10), step(11, 1), start(35), step(36, 1)]
-    found = recoveries([Failure("a", 20, 21), Failure("b", 30, 31)], events)
+    found = recoveries([failure("a", 20, 21), failure("b", 30, 31)], events)
     assert [(one.why, one.detect_s, one.stop_s, one.start_s) for one in found] == [("b", 19, 1, 3.5)]
 
 
@@ -88,9 +91,9 @@ def test_one_that_failed_again_at_once_is_counted_from_its_last_failure() -> Non
     "event", [{}, {"event": "start"}, {"event": "start", "time": "x"}, {"event": "step", "time": 40.0, "step": "x"}]
 )
 def test_odd_events(event: dict[str, object]) -> None:
-    assert recoveries([Failure("a", 20, 21)], [event, event]) == []
+    assert recoveries([failure("a", 20, 21)], [event, event]) == []
 
 
 def test_clocks_that_differ_give_no_negative_times() -> None:
-    (found,) = recoveries([Failure("a", 20, 19)], [start(25, load=50), step(24, 1)])
+    (found,) = recoveries([failure("a", 20, 19)], [start(25, load=50), step(24, 1)])
     assert min(found.stop_s, found.start_s, found.step_s) == 0

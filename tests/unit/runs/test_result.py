@@ -14,8 +14,7 @@ from dray.facts import Facts
 from dray.runs import result, why
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
-from dray.runs.slurm import Slurm
-from dray.runs.status import status as look
+from dray.runs.status import status as status_of
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
 from helpers import ROOT
@@ -98,7 +97,7 @@ def test_one_of_another_version_is_named_and_nothing_of_it_is_believed(
     if version == 1e999:
         version = float("inf")
     wrong = f"{paths.result} cannot be read: result version {ascii(version)[:40]}, but this dray reads 1"
-    seen = look(paths.run, Slurm(), closely=True)
+    seen = status_of(paths.run, closely=True)
     assert seen.state in ("no result", "running")
     assert wrong in seen.warnings
     assert f"warning: {wrong}" in status.text(seen)

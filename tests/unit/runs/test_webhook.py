@@ -113,7 +113,7 @@ def test_what_is_no_url_or_answers_nothing(bad: str) -> None:
 def test_a_name_that_is_looked_up_for_ever_holds_up_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "_SECONDS", 0)
     asked = threading.Event()
-    monkeypatch.setattr(webhook, "_told", lambda *_: asked.wait(30))
+    monkeypatch.setattr(webhook, "_post", lambda *_: asked.wait(30))
     began = time.monotonic()
     assert webhook.tell("https://chat.example/x", RESULT, "done") == "the webhook did not answer within 1 s"
     assert time.monotonic() - began < 5

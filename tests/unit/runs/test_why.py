@@ -20,8 +20,7 @@ from dray.runs import causes, why
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
-from dray.runs.slurm import Slurm as Queue
-from dray.runs.status import status as look
+from dray.runs.status import status as status_of
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT, bash_blocks, section
@@ -299,14 +298,14 @@ class TestStates:
         os.utime(paths.plan, (cancelled + 60,) * 2)
         other = "lost" if with_slurm else "running"
         before = {"": other, "USR1\n": other, "USR1\ndray stop\n": "stopped" if with_slurm else other}
-        assert look(paths.run, Queue()).state == before[asked]  # it ended an earlier attempt of the job
+        assert status_of(paths.run).state == before[asked]  # it ended an earlier attempt of the job
         os.utime(paths.plan, (cancelled - 60,) * 2)
         lines = page(paths.run)
         assert lines[:2] == [
             f"mine, attempt 1: stopped by {reason} at {at}, before it could write a result",
             f"cause: {name}",
         ]
-        seen = look(paths.run, Queue(), closely=True)
+        seen = status_of(paths.run, closely=True)
         assert (seen.state, seen.why, seen.finished) == ("stopped", reason, at)
         assert "before it could write a result" in "\n".join(status.text(seen))
 
@@ -315,10 +314,10 @@ class TestStates:
         monkeypatch.setenv("PATH", "/nowhere")
         paths = begun(tmp_path / "runs")
         paths.stop.write_text("TERM\n")
-        assert look(paths.run, Queue()).state == "running"  # it may be saving
+        assert status_of(paths.run).state == "running"  # it may be saving
         for path in (paths.plan, paths.stop):
             os.utime(path, (time.time() - 60,) * 2)
-        seen = look(paths.run, Queue())
+        seen = status_of(paths.run)
         assert (seen.state, seen.why) == ("stopped", "SIGTERM")
         lines = page(paths.run)
         assert lines[0] == f"mine, attempt 1: stopped by SIGTERM at {seen.finished}, before it could write a result"

@@ -13,13 +13,12 @@ from typing import Any
 from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.planning.schema import Plan
-from dray.runs import again, records, why
+from dray.runs import records, why
 from dray.runs import startup as measured
 from dray.runs.metrics import Metrics, number, whole
-from dray.runs.recovery import Recovery
 from dray.runs.report import startup
 from dray.runs.report.curves import Trace
-from dray.runs.result import Attempt, Result, who
+from dray.runs.result import Attempt, Recovery, Result, who
 from dray.runs.startup import Startup
 from dray.runs.store import RunPaths, attempts, last_attempt, reason, written
 
@@ -86,7 +85,7 @@ def gather(folder: Path) -> Run:
     result, tries = why.read_result(last, []), list[Try]()
     known = {one.attempt: one for one in told.history}
     if result:
-        known[last.attempt] = again.attempt(result, last.attempt)
+        known[last.attempt] = Attempt.of(result, last.attempt)
     for number_ in numbers:
         paths = RunPaths(last.run, number_)
         metrics = Metrics(paths.metrics)

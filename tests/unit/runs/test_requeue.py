@@ -167,7 +167,7 @@ class TestSeveral:
         result, paths = self.run(root, tmp_path).attempt(code=69, record=UNFIT, failing="n2,n5\n")
         assert (asked(paths), result.failing_nodes) == ("requeue n2 n5\n", ["n2", "n5"])
         said = summary(result, paths).splitlines()
-        assert f'failing nodes: n2 n5 (sbatch --exclude="$(cat {paths.failing_nodes})")' in said
+        assert f'failing nodes: n[2,5] (sbatch --exclude="$(cat {paths.failing_nodes})")' in said
         assert "requeue: 1 of 3, without n2 n5" in said
 
     def test_spare_nodes_take_their_place(self, root: Path, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Decide whether an unfinished run's job is requeued: only if the attempt saved a checkpoint."""
+
+from __future__ import annotations
+
+from dray import hostlist
+from dray.contract import exit_codes
+from dray.planning.schema import Plan
+from dray.planning.world import fewer
+from dray.runs.result import Next, Result
+from dray.runs.stop import PREEMPTION, TIME_LIMIT
+
+_NO_NODE_S = ("the disk is full", "disk quota exceeded")
+"""Causes that another node would meet too."""
+
+
+def decide(result: Result, plan: Plan, *, batch: bool) -> Next | None:
+    """What comes next; None if the run ended, was cancelled, or would fail in the same way.
+
+    Only a `batch` job can be requeued; a run in an salloc allocation may continue on other or fewer nodes.
+    """
+    unfit = _unfit(result)
+    failed = unfit or _lost(result)
+    if failed and (why := _without(plan, len(failed))):
+        return Next(requeue=False, spare=True, exclude=failed, why=why)
+    if not batch or not (unfit or _may_continue(result)):
+        return None
+    limit, used = plan.recipe.max_requeues, sum(attempt.requeued for attempt in result.history)
+    saved = result.command or (result.saved_step or 0) > (result.first_step or 0)
+    refused = ""
+    if not limit:
+        refused = "set max_requeues=3 in the recipe, and dray requeues such a job"
+    elif used >= limit:
+        refused = f"max_requeues = {limit} is used up"
+    elif not unfit and not saved:
+        refused = "this attempt saved no checkpoint, so the next would repeat it"
+    if refused:
+        return Next(requeue=False, why=refused)
+    return Next(requeue=True, exclude=unfit, why=f"{used + 1} of {limit}")
+
+
+def _without(plan: Plan, failed: int) -> str:
+    """How the job continues at once without that many nodes; empty if it cannot."""
+    world, recipe = plan.world, plan.recipe
+    if failed <= len(world.spares):
+        spares = " ".join(world.spares[:failed])
+        return f"spare node: {spares} takes its place" if failed == 1 else f"spare nodes: {spares} take their place"
+    count = fewer(recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
+    return f"fewer nodes: {count} of {len(world.nodes)} continue (min_nodes = {recipe.min_nodes})" if count else ""
+
+
+def _may_continue(result: Result) -> bool:
+    """A command alone knows whether another attempt would resume, and says so by exit code 75."""
+    asked_again = result.exit_code == exit_codes.RETRY
+    if result.status == "failed" or result.reason == "SIGUSR1":  # by sbatch --signal, any time before the end
+        return asked_again
+    return result.reason in (TIME_LIMIT, PREEMPTION) and (asked_again or not result.command)
+
+
+def _lost(result: Result) -> list[str]:
+    """The node that was lost."""
+    cause = result.cause
+    if cause and cause.code == exit_codes.RETRY and cause.rank is None and cause.node in result.hosts:
+        return [cause.node]
+    return []
+
+
+def _unfit(result: Result) -> list[str]:
+    """The nodes found unfit; none if all nodes are, or if another node failed earlier for the same reason.
+
+    In both cases the nodes are not the reason.
+    """
+    cause, hosts = result.cause, result.hosts
+    if not cause or cause.code != exit_codes.UNFIT or cause.name in _NO_NODE_S or cause.node not in hosts:
+        return []
+    nodes = result.failing_nodes or [cause.node]
+    if 1 < len(nodes) == len(hosts):
+        return []
+    why = cause.head.replace(cause.node, "")
+    for attempt in result.history:
+        names = hostlist.expand(attempt.hosts) if attempt.exit_code == exit_codes.UNFIT else []
+        if attempt.why and why in (attempt.why.replace(name, "") for name in names):
+            return []
+    return nodes
