@@ -24,13 +24,12 @@ class Progress:
     their first rank prints."""
 
     def __init__(self, plan: Plan, paths: RunPaths, only: int | None = None) -> None:
-        world, train = plan.world, plan.recipe.train
-        rank = (only or 0) * world.ranks_per_node
+        world, rank = plan.world, (only or 0) * plan.world.ranks_per_node
         where = f"{counted(world.size, 'rank')} on {counted(len(world.nodes), 'node')} ({plan.engine})"
         self.rank: int | None = None  # whose output is shown
         self._view: Output | Steps
-        if train and rank == 0:
-            self._view = Steps(paths.metrics, train.steps)
+        if plan.recipe.train and rank == 0:
+            self._view = Steps(paths.metrics, plan.recipe.train.steps)
         else:
             self.rank, self._view = rank, Output(paths.rank_log(rank))
             if world.size > 1:
@@ -60,63 +59,46 @@ class Steps:
     """Shows steps as a bar on a terminal, elsewhere a line for each; an evaluation is a line on both."""
 
     def __init__(self, metrics: Path, steps: int | None, *, position: int = 0) -> None:
-        self._file = Growing(metrics, position)
-        self._steps, self._figures = steps or 0, ""
+        self._file, self._steps = Growing(metrics, position), steps or 0
         console = Console()
-        self._bar: Bar | None = None
-        self._plain = not console.is_interactive
-        if not self._plain:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[count]}"),
-                TextColumn("{task.fields[figures]}"),
-            )
-            self._bar = Bar(*columns, console=console, transient=True)
-            self._task = self._bar.add_task("starting", total=None, count="", figures="")
+        names = ("{task.description}", "{task.fields[count]}", "{task.fields[figures]}")
+        doing, count, figures = map(TextColumn, names)
+        self.bar = Bar(
+            doing, BarColumn(), count, figures,
+            console=console, transient=True, disable=not console.is_interactive,
+        )  # fmt: skip
+        self._task = self.bar.add_task("starting", total=None, count="", figures="")
 
     def look(self) -> None:
         """Show what has come since the last look."""
-        if self._bar:
-            self._bar.start()
+        self.bar.start()
         with suppress(FileNotFoundError):
             for event in filter(None, map(parsed, self._file.lines(RECORD))):
                 self._show(event)
 
     def close(self) -> None:
         """Remove the bar."""
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
+        self.bar.stop()
+        self.bar.disable = True
 
     def _show(self, event: Event) -> None:
         kind, step, text = event.get("event"), whole(event, "step") or 0, described(event)
         if kind == "start":
-            self._steps = whole(event, "steps") or self._steps
-            if first := whole(event, "first_step"):
-                self._say(f"resumed at step {first} of {self._steps}")
-            self._draw(first or 0, "training", "evaluating")
-        elif kind == "step":
-            self._figures = text
-            if self._plain:
-                self._say(f"step {step}  {text}")
-            self._draw(step, "training", "evaluating")
-        elif text:
-            self._say(text)
-            self._draw(step, "training", "saving")
-
-    def _draw(self, step: int, before: str, after: str) -> None:
-        """Move the bar; `before` and `after` say what happens until the last step, and after it."""
-        if self._bar:
-            doing, count = before if step < self._steps else after, f"{step}/{self._steps}"
-            self._bar.update(self._task, total=self._steps, completed=step, description=doing)
-            self._bar.update(self._task, count=count, figures=self._figures, refresh=True)
-
-    def _say(self, line: str) -> None:
-        if self._bar:
-            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        else:
-            print(line, flush=True)
+            step, self._steps = whole(event, "first_step") or 0, whole(event, "steps") or self._steps
+            text = f"resumed at step {step} of {self._steps}" if step else ""
+        if kind == "step":
+            self.bar.update(self._task, figures=text)
+        elif not text and kind != "start":
+            return
+        last = "evaluating" if kind == "step" else "saving"
+        doing, count = "training" if step < self._steps else last, f"{step}/{self._steps}"
+        self.bar.update(
+            self._task, total=self._steps, completed=step, description=doing, count=count, refresh=True
+        )  # fmt: skip
+        if text and self.bar.disable:
+            print(f"step {step}  {text}" if kind == "step" else text, flush=True)
+        elif text and kind != "step":
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 _EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
@@ -126,10 +108,11 @@ def described(event: Event) -> str:
     """A step's figures, or an evaluation as a line; empty for other events."""
     kind = str(printable(event.get("event")))[:80]
     if kind == "step":
-        speed, left = number(event, "tokens_per_s"), number(event, "seconds_left")
         parts = [_figure(event, "loss", ".3f")]
-        parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
-        parts += [f"{left:.0f} s left"] if left is not None else []
+        if speed := number(event, "tokens_per_s"):
+            parts.append(f"{speed:,.0f} tokens/s")
+        if (left := number(event, "seconds_left")) is not None:
+            parts.append(f"{left:.0f} s left")
         return "  ".join(parts)
     if "perplexity" not in event:
         return ""

@@ -5,30 +5,35 @@ Files that an active run needs and other users' files are never removed, and no 
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import files, node, run_folder, scratch
+from dray.contract import files, run_folder
 from dray.contract.findings import DrayError, counted
-from dray.runs import leftovers, live, named, squeue, study, tokens
-from dray.runs.leftovers import DAY, Item, measured
+from dray.runs import live, named, squeue
 from dray.runs.live import State
-from dray.runs.paths import last_attempt
-from dray.runs.reading import table
+from dray.runs.reading import dig, table
 from dray.runs.result import result_of
 from dray.runs.write import read
 
-KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "layers")
+KINDS = ("runs", "tokens", "builds", "layers")
 DEFAULT = KINDS[:-1]
 """All but layers: recipes name layers, and building one again needs a network."""
+_DAY = 86400.0
 _QUIET_DAYS = 1.0  # a run without a result may be active on another cluster that shares this disk
+_HOUR_DAYS = 1 / 24
+_TEMPORARY = re.compile(r"\.(dray-[a-z0-9._-]+|debs|lock|pull|wheels)-[a-z0-9_]{8}")
+_LAYER = re.compile(r"dray-[a-z0-9_]+-[a-z0-9._-]+\.sif")
+_TOKENS = re.compile(r"[0-9a-f]{24}(\.part-[0-9a-f]{16})?")
+_MODEL = "has checkpoints or a model (--checkpoints)"
 
 
 class Options(NamedTuple):
@@ -43,111 +48,156 @@ class Options(NamedTuple):
     tokens: Path
 
 
-def look(options: Options) -> list[Item]:
+class Item(NamedTuple):
+    """A file or folder that dray may remove."""
+
+    kind: str
+    path: Path
+    holds: str
+    parts: tuple[Path, ...]
+    """The parts that would be removed; empty if it is kept."""
+    size: int
+    """Bytes that would be freed, or of the whole item if it is kept."""
+    age: float
+    """Days since anything in it changed, or was used."""
+    seen: tuple[int, float]
+    """Size and last change of the whole item."""
+    kept: str = ""
+    """Why it is kept."""
+
+    def data(self) -> dict[str, object]:
+        """For JSON."""
+        shown = {"kind": self.kind, "path": str(self.path), "bytes": self.size, "days": round(self.age, 2)}
+        return {**shown, "holds": self.holds, "removes": [str(part) for part in self.parts], "kept": self.kept}
+
+
+def items(options: Options) -> list[Item]:
     """All items of these kinds, the largest first."""
-    queue = squeue.Queue()
-    states = _states(options.runs, queue)
-    tried = {folder: _states(folder, queue) for folder in leftovers.tables(options.runs)}
-    every = [*states, *chain.from_iterable(tried.values())]
-    going = [state for state in every if _goes_on(state)]
-    waiting = any(state.paths is None for state in going)
-    makers: dict[str, Callable[[], Iterator[Item]]] = {
-        "runs": lambda: (_run(state, options) for state in states),
-        "tune": lambda: (_table(folder, runs, options) for folder, runs in tried.items()),
-        "studies": lambda: (_study(folder, queue) for folder in leftovers.tables(options.runs, run_folder.STUDY)),
-        "tokens": lambda: _tokens(options.tokens),
-        "scratch": _scratch,
-        "staged": lambda: leftovers.staged(_stages([state.run for state in every])),
-        "builds": lambda: leftovers.builds(options.build),
-        "layers": lambda: leftovers.layers(options.build, waiting=waiting),
-    }
-    needed = [Path(path) for state in going for path in _needs(state)]
-    found = [_checked(item, needed, options) for kind in options.kinds for item in makers[kind]()]
+    disk = _Disk(options)
+    found = [disk.checked(item) for kind in options.kinds for item in getattr(disk, kind)()]
     return sorted(found, key=lambda item: item.size, reverse=True)
 
 
 def remove(item: Item) -> str:
     """Remove an item unless it changed since it was listed; what went wrong, or an empty text."""
-    size, changed = measured(item.path)
-    if (size, changed) != (item.whole, item.changed):
-        return "it changed since it was listed"
     try:
-        with leftovers.taken(item.lock) as free:
-            if not free:
-                return "a run uses it now"
-            for part in item.parts:
-                if stat.S_ISDIR(part.lstat().st_mode):
-                    shutil.rmtree(part)
-                else:
-                    part.unlink()
+        if measured(item.path) != item.seen:
+            return "it changed since it was listed"
+        for part in item.parts:
+            if stat.S_ISDIR(part.lstat().st_mode):
+                shutil.rmtree(part)
+            else:
+                part.unlink()
     except OSError as refused:
         return refused.strerror or str(refused)
     return ""
 
 
-def _states(runs: Path, queue: squeue.Queue) -> list[State]:
-    return [live.look(run, queue) for run in named.every(runs) if _own(run)]
+def measured(path: Path) -> tuple[int, float]:
+    """Bytes on the disk, and the time of the last change; links are not followed."""
+    status = path.lstat()
+    size, changed = status.st_blocks * 512, status.st_mtime
+    if stat.S_ISDIR(status.st_mode):
+        with suppress(OSError), os.scandir(path) as entries:  # an unreadable folder, or one that was removed
+            for entry in entries:
+                inner, at = measured(Path(entry.path))
+                size, changed = size + inner, max(changed, at)
+    return size, changed
 
 
-def _own(path: Path) -> bool:
+def _item(kind: str, path: Path, holds: str, *parts: Path, used: float = 0.0, kept: str = "") -> Item:
+    """An item with its size and age; without `parts`, the whole path would be removed."""
+    seen = measured(path)
+    removed = () if kept else parts or (path,)
+    each = [measured(part) for part in removed] or [seen]
+    age = (time.time() - max(used, *(changed for _, changed in each))) / _DAY
+    return Item(kind, path, holds, removed, sum(size for size, _ in each), age, seen, kept)
+
+
+def _own(path: Path, *, folder: bool = True) -> bool:
+    """Whether it belongs to this user and is no link."""
     with suppress(OSError):
-        found = path.lstat()
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        status = path.lstat()
+        kind = stat.S_ISDIR if folder else stat.S_ISREG
+        return kind(status.st_mode) and status.st_uid == os.geteuid()
     return False
 
 
-def _goes_on(state: State) -> bool:
-    return state.kind != "ended"
+def _inside(folder: Path | None) -> list[Path]:
+    """What is in a folder of this user; nothing without one."""
+    return sorted(folder.iterdir()) if folder and _own(folder) else []
 
 
-def _run(state: State, options: Options) -> Item:
-    run = state.run
-    size, changed = measured(run)
-    age = (time.time() - changed) / DAY
-    item = Item("runs", run, size, age, _holds(state), (run,), whole=size, changed=changed)
-    if _goes_on(state):
-        known = f": {state.where}" if state.where else ""
-        return item.stays("active, or this machine cannot tell" if state.kind == "unknown" else f"active{known}")
-    if state.paths and not state.paths.result.exists() and age < _QUIET_DAYS:
-        return item.stays("has no result and changed today")
-    if _models(run) and not options.checkpoints:
-        compiled = run / run_folder.COMPILED
-        if not _own(compiled):
-            return item.stays("has checkpoints or a model (--checkpoints)")
-        freed = measured(compiled)[0]
-        return item._replace(size=freed, parts=(compiled,), holds="compiled code; checkpoints and model stay")
-    return item
+class _Disk:
+    """The items of each kind. A method for each of KINDS."""
+
+    def __init__(self, options: Options) -> None:
+        self._options, queue = options, squeue.Queue()
+        folders = [options.runs, *(folder for folder in _inside(options.runs) if (folder / run_folder.TUNE).exists())]
+        runs = [run for folder in filter(_own, folders) for run in named.every(folder) if _own(run)]
+        self._runs = [live.look(run, queue) for run in runs]
+        self._active = [state for state in self._runs if state.kind != "ended"]
+        self._needed = [Path(path) for state in self._active for path in _needs(state)]
+
+    def checked(self, item: Item) -> Item:
+        """The item, kept if it is too young or if an active run needs it."""
+        days, kept = self._options.days, item.kept
+        if any(path == part or part in path.parents for part in item.parts for path in self._needed):
+            kept = "an active run needs it"
+        if not kept and item.age < days:
+            kept = f"younger than {counted(days, 'day') if days >= 1 else counted(round(days * 24), 'hour')}"
+        return item._replace(parts=(), kept=kept, size=item.seen[0]) if kept else item
+
+    def runs(self) -> Iterator[Item]:
+        """Run folders; of one with a model only the compiled code."""
+        for state in self._runs:
+            parts, kept, holds = (state.run,), "", _holds(state)
+            quiet = (time.time() - measured(state.run)[1]) / _DAY
+            if state.kind == "unknown":
+                kept = "active, or this machine cannot tell"
+            elif state.kind != "ended":
+                kept = f"active: {state.where}"
+            elif state.paths and not state.paths.result.exists() and quiet < _QUIET_DAYS:
+                kept = "has no result and changed today"
+            elif _has_model(state.run) and not self._options.checkpoints:
+                parts = (state.run / run_folder.COMPILED,)
+                holds, kept = "compiled code; checkpoints and model stay", "" if _own(parts[0]) else _MODEL
+            yield _item("runs", state.run, holds, *parts, kept=kept)
+
+    def tokens(self) -> Iterator[Item]:
+        """Tokens of datasets, each in a folder of its own."""
+        cache = self._options.tokens
+        if os.path.lexists(cache) and (why := files.open_to_others(cache, folder=True)):
+            yield _item("tokens", cache, "tokens of datasets", kept=why)
+            return
+        for folder in _inside(cache):
+            if _TOKENS.fullmatch(folder.name) and _own(folder):
+                dataset = dig(table(folder / "manifest.json", []), "dataset") or "(incomplete)"
+                found = _item("tokens", folder, str(dataset))
+                written = ".part-" in folder.name and found.age < _HOUR_DAYS
+                yield found._replace(parts=(), kept="is being written") if written else found
+
+    def builds(self) -> Iterator[Item]:
+        """Folders that killed builds left, and folders that failed builds kept for inspection."""
+        build = self._options.build
+        if build:
+            kept = "a build is running" if any(map(_is_locked, (build / "logs").glob("*.log"))) else ""
+            killed = [path for path in _inside(build) if _TEMPORARY.fullmatch(path.name)]
+            for path in filter(_own, [*killed, *_inside(build / "failed")]):
+                yield _item("builds", path, "left by a killed or failed build", kept=kept)
+
+    def layers(self) -> Iterator[Item]:
+        """Layers with their records; the lock stays, so that the same bytes can be built again."""
+        waiting = any(state.paths is None for state in self._active)
+        for sif in _inside(self._options.build):
+            if _LAYER.fullmatch(sif.name) and _own(sif, folder=False) and sif.with_suffix(".lock").is_file():
+                record = sif.with_name(f"{sif.name}.json")
+                parts = [part for part in (sif, record) if _own(part, folder=False)]
+                kept = "a job in the queue may need it" if waiting else ""
+                yield _item("layers", sif, "a layer; its lock stays", *parts, used=sif.stat().st_atime, kept=kept)
 
 
-def _table(folder: Path, runs: list[State], options: Options) -> Item:
-    """A table of `dray tune` with all its runs: without them its rows cannot be checked."""
-    item = leftovers.item("tune", folder, f"a table of dray tune, {counted(len(runs), 'run')}")
-    if any(map(_goes_on, runs)):
-        return item.stays("one of its runs is active, or this machine cannot tell")
-    complete = (table(folder / run_folder.TUNE, []) or {}).get("complete") is True
-    if not complete and item.age < _QUIET_DAYS:
-        return item.stays("is not complete and changed today")
-    if not options.checkpoints and any(_models(state.run) for state in runs):
-        return item.stays("has checkpoints or a model (--checkpoints)")
-    return item
-
-
-def _study(folder: Path, queue: squeue.Queue) -> Item:
-    """A study of `dray scale` or `dray sweep`, removed after its runs: the table shows their figures."""
-    item = leftovers.item("studies", folder, "the table of a study")
-    try:
-        members = study.load(folder).members
-        if any(os.path.lexists(folder.parent / member.run) for member in members):
-            return item.stays("its runs still exist")
-        jobs = {str(member.job) for member in members if member.job}
-        if jobs and not jobs.isdisjoint(job.id.partition("_")[0] for job in queue.jobs()):
-            return item.stays("one of its jobs is in the queue")
-    except DrayError as failed:
-        return item.stays(failed.problem)
-    return item
-
-
-def _models(run: Path) -> bool:
+def _has_model(run: Path) -> bool:
     """Whether there are checkpoints, a final model, an adapter or exports; True if the folder cannot be read."""
     folders = [run / name for name in (run_folder.CHECKPOINTS, "exports")]
     try:
@@ -159,9 +209,9 @@ def _models(run: Path) -> bool:
 def _holds(state: State) -> str:
     if state.paths is None:
         return "no attempt"
-    found = result_of(state.paths)
-    model = ", checkpoints or a model" if _models(state.run) else ""
-    return f"{found.status if found and found.status.isalpha() else 'no result'}{model}"
+    result = result_of(state.paths)
+    status = result.status if result and result.status.isalpha() else "no result"
+    return f"{status}{', checkpoints or a model' if _has_model(state.run) else ''}"
 
 
 def _needs(state: State) -> Iterator[str]:
@@ -175,42 +225,13 @@ def _needs(state: State) -> Iterator[str]:
         yield from plan.recipe.places().values()
 
 
-def _checked(item: Item, needed: list[Path], options: Options) -> Item:
-    if item.kept:
-        return item
-    if item.age < options.days:
-        age = counted(options.days, "day") if options.days >= 1 else counted(round(options.days * 24), "hour")
-        return item.stays(f"younger than {age}")
-    if any(part == one or part in one.parents for part in item.parts for one in needed):
-        return item.stays("an active run needs it")
-    return item
-
-
-def _tokens(cache: Path) -> Iterator[Item]:
-    if os.path.lexists(cache) and (why := files.open_to_others(cache, folder=True)):
-        yield leftovers.item("tokens", cache, "tokens of datasets").stays(why)
-        return
-    for entry in tokens.entries(cache):
-        size, changed = measured(entry.folder)
-        item = Item(
-            "tokens", entry.folder, size, entry.unused, entry.dataset, (entry.folder,), whole=size, changed=changed
-        )
-        yield item.stays("is being written") if entry.made_now else item
-
-
-def _scratch() -> Iterator[Item]:
-    for folder in map(Path, scratch.left_over(node.SCRATCH)):
-        size, changed = measured(folder)
-        age = (time.time() - changed) / DAY
-        yield Item("scratch", folder, size, age, "a killed run's own folder", (folder,), whole=size, changed=changed)
-
-
-def _stages(runs: list[Path]) -> list[Path]:
-    """The folders on a node's disk to which the plans of these runs copy images."""
-    found: set[str] = set()
-    for run in runs:
-        with suppress(OSError, DrayError):
-            stage = (table(last_attempt(run).plan, []) or {}).get("stage")
-            if isinstance(stage, str) and stage.startswith("/"):
-                found.add(str(Path(stage).parent))
-    return [Path(folder) for folder in sorted(found)]
+def _is_locked(file: Path) -> bool:
+    """Whether a process on this machine holds the lock of a file."""
+    try:
+        with files.open_regular(file, link=False) as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
