@@ -26,7 +26,7 @@ from dray.images.sif import format as sif_format
 from dray.images.sif import record
 from dray.remote import names
 from dray.runner import __main__ as runner
-from dray.runs import capsule, grace, hosts, hub, resubmit, result, source, startup, study, tokens, tuned
+from dray.runs import capsule, clean, grace, hosts, hub, resubmit, result, source, startup, study, tuned
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.write import read, read_recipe, write

@@ -16,8 +16,7 @@ from dray.config import dray_home
 from dray.contract import exit_codes, files, node
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.runs import clean as disk
-from dray.runs.clean import Item
-from dray.runs.paths import default_runs
+from dray.runs.store import default_runs
 
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
@@ -30,7 +29,7 @@ def _age(text: str) -> str:
 
 def clean(
     kinds: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(disk.KINDS)}. Default: all but layers.")
+        list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(disk.KINDS)}. Default: all.")
     ] = None,
     older_than: Annotated[
         str,
@@ -54,7 +53,7 @@ def clean(
 ) -> None:
     """Show old runs, tokens of datasets and left-over files of builds, and remove them if you agree.
 
-    A run with checkpoints or a model loses only its compiled code. Layers are removed only if you name that kind.
+    A run with checkpoints or a model loses only its compiled code.
 
     dray clean runs --older-than 60d --dry-run
     dray clean tokens --cache-dir /scratch/me/tokens
@@ -62,21 +61,23 @@ def clean(
     for kind in kinds or ():
         if kind not in disk.KINDS:
             raise ConfigError("KIND has a wrong value", wanted=", ".join(disk.KINDS), found=ascii(kind))
+    days = int(older_than[:-1]) * _DAYS[older_than[-1]]
     items = disk.items(
-        disk.Options(
-            kinds=tuple(dict.fromkeys(kinds or disk.DEFAULT)),
-            days=int(older_than[:-1]) * _DAYS[older_than[-1]],
-            checkpoints=checkpoints,
-            runs=(runs or default_runs()).absolute(),
-            build=_build(),
-            tokens=_tokens(cache_dir),
-        )
+        kinds or disk.KINDS,
+        runs=(runs or default_runs()).absolute(),
+        tokens=_tokens(cache_dir),
+        build=_build(),
+        days=days,
+        checkpoints=checkpoints,
     )
-    old = [item for item in items if item.parts]
+    old = [item for item in items if not item.kept]
     if as_json:
-        print(json.dumps([item.data() for item in items], indent=1))
+        print(json.dumps([item._asdict() for item in items], indent=1, default=str))
     else:
-        _show(items, old)
+        for item in items:
+            why = f"kept: {item.kept}" if item.kept else item.holds
+            print(f"{_size(item.bytes):>10}  {item.days:6.1f} days  {item.kind:<8}{item.removes}  {why}")
+        print(f"to remove: {counted(len(old), 'thing')}, {_size(sum(item.bytes for item in old))}")
     if dry_run or not old or (as_json and not yes):
         return
     if not yes and not _agreed(len(old)):
@@ -88,7 +89,7 @@ def clean(
             failed += 1
             print(f"dray: warning: {item.path} was not removed: {why}", file=sys.stderr)
         else:
-            freed += item.size
+            freed += item.bytes
     if not as_json:
         print(f"removed: {_size(freed)}")
     raise typer.Exit(exit_codes.FAILED if failed else exit_codes.DONE)
@@ -115,13 +116,6 @@ def _build() -> Path | None:
         return dray_home.root() / "build"
     except DrayError:
         return None
-
-
-def _show(items: list[Item], old: list[Item]) -> None:
-    for item in items:
-        why = f"kept: {item.kept}" if item.kept else item.holds
-        print(f"{_size(item.size):>10}  {item.age:6.1f} days  {item.kind:<8}{item.path}  {why}")
-    print(f"to remove: {counted(len(old), 'thing')}, {_size(sum(item.size for item in old))}")
 
 
 def _agreed(count: int) -> bool:

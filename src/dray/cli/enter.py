@@ -13,7 +13,7 @@ from dray.cli.options import Run, Runs
 from dray.contract.findings import ConfigError
 from dray.runs import enter as inside
 from dray.runs import live
-from dray.runs.named import find
+from dray.runs.store import find, require_own
 
 
 def enter(
@@ -40,14 +40,14 @@ def enter(
     """
     command = list(context.obj or [])
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    state = live.look(live.own(find(run, runs)))
+    state = live.look(require_own(find(run, runs)))
     if jupyter:
         try:
             inside.jupyter(state, node, port, say=_say, show_token=sys.stdout.isatty())
         except KeyboardInterrupt:
             print("JupyterLab has ended")
         return
-    plan, _ = inside.plan_of(state)
+    plan, _ = inside.active_plan(state)
     if not command and not terminal:
         raise ConfigError("a shell needs a terminal", fix="dray enter RUN -- COMMAND")
     name = inside.node_of(plan, node)

@@ -20,10 +20,8 @@ from dray.contract.findings import ConfigError
 from dray.runs import logs as files
 from dray.runs.logs import Log
 from dray.runs.look import Watched
-from dray.runs.named import find, node_number
-from dray.runs.paths import RunPaths
-from dray.runs.reading import dig, table
 from dray.runs.state import NO_RESULT, QUEUED, RUNNING, State
+from dray.runs.store import RunPaths, dig, find, node_number, read_json
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
 _STATS = 2000  # a second, which a shared disk can serve
@@ -92,7 +90,7 @@ class View:
             found = files.of_job(Path(seen.folder))
         else:
             paths = RunPaths(Path(seen.folder), seen.attempt)
-            each = dig(table(paths.plan, []), "world", "ranks_per_node")
+            each = dig(read_json(paths.plan, []), "world", "ranks_per_node")
             node = node_number(seen.nodes, self._node) if self._node else None
             found = files.of(paths, node=node, rank=self._rank, each=each if isinstance(each, int) and each > 0 else 1)
         for log in found:

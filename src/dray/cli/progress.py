@@ -15,8 +15,8 @@ from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
 from dray.runs.metrics import Event, number, parsed, whole
-from dray.runs.paths import RunPaths
 from dray.runs.reading import RECORD
+from dray.runs.store import RunPaths
 
 
 class Progress:

@@ -22,10 +22,9 @@ from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.runs import metrics
 from dray.runs.look import Watched
-from dray.runs.named import find
-from dray.runs.paths import RunPaths
 from dray.runs.stages import Node, duration
 from dray.runs.state import RUNNING, State
+from dray.runs.store import RunPaths, find
 
 _LOOK_S = 1.0
 _MANY, _SLOWLY_S = 64, 15.0  # each look asks for the state of all logs: those of many nodes are read less often

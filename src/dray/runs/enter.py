@@ -22,9 +22,7 @@ from dray.facts import Layer
 from dray.planning.schema import Plan
 from dray.runs import layers
 from dray.runs.live import State
-from dray.runs.named import node_number
-from dray.runs.paths import RunPaths
-from dray.runs.write import read
+from dray.runs.store import RunPaths, node_number, plan_of
 
 JUPYTER = "jupyterlab"
 _FOLDERS = ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
@@ -41,10 +39,10 @@ _NOT_RUNNING = {
 }
 
 
-def plan_of(state: State) -> tuple[Plan, RunPaths]:
+def active_plan(state: State) -> tuple[Plan, RunPaths]:
     """The plan of the active attempt; ConfigError if none is running."""
     if state.kind == "running" and state.paths:
-        return read(state.paths), state.paths
+        return plan_of(state.paths), state.paths
     problem, fix = _NOT_RUNNING[state.kind]
     raise ConfigError(problem, where=state.run, wanted="an active run", found=state.where, fix=fix)
 
@@ -57,7 +55,7 @@ def node_of(plan: Plan, word: str) -> str:
 
 def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, layer: Layer | None = None) -> list[str]:
     """The command line; writes its script into the attempt's folder. `layer` is used if the run has none."""
-    plan, paths = plan_of(state)
+    plan, paths = active_plan(state)
     engine = engines.get(plan.engine)
     if engine.private_network:
         return _in_container(plan, node, command, terminal=terminal)
@@ -129,7 +127,7 @@ def jupyter(state: State, word: str, port: int, *, say: Callable[[str], None], s
 
     Only this user can read its token; on a terminal it is in the printed URL.
     """
-    plan, paths = plan_of(state)
+    plan, paths = active_plan(state)
     if engines.get(plan.engine).private_network:
         raise ConfigError(
             f"no tunnel reaches JupyterLab here: a container of {plan.engine} has a private loopback",

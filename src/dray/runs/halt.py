@@ -12,26 +12,23 @@ from pathlib import Path
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, UnfitError, listed
-from dray.runs import live, squeue
+from dray.runs import live, slurm
 from dray.runs.live import State
-from dray.runs.named import find, newest_first
-from dray.runs.paths import RunPaths, newest_checkpoint
-from dray.runs.result import left, next_command, result_of, summary
-from dray.runs.write import read
+from dray.runs.result import result_of, summary
+from dray.runs.slurm import Job, Slurm
+from dray.runs.store import Run, RunPaths, find, newest_first, plan_of
 
 Say = Callable[[str], None]
 _LOOK_S = 0.3
 _NOW_S = 15.0  # for the runners to end their ranks, with their grace and SIGKILL
 _ASK_S = 10.0  # between queries to Slurm's controller, which all users share
 _TRIES = 3
-# scancel --state=PENDING does not find these; they start only when somebody releases them.
-_HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")
 
 
 def newest(runs: Path | None) -> Path:
     """The newest run; ConfigError if several runs of this user are active."""
     found = find("", runs)
-    queue, active = squeue.Queue(), dict[Path, str]()
+    queue, active = Slurm(), dict[Path, str]()
     for run in newest_first(found.parent):
         with suppress(OSError):
             if run.stat().st_uid == os.geteuid() and live.look(run, queue).kind in ("queued", "starting", "running"):
@@ -60,12 +57,15 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
             "the job is still in the queue", where=state.where, fix="find it with squeue --me, then scancel JOB"
         )
     if state.kind == "ended":
-        say(_ended(state))
+        if state.paths:
+            say(f"{run.name} has already ended\n{_ending(state, state.paths)}")
+        else:
+            say(f"the job is no longer in the queue; the run never started\nrun folder: {run}")
     elif state.kind == "starting" and state.job:
         if state.paths:  # between two attempts, perhaps in an salloc allocation
             _cancel_batch(state, state.job)
         else:
-            squeue.cancel(state.job, state.cluster)
+            slurm.cancel(state.job, state.cluster)
             _record_stop(state)
         say(f"the job was cancelled before training began: {state.where}\nrun folder: {run}")
     elif state.kind != "queued":
@@ -82,21 +82,21 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
 def _cancel_waiting(state: State, say: Say) -> bool:
     """Cancel a job that has no nodes; return whether it is gone from the queue."""
     assert state.job
-    squeue.cancel(state.job, state.cluster, waiting=state.job.state not in _HELD)
-    if state.job.id in {job.id for job in squeue.jobs(state.cluster)}:
+    slurm.cancel(state.job, state.cluster, waiting=True)
+    if state.job.id in {job.id for job in slurm.jobs(state.cluster)}:
         return False
+    say("the job was waiting in the queue and was cancelled")
     if state.paths:
-        say(_saved_before(state.paths))
+        say(_ending(state, state.paths))
     else:
         _record_stop(state)
-    never = "" if state.paths else "; it never started"
-    say(f"the job was waiting in the queue and was cancelled{never}\nrun folder: {state.run}")
+        say(f"it never started\nrun folder: {state.run}")
     return True
 
 
 def _record_stop(state: State) -> None:
     """Write the stop into job.json, because a run without an attempt has no result."""
-    if queued := live.Left(state.run, 0, []).submitted:
+    if queued := Run(state.run).job:
         stopped = queued.model_copy(update={"stopped": time.time()})
         with suppress(OSError):  # the job is cancelled anyway
             files.write_atomic(state.run / run_folder.JOB, stopped.model_dump_json(indent=1))
@@ -176,42 +176,26 @@ def _end(state: State) -> None:
         )
 
 
-def _cancel_batch(state: State, job: squeue.Job) -> None:
-    if not squeue.of_batch(job):
+def _cancel_batch(state: State, job: Job) -> None:
+    if not slurm.is_batch(slurm.show(job.id)):
         raise ConfigError(
             "the run is in your allocation, which would end with it",
             where=state.where,
             fix="press Ctrl-C where you started the run; scancel ends the whole allocation",
         )
-    squeue.cancel(job, state.cluster)
+    slurm.cancel(job, state.cluster)
 
 
 def _grace(paths: RunPaths) -> float:
     """The plan's grace for a command; endless for dray's trainer, which ends by itself after its checkpoint."""
     with suppress(DrayError, OSError):  # without a readable plan, do not end a run that may be saving
-        plan = read(paths)
+        plan = plan_of(paths)
         if plan.recipe.train is None:
             return float(plan.grace_s)
     return math.inf
 
 
-def _saved_before(paths: RunPaths) -> str:
-    """What is saved of a run whose job waits for the next attempt."""
-    name = f"{paths.run.name}, attempt {paths.attempt}"
-    if result := result_of(paths):
-        steps = f", after step {result.steps}" if result.steps else ""
-        return "\n".join([f"{name} ended before: {result.status}{steps}", *left(result, next_command(paths))])
-    folder = paths.checkpoints
-    with suppress(DrayError, OSError):
-        folder = Path(read(paths).recipe.checkpoint.folder or folder)
-    saved = newest_checkpoint(folder)
-    step = f"all up to step {saved.name[5:]}, in {saved}" if saved else f"no checkpoint in {folder}"
-    return f"{name} left no result\n  safe:   {step}"
-
-
-def _ended(state: State) -> str:
-    if state.paths is None:
-        return f"the job is no longer in the queue; the run never started\nrun folder: {state.run}"
-    result = result_of(state.paths)
-    end = summary(result, state.paths) if result else f"it left no result; dray why {state.run} shows more"
-    return f"{state.run.name} has already ended\n{end}"
+def _ending(state: State, paths: RunPaths) -> str:
+    """How the last attempt ended."""
+    result = result_of(paths)
+    return summary(result, paths) if result else f"it left no result; dray why {state.run} shows more"
