@@ -28,7 +28,7 @@ from dray.remote import names
 from dray.runner import __main__ as runner
 from dray.runs import capsule, clean, grace, hosts, hub, resubmit, result, source, startup, study, tuned
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import read, read_recipe, write
 from dray.train import manifest
 from helpers import ROOT
@@ -206,8 +206,8 @@ def _token(path: Path) -> object:
 
 
 def _tokens(path: Path) -> object:
-    (entry,) = tokens.entries(path.parents[1])
-    return None if entry.dataset == "(incomplete)" else entry
+    (entry,) = clean.tokens_in(path.parents[1])
+    return None if entry.holds == "(incomplete)" else entry
 
 
 def _manifest(path: Path) -> object:

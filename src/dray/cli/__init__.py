@@ -35,7 +35,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 # In the order of their use, as `dray --help` shows them.
 _PANELS = {
     "Start a run": ("init", "plan", "prefetch", "run", "submit", "scale", "sweep", "tune"),
-    "Watch and stop a run": ("runs", "status", "logs", "top", "stop", "enter", "finish"),
+    "Watch and stop a run": ("runs", "status", "logs", "top", "watch", "stop", "enter", "finish"),
     "After a run": ("why", "report", "diff", "replay", "capsule", "sync"),
     "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
     "Recipes, images, datasets and sites": ("recipe", "image", "data", "site", "env"),

@@ -12,7 +12,7 @@ from dray import process
 from dray.cli.options import Run, Runs
 from dray.contract.findings import ConfigError
 from dray.runs import enter as inside
-from dray.runs import live
+from dray.runs.status import status
 from dray.runs.store import find, require_own
 
 
@@ -40,7 +40,7 @@ def enter(
     """
     command = list(context.obj or [])
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    state = live.look(require_own(find(run, runs)))
+    state = status(require_own(find(run, runs)))
     if jupyter:
         try:
             inside.jupyter(state, node, port, say=_say, show_token=sys.stdout.isatty())
@@ -55,7 +55,7 @@ def enter(
     if not command:
         where = f"in the image of {plan.run} on {name} ({plan.engine})"
         print(f"{where}; exit leaves it, and the run goes on", file=sys.stderr)
-    process.replace(argv, inside.environment(plan, os.environ))
+    process.replace(argv, inside.environment(os.environ))
 
 
 def _say(line: str) -> None:

@@ -19,8 +19,7 @@ from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
 from dray.runs import logs as files
 from dray.runs.logs import Log
-from dray.runs.look import Watched
-from dray.runs.state import NO_RESULT, QUEUED, RUNNING, State
+from dray.runs.status import NO_RESULT, QUEUED, RUNNING, State, Watched
 from dray.runs.store import RunPaths, dig, find, node_number, read_json
 
 _POLL_S, _LOOK_EVERY = 0.2, 5

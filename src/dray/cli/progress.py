@@ -14,8 +14,7 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
-from dray.runs.metrics import Event, number, parsed, whole
-from dray.runs.reading import RECORD
+from dray.runs.metrics import LONGEST, Event, number, parsed, whole
 from dray.runs.store import RunPaths
 
 
@@ -73,7 +72,7 @@ class Steps:
         """Show what has come since the last look."""
         self.bar.start()
         with suppress(FileNotFoundError):
-            for event in filter(None, map(parsed, self._file.lines(RECORD))):
+            for event in filter(None, map(parsed, self._file.lines(LONGEST))):
                 self._show(event)
 
     def close(self) -> None:

@@ -16,10 +16,10 @@ from dray.cli.on import On, bring_back
 from dray.cli.options import Runs, typed
 from dray.contract import files
 from dray.contract.findings import ConfigError
-from dray.runs.named import find
 from dray.runs.report import html, sections
 from dray.runs.report.data import gather
 from dray.runs.stop import utc
+from dray.runs.store import find
 
 _MOST = 24  # colours and dashes that can be told apart
 _OWN = re.compile(rb"<footer><p>Made by dray \S+ at \S+Z\.</p></footer>")

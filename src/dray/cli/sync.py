@@ -13,7 +13,7 @@ from dray.config.training import Tracker
 from dray.contract import files, image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub
-from dray.runs.named import find
+from dray.runs.store import find
 
 
 def sync(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
@@ -21,14 +22,12 @@ from dray.cli.streams import is_gone, shown
 from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.runs import metrics
-from dray.runs.look import Watched
-from dray.runs.stages import Node, duration
-from dray.runs.state import RUNNING, State
+from dray.runs.status import RUNNING, State, Watched
 from dray.runs.store import RunPaths, find
 
 _LOOK_S = 1.0
 _MANY, _SLOWLY_S = 64, 15.0  # each look asks for the state of all logs: those of many nodes are read less often
-_NODES, _LINES, _TAIL = 8, 6, 1 << 14
+_LINES, _TAIL = 6, 1 << 14
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -96,26 +95,18 @@ def screen(seen: State, paths: RunPaths, console: Console) -> RenderableType:
     """What the terminal shows of a run."""
     width, parts = max(10, min(60, console.width - 40)), list[RenderableType]()
     parts.append(_text(status.head(seen), "bold"))
-    parts += [_text(line) for line in status.waiting(seen)]
-    if seen.live:
-        parts.append(_text(f"  stage: {seen.live.stage}"))
+    parts += [_text(line) for line in [*status.waiting(seen), *status.running(seen)]]
     if seen.step is not None and seen.steps:
-        row = Table.grid(padding=(0, 1))
-        row.add_row(
-            "", ProgressBar(total=seen.steps, completed=seen.step, width=width), f"{seen.step / seen.steps:.0%}"
-        )
-        parts += [row, _text(f"  {status.figures(seen)}")]
-    with suppress(OSError):
-        losses = [
-            metrics.number(event, "loss") for event in metrics.tail(paths.metrics) if event.get("event") == "step"
-        ]
-        if line := sparkline([loss for loss in losses if loss is not None], width):
-            parts.append(_text(f"  loss {line}"))
-    if seen.live:
-        parts += [_text(f"  {line}") for line in _nodes(seen.live.nodes)]
-        of_nodes = {note for node in seen.live.nodes for note in node.notes}
-        parts += [_text(f"  {note}", "yellow") for note in seen.live.notes if note not in of_nodes]
+        bar = Table.grid(padding=(0, 1))
+        done = min(1.0, seen.step / seen.steps)
+        bar.add_row("", ProgressBar(total=1.0, completed=done, width=width), f"{done:.0%}")
+        parts.append(bar)
     if seen.attempt:
+        with suppress(OSError):
+            steps = [event for event in metrics.tail(paths.metrics) if event.get("event") == "step"]
+            losses = [loss for step in steps if (loss := metrics.number(step, "loss")) is not None]
+            if len(losses) > 1:
+                parts.append(_text(f"  loss {sparkline(losses, width)}"))
         parts += [_text(f"  | {shown(line.encode())}", "dim") for line in files.tail(paths.rank_log(0), _LINES)]
     return Group(*parts)
 
@@ -126,24 +117,9 @@ def _text(line: str, style: str = "") -> Text:
 
 def sparkline(values: list[float], width: int) -> str:
     """The values as a line of blocks, then the largest and the smallest; a block is the mean of its values."""
-    if len(values) < 2:
-        return ""
     width = min(width, len(values))
     cuts = [place * len(values) // width for place in range(width + 1)]
-    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(cuts)]
+    means = [fmean(values[low:high]) for low, high in pairwise(cuts)]
     least, span = min(means), (max(means) - min(means)) or 1.0
-    drawn = "".join(_BLOCKS[round((mean - least) / span * (len(_BLOCKS) - 1))] for mean in means)
+    drawn = "".join(_BLOCKS[round((mean - least) / span * 7)] for mean in means)
     return f"{drawn}  {max(values):.3f} to {min(values):.3f}"
-
-
-def _nodes(nodes: list[Node]) -> list[str]:
-    """A line for each node: first those with notes, then those that have been quiet longest."""
-    order = sorted(nodes, key=lambda node: (not node.notes, -(node.quiet_s or 0.0)))
-    lines = []
-    for node in order[:_NODES]:
-        ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {node.ranks[0]} to {node.ranks[-1]}"
-        quiet = "no log yet" if node.quiet_s is None else f"logs written {duration(node.quiet_s)} ago"
-        lines.append(", ".join([f"{node.name}  {ranks}  {quiet}", *node.notes]))
-    if len(order) > _NODES:
-        lines.append(f"and {len(order) - _NODES} more nodes")
-    return lines

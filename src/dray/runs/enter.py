@@ -15,13 +15,12 @@ from tempfile import TemporaryDirectory
 
 from dray import engines, interrupts, process, render
 from dray.contract import files
-from dray.contract.early_variables import is_early
 from dray.contract.findings import ConfigError, DrayError
 from dray.engines.docker import LABEL
 from dray.facts import Layer
 from dray.planning.schema import Plan
 from dray.runs import layers
-from dray.runs.live import State
+from dray.runs.status import State
 from dray.runs.store import RunPaths, node_number, plan_of
 
 JUPYTER = "jupyterlab"
@@ -40,11 +39,21 @@ _NOT_RUNNING = {
 
 
 def active_plan(state: State) -> tuple[Plan, RunPaths]:
-    """The plan of the active attempt; ConfigError if none is running."""
-    if state.kind == "running" and state.paths:
-        return plan_of(state.paths), state.paths
-    problem, fix = _NOT_RUNNING[state.kind]
-    raise ConfigError(problem, where=state.run, wanted="an active run", found=state.where, fix=fix)
+    """The plan of the active attempt; ConfigError if none is running, or if a command cannot enter it."""
+    if state.kind != "running" or state.paths is None:
+        problem, fix = _NOT_RUNNING[state.kind]
+        raise ConfigError(problem, where=state.path, wanted="an active run", found=state.where, fix=fix)
+    plan = plan_of(state.paths)
+    if engines.get(plan.engine).private_network:
+        containers = f"$({plan.engine} ps --quiet --filter label={LABEL}={plan.run})"
+        raise ConfigError(
+            f"dray enters no container of {plan.engine}",
+            where=state.path,
+            wanted="a run started by Slurm or with --engine bare",
+            found=plan.engine,
+            fix=f"{plan.engine} exec -it {containers} bash",
+        )
+    return plan, state.paths
 
 
 def node_of(plan: Plan, word: str) -> str:
@@ -56,19 +65,16 @@ def node_of(plan: Plan, word: str) -> str:
 def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, layer: Layer | None = None) -> list[str]:
     """The command line; writes its script into the attempt's folder. `layer` is used if the run has none."""
     plan, paths = active_plan(state)
-    engine = engines.get(plan.engine)
-    if engine.private_network:
-        return _in_container(plan, node, command, terminal=terminal)
     script = paths.enter_script
-    if layer and plan.layer is None and engine.binds_layers:
+    if layer and plan.layer is None and engines.get(plan.engine).binds_layers:
         plan = plan.model_copy(update={"layer": layer})
         script = script.with_stem(f"{script.stem}-{layer.digest[7:19]}")
     files.write_atomic(script, render.enter_script(plan), mode=0o755)
-    if state.job is None:
+    if state.slurm_job is None:
         return ["bash", str(script), *command]
     return [
         "srun",
-        f"--jobid={state.job.number}",
+        f"--jobid={state.slurm_job.number}",
         "--overlap",  # the run's own step has the node
         "--export=ALL",
         *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),
@@ -82,44 +88,10 @@ def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, lay
     ]
 
 
-def environment(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the command, without Slurm's variables of this shell's own job, which would change srun.
-
-    `docker exec` takes the run's variables from here; enter.sh sets them for other engines.
-    """
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without Slurm's variables of this shell's own job, which would change srun."""
     slurm = ("SLURM_", "SRUN_", "SLURMD_")
-    own = {name: value for name, value in env.items() if name == "SLURM_CONF" or not name.startswith(slurm)}
-    return own | variables(plan)
-
-
-def variables(plan: Plan) -> dict[str, str]:
-    """What the runner sets in a container of Docker or Podman."""
-    if not engines.get(plan.engine).private_network:
-        return {}
-    return {
-        variable.name: variable.value
-        for variable in plan.env
-        if not is_early(variable.name) and variable.name not in plan.pass_env
-    }
-
-
-def _in_container(plan: Plan, node: str, command: Sequence[str], *, terminal: bool) -> list[str]:
-    """The command line for Docker and Podman, which start a process in the container itself."""
-    found = process.run([plan.engine, "ps", "--quiet", f"--filter=label={LABEL}={plan.run}"], seconds=30).out.split()
-    hosts: list[str] = []
-    if found:
-        hosts = process.run([plan.engine, "inspect", "--format={{.Config.Hostname}}", *found], seconds=30).out.split()
-    for container, host in zip(found, hosts, strict=True):
-        if host == node or not plan.world.one_machine:
-            streams = ["--interactive", *(["--tty"] if terminal else [])]
-            given = [f"--env={name}" for name in variables(plan)]
-            return [plan.engine, "exec", *streams, *given, f"--workdir={plan.where}", container, *command]
-    raise ConfigError(
-        f"{plan.engine} has no container for this node on this machine",
-        where=plan.run,
-        wanted=node,
-        found=" ".join(hosts) or "none",
-    )
+    return {name: value for name, value in env.items() if name == "SLURM_CONF" or not name.startswith(slurm)}
 
 
 def jupyter(state: State, word: str, port: int, *, say: Callable[[str], None], show_token: bool) -> None:
@@ -128,12 +100,6 @@ def jupyter(state: State, word: str, port: int, *, say: Callable[[str], None], s
     Only this user can read its token; on a terminal it is in the printed URL.
     """
     plan, paths = active_plan(state)
-    if engines.get(plan.engine).private_network:
-        raise ConfigError(
-            f"no tunnel reaches JupyterLab here: a container of {plan.engine} has a private loopback",
-            wanted="a run started by Slurm or with --engine bare",
-            found=plan.engine,
-        )
     node = node_of(plan, word)
     with (
         TemporaryDirectory(prefix="jupyter-", dir=paths.folder, ignore_cleanup_errors=True) as name,
@@ -147,10 +113,10 @@ def jupyter(state: State, word: str, port: int, *, say: Callable[[str], None], s
         layer = layers.made(plan.variant, JUPYTER)
         with (folder / "server.log").open("ab") as log:
             server = process.start(
-                argv(state, node, command, terminal=False, layer=layer), env=environment(plan, os.environ), output=log
+                argv(state, node, command, terminal=False, layer=layer), env=environment(os.environ), output=log
             )
         try:
-            host = node if state.job else ""
+            host = node if state.slurm_job else ""
             for line in jupyter_lines(host, _port(plan, server, folder), token if show_token else ""):
                 say(line)
             if not show_token:

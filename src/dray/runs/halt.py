@@ -12,10 +12,10 @@ from pathlib import Path
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, UnfitError, listed
-from dray.runs import live, slurm
-from dray.runs.live import State
+from dray.runs import slurm
 from dray.runs.result import result_of, summary
-from dray.runs.slurm import Job, Slurm
+from dray.runs.slurm import Slurm
+from dray.runs.status import State, status
 from dray.runs.store import Run, RunPaths, find, newest_first, plan_of
 
 Say = Callable[[str], None]
@@ -28,11 +28,10 @@ _TRIES = 3
 def newest(runs: Path | None) -> Path:
     """The newest run; ConfigError if several runs of this user are active."""
     found = find("", runs)
-    queue, active = Slurm(), dict[Path, str]()
+    known, active = Slurm(), dict[Path, str]()
     for run in newest_first(found.parent):
-        with suppress(OSError):
-            if run.stat().st_uid == os.geteuid() and live.look(run, queue).kind in ("queued", "starting", "running"):
-                active.setdefault(run.resolve(), run.name)
+        if status(run, known).kind in ("queued", "starting", "running"):  # never of another user's
+            active.setdefault(run.resolve(), run.name)
     if len(active) > 1:
         names = [*active.values()]
         raise ConfigError(
@@ -47,33 +46,27 @@ def newest(runs: Path | None) -> Path:
 
 def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
     """Ask the run to end, or end it `now`; then wait for the end and print its summary."""
-    state = live.look(run)
+    state = status(run)
     for _ in range(_TRIES):
         if state.kind != "queued" or _cancel_waiting(state, say):
             break
-        state = live.look(run)  # the job started meanwhile
+        state = status(run)  # the job started meanwhile
     else:
         raise DrayError(
             "the job is still in the queue", where=state.where, fix="find it with squeue --me, then scancel JOB"
         )
     if state.kind == "ended":
-        if state.paths:
-            say(f"{run.name} has already ended\n{_ending(state, state.paths)}")
-        else:
-            say(f"the job is no longer in the queue; the run never started\nrun folder: {run}")
-    elif state.kind == "starting" and state.job:
-        if state.paths:  # between two attempts, perhaps in an salloc allocation
-            _cancel_batch(state, state.job)
-        else:
-            slurm.cancel(state.job, state.cluster)
-            _record_stop(state)
+        say(f"{run.name} has already ended" if state.paths else "the job is no longer in the queue")
+        say(_ending(state))
+    elif state.kind == "starting":
+        _cancel(state)
         say(f"the job was cancelled before training began: {state.where}\nrun folder: {run}")
     elif state.kind != "queued":
         if state.paths is None or (state.kind == "unknown" and state.paths.result.exists()):
             raise UnfitError(
                 "this machine cannot tell whether the job has started",
                 where=run,
-                found=state.why,
+                found=state.unclear,
                 fix="run dray stop again when squeue lists the job here",
             )
         _ask(state, state.paths, now=now, wait=wait, say=say)
@@ -81,32 +74,30 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
 
 def _cancel_waiting(state: State, say: Say) -> bool:
     """Cancel a job that has no nodes; return whether it is gone from the queue."""
-    assert state.job
-    slurm.cancel(state.job, state.cluster, waiting=True)
-    if state.job.id in {job.id for job in slurm.jobs(state.cluster)}:
+    assert state.slurm_job
+    slurm.cancel(state.slurm_job, state.cluster, waiting=True)
+    if state.slurm_job.id in {job.id for job in slurm.jobs(state.cluster)}:
         return False
+    _record_stop(state)
     say("the job was waiting in the queue and was cancelled")
-    if state.paths:
-        say(_ending(state, state.paths))
-    else:
-        _record_stop(state)
-        say(f"it never started\nrun folder: {state.run}")
+    say(_ending(state))
     return True
 
 
 def _record_stop(state: State) -> None:
     """Write the stop into job.json, because a run without an attempt has no result."""
-    if queued := Run(state.run).job:
+    queued = Run(state.path).job
+    if queued and not state.paths:
         stopped = queued.model_copy(update={"stopped": time.time()})
         with suppress(OSError):  # the job is cancelled anyway
-            files.write_atomic(state.run / run_folder.JOB, stopped.model_dump_json(indent=1))
+            files.write_atomic(state.path / run_folder.JOB, stopped.model_dump_json(indent=1))
 
 
 def _ask(state: State, paths: RunPaths, *, now: bool, wait: bool, say: Say) -> None:
     """Ask the runners of an attempt, and wait for its end."""
     _write(paths, now=now and wait)
     how = "is being ended now" if now else "was asked to save and end"
-    say(f"{state.run.name}, attempt {paths.attempt} {how}: {state.where}")
+    say(f"{state.run}, attempt {paths.attempt} {how}: {state.where}")
     grace = _NOW_S if now else _grace(paths)
     if not now and grace < math.inf:
         ended = f"after {grace:g} s it ends processes that still run"
@@ -156,10 +147,10 @@ def _wait(state: State, paths: RunPaths, grace: float, *, now: bool, say: Say) -
             _write(paths, now=True)
         if at > asked + _ASK_S:
             asked, before = at, gone
-            gone = live.look(state.run).kind in ("ended", "queued")
+            gone = status(state.path).kind in ("ended", "queued")
             # On a shared disk the result may appear after Slurm shows the job's end.
             if gone and before and result_of(paths) is None:
-                return f"it ended without a result; dray why {state.run} shows more\nrun folder: {state.run}"
+                return f"it ended without a result; dray why {state.path} shows more\nrun folder: {state.path}"
     return summary(result, paths)
 
 
@@ -168,22 +159,27 @@ def _end(state: State) -> None:
     if state.process:
         with suppress(ProcessLookupError):
             os.kill(state.process, signal.SIGTERM)
-    elif state.job:
-        _cancel_batch(state, state.job)
+    elif state.slurm_job:
+        _cancel(state)
     else:
         raise UnfitError(
-            "the run cannot be ended from this machine", found=state.why, fix="run dray stop there, or without --now"
+            "the run cannot be ended from this machine",
+            found=state.unclear,
+            fix="run dray stop there, or without --now",
         )
 
 
-def _cancel_batch(state: State, job: Job) -> None:
-    if not slurm.is_batch(slurm.show(job.id)):
+def _cancel(state: State) -> None:
+    """Cancel the job of a run, unless it is an allocation by salloc."""
+    assert state.slurm_job
+    if state.paths and not slurm.is_batch(slurm.show(state.slurm_job.id)):
         raise ConfigError(
             "the run is in your allocation, which would end with it",
             where=state.where,
             fix="press Ctrl-C where you started the run; scancel ends the whole allocation",
         )
-    slurm.cancel(job, state.cluster)
+    slurm.cancel(state.slurm_job, state.cluster)
+    _record_stop(state)
 
 
 def _grace(paths: RunPaths) -> float:
@@ -195,7 +191,9 @@ def _grace(paths: RunPaths) -> float:
     return math.inf
 
 
-def _ending(state: State, paths: RunPaths) -> str:
+def _ending(state: State) -> str:
     """How the last attempt ended."""
-    result = result_of(paths)
-    return summary(result, paths) if result else f"it left no result; dray why {state.run} shows more"
+    if state.paths is None:
+        return f"the run never started\nrun folder: {state.path}"
+    result = result_of(state.paths)
+    return summary(result, state.paths) if result else f"it left no result; dray why {state.path} shows more"

@@ -140,18 +140,22 @@ class Attempt:
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
         self.paths = RunPaths(run.folder, number)
-        self.ended: float | None = None
-        """When the result was written, valid or not."""
+        self._ended: float | None = None
         self._result: Table | None = None
+
+    @property
+    def ended(self) -> float | None:
+        """When the result was written, valid or not; looked for again until it is there."""
+        if self._ended is None:
+            self._ended = written(self.paths.result)
+            if self._ended is not None:
+                self._result = read_json(self.paths.result, self.run.warnings, require_version)
+        return self._ended
 
     @property
     def result(self) -> Table | None:
         """result.json; None until it is written, and, with a warning, if it is damaged."""
-        if self.ended is None:
-            self.ended = written(self.paths.result)
-            if self.ended is not None:
-                self._result = read_json(self.paths.result, self.run.warnings, require_version)
-        return self._result
+        return self._result if self.ended is not None else None
 
     @cached_property
     def plan(self) -> Table:
@@ -210,9 +214,10 @@ class Run:
             for name, kind in (("plan", dict), ("job", int), ("job_id", str), ("began", float)):
                 setattr(last, name, kind(summary[name]))
             if summary["ended"] is not None:
-                last.ended, last._result = float(summary["ended"]), summary["result"]
-            run.numbers = [int(number) for number in summary["attempts"]]
-            run.attempts = [*(Attempt(run, number) for number in run.numbers[:-1]), last]
+                last._ended, last._result = float(summary["ended"]), summary["result"]
+            run.attempts = [*(Attempt(run, int(number)) for number in summary["attempts"][:-1]), last]
+            if (written(folder / names.JOB) or 0.0) <= last.began:  # else a job was submitted later
+                run.job, run.cluster = None, str(summary["cluster"])
         return run
 
     @property
@@ -220,14 +225,9 @@ class Run:
         return self.folder.name
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """The numbers of the attempts, in order."""
-        return attempts(self.folder)
-
-    @cached_property
     def attempts(self) -> list[Attempt]:
         """All attempts, in order."""
-        return [Attempt(self, number) for number in self.numbers]
+        return [Attempt(self, number) for number in attempts(self.folder)]
 
     @property
     def last(self) -> Attempt | None:
@@ -249,6 +249,11 @@ class Run:
             except ValidationError:
                 self.warnings.append(f"{file} names no job")
         return None
+
+    @cached_property
+    def cluster(self) -> str:
+        """The cluster of the submitted job, if sbatch knows several."""
+        return self.job.cluster if self.job else ""
 
     @cached_property
     def owner(self) -> int:
@@ -286,7 +291,8 @@ def write_summary(paths: RunPaths) -> None:
     file = paths.run / names.SUMMARY
     before = dig(read_json(file, []), "jobs") or []
     summary = {
-        "attempt": attempt.number, "attempts": attempts(paths.run), "job": attempt.job, "job_id": attempt.job_id,
+        "attempt": attempt.number, "attempts": attempts(paths.run), "cluster": attempt.run.cluster,
+        "job": attempt.job, "job_id": attempt.job_id,
         "jobs": [*dict.fromkeys([*before, attempt.job_id, str(attempt.job)])], "began": attempt.began,
         "ended": attempt.ended, "plan": plan, "result": result,
     }  # fmt: skip

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dray.contract.findings import DrayError
+from dray.contract.findings import DrayError, duration
 from dray.runs import slurm
 from dray.runs.metrics import whole
-from dray.runs.startup import duration
 from dray.runs.status import LOST, QUEUED, State, Watched
 from dray.runs.store import Run, dig
 

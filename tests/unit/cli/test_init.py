@@ -16,7 +16,7 @@ from dray.cli import init as verb
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, DrayError
-from dray.fitness import slurm_commands
+from dray.runs import slurm
 from helpers import PYTHON, ROOT
 
 GPUS = "cpu|4|32|(null)\ngpu|8|64|gpu:a100:4(S:0-1)\ndebug|1|64|gpu:a100:2\n"

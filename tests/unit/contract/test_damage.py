@@ -38,7 +38,7 @@ from dray.cli.streams import show
 from dray.contract import exit_codes, unexpected
 from dray.contract.run_folder import RESULT
 from dray.runs import look
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from helpers import GOLDEN
 
 pytestmark = [pytest.mark.hostile("damage"), pytest.mark.seconds]

@@ -12,12 +12,12 @@ import pytest
 from dray.cli import status
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
-from dray.runs import halt, live, named, submit, why
+from dray.runs import halt, named, submit, why
 from dray.runs.finish import finish
-from dray.runs.look import look
-from dray.runs.paths import RunPaths
-from dray.runs.squeue import Queue
+from dray.runs.slurm import Slurm
+from dray.runs.status import status
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
@@ -60,23 +60,23 @@ def stop(run: Path) -> str:
 def test_one_that_waits_is_cancelled_alone(slurm: Slurm, tmp_path: Path) -> None:
     run = queued(tmp_path, 3)
     slurm.lists(*WAITING)
-    assert live.look(run).where == "job 12_3, PENDING"
+    assert status.status(run).where == "job 12_3, PENDING"
     assert stop(run) == f"the job was waiting in the queue and was cancelled; it never started\nrun folder: {run}"
     assert slurm.calls == ["scancel --state=PENDING 12_3"]
-    left = [job.id for job in Queue().jobs()]
-    assert (left, live.look(run).kind) == (["12_1", "12_2", "12_4"], "ended")
-    assert live.look(queued(tmp_path, 4)).where == "job 12_4, PENDING"
+    left = [job.id for job in Slurm().jobs()]
+    assert (left, status.status(run).kind) == (["12_1", "12_2", "12_4"], "ended")
+    assert status.status(queued(tmp_path, 4)).where == "job 12_4, PENDING"
 
 
 def test_squeue_is_asked_for_each_task(slurm: Slurm) -> None:
-    Queue().jobs()
+    Slurm().jobs()
     (asked,) = (slurm.folder / "calls").read_text().splitlines()
     assert asked == f"squeue --array --noheader --user={os.geteuid()} --format=%A|%i|%T|%V|%r|%S|%o"
 
 
 def test_each_is_shown_by_its_own_number(slurm: Slurm, tmp_path: Path) -> None:
     slurm.lists(*WAITING)
-    queue = Queue()
+    queue = Slurm()
     runs = begun(tmp_path, 1, 13), begun(tmp_path, 2, 14)
     finish(runs[1], code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
     seen = [look(run, queue, closely=True) for run in (runs[0].run, runs[1].run, queued(tmp_path, 3))]
@@ -96,32 +96,32 @@ def test_one_that_has_begun_is_not_taken_for_one_that_was_submitted(slurm: Slurm
     """Its number, and that of the array, are others."""
     paths = begun(tmp_path, 1, 13)
     slurm.lists(*WAITING)
-    assert (live.look(paths.run).kind, live.look(paths.run).job) == ("running", Queue().jobs()[0])
+    assert (status.status(paths.run).kind, status.status(paths.run).job) == ("running", Slurm().jobs()[0])
     with pytest.raises(ConfigError, match="afterany:12_1"):
         submit.require_free(paths.run, [])
     finish(paths, code=1)
     slurm.lists(*WAITING[1:])
-    assert (live.look(paths.run).kind, look(paths.run, Queue()).state) == ("ended", "failed")
+    assert (status.status(paths.run).kind, look(paths.run, Slurm()).state) == ("ended", "failed")
 
 
 def test_the_last_one_has_the_array_s_number(slurm: Slurm, tmp_path: Path) -> None:
     first, last = begun(tmp_path, 1, 13), begun(tmp_path, 3, 12)
     slurm.lists((13, "12_1", "RUNNING"), (12, "12_3", "RUNNING"))
-    assert [live.look(one.run).where for one in (first, last)] == ["job 12_1, RUNNING", "job 12_3, RUNNING"]
+    assert [status.status(one.run).where for one in (first, last)] == ["job 12_1, RUNNING", "job 12_3, RUNNING"]
     halt.stop(last.run, now=True, wait=False, say=lambda _: None)
     assert slurm.calls == ["scancel 12_3"]
     assert (slurm.folder / "calls").read_text().splitlines()[-2] == "scontrol show job --oneliner 12_3"
-    assert live.look(first.run).kind == "running"
+    assert status.status(first.run).kind == "running"
 
 
 def test_one_whose_job_is_gone(slurm: Slurm, tmp_path: Path) -> None:
     """The others of its array are no sign of it."""
     slurm.lists(*WAITING)
-    seen = look(queued(tmp_path, 9), Queue())
+    seen = look(queued(tmp_path, 9), Slurm())
     told = "job 12_9 ended before its first attempt: see its output, job-12_9.log"
     assert (seen.state, seen.why) == ("lost", told)
     just = queued(tmp_path, 8, ago=0)
-    assert live.look(just).why == "job 12_8 was submitted a moment ago, so squeue does not list it yet"
+    assert status.status(just).why == "job 12_8 was submitted a moment ago, so squeue does not list it yet"
 
 
 def test_slurm_s_accounting_is_asked_of_it_alone(slurm: Slurm, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from dray.facts import Facts
 from dray.runs.follow import Growing
 from dray.runs.logs import Log, new
-from dray.runs.look import Watched
 from dray.runs.metrics import Rare, last_step, tail
-from dray.runs.paths import RunPaths
+from dray.runs.status import Watched
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 

@@ -18,8 +18,7 @@ import dray.cli
 from damage import make_run, old
 from dray.cli.streams import show
 from dray.contract import unexpected
-from dray.runs import look as looking
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 pytestmark = pytest.mark.hostile("run folders")
 

@@ -19,9 +19,9 @@ from dray.runner.__main__ import digest
 from dray.runs import paths as paths_module
 from dray.runs import write as writing
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.result import Cause, summary
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.write import read, read_recipe, write
 from helpers import PYTHON
 

@@ -13,12 +13,11 @@ import pytest
 from dray.cli import status
 from dray.facts import Facts
 from dray.runs.finish import finish
-from dray.runs.look import Watched
 from dray.runs.metrics import parsed
-from dray.runs.paths import RunPaths
-from dray.runs.reasons import meaning
-from dray.runs.state import State, Waiting
+from dray.runs.slurm import meaning
+from dray.runs.status import State, Waiting, Watched
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
 from slurms import Slurm

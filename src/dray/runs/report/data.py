@@ -16,13 +16,12 @@ from dray.planning.schema import Plan
 from dray.runs import again, records, why
 from dray.runs import startup as measured
 from dray.runs.metrics import Metrics, number, whole
-from dray.runs.paths import RunPaths, attempts, last_attempt
-from dray.runs.reading import reason, written
 from dray.runs.recovery import Recovery
 from dray.runs.report import startup
 from dray.runs.report.curves import Trace
 from dray.runs.result import Attempt, Result, who
 from dray.runs.startup import Startup
+from dray.runs.store import RunPaths, attempts, last_attempt, reason, written
 
 _ATTEMPTS = 200
 _LINE = "\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dray.contract.findings import measured
 from dray.runs.report.data import Run
 from dray.runs.report.document import MISSING, Table
-from dray.runs.stages import measured
 
 Cell = tuple[str, Callable[[Run], str]]
 
