@@ -47,7 +47,7 @@ def active_plan(state: State) -> tuple[Plan, RunPaths]:
     if engines.get(plan.engine).private_network:
         containers = f"$({plan.engine} ps --quiet --filter label={LABEL}={plan.run})"
         raise ConfigError(
-            f"dray enters no container of {plan.engine}",
+            f"dray enter opens no container of {plan.engine}",
             where=state.path,
             wanted="a run started by Slurm or with --engine bare",
             found=plan.engine,

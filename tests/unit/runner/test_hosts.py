@@ -12,7 +12,7 @@ import pytest
 
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 
 
@@ -138,8 +138,8 @@ class TestSecret:
         ("mode", "text", "problem"),
         [
             (0o640, "5" * 64, "others can read the secret"),
-            (0o600, "5" * 31, "the secret is too short"),
-            (0o600, "é" * 64, "the secret is not ASCII"),
+            (0o600, "5" * 31, "the secret is too short, or not ASCII"),
+            (0o600, "é" * 64, "the secret is too short, or not ASCII"),
         ],
     )
     def test_a_file_that_is_no_secret(self, tmp_path: Path, mode: int, text: str, problem: str) -> None:

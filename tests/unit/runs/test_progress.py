@@ -222,7 +222,7 @@ def test_the_bar_of_a_terminal_comes_back_from_an_evaluation(planned: tuple[Plan
         for event in (START, step(30), evaluation("eval", 30), step(40), step(60), evaluation("eval", 60)):
             say(paths, event)
             progress.update()
-            (task,) = progress._view._bar.tasks
+            (task,) = progress._view.bar.tasks
             seen.append((task.description, task.completed, task.fields["count"]))
     sys.stdout.close()
     assert seen == [
