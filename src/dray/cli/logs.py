@@ -16,7 +16,7 @@ from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 from dray.runs import logs as files
 from dray.runs.logs import Log
 from dray.runs.status import NO_RESULT, QUEUED, RUNNING, State, Watched
@@ -55,9 +55,9 @@ def logs(
     seen = watched.look()
     view = View(node, rank)
     view.add(seen)
-    no_rank = rank is not None and seen.ranks is not None and rank >= seen.ranks
-    if not view.logs and (not follow or no_rank):
-        raise _no_log(seen, node, rank)
+    too_high = rank is not None and seen.ranks is not None and rank >= seen.ranks
+    if not view.logs and (too_high or not follow):
+        raise _no_log(seen, node, rank, never=too_high)
     view.begin(seen, times.since(since), last, whole=not follow)
     if follow:
         try:
@@ -146,16 +146,17 @@ def _about(seen: State) -> str:
     return f"{f'attempt {seen.attempt}: ' if seen.attempt else ''}{seen.state}{f' ({why})' if why else ''}"
 
 
-def _no_log(seen: State, node: str, rank: int | None) -> ConfigError:
-    asked = [f"--node {node}"] * bool(node) + [f"--rank {rank}"] * (rank is not None)
-    fix = f"choose another {' or '.join(asked)}" if asked else "dray why shows how the run ended"
-    if seen.state in (QUEUED, RUNNING):
+def _no_log(seen: State, node: str, rank: int | None, *, never: bool) -> ConfigError:
+    options = [f"--node {node}"] if node else []
+    options += [] if rank is None else [f"--rank {rank}"]
+    fix = f"choose another {' or '.join(options)}" if options else "dray why shows how the run ended"
+    if seen.state in (QUEUED, RUNNING) and not never:
         fix = "dray logs -f waits for the log; dray status shows what the run waits for"
+    ranks = f"{counted(seen.ranks or 0, 'rank')} on {counted(len(seen.nodes), 'node')}"
     return ConfigError(
         "there is no such log",
-        where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
-        wanted=f"a log of {' '.join(asked)}" if asked else "a log",
-        found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}, with {seen.ranks or 0} ranks "
-        f"on {len(seen.nodes)} nodes",
+        where=seen.paths.logs if seen.paths else seen.folder,
+        wanted=" ".join(["a log", *options]),
+        found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}, with {ranks}",
         fix=fix,
     )
