@@ -13,7 +13,7 @@ import typer
 
 from dray.cli.options import Runs
 from dray.config import dray_home
-from dray.contract import exit_codes, files, node
+from dray.contract import exit_codes, node
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.runs import clean as disk
 from dray.runs.store import default_runs
@@ -65,7 +65,7 @@ def clean(
     items = disk.items(
         kinds or disk.KINDS,
         runs=(runs or default_runs()).absolute(),
-        tokens=_tokens(cache_dir),
+        tokens=(cache_dir or Path(f"{node.TOKENS}{os.getuid()}")).absolute(),
         build=_build(),
         days=days,
         checkpoints=checkpoints,
@@ -93,22 +93,6 @@ def clean(
     if not as_json:
         print(f"removed: {_size(freed)}")
     raise typer.Exit(exit_codes.FAILED if failed else exit_codes.DONE)
-
-
-def _tokens(named: Path | None) -> Path:
-    """The folder with tokens; what another user may change in it is neither read nor removed."""
-    if named is None:
-        return Path(f"{node.TOKENS}{os.getuid()}")
-    wrong = files.open_to_others(named, folder=True) if os.path.lexists(named) else "it does not exist"
-    if wrong:
-        raise ConfigError(
-            "dray cannot clean this folder of tokens",
-            where=f"--cache-dir {named}",
-            wanted=f"a folder of user {os.getuid()} to which no other user may write",
-            found=wrong,
-            fix="--cache-dir FOLDER, as data.cache_dir names it",
-        )
-    return named.absolute()
 
 
 def _build() -> Path | None:

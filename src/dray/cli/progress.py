@@ -1,4 +1,4 @@
-"""The progress of a run: a recipe's steps, or what a command prints."""
+"""The progress of a run: a line for each logged step of a recipe, or what a command prints."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
-
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
 from dray.runs.metrics import LONGEST, Event, number, parsed, whole
 from dray.runs.store import RunPaths
+
+_EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
 
 
 class Progress:
@@ -26,10 +24,8 @@ class Progress:
         world, rank = plan.world, (only or 0) * plan.world.ranks_per_node
         where = f"{counted(world.size, 'rank')} on {counted(len(world.nodes), 'node')} ({plan.engine})"
         self.rank: int | None = None  # whose output is shown
-        self._view: Output | Steps
-        if plan.recipe.train and rank == 0:
-            self._view = Steps(paths.metrics, plan.recipe.train.steps)
-        else:
+        self._view: Output | Steps = Steps(paths.metrics)
+        if rank or not plan.recipe.train:
             self.rank, self._view = rank, Output(paths.rank_log(rank))
             if world.size > 1:
                 where += f"; rank {rank} is shown here, the logs of all are in {paths.folder.name}/{paths.logs.name}"
@@ -55,59 +51,30 @@ class Progress:
 
 
 class Steps:
-    """Shows steps as a bar on a terminal, elsewhere a line for each; an evaluation is a line on both."""
+    """Prints a line for each logged step and for each evaluation."""
 
-    def __init__(self, metrics: Path, steps: int | None, *, position: int = 0) -> None:
-        self._file, self._steps = Growing(metrics, position), steps or 0
-        console = Console()
-        names = ("{task.description}", "{task.fields[count]}", "{task.fields[figures]}")
-        doing, count, figures = map(TextColumn, names)
-        self.bar = Bar(
-            doing, BarColumn(), count, figures,
-            console=console, transient=True, disable=not console.is_interactive,
-        )  # fmt: skip
-        self._task = self.bar.add_task("starting", total=None, count="", figures="")
+    def __init__(self, metrics: Path, position: int = 0) -> None:
+        self._file = Growing(metrics, position)
 
     def look(self) -> None:
-        """Show what has come since the last look."""
-        self.bar.start()
+        """Print what has come since the last look."""
         with suppress(FileNotFoundError):
-            for event in filter(None, map(parsed, self._file.lines(LONGEST))):
-                self._show(event)
+            for line in self._file.lines(LONGEST):
+                if text := described(parsed(line) or {}):
+                    print(text, flush=True)
 
     def close(self) -> None:
-        """Remove the bar."""
-        self.bar.stop()
-        self.bar.disable = True
-
-    def _show(self, event: Event) -> None:
-        kind, step, text = event.get("event"), whole(event, "step") or 0, described(event)
-        if kind == "start":
-            step, self._steps = whole(event, "first_step") or 0, whole(event, "steps") or self._steps
-            text = f"resumed at step {step} of {self._steps}" if step else ""
-        if kind == "step":
-            self.bar.update(self._task, figures=text)
-        elif not text and kind != "start":
-            return
-        last = "evaluating" if kind == "step" else "saving"
-        doing, count = "training" if step < self._steps else last, f"{step}/{self._steps}"
-        self.bar.update(
-            self._task, total=self._steps, completed=step, description=doing, count=count, refresh=True
-        )  # fmt: skip
-        if text and self.bar.disable:
-            print(f"step {step}  {text}" if kind == "step" else text, flush=True)
-        elif text and kind != "step":
-            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-_EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
+        """Each line is already whole."""
 
 
 def described(event: Event) -> str:
-    """A step's figures, or an evaluation as a line; empty for other events."""
-    kind = str(printable(event.get("event")))[:80]
+    """An event of the metrics as a line; empty for those that are not shown."""
+    kind, step = str(printable(event.get("event")))[:80], whole(event, "step")
+    if kind == "start":
+        first = whole(event, "first_step")
+        return f"resumed at step {first} of {whole(event, 'steps')}" if first else ""
     if kind == "step":
-        parts = [_figure(event, "loss", ".3f")]
+        parts = [f"step {step}", _figure(event, "loss", ".3f")]
         if speed := number(event, "tokens_per_s"):
             parts.append(f"{speed:,.0f} tokens/s")
         if (left := number(event, "seconds_left")) is not None:
@@ -117,7 +84,7 @@ def described(event: Event) -> str:
         return ""
     what = kind.replace("eval", "evaluation", 1).replace("-", " ", 1)
     figures = "  ".join(_figure(event, name, form) for name, form in _EVALUATED.items())
-    return f"{what} at step {whole(event, 'step')}  {figures}"
+    return f"{what} at step {step}  {figures}"
 
 
 def _figure(event: Event, name: str, form: str) -> str:

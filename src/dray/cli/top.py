@@ -82,7 +82,7 @@ class _Lines:
         self._printed = lines
         if seen.attempt and self._metrics != paths.metrics:
             size = paths.metrics.stat().st_size if paths.metrics.exists() else 0
-            self._metrics, self._steps = paths.metrics, Steps(paths.metrics, seen.steps, position=max(0, size - _TAIL))
+            self._metrics, self._steps = paths.metrics, Steps(paths.metrics, max(0, size - _TAIL))
         self.steps()
 
     def steps(self) -> None:

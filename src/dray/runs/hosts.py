@@ -34,21 +34,17 @@ class Hosts:
 
     def here(self, number: int | None = None) -> int:
         """The number of this machine in the file."""
-        if number is not None:
-            if not 0 <= number < len(self.names):
-                wanted = f"0 to {len(self.names) - 1}"
-                raise ConfigError("the hostfile has no such node", where=self.file, wanted=wanted, found=number)
-            return number
-        own = [number for number, name in enumerate(self.names) if _is_here(name)]
-        if len(own) != 1:
-            raise ConfigError(
-                "several lines match this machine" if own else "no line matches this machine",
-                where=self.file,
-                wanted="one line with this machine's name or with one of its addresses",
-                found=listed([self.names[line] for line in own]) if own else socket.gethostname(),
-                fix="name this machine's line: --node 0 for the first, --node 1 for the second ...",
-            )
-        return own[0]
+        own = [line for line, name in enumerate(self.names) if _is_here(name)] if number is None else [number]
+        if len(own) == 1 and 0 <= own[0] < len(self.names):
+            return own[0]
+        matches = ", ".join(self.names[line] for line in own) if number is None else f"--node {number}"
+        raise ConfigError(
+            "it is not clear which line of the hostfile is this machine",
+            where=self.file,
+            wanted="one line with this machine's name or with one of its addresses",
+            found=matches or f"no line with {socket.gethostname()}",
+            fix=f"name this machine's line: --node 0 for the first, up to {len(self.names) - 1}",
+        )
 
     def run_id(self, recipe: Recipe) -> str:
         """The run's name, which every machine with the same recipe and hostfile computes alone."""

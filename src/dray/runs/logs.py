@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import heapq
 import re
 import resource
@@ -10,6 +9,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dray.contract import files
@@ -17,10 +17,9 @@ from dray.runs.follow import Growing
 from dray.runs.store import RunPaths, written
 
 _LONGEST = 1 << 16  # bytes of a line; a longer one is shown as several lines
-_NAME = re.compile(r"(node|rank)-([0-9]{1,6})\.log")
-_JOB = re.compile(r"job-(([0-9]{1,18})(?:_[0-9]{1,18})?)\.log")
-_ISO = re.compile(rb"(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|\+00:00)?")
-_GLOG = re.compile(rb"\[?[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?")  # torch's own lines
+_NAME = re.compile(r"(node|rank|job)-(([0-9]{1,18})(?:_[0-9]{1,18})?)\.log")
+_ISO = re.compile(rb"\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|\+00:00)?")
+_GLOG = re.compile(rb"\[?[IWEF](\d\d)(\d\d) (\d\d:\d\d:\d\d(?:\.\d{1,9})?)")  # torch's own lines
 _STEP = re.compile(rb"step (\d{1,18})/\d")
 _WRITTEN = re.compile(rb'\{"event": "step", "time": ([0-9.]{1,32}), "step": (\d{1,18})[,}]')
 _AHEAD = 64  # steps that a log may leave out
@@ -44,19 +43,24 @@ class Log(Growing):
 def of(paths: RunPaths, *, node: int | None = None, rank: int | None = None, each: int = 1) -> list[Log]:
     """The logs of an attempt, nodes first; or of one rank, or of one node with its ranks. `each`: ranks per node."""
     found = []
-    for path in paths.logs.glob("*.log"):
-        if match := _NAME.fullmatch(path.name):
-            kind, number = match[1], int(match[2])
-            on = number // each if kind == "rank" else number
-            if rank in (None, number if kind == "rank" else -1) and node in (None, on):
-                found.append(Log(f"{kind} {number}", path, kind, number))
-    return sorted(found, key=lambda log: (log.kind, log.number))
+    for log in _logs_in(paths.logs):
+        on = log.number // each if log.kind == "rank" else log.number
+        if node in (None, on) and (rank is None or (log.kind, log.number) == ("rank", rank)):
+            found.append(log)
+    return found
 
 
 def of_job(run: Path) -> list[Log]:
     """The logs of submitted jobs, the only output before the first attempt."""
-    named = ((path, _JOB.fullmatch(path.name)) for path in sorted(run.glob("job-*.log")))
-    return [Log(f"job {match[1]}", path, "job", int(match[2])) for path, match in named if match]
+    return _logs_in(run)
+
+
+def _logs_in(folder: Path) -> list[Log]:
+    found = []
+    for path in folder.glob("*.log"):
+        if name := _NAME.fullmatch(path.name):
+            found.append(Log(f"{name[1]} {name[2]}", path, name[1], int(name[3])))
+    return sorted(found, key=lambda log: (log.kind, log.number))
 
 
 def joined(logs: list[Log], paths: RunPaths, *, since: float = 0.0, whole: bool = True) -> Iterator[tuple[Log, bytes]]:
@@ -100,20 +104,16 @@ def _timed(log: Log, began: float, steps: _Steps, *, whole: bool) -> Iterator[tu
 
 def _time_of(line: bytes, first: float, last: float) -> float | None:
     """The time in a line, in this machine's zone or in UTC (an image's zone), whichever is within the attempt."""
-    zone = None
-    if found := _GLOG.match(line):
-        month, day, hour, minute, second, fraction = found.groups()
+    texts: list[str] = []
+    if glog := _GLOG.match(line):
         years = {time.gmtime(first).tm_year, time.gmtime(last).tm_year}
-    elif found := _ISO.search(line, 0, 80):
-        year, month, day, hour, minute, second, fraction, zone = found.groups()
-        years = {int(year)}
-    else:
-        return None
-    for year in years:
-        when = (year, int(month), int(day), int(hour), int(minute), int(second), -1, -1, -1)
-        for seconds in (calendar.timegm,) if zone else (time.mktime, calendar.timegm):
-            with suppress(ValueError, OverflowError):
-                at = seconds(when) + float(b"0." + (fraction or b"0"))
+        texts = [f"{year}-{glog[1].decode()}-{glog[2].decode()}T{glog[3].decode()}" for year in years]
+    elif iso := _ISO.search(line, 0, 80):
+        texts = [iso[0].decode().replace("_", "T")]
+    for text in texts:
+        with suppress(ValueError, OverflowError):
+            when = datetime.fromisoformat(text)
+            for at in (when.timestamp(), when.replace(tzinfo=UTC).timestamp()):
                 if first <= at <= last:
                     return at
     return None

@@ -129,5 +129,5 @@ def test_lines_that_name_no_machine(line: str, tmp_path: Path) -> None:
 
 def test_a_name_that_no_resolver_takes(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a" * 64 + "\n" + "b" * 200 + "\n")
-    with pytest.raises(ConfigError, match="no line matches this machine"):
+    with pytest.raises(ConfigError, match="it is not clear which line of the hostfile is this machine"):
         hosts.read(tmp_path / "hosts").here()

@@ -356,7 +356,7 @@ def test_a_list_opens_one_file_for_each_row(
     finally:
         noting = False
     assert opened[0] == str(tmp_path)
-    assert len(opened) == 1 + 10 + 1, opened  # and the row that tells whether more fit
+    assert len(opened) == 1 + 10 + 1, "\n".join(opened)  # and the row that tells whether more fit
     assert all(name.endswith("summary.json") for name in opened[1:])
 
 
@@ -691,7 +691,7 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("n9", "2", "9" * 5000):
         with pytest.raises(ConfigError, match="the run has no such node"):
             logs.logs(str(talks.run), node=name)
-    for log in (talks.rank_log(0), talks.rank_log(1), talks.node_log(0)):
+    for log in (talks.rank_log(0), talks.rank_log(1), talks.node_log(0), talks.node_log(1)):
         log.unlink()
     seen = look(talks.run, Slurm())
     waits = "dray logs -f waits for the log; dray status shows what the run waits for"
@@ -744,7 +744,7 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
         "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
         "  stage: training",
         "  step 3 of 60  loss 5.7000  1,000 tokens/s  1 min 27 s left",
-        "  began 2026-11-25 01:26",
+        "  began 2026-11-25 01:27",
         "  last sign of life: 3 s ago",
         "  n2: failed: rank-1",
     ]
