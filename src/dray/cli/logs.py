@@ -107,14 +107,14 @@ class View:
 
     def follow(self, watched: Watched, seen: State, wait: Callable[[float], None] = time.sleep) -> None:
         """Print new lines until the run has ended."""
-        said = ""
+        shown_state = ""
         while not is_gone():
             over = watched.over(seen)
             self._new()
-            if (state := _about(seen)) != said:
+            if (state := _about(seen)) != shown_state:
                 sys.stdout.flush()
                 print(f"dray: {state}", file=sys.stderr, flush=True)
-                said = state
+                shown_state = state
             if over:
                 return
             for _ in range(_LOOK_EVERY):

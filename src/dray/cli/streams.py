@@ -64,7 +64,7 @@ class Streams:
             if getattr(sys, name) is None:
                 setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
         self._out = _Output(1, "w", closefd=False)
-        if sys.stdout is sys.__stdout__:
+        if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout = io.TextIOWrapper(
                 io.BufferedWriter(self._out),
                 encoding=sys.stdout.encoding,

@@ -33,7 +33,7 @@ def watch(
     It says when the run starts, stalls, loses a node, diverges, is requeued, is held by Slurm, or ends. A job that
     Slurm holds is released, and a run whose job died is submitted again, as often as the recipe's max_requeues allows.
 
-    nohup dray watch 4711 --mail me@example.org &
+    dray watch 4711 --mail me@example.org
     """
     folder = require_own(find(run, runs))
     if mail and (not mail.isprintable() or " " in mail or "@" not in mail):
