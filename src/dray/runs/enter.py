@@ -164,6 +164,4 @@ def _port(plan: Plan, server: process.Running, folder: Path) -> int:
 def _install(plan: Plan) -> str:
     if engines.get(plan.engine).image == "python":
         return f"{plan.image} -m pip install {JUPYTER}"
-    if plan.layer:  # only one layer can be bound
-        return f"build the run's layer again with --pip {JUPYTER}: dray image layer {plan.variant} --upgrade ..."
     return f"dray image layer {plan.variant} --pip {JUPYTER}"

@@ -30,7 +30,7 @@ def newest(runs: Path | None) -> Path:
     found = find("", runs)
     known, active = Slurm(), dict[Path, str]()
     for run in newest_first(found.parent):
-        if status(run, known).kind in ("queued", "starting", "running"):  # never of another user's
+        if Run(run).owner == os.geteuid() and status(run, known).kind in ("queued", "starting", "running"):
             active.setdefault(run.resolve(), run.name)
     if len(active) > 1:
         names = [*active.values()]
