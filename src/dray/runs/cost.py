@@ -81,7 +81,7 @@ def queue_s(known: str) -> float | None:
     with suppress(KeyError, ValueError, OverflowError):
         times = [time.strptime(fields[name], "%Y-%m-%dT%H:%M:%S") for name in ("SubmitTime", "StartTime")]
         waited = time.mktime(times[1]) - time.mktime(times[0])
-        return waited if waited >= 0 else None
+        return waited if 0 <= waited < 1e7 else None  # else a clock was set
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,13 +11,11 @@ from pydantic_core import from_json
 
 from dray.contract import files
 from dray.contract.findings import counted
-from dray.runs.follow import Growing
 from dray.runs.store import dig
 
 Event = dict[str, Any]
 LONGEST = 1 << 20
 """Bytes of a line: a step of thousands of nodes makes a very long one."""
-_STEP = b'{"event": "step", '
 _TAIL = 1 << 16
 
 
@@ -44,55 +41,21 @@ class Metrics:
 
 
 def tail(path: Path) -> list[Event]:
-    """The events at the end of the file."""
-    return [event for line in _end(path, _TAIL) if (event := parsed(line))]
-
-
-def last_step(path: Path) -> Event:
-    """The last step in the file; empty if there is none. Only the file's end is read, since lists have many runs."""
-    for size in (_TAIL, _TAIL + LONGEST):
-        for line in reversed(_end(path, size)):
-            if line.startswith(_STEP) and (event := parsed(line)):
-                return event
-    return {}
+    """The events at the end of the file, with its last step. Raises OSError if the file cannot be read."""
+    events: list[Event] = []
+    with suppress(FileNotFoundError):
+        for size in (_TAIL, _TAIL + LONGEST):
+            end, whole = files.end(path, size)
+            lines = end.split(b"\n")
+            events = [event for line in (lines if whole else lines[1:]) if (event := parsed(line))]
+            if whole or any(event.get("event") == "step" for event in events):
+                break
+    return events
 
 
 def first(path: Path) -> Event:
     """The first event of the file."""
     return next(iter(Metrics(path)), {})
-
-
-def _end(path: Path, size: int) -> list[bytes]:
-    """The last lines of the file, without one whose beginning is not among its last bytes."""
-    with suppress(FileNotFoundError):
-        end, whole = files.end(path, size)
-        lines = end.split(b"\n")
-        return lines if whole else lines[1:]
-    return []
-
-
-class NonStepEvents:
-    """The events of a growing file except steps, whose lines (up to a million) are not parsed. Each look reads only
-    what is new."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._again = Growing(path), 0
-        self.events: deque[Event] = deque(maxlen=4096)
-
-    def look(self) -> None:
-        """Read new lines. Raises OSError if the file cannot be read; a missing file has no events."""
-        with suppress(FileNotFoundError):
-            for line in self._file.lines(LONGEST):
-                self._renew()
-                if not line.startswith(_STEP) and (event := parsed(line)):
-                    self.events.append(event)
-        self._renew()
-
-    def _renew(self) -> None:
-        """Forget the events if the file was replaced."""
-        if self._again != self._file.again:
-            self._again = self._file.again
-            self.events.clear()
 
 
 def parsed(line: bytes) -> Event | None:
@@ -124,7 +87,7 @@ WARNED_OF = (*_UNSAVED, "divergence")
 
 
 def result_warnings(events: Sequence[Event]) -> list[str]:
-    """Warnings for the result: each kind of failed save, and the first loss jumps."""
+    """Warnings in metrics: each kind of failed save, and the first loss jumps."""
     found = []
     for kind, what in _UNSAVED.items():
         saves = [event for event in events if event.get("event") == kind and isinstance(event.get("checkpoint"), int)]

@@ -20,7 +20,6 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, duration
 from dray.runs import metrics, startup, stop
 from dray.runs.cost import Spent
-from dray.runs.metrics import NonStepEvents
 from dray.runs.slurm import JUST_S, Job, Slurm, meaning
 from dray.runs.startup import Startup
 from dray.runs.stop import Stop, utc
@@ -149,15 +148,10 @@ class State(BaseModel):
         return f"process {self.process}" if self.process else self.unclear
 
 
-Events = dict[Path, NonStepEvents]
-
-
-def status(
-    run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False, events: Events | None = None
-) -> State:
+def status(run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False) -> State:
     """The state of a run, or of one attempt by its folder. Pass one `slurm` for many runs: it is asked once.
 
-    `events` caches what was read of metrics, between calls for one run.
+    Looked at `closely`, a running attempt has its stage, its nodes and its start.
     """
     number = None
     if isinstance(run, Path):
@@ -169,7 +163,7 @@ def status(
     attempts = [attempt for attempt in run.attempts if number in (None, attempt.number)]
     look = _Look(run, attempts[-1] if attempts else None, slurm or Slurm())
     look.decide()
-    fields = look.of_attempt({} if events is None else events, closely=closely) if look.attempt else look.before()
+    fields = look.of_attempt(closely=closely) if look.attempt else look.before()
     own: Table = {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
     return State(
         **printable(own | fields), kind=look.kind, unclear=look.unclear, slurm_job=look.job, cluster=look.cluster,
@@ -299,7 +293,7 @@ class _Look:
             return fields | {"state": NO_RESULT, "why": why}
         return fields | {"state": QUEUED}
 
-    def of_attempt(self, events: Events, *, closely: bool) -> Table:
+    def of_attempt(self, *, closely: bool) -> Table:
         """What is told of an attempt."""
         attempt = self.attempt
         assert attempt
@@ -329,12 +323,23 @@ class _Look:
             return fields | ({"live": {"stage": "the job is planning the next attempt"}} if state == RUNNING else {})
         if stopped:
             fields |= {"why": stopped.reason, "finished": stopped.at}
+        tail = list[metrics.Event]()
+        try:
+            tail = metrics.tail(attempt.paths.metrics)
+            if fields["steps"] is None:  # it counts epochs
+                fields["steps"] = metrics.whole(metrics.first(attempt.paths.metrics), "steps")
+        except OSError as wrong:
+            self.run.warnings.append(f"{attempt.paths.metrics} cannot be read: {reason(wrong)}")
         if closely and state != QUEUED:
             fields["startup"] = startup.read(attempt.paths, names)
-            fields["live"] = _live(attempt, names, events.setdefault(
-                attempt.paths.metrics, NonStepEvents(attempt.paths.metrics)
-            ))  # fmt: skip
-        return fields | self._progress(attempt, state)
+            fields["live"] = _live(attempt, names, tail, fields["steps"])
+        step = next((event for event in reversed(tail) if event.get("event") == "step"), {})
+        fields["step"] = metrics.whole(step, "step")
+        fields |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
+        at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")
+        if at is not None and left is not None and state == RUNNING:
+            fields["left_s"] = round(max(0.0, left - max(0.0, time.time() - at)), 1)
+        return fields
 
     def _state(self, attempt: Attempt) -> tuple[str, Stop | None]:
         """The state's name, and what stopped an attempt that left no result."""
@@ -351,22 +356,6 @@ class _Look:
             waits = kind == "unknown" and self.queued and not self.slurm.is_absent
             return (QUEUED, None) if waits else by_result
         return _lost(attempt) if kind == "ended" else _by_files(attempt)  # an salloc allocation outlives its runs
-
-    def _progress(self, attempt: Attempt, state: str) -> Table:
-        """How far an attempt without a result has come, from its metrics."""
-        file, step = attempt.paths.metrics, metrics.Event()
-        steps = metrics.whole(dig(attempt.plan, "recipe", "train"), "steps")
-        try:
-            step = metrics.last_step(file)
-            steps = steps or metrics.whole(metrics.first(file) if step else {}, "steps")
-        except OSError as wrong:
-            self.run.warnings.append(f"{file} cannot be read: {reason(wrong)}")
-        fields: Table = {"step": metrics.whole(step, "step"), "steps": steps}
-        fields |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
-        at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")
-        if at is not None and left is not None and state == RUNNING:
-            fields["left_s"] = round(max(0.0, left - max(0.0, time.time() - at)), 1)
-        return fields
 
 
 def _result(result: Table, run: Run, *, closely: bool) -> Table:
@@ -418,49 +407,43 @@ def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
 # A running attempt ---------------------------------------------------------------------------------------------------
 
 
-def _live(attempt: Attempt, names: list[str], events: NonStepEvents) -> Live:
+def _live(attempt: Attempt, names: list[str], tail: list[metrics.Event], steps: int | None) -> Live:
     """The stage of a running attempt and the state of its nodes."""
-    paths, tail = attempt.paths, list[metrics.Event]()
-    with suppress(OSError):  # the state warns of it
-        events.look()
-        tail = metrics.tail(paths.metrics)
-    slow = [
-        (
-            str(event.get("node")),
-            f"slow: rank {event.get('rank')} on {event.get('node')}, {times:.2f} times the median rank",
-        )
-        for event in events.events
-        if event.get("event") == "slow" and (times := metrics.number(event, "times"))
-    ]
+    paths = attempt.paths
+    slow: dict[str, list[str]] = {}
+    for event in tail:
+        if event.get("event") == "slow" and (times := metrics.number(event, "times")):
+            node = str(event.get("node"))
+            text = f"slow: rank {event.get('rank')} on {node}, {times:.2f} times the median rank"
+            slow.setdefault(node, []).append(text[:_TEXT])
     restarts = [path for path in paths.failures.glob(run_folder.restart("*").partition("/")[2]) if path.is_dir()]
     nodes = _nodes(attempt, names, slow)
     ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
     if at := written(paths.metrics):
-        ages.append(round(max(0.0, time.time() - at), 1))
+        ages.append(_age(at))
     quiet = min(ages, default=None)
-    notes = [*(text for _, text in slow), *metrics.result_warnings(events.events)]
+    notes = [*(note for notes in slow.values() for note in notes), *metrics.result_warnings(tail)]
     asked = stop.asked(paths.folder)
     notes += [f"asked to save and end ({asked[0][:40]})"] if asked else []
     if quiet is not None and quiet > FRESH_S:
         notes.append(f"no output for {duration(quiet)}")
     elif not dig(attempt.plan, "recipe", "command"):  # each rank logs each step
-        for node in nodes:
-            if node.quiet_s is not None and node.quiet_s > FRESH_S:
-                node.notes.append(f"silent for {duration(node.quiet_s)}, unlike the others")
-    stage = _stage(attempt, tail, max((written(path) or 0.0 for path in restarts), default=0.0))
+        for node_ in nodes:
+            if node_.quiet_s is not None and node_.quiet_s > FRESH_S:
+                node_.notes.append(f"silent for {duration(node_.quiet_s)}, unlike the others")
+    restarted = max((written(path) or 0.0 for path in restarts), default=0.0)
+    last = tail[-1] if tail else {}
+    if not tail or (metrics.number(last, "time") or 0.0) < restarted:
+        stage = "all ranks are restarting" if restarted else _start_stage(attempt)
+    elif last.get("event") == "end" or (last.get("event") == "step" and last.get("step") == steps):
+        stage = "all steps are done: it evaluates, saves and writes the result"
+    else:
+        stage = "compiling before the first step" if last.get("event") == "start" else "training"
     return Live(stage=stage, nodes=nodes, quiet_s=quiet, restarts=len(restarts), notes=notes)
 
 
-def _stage(attempt: Attempt, tail: list[metrics.Event], restarted: float) -> str:
-    last = tail[-1] if tail else {}
-    if tail and (metrics.number(last, "time") or 0.0) >= restarted:
-        kind = last.get("event")
-        starts = [event for event in tail if event.get("event") == "start"]
-        steps = metrics.whole(starts[-1] if starts else {}, "steps") or dig(attempt.plan, "recipe", "train", "steps")
-        if kind == "end" or (kind == "step" and last.get("step") == steps):
-            return "all steps are done: it evaluates, saves and writes the result"
-        return "compiling before the first step" if kind == "start" else "training"
-    return "all ranks are restarting" if restarted else _start_stage(attempt)
+def _age(at: float) -> float:
+    return round(max(0.0, time.time() - at), 1)
 
 
 def _start_stage(attempt: Attempt) -> str:
@@ -482,8 +465,8 @@ def _start_stage(attempt: Attempt) -> str:
     return next((stage for stage, reached in stages.items() if reached), first)
 
 
-def _nodes(attempt: Attempt, names: list[str], slow: list[tuple[str, str]]) -> list[Node]:
-    ranks_per_node = metrics.whole(dig(attempt.plan, "world"), "ranks_per_node") or 1
+def _nodes(attempt: Attempt, names: list[str], slow: dict[str, list[str]]) -> list[Node]:
+    ranks_per_node = min(metrics.whole(dig(attempt.plan, "world"), "ranks_per_node") or 1, 1024)
     failures = {path.name for path in attempt.paths.failures.glob("*.json")}
     found = []
     for number, name in enumerate(names):
@@ -491,10 +474,10 @@ def _nodes(attempt: Attempt, names: list[str], slow: list[tuple[str, str]]) -> l
         stems = [f"node-{number}", *(f"rank-{rank}" for rank in ranks)]
         newest = max(written(attempt.paths.logs / f"{stem}.log") or 0.0 for stem in stems)
         failed = [stem for stem in stems if f"{stem}.json" in failures]
-        own = [text for node, text in slow if node == name]
+        own = [*slow.get(name, [])]
         own += [f"failed: {', '.join(failed[:4])}{', ...' * (len(failed) > 4)}"] if failed else []
         own += ["lost"] if any(re.fullmatch(rf"node-\d+-lost-{number}\.json", file) for file in failures) else []
-        quiet = round(max(0.0, time.time() - newest), 1) if newest else None
+        quiet = _age(newest) if newest else None
         found.append(Node(name=name, ranks=ranks, quiet_s=quiet, notes=own))
     return found
 
@@ -538,15 +521,14 @@ class Watched:
     def __init__(self, run: Path) -> None:
         self.run, self.slurm = run, Slurm()
         self._asked = time.monotonic()
-        self._events: Events = {}
         self._ended: float | None = None
         self._unknown: float | None = None
 
     def look(self, *, closely: bool = False) -> State:
-        """The current state; asks Slurm at most four times a minute, and reads each metrics line once."""
+        """The current state; asks Slurm at most four times a minute."""
         if time.monotonic() > self._asked + self.ask_s:
             self.slurm, self._asked = Slurm(), time.monotonic()
-        return status(self.run, self.slurm, closely=closely, events=self._events)
+        return status(self.run, self.slurm, closely=closely)
 
     def over(self, seen: State) -> bool:
         """Whether the run is over; the next attempt may enter the queue some seconds after the previous one."""
