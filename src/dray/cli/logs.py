@@ -12,7 +12,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from dray.cli import times
+from dray.cli import status, times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
@@ -111,7 +111,7 @@ class View:
         while not is_gone():
             over = watched.over(seen)
             self._new()
-            if (state := _about(seen)) != shown_state:
+            if (state := status.head(seen)) != shown_state:
                 sys.stdout.flush()
                 print(f"dray: {state}", file=sys.stderr, flush=True)
                 shown_state = state
@@ -139,11 +139,6 @@ class View:
     def _new(self) -> None:
         for log, line in files.new(self.logs.values()):
             self.line(log, line)
-
-
-def _about(seen: State) -> str:
-    why = seen.waiting.reason if seen.waiting else seen.why
-    return f"{f'attempt {seen.attempt}: ' if seen.attempt else ''}{seen.state}{f' ({why})' if why else ''}"
 
 
 def _no_log(seen: State, node: str, rank: int | None, *, never: bool) -> ConfigError:

@@ -46,7 +46,9 @@ def watch(run: Path, wait: Callable[[float], None] = time.sleep) -> None:
     console = Console(highlight=False)
     watched, lines = Watched(run), _Lines()
     try:
-        with Screen(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as drawn:
+        with Screen(
+            console=console, transient=True, auto_refresh=False, redirect_stdout=False, vertical_overflow="crop"
+        ) as drawn:
             seen = watched.look(closely=True)
             while not watched.over(seen) and not is_gone():
                 paths = RunPaths(Path(seen.folder), seen.attempt or 1)

@@ -30,8 +30,9 @@ def watch(
 ) -> None:
     """Watch a run from outside its job, through its attempts, and print a line when something happens to it.
 
-    It runs on a login node, and says when the run starts, stalls, loses a node, diverges, is requeued, is held by Slurm, or ends. A job that
-    Slurm holds is released, and a run whose job died is submitted again, as often as the recipe's max_requeues allows.
+    It runs on a login node, and says when the run starts, stalls, loses a node, diverges, is requeued, is held by
+    Slurm, or ends. A job that Slurm holds is released, and a run whose job died is submitted again, as often as the
+    recipe's max_requeues allows.
 
     dray watch 4711 --mail me@example.org
     """

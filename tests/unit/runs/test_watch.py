@@ -626,10 +626,10 @@ def test_logs_follow_into_the_next_attempt(
     out, err = capsysbinary.readouterr()
     assert out == b"loads\nstep 1/60  loss 5\nstep 2/60  loss 4\nsaved\nasked to end\nresumed\n"
     assert err.decode().splitlines() == [
-        "dray: attempt 1: running",
-        "dray: attempt 1: queued (BeginTime)",
-        "dray: attempt 2: running",
-        "dray: attempt 2: stopped (scancel)",
+        "dray: mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "dray: mine: queued (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "dray: mine: running (smoke-cpu, attempt 2, job 51, 2 ranks on n1 n2)",
+        "dray: mine: stopped (smoke-cpu, attempt 2, job 51, 2 ranks on n1 n2)",
     ]
 
 
