@@ -46,41 +46,44 @@ def newest(runs: Path | None) -> Path:
 
 def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
     """Ask the run to end, or end it `now`; then wait for the end and print its summary."""
-    state = status(run)
     for _ in range(_TRIES):
-        if state.kind != "queued" or _cancel_waiting(state, say):
+        state = status(run)
+        if state.kind not in ("queued", "starting"):
             break
-        state = status(run)  # the job started meanwhile
+        if _cancel(state):
+            say(f"the job was cancelled: {state.where}\n{_ending(state)}")
+            return
     else:
         raise DrayError(
             "the job is still in the queue", where=state.where, fix="find it with squeue --me, then scancel JOB"
         )
     if state.kind == "ended":
-        say(f"{run.name} has already ended" if state.paths else "the job is no longer in the queue")
-        say(_ending(state))
-    elif state.kind == "starting":
-        _cancel(state)
-        say(f"the job was cancelled before training began: {state.where}\nrun folder: {run}")
-    elif state.kind != "queued":
-        if state.paths is None or (state.kind == "unknown" and state.paths.result.exists()):
-            raise UnfitError(
-                "this machine cannot tell whether the job has started",
-                where=run,
-                found=state.unclear,
-                fix="run dray stop again when squeue lists the job here",
-            )
+        say(f"{run.name} has already ended\n{_ending(state)}")
+    elif state.paths and not (state.kind == "unknown" and state.paths.result.exists()):
         _ask(state, state.paths, now=now, wait=wait, say=say)
+    else:
+        raise UnfitError(
+            "this machine cannot tell whether the job has started",
+            where=run,
+            found=state.unclear,
+            fix="run dray stop again when squeue lists the job here",
+        )
 
 
-def _cancel_waiting(state: State, say: Say) -> bool:
-    """Cancel a job that has no nodes; return whether it is gone from the queue."""
-    assert state.slurm_job
-    slurm.cancel(state.slurm_job, state.cluster, waiting=True)
-    if state.slurm_job.id in {job.id for job in slurm.jobs(state.cluster)}:
+def _cancel(state: State) -> bool:
+    """Cancel the job of a run, unless it is an allocation by salloc; False if it waited and started meanwhile."""
+    job = state.slurm_job
+    assert job
+    if state.paths and not job.waits and not slurm.is_batch(slurm.show(job.id)):
+        raise ConfigError(
+            "the run is in your allocation, which would end with it",
+            where=state.where,
+            fix="press Ctrl-C where you started the run; scancel ends the whole allocation",
+        )
+    slurm.cancel(job, state.cluster, waiting=job.waits)
+    if job.waits and job.id in {other.id for other in slurm.jobs(state.cluster)}:
         return False
     _record_stop(state)
-    say("the job was waiting in the queue and was cancelled")
-    say(_ending(state))
     return True
 
 
@@ -167,19 +170,6 @@ def _end(state: State) -> None:
             found=state.unclear,
             fix="run dray stop there, or without --now",
         )
-
-
-def _cancel(state: State) -> None:
-    """Cancel the job of a run, unless it is an allocation by salloc."""
-    assert state.slurm_job
-    if state.paths and not slurm.is_batch(slurm.show(state.slurm_job.id)):
-        raise ConfigError(
-            "the run is in your allocation, which would end with it",
-            where=state.where,
-            fix="press Ctrl-C where you started the run; scancel ends the whole allocation",
-        )
-    slurm.cancel(state.slurm_job, state.cluster)
-    _record_stop(state)
 
 
 def _grace(paths: RunPaths) -> float:

@@ -109,30 +109,24 @@ def test_it_never_goes_back_into_the_queue(
 
 
 @pytest.mark.parametrize(
-    ("state", "calls", "said"),
+    ("state", "call"),
     [
         *(
-            (state, [call], "the job was waiting in the queue and was cancelled\nthe run never started")
-            for call, states in (
-                ("scancel --state=PENDING 18", ("PENDING", "EXPEDITING", "REQUEUED")),  # they may start meanwhile
-                ("scancel 18", ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")),
-            )
-            for state in states
-        ),
-        ("CONFIGURING", ["scancel 18"], "the job was cancelled before training began: job 18, CONFIGURING"),
+            (state, "scancel --state=PENDING 18") for state in ("PENDING", "EXPEDITING", "REQUEUED")
+        ),  # may start meanwhile
+        *((state, "scancel 18") for state in ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")),
+        ("CONFIGURING", "scancel 18"),
     ],
 )
-def test_a_job_that_has_not_begun_is_cancelled(
-    slurm: Slurm, tmp_path: Path, state: str, calls: list[str], said: str
-) -> None:
+def test_a_job_that_has_not_begun_is_cancelled(slurm: Slurm, tmp_path: Path, state: str, call: str) -> None:
     run = tmp_path / "queued"
     queued(run, 18, time.time())
     slurm.has(18, state, submitted=stamp(time.time() - 60))
-    assert stop(run) == f"{said}\nrun folder: {run}"
-    assert slurm.calls == calls
+    assert stop(run) == f"the job was cancelled: job 18, {state}\nthe run never started\nrun folder: {run}"
+    assert slurm.calls == [call]
     seen = status(run, Known())
     assert (seen.state, seen.why) == ("stopped", "dray stop cancelled job 18 in the queue; the run never started")
-    assert stop(run) == f"the job is no longer in the queue\nthe run never started\nrun folder: {run}"
+    assert stop(run) == f"queued has already ended\nthe run never started\nrun folder: {run}"
 
 
 def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPaths) -> None:
@@ -141,7 +135,7 @@ def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPath
     finish(paths, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
     said = stop(paths.run).splitlines()
-    assert said[0] == "the job was waiting in the queue and was cancelled"
+    assert said[0] == "the job was cancelled: job 17, PENDING"
     assert said[1:] == summary(result_of(paths), paths).splitlines()
     assert f"  safe:   all up to step 20, in {paths.checkpoints}/step-20" in said
     assert slurm.calls == ["scancel --state=PENDING 17"]
@@ -151,7 +145,7 @@ def test_a_job_that_slurm_put_back_after_a_node_died_is_cancelled(slurm: Slurm, 
     """Its attempt has left no result."""
     slurm.has(17, "PENDING")
     assert stop(paths.run).splitlines() == [
-        "the job was waiting in the queue and was cancelled", f"it left no result; dray why {paths.run} shows more",
+        "the job was cancelled: job 17, PENDING", f"it left no result; dray why {paths.run} shows more",
     ]  # fmt: skip
 
 
@@ -406,7 +400,7 @@ def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: Run
     with pytest.raises(ConfigError, match="the run is in your allocation"):
         stop(paths.run)
     (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
-    assert stop(paths.run).startswith("the job was cancelled before training began: job 17, RUNNING\n")
+    assert stop(paths.run).startswith("the job was cancelled: job 17, RUNNING\n")
     assert slurm.calls == ["scancel 17"]
     assert status(paths.run).kind == "ended"
 
