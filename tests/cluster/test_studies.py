@@ -69,7 +69,7 @@ def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, sho
     waits = json.loads(studies.dray("status", ids[2], "--json")[1])
     assert (waits["run"], waits["state"], waits["job_id"]) == (runs[2].name, "queued", ids[2])
     told = studies.dray("stop", ids[2])
-    cancelled = "the job was waiting in the queue and was cancelled; it never started\n"
+    cancelled = f"the job was cancelled: job {ids[2]}, PENDING\nthe run never started\n"
     assert told == (0, f"{cancelled}run folder: /shared/studies/{runs[2].name}\n")
     assert ids[2] not in studies.queue()
     assert ids[1] in studies.queue()

@@ -28,6 +28,7 @@ from dray.remote import names
 from dray.runner import __main__ as runner
 from dray.runs import (
     capsule,
+    clean,
     grace,
     hosts,
     one_off_job,
@@ -36,7 +37,6 @@ from dray.runs import (
     source,
     startup,
     study,
-    tokens,
     tuned,
 )
 from dray.runs.finish import finish
@@ -219,8 +219,8 @@ def _token(path: Path) -> object:
 
 
 def _tokens(path: Path) -> object:
-    (entry,) = tokens.entries(path.parents[1])
-    return None if entry.dataset == "(incomplete)" else entry
+    (entry,) = clean.tokens_in(path.parents[1])
+    return None if entry.holds == "(incomplete)" else entry
 
 
 def _manifest(path: Path) -> object:

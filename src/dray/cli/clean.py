@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +13,9 @@ import typer
 
 from dray.cli.args import Runs
 from dray.config import dray_home
-from dray.contract import exit_codes, files, node
+from dray.contract import exit_codes, node
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.runs import clean as old
-from dray.runs.leftovers import Item
+from dray.runs import clean as disk
 from dray.runs.store import default_runs
 
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
@@ -31,7 +29,7 @@ def _age(text: str) -> str:
 
 def clean(
     kinds: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(old.KINDS)}. Default: all but layers.")
+        list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(disk.KINDS)}. Default: all.")
     ] = None,
     older_than: Annotated[
         str,
@@ -53,51 +51,48 @@ def clean(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list; without --yes, remove nothing.")] = False,
     runs: Runs = None,
 ) -> None:
-    """Show old runs, studies, tokens, images and left-over files of builds, and remove them if you agree.
+    """Show old runs, tokens of datasets and left-over files of builds, and remove them if you agree.
 
-    A run with checkpoints or a model loses only its compiled code. Layers are removed only if you name that kind.
+    A run with checkpoints or a model loses only its compiled code.
 
     dray clean runs --older-than 60d --dry-run
     dray clean tokens --cache-dir /scratch/me/tokens
     """
     for kind in kinds or ():
-        if kind not in old.KINDS:
-            raise ConfigError("KIND has a wrong value", wanted=", ".join(old.KINDS), found=ascii(kind))
-    wanted = old.Options(
-        tuple(dict.fromkeys(kinds or old.DEFAULT)), int(older_than[:-1]) * _DAYS[older_than[-1]], checkpoints,
-        (runs or default_runs()).absolute(), _build(), _tokens(cache_dir),
-    )  # fmt: skip
-    items = old.look(wanted)
-    going = [item for item in items if item.parts]
+        if kind not in disk.KINDS:
+            raise ConfigError("KIND has a wrong value", wanted=", ".join(disk.KINDS), found=ascii(kind))
+    days = int(older_than[:-1]) * _DAYS[older_than[-1]]
+    items = disk.items(
+        kinds or disk.KINDS,
+        runs=(runs or default_runs()).absolute(),
+        tokens=(cache_dir or Path(f"{node.TOKENS}{os.getuid()}")).absolute(),
+        build=_build(),
+        days=days,
+        checkpoints=checkpoints,
+    )
+    old = [item for item in items if not item.kept]
     if as_json:
-        print(json.dumps([item.data() for item in items], indent=1))
+        print(json.dumps([item._asdict() for item in items], indent=1, default=str))
     else:
-        _show(items, going)
-    if dry_run or not going or (as_json and not yes):
+        for item in items:
+            why = f"kept: {item.kept}" if item.kept else item.holds
+            print(f"{_size(item.bytes):>10}  {item.days:6.1f} days  {item.kind:<8}{item.removes}  {why}")
+        print(f"to remove: {counted(len(old), 'thing')}, {_size(sum(item.bytes for item in old))}")
+    if dry_run or not old or (as_json and not yes):
         return
-    if not yes and not _agreed(going):
+    if not yes and not _agreed(len(old)):
         print("nothing was removed")
         raise typer.Exit(exit_codes.FAILED)
-    refused = {item.path: why for item in going if (why := old.remove(item))}
-    for path, why in refused.items():
-        print(f"dray: warning: {path} was not removed: {why}", file=sys.stderr)
+    freed, failed = 0, 0
+    for item in old:
+        if why := disk.remove(item):
+            failed += 1
+            print(f"dray: warning: {item.path} was not removed: {why}", file=sys.stderr)
+        else:
+            freed += item.bytes
     if not as_json:
-        print(f"removed: {_size(sum(item.size for item in going if item.path not in refused))}")
-    raise typer.Exit(exit_codes.FAILED if refused else exit_codes.DONE)
-
-
-def _tokens(named: Path | None) -> Path:
-    """The folder with tokens; what another user may change in it is neither read nor removed."""
-    if named is None:
-        return Path(f"{node.TOKENS}{os.getuid()}")
-    wrong = files.open_to_others(named, folder=True) if os.path.lexists(named) else "it does not exist"
-    if wrong:
-        raise ConfigError(
-            "dray cannot clean this folder of tokens", where=f"--cache-dir {named}", found=wrong,
-            wanted=f"a folder of user {os.getuid()} to which no other user may write",
-            fix="--cache-dir FOLDER, as data.cache_dir names it",
-        )  # fmt: skip
-    return named.absolute()
+        print(f"removed: {_size(freed)}")
+    raise typer.Exit(exit_codes.FAILED if failed else exit_codes.DONE)
 
 
 def _build() -> Path | None:
@@ -107,22 +102,12 @@ def _build() -> Path | None:
         return None
 
 
-def _show(items: list[Item], going: list[Item]) -> None:
-    for item in going:
-        print(f"{_size(item.size):>10}  {item.age:6.1f} days  {item.kind:<8}{item.path}  {item.holds}")
-    why = Counter((item.kind, item.kept.partition(":")[0]) for item in items if item.kept)
-    for (kind, reason), count in sorted(why.items()):
-        size = sum(item.size for item in items if (item.kind, item.kept.partition(":")[0]) == (kind, reason))
-        print(f"kept: {count} of {kind}, {_size(size)}: {reason}")
-    print(f"to remove: {counted(len(going), 'thing')}, {_size(sum(item.size for item in going))}")
-
-
-def _agreed(going: list[Item]) -> bool:
+def _agreed(count: int) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(
             "confirmation needs a terminal", found="standard input is not a terminal", fix="add --yes, or --dry-run"
         )
-    return typer.confirm(f"remove {'it' if len(going) == 1 else 'them'}?")
+    return typer.confirm(f"remove {'it' if count == 1 else 'them'}?")
 
 
 def _size(size: float) -> str:

@@ -6,17 +6,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
 
-from dray.cli import times
+from dray.cli import status, times
 from dray.cli.args import Run, Runs
 from dray.cli.on import On, hand_over
 from dray.cli.streams import is_gone, shown
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 from dray.runs import logs as files
 from dray.runs.logs import Log
 from dray.runs.status import NO_RESULT, QUEUED, RUNNING, State, Watched
@@ -51,139 +51,107 @@ def logs(
     dray logs 4711 --rank 3 -n 50 -f
     """
     hand_over(on)
-    folder, begin = find(run, runs), times.since(since)
-    watched = Watched(folder)
+    watched = Watched(find(run, runs))
     seen = watched.look()
-    printer = Printer()
-    show = _Shown(watched, printer, node, rank)
-    if rank is not None and seen.ranks and rank >= seen.ranks:
-        raise ConfigError(
-            "the run has no such rank", where=seen.folder, wanted=f"a rank from 0 to {seen.ranks - 1}",
-            found=f"--rank {rank}", fix=f"--rank {seen.ranks - 1}",
-        )  # fmt: skip
-    if not show.begin(seen, begin, last, whole=not follow) and not follow:
-        wanted, fix = "a log", "dray why shows how the run ended"
-        if rank is not None:
-            wanted, fix = f"the log of rank {rank}", "choose another --rank"
-        elif node:
-            wanted, fix = f"a log of node {node}", "choose another --node"
-        if seen.state in (QUEUED, RUNNING):
-            fix = "dray logs -f waits for the log; dray status shows what the run waits for"
-        raise ConfigError(
-            "there is no such log",
-            where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
-            wanted=wanted,
-            found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}",
-            fix=fix,
-        )
+    view = View(node, rank)
+    view.add(seen)
+    too_high = rank is not None and seen.ranks is not None and rank >= seen.ranks
+    if not view.logs and (too_high or not follow):
+        raise _no_log(seen, node, rank, never=too_high)
+    view.begin(seen, times.since(since), last, whole=not follow)
     if follow:
         try:
-            show.follow(seen)
+            view.follow(watched, seen)
         except KeyboardInterrupt:
             print("\nthe run goes on", file=sys.stderr)
 
 
-class Printer:
-    """Prints lines, each after the name of its rank or node; on a terminal in colours, without control characters."""
+class View:
+    """Prints the chosen logs of a run, each line after the name of its rank or node.
 
-    def __init__(self) -> None:
-        self._out: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # for colours, and the log's own bytes
-        self.terminal = sys.stdout.isatty()
-        self._coloured = self.terminal and not os.environ.get("NO_COLOR")
-        self._width = 0
+    On a terminal in colours and without control characters; into a pipe go the log's own bytes.
+    """
 
-    def widen(self, logs: Sequence[Log]) -> None:
-        """Make room for the names of these logs; the lines of a single log need none."""
-        self._width = max(len(log.label) for log in logs) if len(logs) > 1 else 0
-
-    def line(self, log: Log, line: bytes) -> None:
-        """Print one line of a log; into a pipe go the log's own bytes."""
-        name = f"{log.label:<{self._width}} | " if self._width else ""
-        if not self.terminal:
-            self._out.flush()
-            self._out.buffer.write(name.encode() + line + b"\n")
-            return
-        if self._coloured and name:
-            colour = _COLOURS[log.number % len(_COLOURS)] if log.kind == "rank" else 2
-            name = f"\x1b[{colour}m{name}\x1b[0m"
-        print(name + shown(line), file=self._out)
-
-    def say(self, text: str) -> None:
-        """Print a line of dray's own, on standard error."""
-        sys.stdout.flush()
-        print(f"dray: {text}", file=sys.stderr, flush=True)
-
-
-class _Shown:
-    """The logs of a run, from one attempt to the next."""
-
-    def __init__(self, watched: Watched, printer: Printer, node: str, rank: int | None) -> None:
-        self._watched, self._printer, self._node, self._rank = watched, printer, node, rank
-        self._logs: dict[Path, Log] = {}
+    def __init__(self, node: str = "", rank: int | None = None) -> None:
+        self._out: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        self._terminal = sys.stdout.isatty()
+        self._node, self._rank = node, rank
         self._attempt: int | None = None
+        self._width = 0
+        self.logs: dict[Path, Log] = {}
 
-    def begin(self, seen: State, since: float, last: int | None, *, whole: bool) -> bool:
-        """Print the present lines, sorted by time, or only the `last` of them; return whether there is a log."""
-        self._attempt = seen.attempt
-        self._add(seen)
-        paths = RunPaths(Path(seen.folder), seen.attempt or 1)
-        lines = files.joined([*self._logs.values()], paths, since=since, whole=whole)
-        for log, line in lines if last is None else deque(lines, last):
-            self._printer.line(log, line)
-            if is_gone():
-                break
-        return bool(self._logs)
-
-    def follow(self, seen: State, wait: Callable[[float], None] = time.sleep) -> None:
-        """Print new lines until the run has ended."""
-        state = ""
-        while not is_gone():
-            over = self._watched.over(seen)
-            self._new(self._logs.values())
-            if (word := _about(seen)) != state:
-                self._printer.say(state := word)
-            if over:
-                return
-            for _ in range(_LOOK_EVERY):
-                sys.stdout.flush()
-                wait(max(_POLL_S, len(self._logs) / _STATS))
-                self._new(self._logs.values())
-            seen = self._watched.look()
-            if seen.attempt != self._attempt:
-                self._attempt = seen.attempt
-                self._logs.clear()
-            self._add(seen)
-
-    def _new(self, logs: Iterable[Log]) -> None:
-        for log, line in files.new(logs):
-            self._printer.line(log, line)
-
-    def _add(self, seen: State) -> None:
+    def add(self, seen: State) -> None:
+        """Add logs that are new; those of an earlier attempt go."""
+        if seen.attempt != self._attempt:
+            self._attempt = seen.attempt
+            self.logs.clear()
         if seen.attempt is None:
             found = files.of_job(Path(seen.folder))
         else:
             paths = RunPaths(Path(seen.folder), seen.attempt)
-            plan = read_json(paths.plan, [])
-            each = dig(plan, "world", "ranks_per_node")
-            each = each if isinstance(each, int) and each > 0 else 1
+            each = dig(read_json(paths.plan, []), "world", "ranks_per_node")
             node = node_number(seen.nodes, self._node) if self._node else None
-            on = None if self._rank is None else self._rank // each
-            if node is not None and on is not None and node != on < len(seen.nodes):
-                raise ConfigError(
-                    "the rank is on another node",
-                    wanted=f"--node {on}",
-                    found=f"--node {self._node} --rank {self._rank}",
-                    fix=f"--rank {self._rank} alone",
-                )
-            found = files.of(paths, node=node, rank=self._rank, each=each)
+            found = files.of(paths, node=node, rank=self._rank, each=each if isinstance(each, int) and each > 0 else 1)
         for log in found:
-            self._logs.setdefault(log.path, log)
-        self._printer.widen([*self._logs.values()])
+            self.logs.setdefault(log.path, log)
+        self._width = max((len(log.label) for log in self.logs.values()), default=0)
+
+    def begin(self, seen: State, since: float, last: int | None, *, whole: bool) -> None:
+        """Print the present lines, sorted by time, or only the `last` of them."""
+        paths = RunPaths(Path(seen.folder), seen.attempt or 1)
+        lines = files.joined([*self.logs.values()], paths, since=since, whole=whole)
+        for log, line in lines if last is None else deque(lines, last):
+            self.line(log, line)
+            if is_gone():
+                break
+
+    def follow(self, watched: Watched, seen: State, wait: Callable[[float], None] = time.sleep) -> None:
+        """Print new lines until the run has ended."""
+        shown_state = ""
+        while not is_gone():
+            over = watched.over(seen)
+            self._new()
+            if (state := status.head(seen)) != shown_state:
+                sys.stdout.flush()
+                print(f"dray: {state}", file=sys.stderr, flush=True)
+                shown_state = state
+            if over:
+                return
+            for _ in range(_LOOK_EVERY):
+                sys.stdout.flush()
+                wait(max(_POLL_S, len(self.logs) / _STATS))
+                self._new()
+            seen = watched.look()
+            self.add(seen)
+
+    def line(self, log: Log, line: bytes) -> None:
+        """Print one line of a log."""
+        name = f"{log.label:<{self._width}} | " if len(self.logs) > 1 else ""
+        if not self._terminal:
+            self._out.flush()
+            self._out.buffer.write(name.encode() + line + b"\n")
+            return
+        if name and not os.environ.get("NO_COLOR"):
+            colour = _COLOURS[log.number % len(_COLOURS)] if log.kind == "rank" else 2
+            name = f"\x1b[{colour}m{name}\x1b[0m"
+        print(name + shown(line), file=self._out)
+
+    def _new(self) -> None:
+        for log, line in files.new(self.logs.values()):
+            self.line(log, line)
 
 
-def _about(seen: State) -> str:
-    attempt = f"attempt {seen.attempt}: " if seen.attempt else ""
-    why = f" ({seen.waiting.reason})" if seen.waiting else f", {seen.why}" if seen.why else ""
-    if seen.state == RUNNING and not seen.live:
-        return f"{attempt}running"
-    return f"{attempt}{seen.state}{why}"
+def _no_log(seen: State, node: str, rank: int | None, *, never: bool) -> ConfigError:
+    options = [f"--node {node}"] if node else []
+    options += [] if rank is None else [f"--rank {rank}"]
+    fix = f"choose another {' or '.join(options)}" if options else "dray why shows how the run ended"
+    if seen.state in (QUEUED, RUNNING) and not never:
+        fix = "dray logs -f waits for the log; dray status shows what the run waits for"
+    ranks = f"{counted(seen.ranks or 0, 'rank')} on {counted(len(seen.nodes), 'node')}"
+    return ConfigError(
+        "there is no such log",
+        where=seen.paths.logs if seen.paths else seen.folder,
+        wanted=" ".join(["a log", *options]),
+        found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}, with {ranks}",
+        fix=fix,
+    )

@@ -63,19 +63,20 @@ class Streams:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
                 setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
-        self._out: _Output | None = None
+        self._out = _Output(1, "w", closefd=False)
         if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-            self._out = _Output(1, "w", closefd=False)
             sys.stdout = io.TextIOWrapper(
-                io.BufferedWriter(self._out), encoding=sys.stdout.encoding, errors="backslashreplace",
+                io.BufferedWriter(self._out),
+                encoding=sys.stdout.encoding,
+                errors="backslashreplace",
                 line_buffering=sys.stdout.line_buffering,
-            )  # fmt: skip
+            )
         sys.stdout, sys.stderr = show(sys.stdout), show(sys.stderr)
 
     def refusal(self) -> DrayError | None:
         """The error if output was lost; None if a reader has just closed its pipe (`| head`)."""
         sys.stdout.flush()
-        refused = self._out.refused if self._out else None
+        refused = self._out.refused
         if refused is None or isinstance(refused, BrokenPipeError):
             return None
         return UnfitError("the output could not be written", where="standard output", found=refused.strerror)
@@ -91,8 +92,7 @@ def settle() -> None:
     """Drop what cannot be written: else Python tries again at its end, and exits with 120."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
-            if stream:
-                stream.flush()
+            stream.flush()
         except OSError:  # a full disk or a closed pipe
             silence(number)
 
@@ -104,20 +104,21 @@ def silence(number: int) -> None:
 
 def require(argv: Sequence[str]) -> None:
     """Refuse a working folder that is gone, and names that are not UTF-8: both would fail later."""
+    names = {f"argument {number}": word for number, word in enumerate(argv, start=1)}
+    names |= {name: os.environ[name] for name in os.environ if name in _PATHS or name.startswith("DRAY_")}
     try:
-        folder = str(Path.cwd())
+        names["the working folder"] = str(Path.cwd())
     except OSError as gone:
         raise ConfigError("the working folder is gone", found=gone.strerror, fix="cd into one that exists") from gone
-    named = {f"argument {number}": word for number, word in enumerate(argv, start=1)}
-    named |= {name: os.environ[name] for name in os.environ if name in _PATHS or name.startswith("DRAY_")}
-    for where, text in (named | {"the working folder": folder}).items():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+    for where, text in names.items():
+        if not text.isascii() and "\\udc" in ascii(text):
             raise ConfigError(
-                "a name is not UTF-8 text", where=where, wanted="UTF-8, as plans and scripts are", found=ascii(text),
+                "a name is not UTF-8 text",
+                where=where,
+                wanted="UTF-8, as plans and scripts are",
+                found=ascii(text),
                 fix="rename it",
-            ) from None  # fmt: skip
+            )
 
 
 def shown(line: bytes) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from datetime import datetime, timedelta
-from datetime import time as clock
 from typing import Annotated
 
 import typer
@@ -22,28 +22,26 @@ def since(text: str) -> float:
     """The typed time in seconds since 1970; 0 if it is empty."""
     if not text:
         return 0.0
-    if found := re.fullmatch(r"([0-9]{1,6}) ?([smhdw])", text):
-        return time.time() - int(found[1]) * _SECONDS[found[2]]
-    try:
-        if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", text):
-            now = datetime.fromtimestamp(time.time()).astimezone()
-            at = datetime.combine(now, clock.fromisoformat(text if text[2] == ":" else f"0{text}"))
-            return (at if at <= now.replace(tzinfo=None) else at - timedelta(days=1)).timestamp()
+    now = datetime.fromtimestamp(time.time())
+    if age := re.fullmatch(r"([0-9]{1,6}) ?([smhdw])", text):
+        return now.timestamp() - int(age[1]) * _SECONDS[age[2]]
+    with suppress(ValueError, OverflowError):
+        if re.fullmatch(r"[0-9]{1,2}:[0-9:]+", text):
+            at = datetime.fromisoformat(f"{now:%Y-%m-%d}T{text.rjust(5, '0') if len(text) < 6 else text}")
+            return (at if at <= now else at - timedelta(days=1)).timestamp()
         return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        raise ConfigError(
-            "--since has a wrong value",
-            wanted="an age such as 90m, 12h, 3d or 2w, a time such as 18:00, or a date: 2026-11-24 or 2026-11-24T18:00",
-            found=ascii(text),
-        ) from None
+    raise ConfigError(
+        "--since has a wrong value",
+        wanted="an age such as 90m, 12h, 3d or 2w, a time such as 18:00, or a date: 2026-11-24 or 2026-11-24T18:00",
+        found=ascii(text),
+    )
 
 
 def seconds(utc: str | None) -> float | None:
     """A time of result.json in seconds since 1970; None if there is none."""
-    try:
+    with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(utc).timestamp() if utc else None
-    except (ValueError, OverflowError):
-        return None
+    return None
 
 
 def local(utc: str | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
@@ -20,15 +21,14 @@ from dray.cli.progress import Steps
 from dray.cli.streams import is_gone, shown
 from dray.contract import files
 from dray.contract.control_characters import printable
-from dray.contract.findings import duration
 from dray.runs import metrics
-from dray.runs.status import RUNNING, Node, State, Watched
+from dray.runs.status import RUNNING, State, Watched
 from dray.runs.store import RunPaths, find
 
 _LOOK_S = 1.0
-_SMALL, _FEW, _CLOSELY_S = 4 << 20, 64, 15.0  # large metrics and many logs are read less often
-_NODES, _LINES, _TAIL = 8, 6, 1 << 14
-_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.,-~=+*"
+_MANY, _SLOWLY_S = 64, 15.0  # each look asks for the state of all logs: those of many nodes are read less often
+_LINES, _TAIL = 6, 1 << 14
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def top(run: Run = "", runs: Runs = None) -> None:
@@ -44,133 +44,72 @@ def top(run: Run = "", runs: Runs = None) -> None:
 def watch(run: Path, wait: Callable[[float], None] = time.sleep) -> None:
     """Show the run until it has ended, through its next attempts too."""
     console = Console(highlight=False)
-    view = _Terminal(run, console) if console.is_interactive else _Plain(run)
+    watched, lines = Watched(run), _Lines()
     try:
-        with view:
-            while not view.look() and not is_gone():
-                wait(_LOOK_S)
+        with Screen(
+            console=console, transient=True, auto_refresh=False, redirect_stdout=False, vertical_overflow="crop"
+        ) as drawn:
+            seen = watched.look(closely=True)
+            while not watched.over(seen) and not is_gone():
+                paths = RunPaths(Path(seen.folder), seen.attempt or 1)
+                if console.is_interactive:
+                    drawn.update(screen(seen, paths, console), refresh=True)
+                else:
+                    lines.show(seen, paths)
+                wait(_LOOK_S if len(seen.nodes) <= _MANY else _SLOWLY_S)
+                seen = watched.look(closely=True)
+            lines.steps()
     except KeyboardInterrupt:
         print("\nthe run goes on; dray top shows it again", flush=True)
         return
-    print("\n".join(status.text(view.seen)), flush=True)
+    print("\n".join(status.text(seen)), flush=True)
 
 
-class _View:
-    """What both views know."""
+class _Lines:
+    """For a pipe: a line for each step, and for each change of state or stage."""
 
-    def __init__(self, run: Path) -> None:
-        self._watched, self._closely = Watched(run), 0.0
-        self.seen = self._seen(closely=True)
-
-    def __enter__(self) -> _View:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Leave the terminal as it was."""
-
-    @property
-    def paths(self) -> RunPaths:
-        """The paths of the shown attempt."""
-        return RunPaths(Path(self.seen.folder), self.seen.attempt or 1)
-
-    def look(self) -> bool:
-        """Show the present state; return whether the run has ended."""
-        closely = time.monotonic() > self._closely + _CLOSELY_S
-        with suppress(OSError):
-            small = len(self.seen.nodes) <= _FEW and self.paths.metrics.stat().st_size < _SMALL
-            closely = closely or small
-        live = self.seen.live
-        self.seen = self._seen(closely=closely or not live)
-        if self.seen.live is None and self.seen.state == RUNNING:
-            self.seen = self.seen.model_copy(update={"live": live})
-        over = self._watched.over(self.seen)
-        if over:
-            self.seen = self._seen(closely=True)
-        self.show(over=over)
-        return over
-
-    def _seen(self, *, closely: bool) -> State:
-        if closely:
-            self._closely = time.monotonic()
-        return self._watched.look(closely=closely)
-
-    def show(self, *, over: bool) -> None:
-        """Show what is new."""
-
-
-class _Plain(_View):
-    """A line for each step, and for each change of state or stage."""
-
-    def __init__(self, run: Path) -> None:
-        super().__init__(run)
+    def __init__(self) -> None:
         self._printed: list[str] = []
         self._steps: Steps | None = None
-        self._of: Path | None = None
+        self._metrics: Path | None = None
 
-    def show(self, *, over: bool) -> None:
-        """Print the state, if it is new and not the final one, then new steps."""
-        seen = self.seen
-        lines = [] if over else [status.head(seen), *status.waiting(seen)[:1]]
-        lines += [f"stage: {seen.live.stage}"] if seen.live and seen.state == RUNNING else []
+    def show(self, seen: State, paths: RunPaths) -> None:
+        """Print what is new."""
+        lines = [status.head(seen), *status.waiting(seen)[:1]]
+        if seen.live and seen.state == RUNNING:
+            lines.append(f"stage: {seen.live.stage}")
         for line in lines:
             if line not in self._printed:
                 print(line, flush=True)
         self._printed = lines
-        if seen.attempt and self._of != self.paths.metrics and not over:
-            self._of, position = self.paths.metrics, 0
-            with suppress(OSError):
-                position = max(0, self._of.stat().st_size - _TAIL)
-            self._steps = Steps(self._of, seen.steps, position=position)
+        if seen.attempt and self._metrics != paths.metrics:
+            size = paths.metrics.stat().st_size if paths.metrics.exists() else 0
+            self._metrics, self._steps = paths.metrics, Steps(paths.metrics, max(0, size - _TAIL))
+        self.steps()
+
+    def steps(self) -> None:
+        """Print new steps."""
         if self._steps:
             self._steps.look()
 
 
-class _Terminal(_View):
-    """One screen, drawn again and again."""
-
-    def __init__(self, run: Path, console: Console) -> None:
-        super().__init__(run)
-        self._console = console
-        self._screen = Screen(console=console, transient=True, auto_refresh=False, vertical_overflow="crop")
-
-    def __enter__(self) -> _Terminal:
-        self._screen.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._screen.stop()
-
-    def show(self, *, over: bool) -> None:
-        """Draw the screen, unless the run has ended: then `watch` prints how."""
-        if not over:
-            self._screen.update(screen(self.seen, self.paths, self._console), refresh=True)
-
-
 def screen(seen: State, paths: RunPaths, console: Console) -> RenderableType:
     """What the terminal shows of a run."""
-    width, parts = console.width, list[RenderableType]()
+    width, parts = max(10, min(60, console.width - 40)), list[RenderableType]()
     parts.append(_text(status.head(seen), "bold"))
-    parts += [_text(line) for line in status.waiting(seen)]
-    if seen.live:
-        parts.append(_text(f"  stage: {seen.live.stage}"))
+    parts += [_text(line) for line in [*status.waiting(seen), *status.running(seen)]]
     if seen.step is not None and seen.steps:
-        bar = ProgressBar(total=seen.steps, completed=seen.step, width=max(10, min(60, width - 20)))
-        row = Table.grid(padding=(0, 1))
-        row.add_row("", bar, f"{min(1.0, seen.step / seen.steps):.0%}")
-        parts += [row, _text(f"  {status.figures(seen)}")]
-    with suppress(OSError):
-        values = [
-            metrics.number(event, "loss") for event in metrics.tail(paths.metrics) if event.get("event") == "step"
-        ]
-        utf = console.encoding.startswith("utf")
-        if line := sparkline([value for value in values if value is not None], max(10, min(60, width - 40)), utf=utf):
-            parts.append(_text(f"  loss {line}"))
-    if seen.live:
-        parts += [_text(f"  {line}") for line in _nodes(seen.live.nodes)]
-        about = {note for one in seen.live.nodes for note in one.notes}
-        parts += [_text(f"  {note}", "yellow") for note in seen.live.notes if note not in about]
-    last = last_lines(paths.rank_log(0)) if seen.attempt else []
-    parts += [_text(f"  | {line}", "dim") for line in last]
+        bar = Table.grid(padding=(0, 1))
+        done = min(1.0, seen.step / seen.steps)
+        bar.add_row("", ProgressBar(total=1.0, completed=done, width=width), f"{done:.0%}")
+        parts.append(bar)
+    if seen.attempt:
+        with suppress(OSError):
+            steps = [event for event in metrics.tail(paths.metrics) if event.get("event") == "step"]
+            losses = [loss for step in steps if (loss := metrics.number(step, "loss")) is not None]
+            if len(losses) > 1:
+                parts.append(_text(f"  loss {sparkline(losses, width)}"))
+        parts += [_text(f"  | {shown(line.encode())}", "dim") for line in files.tail(paths.rank_log(0), _LINES)]
     return Group(*parts)
 
 
@@ -178,32 +117,11 @@ def _text(line: str, style: str = "") -> Text:
     return Text(str(printable(line)), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def sparkline(values: list[float], width: int, *, utf: bool = True) -> str:
+def sparkline(values: list[float], width: int) -> str:
     """The values as a line of blocks, then the largest and the smallest; a block is the mean of its values."""
-    if len(values) < 2:
-        return ""
-    blocks = _BLOCKS if utf else _ASCII
     width = min(width, len(values))
     cuts = [place * len(values) // width for place in range(width + 1)]
-    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(cuts)]
-    least, most = min(means), max(means)
-    span = (most - least) or 1.0
-    drawn = "".join(blocks[int((mean - least) / span * (len(blocks) - 1) + 0.5)] for mean in means)
+    means = [fmean(values[low:high]) for low, high in pairwise(cuts)]
+    least, span = min(means), (max(means) - min(means)) or 1.0
+    drawn = "".join(_BLOCKS[round((mean - least) / span * 7)] for mean in means)
     return f"{drawn}  {max(values):.3f} to {min(values):.3f}"
-
-
-def _nodes(nodes: list[Node]) -> list[str]:
-    """A line for each node: first those with notes, then those that have been quiet longest."""
-    order = sorted(nodes, key=lambda node: (not node.notes, -(node.quiet_s or 0.0)))
-    width = max((len(node.name) for node in order[:_NODES]), default=0)
-    lines = []
-    for node in order[:_NODES]:
-        ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {node.ranks[0]} to {node.ranks[-1]}"
-        quiet = "no log yet" if node.quiet_s is None else f"logs written {duration(node.quiet_s)} ago"
-        lines.append(", ".join([f"{node.name:<{width}}  {ranks}  {quiet}", *node.notes]))
-    return lines + [f"and {len(order) - _NODES} more nodes"] * (len(order) > _NODES)
-
-
-def last_lines(log: Path) -> list[str]:
-    """The last lines of a rank's log, without control characters."""
-    return [shown(line.encode()) for line in files.tail(log, _LINES)]

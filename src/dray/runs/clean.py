@@ -5,148 +5,133 @@ Files that an active run needs and other users' files are never removed, and no 
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import files, node, run_folder, scratch
+from dray.contract import files, run_folder
 from dray.contract.findings import DrayError, counted
-from dray.runs import leftovers, slurm, status, study, tokens
-from dray.runs.leftovers import DAY, Item, measured
-from dray.runs.result import result_of
-from dray.runs.status import State
-from dray.runs.store import every, last_attempt, read_json
-from dray.runs.store import plan_of as read
+from dray.runs.slurm import Slurm
+from dray.runs.status import LOST, NO_RESULT, State, status
+from dray.runs.store import dig, newest_first, plan_of, read_json
 
-KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "layers")
-DEFAULT = KINDS[:-1]
-"""All but layers: recipes name layers, and building one again needs a network."""
+KINDS = ("runs", "tokens", "builds")
+_DAY = 86400.0
+_HOUR = 1 / 24
 _QUIET_DAYS = 1.0  # a run without a result may be active on another cluster that shares this disk
+_TEMPORARY = re.compile(r"\.(dray-[a-z0-9._-]+|debs|lock|pull|wheels)-[a-z0-9_]{8}")
+_TOKENS = re.compile(r"[0-9a-f]{24}(\.part-[0-9a-f]{16})?")
 
 
-class Options(NamedTuple):
-    """What the user asked for."""
+class Item(NamedTuple):
+    """A file or folder that dray may remove."""
 
-    kinds: tuple[str, ...]
+    kind: str
+    path: Path
+    holds: str
+    removes: Path
+    """What would be removed: the path, or a part of it."""
+    bytes: int
     days: float
-    checkpoints: bool
-    runs: Path
-    build: Path | None
-    """The checkout's folder for images; None without a checkout."""
-    tokens: Path
+    """Days since anything in it changed."""
+    seen: tuple[int, float]
+    """Bytes and last change of the whole path."""
+    kept: str
+    """Why it is kept; empty if it may go."""
 
 
-def look(options: Options) -> list[Item]:
-    """All items of these kinds, the largest first."""
-    queue = slurm.Slurm()
-    states = _states(options.runs, queue)
-    tried = {folder: _states(folder, queue) for folder in leftovers.tables(options.runs)}
-    every = [*states, *chain.from_iterable(tried.values())]
-    going = [state for state in every if _goes_on(state)]
-    waiting = any(state.paths is None for state in going)
-    makers: dict[str, Callable[[], Iterator[Item]]] = {
-        "runs": lambda: (_run(state, options) for state in states),
-        "tune": lambda: (_table(folder, runs, options) for folder, runs in tried.items()),
-        "studies": lambda: (_study(folder, queue) for folder in leftovers.tables(options.runs, run_folder.STUDY)),
-        "tokens": lambda: _tokens(options.tokens),
-        "scratch": _scratch,
-        "staged": lambda: leftovers.staged(_stages([state.path for state in every])),
-        "builds": lambda: leftovers.builds(options.build),
-        "layers": lambda: leftovers.layers(options.build, waiting=waiting),
-    }
-    needed = [Path(path) for state in going for path in _needs(state)]
-    found = [_checked(item, needed, options) for kind in options.kinds for item in makers[kind]()]
-    return sorted(found, key=lambda item: item.size, reverse=True)
+def items(
+    kinds: Iterable[str], *, runs: Path, tokens: Path, build: Path | None, days: float, checkpoints: bool
+) -> list[Item]:
+    """All items of these kinds, the largest first; those that changed within so many days are kept."""
+    slurm = Slurm()
+    tuned = [folder for folder in _inside(runs) if (folder / run_folder.TUNE).exists()]
+    folders = [run for folder in (runs, *tuned) for run in newest_first(folder)]
+    states = [status(run, slurm) for run in folders if _own(run)]
+    needed = [Path(path) for state in states if state.kind != "ended" for path in _needs(state)]
+    found: list[Item] = []
+    if "runs" in kinds:
+        found += [_run(state, checkpoints=checkpoints) for state in states]
+    if "tokens" in kinds:
+        found += tokens_in(tokens)
+    if "builds" in kinds:
+        found += _builds(build)
+    checked = []
+    for item in found:
+        why = item.kept
+        if not why and any(path == item.removes or item.removes in path.parents for path in needed):
+            why = "an active run needs it"
+        if not why and item.days < days:
+            why = f"younger than {counted(round(days), 'day') if days >= 1 else counted(round(days * 24), 'hour')}"
+        checked.append(item._replace(kept=why))
+    return sorted(checked, key=lambda item: item.bytes, reverse=True)
 
 
 def remove(item: Item) -> str:
     """Remove an item unless it changed since it was listed; what went wrong, or an empty text."""
-    size, changed = measured(item.path)
-    if (size, changed) != (item.whole, item.changed):
-        return "it changed since it was listed"
     try:
-        with leftovers.taken(item.lock) as free:
-            if not free:
-                return "a run uses it now"
-            for part in item.parts:
-                if stat.S_ISDIR(part.lstat().st_mode):
-                    shutil.rmtree(part)
-                else:
-                    part.unlink()
+        if _measured(item.path) != item.seen:
+            return "it changed since it was listed"
+        shutil.rmtree(item.removes)
     except OSError as refused:
         return refused.strerror or str(refused)
     return ""
 
 
-def _states(runs: Path, queue: slurm.Slurm) -> list[State]:
-    return [status.status(run, queue) for run in every(runs) if _own(run)]
+def _measured(path: Path) -> tuple[int, float]:
+    """Bytes on the disk, and the time of the last change; links are not followed."""
+    size, changed = 0, 0.0
+    for part in (path, *path.rglob("*")):
+        with suppress(OSError):  # removed meanwhile
+            about = part.lstat()
+            size, changed = size + about.st_blocks * 512, max(changed, about.st_mtime)
+    return size, changed
 
 
-def _own(path: Path) -> bool:
+def _item(kind: str, path: Path, holds: str, removes: Path | None = None, kept: str = "") -> Item:
+    seen = _measured(path)
+    size, changed = _measured(removes) if removes else seen
+    return Item(kind, path, holds, removes or path, size, (time.time() - changed) / _DAY, seen, kept)
+
+
+def _own(folder: Path) -> bool:
+    """Whether it is a folder of this user, and no link."""
     with suppress(OSError):
-        found = path.lstat()
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        about = folder.lstat()
+        return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
     return False
 
 
-def _goes_on(state: State) -> bool:
-    return state.kind != "ended"
+def _inside(folder: Path) -> list[Path]:
+    """This user's folders in a folder of this user."""
+    return sorted(filter(_own, folder.iterdir())) if _own(folder) else []
 
 
-def _run(state: State, options: Options) -> Item:
-    run = state.path
-    size, changed = measured(run)
-    age = (time.time() - changed) / DAY
-    item = Item("runs", run, size, age, _holds(state), (run,), whole=size, changed=changed)
-    if _goes_on(state):
-        known = f": {state.where}" if state.where else ""
-        return item.stays("active, or this machine cannot tell" if state.kind == "unknown" else f"active{known}")
-    if state.paths and not state.paths.result.exists() and age < _QUIET_DAYS:
-        return item.stays("has no result and changed today")
-    if _models(run) and not options.checkpoints:
-        compiled = run / run_folder.COMPILED
+def _run(state: State, *, checkpoints: bool) -> Item:
+    """A run folder; of one with a model only the compiled code."""
+    item = _item("runs", state.path, state.state)
+    if state.kind == "unknown":
+        return item._replace(kept="active, or this machine cannot tell")
+    if state.kind != "ended":
+        return item._replace(kept=f"active: {state.where}")
+    if state.attempt and state.state in (LOST, NO_RESULT) and item.days < _QUIET_DAYS:
+        return item._replace(kept="has no result and changed today")
+    if _has_model(state.path) and not checkpoints:
+        compiled = state.path / run_folder.COMPILED
         if not _own(compiled):
-            return item.stays("has checkpoints or a model (--checkpoints)")
-        freed = measured(compiled)[0]
-        return item._replace(size=freed, parts=(compiled,), holds="compiled code; checkpoints and model stay")
+            return item._replace(kept="has checkpoints or a model (--checkpoints)")
+        return _item("runs", state.path, "compiled code; checkpoints and model stay", compiled)
     return item
 
 
-def _table(folder: Path, runs: list[State], options: Options) -> Item:
-    """A table of `dray tune` with all its runs: without them its rows cannot be checked."""
-    item = leftovers.item("tune", folder, f"a table of dray tune, {counted(len(runs), 'run')}")
-    if any(map(_goes_on, runs)):
-        return item.stays("one of its runs is active, or this machine cannot tell")
-    complete = (read_json(folder / run_folder.TUNE, []) or {}).get("complete") is True
-    if not complete and item.age < _QUIET_DAYS:
-        return item.stays("is not complete and changed today")
-    if not options.checkpoints and any(_models(state.path) for state in runs):
-        return item.stays("has checkpoints or a model (--checkpoints)")
-    return item
-
-
-def _study(folder: Path, queue: slurm.Slurm) -> Item:
-    """A study of `dray scale` or `dray sweep`, removed after its runs: the table shows their figures."""
-    item = leftovers.item("studies", folder, "the table of a study")
-    try:
-        members = study.load(folder).members
-        if any(os.path.lexists(folder.parent / member.run) for member in members):
-            return item.stays("its runs still exist")
-        jobs = {str(member.job) for member in members if member.job}
-        if jobs and not jobs.isdisjoint(job.id.partition("_")[0] for job in queue.jobs()):
-            return item.stays("one of its jobs is in the queue")
-    except DrayError as failed:
-        return item.stays(failed.problem)
-    return item
-
-
-def _models(run: Path) -> bool:
+def _has_model(run: Path) -> bool:
     """Whether there are checkpoints, a final model, an adapter or exports; True if the folder cannot be read."""
     folders = [run / name for name in (run_folder.CHECKPOINTS, "exports")]
     try:
@@ -155,61 +140,44 @@ def _models(run: Path) -> bool:
         return True
 
 
-def _holds(state: State) -> str:
-    if state.paths is None:
-        return "no attempt"
-    found = result_of(state.paths)
-    model = ", checkpoints or a model" if _models(state.path) else ""
-    return f"{found.status if found and found.status.isalpha() else 'no result'}{model}"
-
-
 def _needs(state: State) -> Iterator[str]:
     """The paths that an active run binds, starts and saves to, besides its own folder."""
     if state.paths is None:
         return
     with suppress(DrayError, OSError):
-        plan = read(state.paths)
+        plan = plan_of(state.paths)
         yield from (plan.image, plan.stage, plan.recipe.checkpoint.folder, plan.layer.file if plan.layer else "")
         yield from (bind.path for bind in plan.binds)
         yield from plan.recipe.places().values()
 
 
-def _checked(item: Item, needed: list[Path], options: Options) -> Item:
-    if item.kept:
-        return item
-    if item.age < options.days:
-        age = counted(options.days, "day") if options.days >= 1 else counted(round(options.days * 24), "hour")
-        return item.stays(f"younger than {age}")
-    if any(part == one or part in one.parents for part in item.parts for one in needed):
-        return item.stays("an active run needs it")
-    return item
-
-
-def _tokens(cache: Path) -> Iterator[Item]:
+def tokens_in(cache: Path) -> Iterator[Item]:
+    """The tokens of datasets in a cache, each in a folder of its own."""
     if os.path.lexists(cache) and (why := files.open_to_others(cache, folder=True)):
-        yield leftovers.item("tokens", cache, "tokens of datasets").stays(why)
+        yield _item("tokens", cache, "tokens of datasets", kept=why)
         return
-    for entry in tokens.entries(cache):
-        size, changed = measured(entry.folder)
-        item = Item(
-            "tokens", entry.folder, size, entry.unused, entry.dataset, (entry.folder,), whole=size, changed=changed
-        )
-        yield item.stays("is being written") if entry.made_now else item
+    for folder in _inside(cache):
+        if _TOKENS.fullmatch(folder.name):
+            dataset = dig(read_json(folder / "manifest.json", []), "dataset") or "(incomplete)"
+            item = _item("tokens", folder, str(dataset))
+            written = ".part-" in folder.name and item.days < _HOUR
+            yield item._replace(kept="is being written") if written else item
 
 
-def _scratch() -> Iterator[Item]:
-    for folder in map(Path, scratch.left_over(node.SCRATCH)):
-        size, changed = measured(folder)
-        age = (time.time() - changed) / DAY
-        yield Item("scratch", folder, size, age, "a killed run's own folder", (folder,), whole=size, changed=changed)
+def _builds(build: Path | None) -> Iterator[Item]:
+    """Folders that killed builds left, and folders that failed builds kept for inspection."""
+    if build:
+        kept = "a build is running" if any(map(_is_locked, (build / "logs").glob("*.log"))) else ""
+        killed = [path for path in _inside(build) if _TEMPORARY.fullmatch(path.name)]
+        for path in [*killed, *_inside(build / "failed")]:
+            yield _item("builds", path, "left by a killed or failed build", kept=kept)
 
 
-def _stages(runs: list[Path]) -> list[Path]:
-    """The folders on a node's disk to which the plans of these runs copy images."""
-    found: set[str] = set()
-    for run in runs:
-        with suppress(OSError, DrayError):
-            stage = (read_json(last_attempt(run).plan, []) or {}).get("stage")
-            if isinstance(stage, str) and stage.startswith("/"):
-                found.add(str(Path(stage).parent))
-    return [Path(folder) for folder in sorted(found)]
+def _is_locked(file: Path) -> bool:
+    """Whether a process on this machine holds the lock of a file."""
+    try:
+        with files.open_regular(file, link=False) as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return file.exists()
+    return False

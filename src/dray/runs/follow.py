@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
@@ -19,17 +19,16 @@ class Growing:
         self.path, self.position = path, position
         self.again = 0
         """How often reading started again from the beginning."""
-        self._file: tuple[int, int] | None = None
+        self._inode = 0
 
     @contextmanager
     def open(self) -> Iterator[BufferedReader]:
         """Open the file at the last position; at 0 if it was replaced or truncated. May raise OSError."""
         with files.open_regular(self.path) as file:
-            found = os.fstat(file.fileno())
-            this = (found.st_dev, found.st_ino)
-            if self._file not in (None, this) or self.position > found.st_size:
+            status = os.fstat(file.fileno())
+            if self._inode not in (0, status.st_ino) or self.position > status.st_size:
                 self.position, self.again = 0, self.again + 1
-            self._file = this
+            self._inode = status.st_ino
             file.seek(self.position)
             yield file
 
@@ -43,16 +42,6 @@ class Growing:
                 self.position += len(line)
                 yield line
 
-    def read(self) -> bytes:
-        """The bytes that are new since the last call."""
-        try:
-            with self.open() as file:
-                new = file.read()
-        except FileNotFoundError:
-            return b""
-        self.position += len(new)
-        return new
-
 
 class Output:
     """Shows a rank's output unchanged, with its progress bars."""
@@ -63,11 +52,13 @@ class Output:
 
     def look(self) -> None:
         """Print the output that is new since the last call."""
-        if new := self._file.read():
-            self._last, self.empty = new[-1:], False
-            sys.stdout.flush()
-            sys.stdout.buffer.write(new)
-            sys.stdout.buffer.flush()
+        with suppress(FileNotFoundError), self._file.open() as file:
+            if new := file.read():
+                self._file.position += len(new)
+                self._last, self.empty = new[-1:], False
+                sys.stdout.flush()
+                sys.stdout.buffer.write(new)
+                sys.stdout.buffer.flush()
 
     def close(self) -> None:
         """End the last line."""

@@ -61,7 +61,7 @@ def test_one_that_waits_is_cancelled_alone(slurm: Slurm, tmp_path: Path) -> None
     run = queued(tmp_path, 3)
     slurm.lists(*WAITING)
     assert look(run).where == "job 12_3, PENDING"
-    assert stop(run) == f"the job was waiting in the queue and was cancelled; it never started\nrun folder: {run}"
+    assert stop(run) == f"the job was cancelled: job 12_3, PENDING\nthe run never started\nrun folder: {run}"
     assert slurm.calls == ["scancel --state=PENDING 12_3"]
     left = [job.id for job in Queue().jobs()]
     assert (left, look(run).kind) == (["12_1", "12_2", "12_4"], "ended")

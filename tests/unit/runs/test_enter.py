@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,11 @@ import pytest
 from dray import render
 from dray.contract import processes
 from dray.contract.findings import ConfigError
-from dray.facts import Facts
-from dray.runs import enter, live
+from dray.facts import Facts, Layer
+from dray.runs import enter
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
+from dray.runs.status import status
 from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import ROOT
@@ -42,7 +45,7 @@ def begun(tmp_path: Path, *words: str, **facts: object) -> RunPaths:
 def test_by_srun_on_the_node(slurm: Slurm, tmp_path: Path) -> None:
     paths = begun(tmp_path)
     slurm.has(17, "RUNNING")
-    argv = enter.argv(live.look(paths.run), "n2", ["bash"], terminal=True)
+    argv = enter.argv(status(paths.run), "n2", ["bash"], terminal=True)
     assert argv == [
         "srun", "--jobid=17", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1",
         "--nodelist=n2", "--cpu-bind=none", f"--chdir={paths.folder}", "--pty", f"{paths.folder}/enter.sh", "bash",
@@ -57,7 +60,7 @@ def test_no_group_may_write_what_its_user_runs(slurm: Slurm, tmp_path: Path, sha
         paths = begun(tmp_path, f"runs.share={share}")
         os.umask(0o002)  # of the shell in which the user types `dray enter`
         slurm.has(17, "RUNNING")
-        enter.argv(live.look(paths.run), "n1", ["bash"], terminal=False)
+        enter.argv(status(paths.run), "n1", ["bash"], terminal=False)
     finally:
         os.umask(before)
     assert {paths.node_script, paths.enter_script} <= {*paths.folder.iterdir()}
@@ -81,7 +84,7 @@ def test_where_slurm_starts_the_container(slurm: Slurm, tmp_path: Path, engine: 
         run="mine",
     )[1]
     slurm.has(17, "RUNNING")
-    argv = enter.argv(live.look(paths.run), "n1", ["nvidia-smi", "-L"], terminal=False)
+    argv = enter.argv(status(paths.run), "n1", ["nvidia-smi", "-L"], terminal=False)
     caches = paths.run.with_name(f".cache-{FACTS.uid}")
     own = options.format(folder=paths.folder, run=paths.run, caches=caches).split(" ")
     assert argv[10:] == [*own, f"{paths.folder}/enter.sh", "nvidia-smi", "-L"]
@@ -139,35 +142,23 @@ def test_a_staged_image_is_not_copied_again(tmp_path: Path) -> None:
     assert "node::stage" not in render.enter_script(plan)
 
 
-def test_docker_starts_it_in_the_container_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"scheduler": "local", "job": 0, "engine": "docker", "image": "dray:cpu", "nodelist": "node[1-2]"}
-    paths = begun(tmp_path, "env.MINE=a b", "env.PYTHONPATH=/lib", 'pass_env=["TOKEN"]', **facts)
-    tool = tmp_path / "bin" / "docker"
-    tool.parent.mkdir()
-    answers = 'case $1 in ps) printf "aa\\nbb\\n" ;; *) printf "node2\\nnode1\\n" ;; esac'
-    tool.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\n{answers}\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    state = live.State("running", paths.run, paths, process=5)
-    plan = read(paths)
-    argv = enter.argv(state, "node1", ["bash"], terminal=True)
-    given = [f"--env={name}" for name in enter.variables(plan)]
-    assert argv == ["docker", "exec", "--interactive", "--tty", *given, f"--workdir={plan.where}", "bb", "bash"]
-    assert {"--env=MINE", "--env=HF_HUB_OFFLINE"} <= {*argv}
-    values = enter.variables(plan)
-    assert (values["MINE"], "PYTHONPATH" in values, "TOKEN" in values) == ("a b", False, False)
-    assert enter.variables(plan.model_copy(update={"engine": "apptainer"})) == {}
-    assert (tmp_path / "calls").read_text().splitlines() == [
-        "ps --quiet --filter=label=dray.run=mine",
-        "inspect --format={{.Config.Hostname}} aa bb",
-    ]
-    with pytest.raises(ConfigError, match="docker has no container for this node on this machine"):
-        enter.argv(state, "node3", ["bash"], terminal=True)
+def test_a_container_of_docker_is_entered_by_docker(tmp_path: Path) -> None:
+    """The fix is a line that does it."""
+    paths = begun(tmp_path, scheduler="local", job=0, engine="docker", image="dray:cpu")
+    paths.process.write_text(json.dumps(processes.mark(os.getpid())))
+    with pytest.raises(ConfigError, match="dray enter opens no container of docker") as refused:
+        enter.active_plan(status(paths.run))
+    fix = "docker exec -it $(docker ps --quiet --filter label=dray.run=mine) bash"
+    assert refused.value.finding.fix == fix
 
 
 @pytest.mark.parametrize(
     ("state", "problem"),
-    [("PENDING", "the run waits in the queue"), ("CONFIGURING", "the run has no plan yet"), ("", "the run has ended")],
+    [
+        ("PENDING", "the run has not started yet"),
+        ("CONFIGURING", "the run has not started yet"),
+        ("", "the run has ended"),
+    ],
 )
 def test_no_run_that_goes_on(slurm: Slurm, tmp_path: Path, state: str, problem: str) -> None:
     paths = begun(tmp_path)
@@ -175,7 +166,7 @@ def test_no_run_that_goes_on(slurm: Slurm, tmp_path: Path, state: str, problem: 
     if state:
         slurm.has(18, state, command=f"multinode.sh --run={paths.run} x.toml")
     with pytest.raises(ConfigError, match=problem):
-        enter.plan_of(live.look(paths.run))
+        enter.active_plan(status(paths.run))
 
 
 @pytest.mark.parametrize(("word", "node"), [("", "n1"), ("1", "n2"), ("n2", "n2")])
@@ -210,3 +201,95 @@ def test_a_bare_run_and_no_terminal(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "1\n", "")
     ended = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, "dray: a shell needs a terminal")
+
+
+# As the real one: it writes down how it is reached, and waits.
+SERVER = """
+import json, os, signal, sys
+folder = os.environ["JUPYTER_RUNTIME_DIR"]
+json.dump(sys.argv[1:] + [os.environ["HOME"]], open(os.environ["SEEN"], "w"))
+json.dump({"port": 8889, "token": "x"}, open(folder + "/jpserver-7.json", "w"))
+signal.pause()
+"""
+
+
+def here(runs: Path) -> RunPaths:
+    """An active bare run, in this very process."""
+    paths = begun(runs, scheduler="local", job=0, engine="bare", image=sys.executable, nodelist="node1", nodes=1)
+    paths.process.write_text(json.dumps(processes.mark(os.getpid())))
+    return paths
+
+
+def lab(*words: str | Path, **env: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "dray", "enter", "--jupyter", *words]
+    pipe = subprocess.PIPE
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    try:
+        return subprocess.Popen(argv, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.seconds
+def test_jupyterlab_runs_until_ctrl_c(tmp_path: Path) -> None:
+    paths = here(tmp_path / "my runs")
+    module = tmp_path / "modules" / "jupyterlab"
+    module.mkdir(parents=True)
+    (module / "__init__.py").touch()
+    (module / "__main__.py").write_text(SERVER)
+    with lab(paths.run, PYTHONPATH=str(module.parent), SEEN=str(tmp_path / "seen")) as started:
+        assert started.stdout
+        said = [started.stdout.readline().rstrip("\n") for _ in range(4)]
+        (folder,) = paths.folder.glob("jupyter-*")
+        token = (folder / "token").read_text()
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, folder / "token", folder / "server.log")}
+        started.send_signal(signal.SIGINT)
+        rest = started.communicate(timeout=30)
+    assert re.fullmatch(r"on your own machine: ssh -N -L 8889:127\.0\.0\.1:8889 \S+@\S+", said[1])
+    assert [said[0], *said[2:]] == [
+        "JupyterLab runs on this machine; Ctrl-C here ends it",
+        "and open:            http://127.0.0.1:8889/lab",
+        f"the token is in {folder}/token, which only you can read",
+    ]
+    # A signal between the write of a line and its end has the line written again.
+    assert (rest[0].splitlines()[-1], rest[1]) == ("JupyterLab has ended", "")
+    *argv, home = json.loads((tmp_path / "seen").read_text())
+    allow = ["--allow-root"] if os.geteuid() == 0 else []
+    assert argv == ["--no-browser", "--ip=127.0.0.1", "--port=8888", f"--ServerApp.root_dir={paths.run}", *allow]
+    assert home == str(folder)
+    assert len(token) > 40
+    assert (modes[folder.name], modes["token"]) == (0o700, 0o600)
+    assert not folder.exists()
+
+
+@pytest.mark.seconds
+def test_an_image_without_jupyterlab(tmp_path: Path) -> None:
+    paths = here(tmp_path)
+    with lab(paths.run) as started:
+        out, told = started.communicate(timeout=30)
+    assert (started.returncode, out) == (78, "")
+    assert told.splitlines() == [
+        "dray: JupyterLab is not in the image",
+        "  wanted: jupyterlab",
+        "  found:  not installed",
+        f"  fix:    {sys.executable} -m pip install jupyterlab",
+    ]
+    assert not list(paths.folder.glob("jupyter-*"))
+
+
+def test_the_layer_with_jupyterlab(slurm: Slurm, tmp_path: Path) -> None:
+    """It is bound where the run has none; the run's own script stays what it is."""
+    slurm.has(17, "RUNNING")
+    paths = begun(tmp_path)
+    layer = Layer(file="/b/dray-cpu-jupyterlab.sif", digest=f"sha256:{'a' * 64}", variant="cpu", packages={})
+    argv = enter.argv(status(paths.run), "n2", ["python3"], terminal=False, layer=layer)
+    script = paths.folder / "enter-aaaaaaaaaaaa.sh"
+    assert argv[-2:] == [str(script), "python3"]
+    assert 'src=/b/dray-cpu-jupyterlab.sif","dst=/opt/layer",image-src=/' in script.read_text()
+
+
+def test_the_tunnel_of_a_node() -> None:
+    first, way, url = enter.jupyter_lines("n2", 8888, "t0k")
+    assert first == "JupyterLab runs on n2; Ctrl-C here ends it"
+    assert re.fullmatch(r"on your own machine: ssh -N -L 8888:127\.0\.0\.1:8888 -J (\S+)@\S+ \1@n2", way)
+    assert url == "and open:            http://127.0.0.1:8888/lab?token=t0k"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -21,8 +20,8 @@ from dray.runs import halt, submit
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import result_of, summary
-from dray.runs.slurm import Slurm as Queue
-from dray.runs.status import status as look
+from dray.runs.slurm import Slurm as Known
+from dray.runs.status import status
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths, require_own
 from helpers import ROOT
@@ -110,30 +109,24 @@ def test_it_never_goes_back_into_the_queue(
 
 
 @pytest.mark.parametrize(
-    ("state", "calls", "said"),
+    ("state", "call"),
     [
         *(
-            (state, [call], "the job was waiting in the queue and was cancelled; it never started")
-            for call, states in (
-                ("scancel --state=PENDING 18", ("PENDING", "EXPEDITING", "REQUEUED")),  # they may start meanwhile
-                ("scancel 18", ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")),
-            )
-            for state in states
-        ),
-        ("CONFIGURING", ["scancel 18"], "the job was cancelled before training began: job 18, CONFIGURING"),
+            (state, "scancel --state=PENDING 18") for state in ("PENDING", "EXPEDITING", "REQUEUED")
+        ),  # may start meanwhile
+        *((state, "scancel 18") for state in ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")),
+        ("CONFIGURING", "scancel 18"),
     ],
 )
-def test_a_job_that_has_not_begun_is_cancelled(
-    slurm: Slurm, tmp_path: Path, state: str, calls: list[str], said: str
-) -> None:
+def test_a_job_that_has_not_begun_is_cancelled(slurm: Slurm, tmp_path: Path, state: str, call: str) -> None:
     run = tmp_path / "queued"
     queued(run, 18, time.time())
     slurm.has(18, state, submitted=stamp(time.time() - 60))
-    assert stop(run) == f"{said}\nrun folder: {run}"
-    assert slurm.calls == calls
-    seen = look(run, Queue())
+    assert stop(run) == f"the job was cancelled: job 18, {state}\nthe run never started\nrun folder: {run}"
+    assert slurm.calls == [call]
+    seen = status(run, Known())
     assert (seen.state, seen.why) == ("stopped", "dray stop cancelled job 18 in the queue; the run never started")
-    assert stop(run) == f"the job is no longer in the queue; the run never started\nrun folder: {run}"
+    assert stop(run) == f"queued has already ended\nthe run never started\nrun folder: {run}"
 
 
 def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPaths) -> None:
@@ -141,30 +134,18 @@ def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPath
     paths.metrics.write_text('{"event": "start", "first_step": 0, "steps": 50}\n{"event": "step", "step": 20}\n')
     finish(paths, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
-    safe = f"  safe:   all up to step 20, in {paths.checkpoints}/step-20"
-    again = f"dray submit --run={shlex.quote(str(paths.run))}"
-    assert stop(paths.run).splitlines() == [
-        "mine, attempt 1 ended before: stopped, after step 20",
-        safe,
-        f"  resume: {again}  # or sbatch slurm/multinode.sh with the same --run",
-        "the job was waiting in the queue and was cancelled",
-        f"run folder: {paths.run}",
-    ]
+    said = stop(paths.run).splitlines()
+    assert said[0] == "the job was cancelled: job 17, PENDING"
+    assert said[1:] == summary(result_of(paths), paths).splitlines()
+    assert f"  safe:   all up to step 20, in {paths.checkpoints}/step-20" in said
     assert slurm.calls == ["scancel --state=PENDING 17"]
 
 
-@pytest.mark.parametrize("saved", [(), ("step-20", "step-100", "step-9x", "tmp")])
-def test_a_job_that_slurm_put_back_after_a_node_died_is_cancelled(
-    slurm: Slurm, paths: RunPaths, saved: tuple[str, ...]
-) -> None:
-    """Its attempt has left no result; what is safe is said before it is cancelled."""
-    for name in saved:
-        (paths.checkpoints / name).mkdir()
+def test_a_job_that_slurm_put_back_after_a_node_died_is_cancelled(slurm: Slurm, paths: RunPaths) -> None:
+    """Its attempt has left no result."""
     slurm.has(17, "PENDING")
-    here = paths.checkpoints
-    safe = f"all up to step 100, in {here}/step-100" if saved else f"no checkpoint in {here}"
-    assert stop(paths.run).splitlines()[:3] == [
-        "mine, attempt 1 left no result", f"  safe:   {safe}", "the job was waiting in the queue and was cancelled",
+    assert stop(paths.run).splitlines() == [
+        "the job was cancelled: job 17, PENDING", f"it left no result; dray why {paths.run} shows more",
     ]  # fmt: skip
 
 
@@ -175,19 +156,19 @@ def test_another_cluster_of_the_same_slurm_is_asked(slurm: Slurm, tmp_path: Path
     told = json.loads((run / "job.json").read_text())
     (run / "job.json").write_text(json.dumps(told | {"cluster": "far"}))
     slurm.has(18, "PENDING", submitted=stamp(time.time() - 60))
-    seen = look(run, Queue())
-    assert (seen.state, seen.waiting and seen.waiting.state, look(run).kind) == ("queued", "PENDING", "queued")
+    seen = status(run, Known())
+    assert (seen.state, seen.waiting and seen.waiting.state, status(run).kind) == ("queued", "PENDING", "queued")
     argv = ASKED.replace(" --format=", " --clusters=far --format=")
     assert (slurm.folder / "calls").read_text().splitlines() == [argv] * 2
     slurm.has(19, "PENDING")
-    assert (look(run, Queue()).state, look(run).kind) == ("lost", "ended")
+    assert (status(run, Known()).state, status(run).kind) == ("lost", "ended")
 
 
 @pytest.mark.parametrize(("words", "there"), [("--run={run} a.toml", True), ("--run={run}2 a.toml", False)])
 def test_a_follow_on_job_is_known_by_its_command(slurm: Slurm, paths: RunPaths, words: str, *, there: bool) -> None:
     finish(paths, code=75)
     slurm.has(99, "PENDING", command=f"/my dray/slurm/multinode.sh {words.format(run=paths.run)}")
-    assert (look(paths.run).kind == "queued") is there
+    assert (status(paths.run).kind == "queued") is there
 
 
 def test_another_job_that_has_the_number_now_is_left_alone(slurm: Slurm, paths: RunPaths) -> None:
@@ -200,7 +181,7 @@ def test_a_job_that_slurm_itself_has_put_back_is_the_same_one(slurm: Slurm, path
     """As after a node that failed: without a result, and with a new time of submission."""
     slurm.has(17, "PENDING", submitted=stamp(paths.plan.stat().st_mtime + 3600))
     (slurm.folder / "scontrol").write_text("JobId=17 Requeue=1 Restarts=1 BatchFlag=1 ExitCode=0:0\n")
-    assert look(paths.run).kind == "queued"
+    assert status(paths.run).kind == "queued"
 
 
 @pytest.mark.parametrize(("there", "kind"), [("elsewhere", "unknown"), ("local", "ended")])
@@ -209,14 +190,14 @@ def test_a_job_of_another_cluster_on_the_same_disk(slurm: Slurm, tmp_path: Path,
     facts = FACTS.model_copy(update={"cluster": there})
     paths = write(read_recipe(None, (), ["sleep", "9"]), facts, runs=tmp_path / "runs", run="there")[1]
     (slurm.folder / "scontrol").write_text("ClusterName             = local\n")
-    seen = look(paths.run)
+    seen = status(paths.run)
     assert seen.kind == kind
     if kind == "unknown":
         assert seen.where == "the job is on cluster elsewhere, but Slurm here is local"
         with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
             submit.require_free(paths.run, [])
     finish(paths, code=78)
-    assert look(paths.run).kind == "ended"
+    assert status(paths.run).kind == "ended"
 
 
 def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
@@ -286,7 +267,7 @@ class TestHere:
 
     def test_by_its_process(self, tmp_path: Path) -> None:
         paths = self.begun(tmp_path)
-        assert look(paths.run).kind == "unknown"
+        assert status(paths.run).kind == "unknown"
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
             mark = processes.mark(running.pid)
             paths.process.write_text(json.dumps(mark))
@@ -294,14 +275,14 @@ class TestHere:
             assert stop(paths.run).splitlines()[0] == asked
             stop(paths.run, now=True)
             assert running.wait(20) == -15
-        assert look(paths.run).kind == "ended"
+        assert status(paths.run).kind == "ended"
 
     @pytest.mark.hostile("stop")
     @pytest.mark.parametrize("text", ["", "{", "[]", '["b", "n", 1, "5"]', '["b", "n", -1, "5"]', '["b", "n", 7, "5"]'])
     def test_a_file_that_names_no_process_of_here(self, tmp_path: Path, text: str) -> None:
         paths = self.begun(tmp_path)
         paths.process.write_text(text)
-        assert (look(paths.run).kind, look(paths.run).process) == ("unknown", 0)
+        assert (status(paths.run).kind, status(paths.run).process) == ("unknown", 0)
 
 
 @pytest.mark.hostile("stop")
@@ -387,7 +368,7 @@ def test_a_stopped_run_that_slurm_has_put_back_is_no_free_one(slurm: Slurm, path
     """As after a preemption: dray did not requeue it, and it waits with its own number."""
     finish(paths, code=75, stopped=Stop("preemption", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
-    assert look(paths.run).kind == "queued"
+    assert status(paths.run).kind == "queued"
     with pytest.raises(ConfigError, match="the run is active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
 
@@ -401,10 +382,10 @@ def test_a_job_without_an_attempt_while_slurm_is_silent(tmp_path: Path, monkeypa
 
 def test_another_user_s_job_is_not_taken_for_gone(slurm: Slurm, paths: RunPaths, monkeypatch) -> None:
     """Slurm with PrivateData lists none of them."""
-    assert look(paths.run).kind == "ended"
+    assert status(paths.run).kind == "ended"
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    assert (look(paths.run).kind, look(paths.run).unclear) == ("unknown", f"the job belongs to user {mine}")
+    assert (status(paths.run).kind, status(paths.run).unclear) == ("unknown", f"the job belongs to user {mine}")
 
 
 def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: RunPaths, tmp_path: Path) -> None:
@@ -413,15 +394,15 @@ def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: Run
     told = json.loads(paths.result.read_text()) | {"next": {"requeue": False, "spare": True, "why": "x"}}
     paths.result.write_text(json.dumps(told))
     slurm.has(17, "RUNNING")
-    assert look(paths.run).kind == "starting"
+    assert status(paths.run).kind == "starting"
     with pytest.raises(ConfigError, match="the run is active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
     with pytest.raises(ConfigError, match="the run is in your allocation"):
         stop(paths.run)
     (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
-    assert stop(paths.run).startswith("the job was cancelled before training began: job 17, RUNNING\n")
+    assert stop(paths.run).startswith("the job was cancelled: job 17, RUNNING\n")
     assert slurm.calls == ["scancel 17"]
-    assert look(paths.run).kind == "ended"
+    assert status(paths.run).kind == "ended"
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -429,14 +410,14 @@ def test_a_run_that_is_submitted_again(slurm: Slurm, paths: RunPaths, *, silent:
     """It has not ended while Slurm cannot tell of its new job; the attempt that has ended is not asked to end."""
     finish(paths, code=1)
     queued(paths.run, 17, time.time())
-    assert look(paths.run).kind == "ended"  # the job that has begun
+    assert status(paths.run).kind == "ended"  # the job that has begun
     queued(paths.run, 60, time.time() - 5)
     if silent:
         (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\necho down >&2\nexit 1\n")
     said = "squeue failed, so dray cannot see your jobs" if silent else (
         "job 60 was submitted a moment ago, so squeue does not list it yet"
     )  # fmt: skip
-    assert (look(paths.run).kind, look(paths.run).unclear) == ("unknown", said)
+    assert (status(paths.run).kind, status(paths.run).unclear) == ("unknown", said)
     with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
     with pytest.raises(UnfitError, match="this machine cannot tell whether the job has started"):
@@ -444,5 +425,5 @@ def test_a_run_that_is_submitted_again(slurm: Slurm, paths: RunPaths, *, silent:
     assert paths.stop.read_text() == ""
     if not silent:
         queued(paths.run, 60, time.time() - 60)
-        assert look(paths.run).kind == "ended"
+        assert status(paths.run).kind == "ended"
         submit.require_free(paths.run, [])

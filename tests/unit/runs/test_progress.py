@@ -182,7 +182,7 @@ def say(paths: RunPaths, *events: dict) -> None:
         file.write("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_steps_and_evaluations_are_lines_in_a_pipe(planned: tuple[Plan, RunPaths], capsys) -> None:
+def test_steps_and_evaluations_are_lines(planned: tuple[Plan, RunPaths], capsys) -> None:
     plan, paths = planned
     with Progress(plan, paths) as progress:
         progress.update()  # nothing is there yet
@@ -209,38 +209,6 @@ def test_steps_and_evaluations_are_lines_in_a_pipe(planned: tuple[Plan, RunPaths
         "evaluation at step 60  loss 2.000  perplexity 7.39  accuracy 0.500\n"
         "test at step 60  loss not finite  perplexity not finite  accuracy 0.500\n"
     )
-
-
-def test_the_bar_of_a_terminal_comes_back_from_an_evaluation(planned: tuple[Plan, RunPaths], monkeypatch) -> None:
-    plan, paths = planned
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "stdout", os.fdopen(terminal.slave, "w"))
-    seen = []
-    with Progress(plan, paths) as progress:
-        for event in (START, step(30), evaluation("eval", 30), step(40), step(60), evaluation("eval", 60)):
-            say(paths, event)
-            progress.update()
-            (task,) = progress._view._bar.tasks
-            seen.append((task.description, task.completed, task.fields["count"]))
-    sys.stdout.close()
-    assert seen == [
-        ("training", 0, "0/60"),
-        ("training", 30, "30/60"),
-        ("training", 30, "30/60"),
-        ("training", 40, "40/60"),
-        ("evaluating", 60, "60/60"),
-        ("saving", 60, "60/60"),
-    ]
-    shown = terminal.rest()
-    line = "evaluation at step {}  loss 2.000  perplexity 7.39  accuracy 0.500\n"
-    assert shown.count("evaluation at step") == 2
-    assert line.format(30) in shown
-    assert line.format(60) in shown
-    assert "?" not in shown
-    assert "\nstep 30" not in shown  # the bar has it
-    assert re.search(r"training \S+ 30/60 loss 1\.500", shown)
 
 
 def test_a_hostfile_s_other_machine_shows_its_own_first_rank(planned: tuple[Plan, RunPaths], capsys) -> None:

@@ -91,7 +91,7 @@ def test_verbs_of_a_model_look_in_runs(runs: Path, verb: Callable[..., None], wo
 
 
 def test_what_is_written_into_a_run_later_makes_it_no_newer(runs: Path) -> None:
-    """As by `dray enter` and `dray jupyter`."""
+    """As by `dray enter`."""
     (runs / "20260101-120000-gpt2-41" / "attempt-1" / "enter.sh").touch()
     (runs / "20260103-000000-queued-d4e5f6" / "job-44.log").touch()
     newest = ["bert-43", "gpt2-a1b2c3", "gpt2-41", "queued-d4e5f6"]

@@ -356,7 +356,7 @@ def test_a_list_opens_one_file_for_each_row(
     finally:
         noting = False
     assert opened[0] == str(tmp_path)
-    assert len(opened) == 1 + 10 + 1, opened  # and the row that tells whether more fit
+    assert len(opened) == 1 + 10 + 1, "\n".join(opened)  # and the row that tells whether more fit
     assert all(name.endswith("summary.json") for name in opened[1:])
 
 
@@ -618,17 +618,18 @@ def test_logs_follow_into_the_next_attempt(
     watched = Watched(talks.run)
     watched._asked = -1e9  # each time, as after a while
     seen = watched.look()
-    show = logs._Shown(watched, logs.Printer(), "", 0)
+    view = logs.View(rank=0)
+    view.add(seen)
     looking_again(watched)
-    assert show.begin(seen, 0.0, None, whole=False)
-    show.follow(seen, wait)
+    view.begin(seen, 0.0, None, whole=False)
+    view.follow(watched, seen, wait)
     out, err = capsysbinary.readouterr()
     assert out == b"loads\nstep 1/60  loss 5\nstep 2/60  loss 4\nsaved\nasked to end\nresumed\n"
     assert err.decode().splitlines() == [
-        "dray: attempt 1: running",
-        "dray: attempt 1: queued (BeginTime)",
-        "dray: attempt 2: running",
-        "dray: attempt 2: stopped, scancel",
+        "dray: mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "dray: mine: queued (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "dray: mine: running (smoke-cpu, attempt 2, job 51, 2 ranks on n1 n2)",
+        "dray: mine: stopped (smoke-cpu, attempt 2, job 51, 2 ranks on n1 n2)",
     ]
 
 
@@ -653,13 +654,14 @@ def test_a_rank_has_its_colour(
     talks: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    node, _, _, rank = every = of(talks)
+    node, _, _, rank = of(talks)
+    seen = look(talks.run, Slurm())
     for coloured in (True, False):
         monkeypatch.setenv("NO_COLOR", "" if coloured else "1")
-        printer = logs.Printer()
-        printer.widen(every)
-        printer.line(node, b"a\x1b[2J")
-        printer.line(rank, b"b")
+        view = logs.View()
+        view.add(seen)
+        view.line(node, b"a\x1b[2J")
+        view.line(rank, b"b")
         shown = ("\x1b[2mnode 0 | \x1b[0m", "\x1b[33mrank 1 | \x1b[0m") if coloured else ("node 0 | ", "rank 1 | ")
         assert capsys.readouterr().out == f"{shown[0]}a\\u001b[2J\n{shown[1]}b\n"
 
@@ -688,31 +690,31 @@ def test_a_list_fits_a_narrow_terminal(
 
 def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="the run has no such rank") as refused:
-        logs.logs(str(talks.run), rank=7, node="0")
-    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("a rank from 0 to 1", "--rank 1")
-    with pytest.raises(ConfigError, match="the rank is on another node") as refused:
-        logs.logs(str(talks.run), node="n1", rank=1)
-    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("--node 1", "--rank 1 alone")
     for name in ("n9", "2", "9" * 5000):
         with pytest.raises(ConfigError, match="the run has no such node"):
             logs.logs(str(talks.run), node=name)
-    for log in (talks.rank_log(0), talks.rank_log(1), talks.node_log(0)):
+    for log in (talks.rank_log(0), talks.rank_log(1), talks.node_log(0), talks.node_log(1)):
         log.unlink()
     seen = look(talks.run, Slurm())
     waits = "dray logs -f waits for the log; dray status shows what the run waits for"
+    world = ", with 2 ranks on 2 nodes"
     for state, options, wanted, found, fix in (
-        ("no result", {"rank": 1}, "the log of rank 1", "the run has no result", "choose another --rank"),
-        ("failed", {"node": "0"}, "a log of node 0", "the run is failed", "choose another --node"),
-        ("running", {"rank": 1}, "the log of rank 1", "the run is running", waits),
-        ("queued", {"node": "0"}, "a log of node 0", "the run is queued", waits),
-    ):
+        ("no result", {"rank": 1}, "a log --rank 1", "has no result", "choose another --rank 1"),
+        ("failed", {"node": "0"}, "a log --node 0", "is failed", "choose another --node 0"),
+        ("failed", {"node": "0", "rank": 1}, "a log --node 0 --rank 1", "is failed",
+         "choose another --node 0 or --rank 1"),
+        ("failed", {}, "a log", "is failed", "dray why shows how the run ended"),
+        ("running", {"rank": 1}, "a log --rank 1", "is running", waits),
+        ("running", {"rank": 7}, "a log --rank 7", "is running", "choose another --rank 7"),
+        ("running", {"rank": 7, "follow": True}, "a log --rank 7", "is running", "choose another --rank 7"),
+        ("queued", {"node": "0"}, "a log --node 0", "is queued", waits),
+    ):  # fmt: skip
         changed = seen.model_copy(update={"state": state})
         monkeypatch.setattr(logs.Watched, "look", lambda _watched, changed=changed: changed)
         with pytest.raises(ConfigError, match="there is no such log") as refused:
             logs.logs(str(talks.run), **options)
         finding = refused.value.finding
-        assert (finding.wanted, finding.found, finding.fix) == (wanted, found, fix)
+        assert (finding.wanted, finding.found, finding.fix) == (wanted, f"the run {found}{world}", fix)
 
 
 @pytest.mark.parametrize(("last", "lines"), [(2, 2), (0, 0), (99, 11)])
@@ -740,13 +742,17 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
     monkeypatch.setattr(time, "time", lambda: NOW + 53)
     (talks.failures / "rank-1.json").write_text("{}")
     lines = [line.rstrip() for line in drawn(talks)]
-    assert lines[:2] == ["mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)", "  stage: training"]
-    assert lines[2].endswith(" 5%")
-    assert lines[3:] == [
+    assert lines[:6] == [
+        "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "  stage: training",
         "  step 3 of 60  loss 5.7000  1,000 tokens/s  1 min 27 s left",
+        "  began 2026-11-25 01:27",
+        "  last sign of life: 3 s ago",
+        "  n2: failed: rank-1",
+    ]
+    assert lines[6].endswith(" 5%")
+    assert lines[7:] == [
         "  loss █▄▁  5.900 to 5.700",
-        "  n2  rank 1  logs written 3 s ago, failed: rank-1",
-        "  n1  rank 0  logs written 3 s ago",
         "  | loads",
         "  | step 1/60  loss 5",
         "  | step 2/60  loss 4",
@@ -769,9 +775,8 @@ def test_the_commands_of_its_page(talks: RunPaths) -> None:
 
 def test_a_sparkline() -> None:
     assert top.sparkline([8.0, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁  8.000 to 1.000"
-    assert top.sparkline([4.0, 2, 1, 1], 2, utf=False) == "*_  4.000 to 1.000"
+    assert top.sparkline([4.0, 2, 1, 1], 2) == "█▁  4.000 to 1.000"
     assert top.sparkline([1.0, 1.0], 8) == "▁▁  1.000 to 1.000"
-    assert top.sparkline([1.0], 8) == ""
 
 
 def test_in_a_pipe_it_is_lines(

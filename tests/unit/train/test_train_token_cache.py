@@ -19,7 +19,7 @@ np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
 from dray.contract import node  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.runs.tokens import entries  # noqa: E402
+from dray.runs.clean import tokens_in  # noqa: E402
 from dray.train.data import datasets, tokenizer  # noqa: E402
 from trainings import config  # noqa: E402
 
@@ -51,9 +51,9 @@ def test_a_run_that_uses_tokens_makes_them_younger(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     for file in folder.iterdir():
         os.utime(file, (time.time() - 9 * 86400,) * 2)
-    assert [round(one.unused) for one in entries(tmp_path)] == [9]
+    assert [round(item.days) for item in tokens_in(tmp_path)] == [9]
     made(tmp_path)
-    assert [round(one.unused) for one in entries(tmp_path)] == [0]
+    assert [round(item.days) for item in tokens_in(tmp_path)] == [0]
 
 
 def test_a_part_has_its_own_documents(tmp_path: Path) -> None:

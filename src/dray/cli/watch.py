@@ -1,0 +1,87 @@
+"""`dray watch`: say when a run starts, stalls, is requeued or ends, by a line, a mail or a webhook."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray import process
+from dray.cli.args import Run, Runs, program
+from dray.contract import files
+from dray.contract.findings import ConfigError, DrayError
+from dray.runs import webhook
+from dray.runs.result import Result
+from dray.runs.status import DONE, FAILED, STOPPED, State
+from dray.runs.store import find, require_own
+from dray.runs.watch import Watcher
+
+_SENDMAIL = 'PATH=$PATH:/usr/sbin:/usr/lib; printf "%s\\n" "$1" | sendmail -t'
+
+
+def watch(
+    run: Run = "",
+    mail: Annotated[str, typer.Option(metavar="ADDRESS", help="Mail each line, too, by this machine's sendmail.")] = "",
+    runs: Runs = None,
+) -> None:
+    """Watch a run from outside its job, through its attempts, and print a line when something happens to it.
+
+    It runs on a login node, and says when the run starts, stalls, loses a node, diverges, is requeued, is held by
+    Slurm, or ends. A job that Slurm holds is released, and a run whose job died is submitted again, as often as the
+    recipe's max_requeues allows.
+
+    dray watch 4711 --mail me@example.org
+    """
+    folder = require_own(find(run, runs))
+    if mail and (not mail.isprintable() or " " in mail or "@" not in mail):
+        raise ConfigError("--mail has a wrong value", wanted="one address, such as me@example.org", found=ascii(mail))
+    url = _webhook()
+
+    def tell(line: str, seen: State) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M')}  {seen.run}: {line}", flush=True)
+        if mail:
+            _mail(mail, seen, line)
+        if url and seen.state not in (DONE, FAILED, STOPPED):  # the job itself tells its end
+            _post(url, seen, line)
+
+    def submit() -> None:
+        process.run([*program(), "submit", f"--run={folder}"])
+
+    try:
+        seen = Watcher(folder, tell, submit).watch()
+    except KeyboardInterrupt:
+        print("\nthe run goes on")
+        return
+    raise typer.Exit(seen.exit_code or 0)
+
+
+def _webhook() -> str:
+    """The URL in the user's own file, as the job's end reads it; empty without one, or if others may read it."""
+    config = os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config"
+    file = Path(os.environ.get("DRAY_WEBHOOK_FILE") or f"{config}/dray/webhook")
+    with suppress(OSError, UnicodeDecodeError):
+        status = file.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+            return files.read(file).decode().partition("\n")[0]
+    return ""
+
+
+def _mail(address: str, seen: State, line: str) -> None:
+    text = f"To: {address}\nSubject: dray: {seen.run}: {seen.state}\n\n{line}\n\nrun folder: {seen.folder}"
+    try:
+        process.run(["bash", "-c", _SENDMAIL, "sendmail", text], seconds=60)
+    except DrayError as failed:
+        print(f"dray: warning: the mail was not sent: {failed.problem}")
+
+
+def _post(url: str, seen: State, line: str) -> None:
+    told = Result(
+        run=seen.run, status=seen.state, exit_code=seen.exit_code or 0, finished=seen.finished or "",
+        world_size=seen.ranks, hosts=seen.nodes, steps=seen.step, reason=line,
+    )  # fmt: skip
+    if failed := webhook.tell(url, told, line):
+        print(f"dray: warning: {failed}")
