@@ -34,7 +34,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 
 # In the order of their use, as `dray --help` shows them.
 _PANELS = {
-    "Start a run": ("init", "plan", "prefetch", "run", "submit", "scale", "sweep", "tune"),
+    "Start a run": ("init", "plan", "prefetch", "run", "submit", "study"),
     "Watch and stop a run": ("runs", "status", "logs", "top", "stop", "enter", "jupyter", "finish"),
     "After a run": ("why", "report", "diff", "replay", "capsule", "sync"),
     "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
@@ -44,7 +44,7 @@ _PANELS = {
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose arguments dray does not parse.
 _START = ("plan", "run", "submit", "enter", "env")
-_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "remote")
+_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "remote", "study")
 _EVERYTHING = tuple(name for names in _PANELS.values() for name in names)
 
 

@@ -91,7 +91,7 @@ def job(recipe: Recipe, before: Plan, made: Asked | None, runs: Path, more: Sequ
     queue.check(more)
     gpus = before.world.ranks_per_node if before.variant != "cpu" else 0
     old, folder = made or Asked(), runs / new_id(recipe.name)
-    asked = queue.Asked(
+    asked = queue.Submission(
         [str(folder / f"{_STEM}.toml")], gpus=gpus, site=old.site, gpu_memory=old.gpu_memory, options=more,
         before=made.options if made else None,
     )  # fmt: skip

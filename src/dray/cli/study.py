@@ -1,0 +1,307 @@
+"""`dray study`: run one recipe several times, and compare."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray import process
+from dray.cli import study_table
+from dray.cli.chosen import Engine, Overrides, RecipeFile, require_gpus
+from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site, program
+from dray.contract import run_folder
+from dray.contract.findings import ConfigError, counted
+from dray.fitness import host
+from dray.planning import tune_search
+from dray.planning.tune_search import KEYS, Value
+from dray.planning.world import divide
+from dray.runs import lookup, status, tune, write
+from dray.runs import study as studies
+from dray.runs.store import default_runs, new_id
+from dray.runs.study import MOST, Member, Study
+from dray.runs.tune import Row, Tuner, Tuning
+
+app = typer.Typer(help="Run one recipe several times, and compare: sweep, scale and tune.", no_args_is_help=True)
+AtMost = Annotated[
+    int | None,
+    typer.Option(metavar="M", min=1, help="With Slurm: run at most this many tasks of a job array at once."),
+]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Recipe to write, with the best settings of tune.")]
+Force = Annotated[bool, typer.Option("--force", help="Let --out replace a file.")]
+
+
+@app.command()
+def sweep(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
+    gpus_per_node: GpusPerNode = 0,
+    site: Site = "",
+    runs: Runs = None,
+    sbatch: Sbatch = None,
+    at_most: AtMost = None,
+) -> None:
+    """Run a recipe once for each combination of values, such as train.lr=1e-3,4e-3, and print a table.
+
+    With Slurm, the runs are the tasks of a job array, and `dray study show` shows them later. Without Slurm, or inside
+    a job, the runs follow one another here.
+
+    dray study sweep recipes/smoke-cpu.toml train.lr=1e-3,4e-3 train.steps=20
+    dray study sweep recipes/gpt2-wikitext-ddp.toml train.lr=1e-4,3e-4,1e-3 --at-most 2
+    """
+    require_gpus(ranks, gpus_per_node)
+    values = [_values(setting) for setting in overrides or []]
+    common = [one[0] for one in values if len(one) == 1]
+    several = [one for one in values if len(one) > 1]
+    if not several:
+        raise ConfigError(
+            "there is nothing to compare", wanted="a setting with several values",
+            fix="dray study sweep RECIPE train.lr=1e-4,3e-4,1e-3",
+        )  # fmt: skip
+    if (count := math.prod(map(len, several))) > MOST:
+        raise ConfigError("a sweep has too many runs", wanted=f"at most {MOST}", found=count)
+    size = {"nodes": nodes, "ranks_per_node": ranks or 0, "gpus_per_node": gpus_per_node}
+    members = [Member.model_validate({"settings": list(own), **size}) for own in itertools.product(*several)]
+    _start(
+        Study(
+            kind="sweep", recipe=str(recipe.absolute()), settings=common, site=site, sbatch=sbatch or [],
+            at_most=at_most, members=members,
+        ),
+        runs,
+    )  # fmt: skip
+
+
+def _values(setting: str) -> list[str]:
+    """key=a,b,c as key=a, key=b and key=c; commas within brackets or quotes divide nothing."""
+    key, equals, text = setting.partition("=")
+    found = re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text)
+    return [f"{key}{equals}{value}" for value in found] or [setting]
+
+
+@app.command()
+def scale(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    gpus: Annotated[str, typer.Option(metavar="1,2,4", help="Numbers of GPUs, one run for each.")] = "",
+    ranks: Annotated[str, typer.Option(metavar="1,2", help="On CPUs: numbers of ranks, one run for each.")] = "",
+    per_node: Annotated[
+        int, typer.Option(min=0, help="GPUs or ranks per full node. 0: the site's GPUs, or all on one node.")
+    ] = 0,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Weak scaling: hold the batch of each rank, not the global batch.")
+    ] = False,
+    site: Site = "",
+    runs: Runs = None,
+    sbatch: Sbatch = None,
+    at_most: AtMost = None,
+) -> None:
+    """Run a recipe on several numbers of GPUs, and compare speed, efficiency and losses; exit code 1 if losses differ.
+
+    With Slurm, dray submits the runs: those with the same nodes and options as one job array. `dray study show` shows
+    them later. Without Slurm, or inside a job, the runs follow one another here.
+
+    dray study scale recipes/smoke-cpu.toml --ranks 1,2 train.steps=20
+    dray study scale recipes/gpt2-wikitext-ddp.toml --gpus 1,2,4,8,16 --weak
+    """
+    text = gpus or ranks
+    if bool(gpus) == bool(ranks) or not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
+        raise ConfigError(
+            "there is nothing to compare", wanted="either --gpus or --ranks, with several numbers", found=text,
+            fix="dray study scale RECIPE --gpus 1,2,4,8; on CPUs --ranks 1,2",
+        )  # fmt: skip
+    counts = sorted({int(count) for count in text.split(",")})
+    per_node = per_node or (host.site(site).site.gpus_per_node if gpus else 0) or max(counts)
+    settings, members = overrides or [], list[Member]()
+    batch = write.read_recipe(recipe, settings).batch
+    for count in counts:
+        # A node is full before there is a second.
+        nodes, each = divmod(count, per_node) if count > per_node else (1, count)
+        if count > per_node and each:
+            raise ConfigError(
+                f"{count} ranks do not fill whole nodes of {per_node}", wanted=f"a multiple of {per_node}",
+                fix="choose other numbers, or set --per-node",
+            )  # fmt: skip
+        member = Member(ranks=count, nodes=nodes)
+        member.gpus_per_node, member.ranks_per_node = (each or per_node, 0) if gpus else (0, each or per_node)
+        if weak and batch is None:
+            raise ConfigError("--weak needs a recipe with [batch]", fix="leave out --weak")
+        if batch:
+            size = batch.global_size * count // counts[0] if weak else batch.global_size
+            divide(batch.model_copy(update={"global_size": size}), world_size=count)  # before the first run begins
+            member.settings += [f"batch.global_size={size}"] if weak else []
+        members.append(member)
+    _start(
+        Study(
+            kind="weak" if weak else "strong", recipe=str(recipe.absolute()), settings=settings, site=site,
+            sbatch=sbatch or [], at_most=at_most, members=members,
+        ),
+        runs,
+    )  # fmt: skip
+
+
+def _start(study: Study, runs: Path | None) -> None:
+    """Start all runs, and print the table."""
+    if study.site.endswith(".toml"):  # a job has another working directory
+        study.site = str(Path(study.site).absolute())
+    folder, code = study.begin((runs or default_runs()).absolute()), 0
+    if process.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
+        study.submit(folder)
+    else:
+        code = study.run_here(folder, program())
+    if not folder.exists():  # the first was refused
+        raise typer.Exit(code)
+    print()
+    _show(folder, code=code)
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(metavar="STUDY", help="The study: its folder, its name or the beginning.")],
+    runs: Runs = None,
+    out: Out = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Show the table of a study as it is now, also while jobs wait; exit code 1 if a run failed, or if losses differ.
+
+    dray study show 20261120-124439-scale-smoke-cpu-cea81f --json
+    dray study show 20261125-151209-tune-smoke-cpu-cea81f --out tuned.toml
+    """
+    folder = studies.find(name, (runs or default_runs()).absolute())
+    if not (folder / run_folder.TUNE).exists():
+        _show(folder, as_json=as_json)
+    if out:
+        tune.require_writable(out, force=force)
+    _finish(folder, tune.load(folder), out, as_json=as_json)
+
+
+def _show(folder: Path, *, as_json: bool = False, code: int = 0) -> None:
+    study = studies.load(folder)
+    rows, parity = studies.look(folder, study)
+    if as_json:
+        found = [row.model_dump() | {"job_id": row.job_id} for row in rows]
+        document = {"study": str(folder), "kind": study.kind, "runs": found, "parity": parity.model_dump()}
+        print(json.dumps(document, indent=1))
+    else:
+        waiting = (status.QUEUED, status.RUNNING, status.NO_RESULT, "no run")
+        open_ = sum(row.state in waiting for row in rows)
+        left = f"{counted(open_, 'run')} of {len(rows)} not ended; " if open_ else ""
+        lines = [*study_table.table(study, rows), *study_table.parity(study, parity)]
+        print("\n".join([*lines, "", f"{left}again: dray study show {folder}"]))
+    failed = any(row.state in (status.FAILED, status.STOPPED, status.LOST) for row in rows)
+    raise typer.Exit(code or int(failed or bool(parity.broken)))
+
+
+@app.command("tune")
+def tune_recipe(
+    context: typer.Context,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    keys: Annotated[
+        str, typer.Option(metavar="KEY,KEY", help="Keys to tune, such as strategy,per_device. Default: all.")
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Measure all candidates instead of searching.")] = False,
+    steps: Annotated[
+        int, typer.Option(min=5, max=10_000, help=f"Steps to measure, after {tune.WARM_UP} warm-up steps.")
+    ] = 10,
+    limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time limit of each candidate.")] = 900,
+    out: Out = None,
+    force: Force = False,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
+    gpus_per_node: GpusPerNode = 0,
+    gpu_memory: GpuMemory = None,
+    engine: Engine = "bare",
+    site: Site = "",
+    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")] = False,
+    runs: Runs = None,
+    as_json: Json = False,
+) -> None:
+    """Find the settings with which a recipe trains fastest to the same losses, by short runs one after another.
+
+    It tries strategies, micro-batches, activation checkpointing, compilation, ways to compute the loss and fsdp's
+    sharding. It never changes what is trained.
+    In a job or an salloc it measures on the job's nodes, else on this machine.
+
+    dray study tune recipes/smoke-cpu.toml --nodes 1 --out tuned.toml
+    dray study tune recipes/smoke-cpu.toml --keys strategy,loss --all
+    dray study tune recipes/smoke-cpu.toml batch.per_device=2,4,8 train.compile=false
+    """
+    if out:
+        tune.require_writable(out, force=force)
+    settings, given = list[str](), dict[str, Sequence[Value]]()
+    for override in overrides or []:
+        key, _, text = override.partition("=")
+        if key in KEYS and "," in text:
+            given[key] = tune_search.values(text)
+        else:
+            settings.append(override)
+    read = write.read_recipe(recipe, [*settings, *([f"ranks_per_node={ranks}"] if ranks else [])])
+    if read.train is None:
+        raise ConfigError(
+            "dray study tune is for dray's own trainer", where=recipe, wanted="a recipe with [train] and [batch]",
+            found="a recipe with [command], whose settings dray does not know",
+            fix="dray study sweep RECIPE KEY=VALUE,VALUE compares settings of a command",
+        )  # fmt: skip
+    folder = (runs or default_runs()).absolute() / new_id(f"tune-{read.name}")
+    source = context.get_parameter_source("engine")
+    place = tune.place(
+        read, os.environ, nodes=nodes, gpus_per_node=gpus_per_node or (ranks or 0) * (read.image != "cpu"),
+        gpu_memory=gpu_memory, engine=engine, here=here or bool(source and source.name != "DEFAULT"), site=site,
+    )  # fmt: skip
+    plan = place.first(read, folder)
+    fixed = [setting.partition("=")[0] for setting in settings]
+    tuned = tune_search.keys(keys) if keys else tuple(key for key in KEYS if key not in fixed)
+    space = tune_search.space(plan, given, tuned)
+    grid = len(list(space.every()))
+    if grid == 1 or (every and grid > MOST):
+        raise ConfigError(
+            "there is nothing to tune" if grid == 1 else "--all has too many candidates",
+            wanted=f"2 to {MOST} candidates, by several values of {', '.join(KEYS)}",
+            found=f"{counted(grid, 'candidate')} on {counted(plan.world.size, 'rank')}",
+            fix="use other --keys or values such as batch.per_device=4,8, or leave out --all",
+        )
+    configuration = lookup.files(plan.recipe, place.facts).configuration or {}
+    most, why = tune_search.tolerance(plan.recipe, configuration, exact=studies.PARITY)
+    tuning = Tuning(
+        path=str(recipe.absolute()), recipe=read.model_dump(mode="json", exclude_unset=True), ranks=plan.world.size,
+        where=place.text(plan), grid=grid, every=every, tolerance=most, why=why, start=dict(space.start.values),
+        steps=steps,
+    )  # fmt: skip
+    stream = sys.stderr if as_json else sys.stdout
+    print(f"{counted(grid, 'candidate')} of {read.name}, on {tuning.where}\n{folder}", file=stream, flush=True)
+
+    def tell(row: Row) -> None:
+        print(study_table.tune_line(tuning, row), file=stream, flush=True)
+
+    tuner = Tuner(folder, tuning, place, program(), limit, tell)
+    try:
+        tuner.all(space)
+    except BaseException:
+        _finish(folder, tuning, None, as_json=as_json)
+        raise
+    _finish(folder, tuning, out, as_json=as_json)
+    tuning.require_best(folder)
+
+
+def _finish(folder: Path, tuning: Tuning, out: Path | None, *, as_json: bool) -> None:
+    """Print the table, and write its best setting."""
+    lines = [*study_table.tune_table(tuning), "", *study_table.tune_summary(tuning)]
+    if as_json:
+        best = tuning.best and tuning.best.model_dump()
+        print(json.dumps({"study": str(folder), **tuning.model_dump(), "best": best}, indent=1))
+    else:
+        print("\n".join(["", *lines, "", f"again: dray study show {folder}"]))
+    if out:
+        tune.write_best(tuning, folder, out, [f"{tuning.recipe.get('name')}, tuned on {tuning.where}", "", *lines])
+        print(f"{out}: dray run {out}")
