@@ -18,7 +18,6 @@ from dray import process
 from dray.cli import study_table
 from dray.cli.chosen import Engine, Overrides, RecipeFile, require_gpus
 from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site, program
-from dray.contract import run_folder
 from dray.contract.findings import ConfigError, counted
 from dray.fitness import host
 from dray.planning import tune_search
@@ -28,7 +27,7 @@ from dray.runs import lookup, status, tune, write
 from dray.runs import study as studies
 from dray.runs.store import default_runs, new_id
 from dray.runs.study import MOST, Member, Study
-from dray.runs.tune import Row, Tuner, Tuning
+from dray.runs.tune import Tuner
 
 app = typer.Typer(help="Run one recipe several times, and compare: sweep, scale and tune.", no_args_is_help=True)
 AtMost = Annotated[
@@ -177,29 +176,34 @@ def show(
     dray study show 20261120-124439-scale-smoke-cpu-cea81f --json
     dray study show 20261125-151209-tune-smoke-cpu-cea81f --out tuned.toml
     """
-    folder = studies.find(name, (runs or default_runs()).absolute())
-    if not (folder / run_folder.TUNE).exists():
-        _show(folder, as_json=as_json)
     if out:
         tune.require_writable(out, force=force)
-    _finish(folder, tune.load(folder), out, as_json=as_json)
+    _show(studies.find(name, (runs or default_runs()).absolute()), out, as_json=as_json)
 
 
-def _show(folder: Path, *, as_json: bool = False, code: int = 0) -> None:
+def _show(folder: Path, out: Path | None = None, *, as_json: bool = False, code: int = 0) -> None:
+    """Print the table; with tune, write the best setting as a recipe."""
     study = studies.load(folder)
-    rows, parity = studies.look(folder, study)
+    rows = studies.look(folder, study)
+    best = tune.best(rows) if study.kind == "tune" else None
+    lines = study_table.text(study, rows)
     if as_json:
         found = [row.model_dump() | {"job_id": row.job_id} for row in rows]
-        document = {"study": str(folder), "kind": study.kind, "runs": found, "parity": parity.model_dump()}
+        document = {"study": str(folder), "kind": study.kind, "runs": found, "best": best and best.run}
         print(json.dumps(document, indent=1))
     else:
-        waiting = (status.QUEUED, status.RUNNING, status.NO_RESULT, "no run")
-        open_ = sum(row.state in waiting for row in rows)
-        left = f"{counted(open_, 'run')} of {len(rows)} not ended; " if open_ else ""
-        lines = [*study_table.table(study, rows), *study_table.parity(study, parity)]
-        print("\n".join([*lines, "", f"{left}again: dray study show {folder}"]))
-    failed = any(row.state in (status.FAILED, status.STOPPED, status.LOST) for row in rows)
-    raise typer.Exit(code or int(failed or bool(parity.broken)))
+        print("\n".join([*lines, "", study_table.again(str(folder), rows)]))
+    if study.kind == "tune":
+        if code:
+            raise typer.Exit(code)
+        if best is None:
+            raise tune.none_ran(folder, rows)
+        if out:
+            tune.write_best(folder, study, best, out, [study.about, "", *lines])
+            print(f"{out}: dray run {out}", file=sys.stderr if as_json else sys.stdout)
+        return
+    failed = any(row.apart or row.state in (status.FAILED, status.STOPPED, status.LOST) for row in rows)
+    raise typer.Exit(code or int(failed))
 
 
 @app.command("tune")
@@ -225,7 +229,6 @@ def tune_recipe(
     site: Site = "",
     here: Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")] = False,
     runs: Runs = None,
-    as_json: Json = False,
 ) -> None:
     """Find the settings with which a recipe trains fastest to the same losses, by short runs one after another.
 
@@ -253,13 +256,12 @@ def tune_recipe(
             found="a recipe with [command], whose settings dray does not know",
             fix="dray study sweep RECIPE KEY=VALUE,VALUE compares settings of a command",
         )  # fmt: skip
-    folder = (runs or default_runs()).absolute() / new_id(f"tune-{read.name}")
     source = context.get_parameter_source("engine")
     place = tune.place(
         read, os.environ, nodes=nodes, gpus_per_node=gpus_per_node or (ranks or 0) * (read.image != "cpu"),
         gpu_memory=gpu_memory, engine=engine, here=here or bool(source and source.name != "DEFAULT"), site=site,
     )  # fmt: skip
-    plan = place.first(read, folder)
+    plan = place.first(read, Path())
     fixed = [setting.partition("=")[0] for setting in settings]
     tuned = tune_search.keys(keys) if keys else tuple(key for key in KEYS if key not in fixed)
     space = tune_search.space(plan, given, tuned)
@@ -272,36 +274,20 @@ def tune_recipe(
             fix="use other --keys or values such as batch.per_device=4,8, or leave out --all",
         )
     configuration = lookup.files(plan.recipe, place.facts).configuration or {}
-    most, why = tune_search.tolerance(plan.recipe, configuration, exact=studies.PARITY)
-    tuning = Tuning(
-        path=str(recipe.absolute()), recipe=read.model_dump(mode="json", exclude_unset=True), ranks=plan.world.size,
-        where=place.text(plan), grid=grid, every=every, tolerance=most, why=why, start=dict(space.start.values),
-        steps=steps,
+    tolerance, reason = tune_search.tolerance(plan.recipe, configuration, exact=studies.PARITY)
+    about = f"{counted(grid, 'candidate')} of {read.name}, on {place.text(plan)}"
+    study = Study(
+        kind="tune", recipe=str(recipe), options=list(place.options), about=about, ranks=plan.world.size,
+        tolerance=tolerance, reason=reason,
     )  # fmt: skip
-    stream = sys.stderr if as_json else sys.stdout
-    print(f"{counted(grid, 'candidate')} of {read.name}, on {tuning.where}\n{folder}", file=stream, flush=True)
-
-    def tell(row: Row) -> None:
-        print(study_table.tune_line(tuning, row), file=stream, flush=True)
-
-    tuner = Tuner(folder, tuning, place, program(), limit, tell)
+    folder = (runs or default_runs()).absolute() / new_id(f"tune-{read.name}")
+    print(f"{about}\n{folder}", flush=True)
+    watched = ["env", "-u", "ENVIRONMENT", "timeout", "--foreground", "--signal=INT", "--kill-after=60", f"{limit:g}"]
+    tuner = Tuner(folder, study, read, place, space.start, [*watched, *program()])
+    code = 0
     try:
-        tuner.all(space)
-    except BaseException:
-        _finish(folder, tuning, None, as_json=as_json)
-        raise
-    _finish(folder, tuning, out, as_json=as_json)
-    tuning.require_best(folder)
-
-
-def _finish(folder: Path, tuning: Tuning, out: Path | None, *, as_json: bool) -> None:
-    """Print the table, and write its best setting."""
-    lines = [*study_table.tune_table(tuning), "", *study_table.tune_summary(tuning)]
-    if as_json:
-        best = tuning.best and tuning.best.model_dump()
-        print(json.dumps({"study": str(folder), **tuning.model_dump(), "best": best}, indent=1))
-    else:
-        print("\n".join(["", *lines, "", f"again: dray study show {folder}"]))
-    if out:
-        tune.write_best(tuning, folder, out, [f"{tuning.recipe.get('name')}, tuned on {tuning.where}", "", *lines])
-        print(f"{out}: dray run {out}")
+        tuner.measure(space, steps=steps, every=every)
+    except KeyboardInterrupt:
+        code = 130
+    print()
+    _show(folder, out, code=code)

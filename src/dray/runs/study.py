@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -34,11 +36,13 @@ class Member(BaseModel):
     """One run of a study; for a size of 0 or None the recipe or the site decides."""
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")] = "run"
-    """The name of its folder, beside the study's folder."""
+    """The name of its folder."""
+    values: dict[str, str | int | bool] = {}
+    """With tune: the keys and values of the candidate."""
     settings: list[str] = []
-    """The settings of this run alone."""
-    checkpoints: list[str] = []
-    """Settings that give it checkpoint folders of its own: it must not resume from another run's."""
+    """The settings of this run alone, which the table shows."""
+    more: list[str] = []
+    """More settings, such as checkpoint folders of its own: it must not resume from another run's."""
     ranks: int = 0
     """The ranks of all its nodes, if the runs differ in them."""
     nodes: int | None = None
@@ -47,6 +51,8 @@ class Member(BaseModel):
     job: int | None = None
     task: int | None = None
     """The task number, if the job is an array."""
+    refused: str = ""
+    """Why it did not start, or did not end."""
 
     @property
     def job_id(self) -> str | None:
@@ -56,25 +62,41 @@ class Member(BaseModel):
 
     def __str__(self) -> str:
         ranks = [counted(self.ranks, "rank")] if self.ranks else []
-        return " ".join([*ranks, *self.settings])
+        return " ".join([*ranks, *self.settings]) or "the recipe's own"
 
 
 class Study(BaseModel):
-    """The content of study.json, and how its runs start: as Slurm jobs, or one after another here."""
+    """The content of study.json, or tune.json, and how its runs start: as Slurm jobs, or one after another here."""
 
     version: int = 1
-    kind: Literal["strong", "weak", "sweep"]
+    kind: Literal["strong", "weak", "sweep", "tune"]
     """strong: the same global batch on any number of ranks; weak: the same batch per rank; sweep: other settings."""
     recipe: str
     settings: list[str] = []
     site: str = ""
+    options: list[str] = []
+    """More options of dray run."""
     sbatch: list[str] = []
     at_most: int | None = None
     """The most tasks of a job array that run at once."""
+    about: str = ""
+    """With tune: the number of candidates, and where they were measured."""
+    ranks: int = 0
+    tolerance: float = PARITY
+    """The largest relative difference of losses that must agree, and why."""
+    reason: str = "fp32 and the same global batch"
     members: list[Member] = []
 
+    @property
+    def file(self) -> str:
+        return run_folder.TUNE if self.kind == "tune" else run_folder.STUDY
+
+    def path(self, folder: Path, member: Member) -> Path:
+        """The member's run folder: beside the study's folder; that of a candidate in it."""
+        return (folder if self.kind == "tune" else folder.parent) / member.run
+
     def begin(self, runs: Path) -> Path:
-        """Name all runs, and make the study's folder. ConfigError if the recipe refuses settings of one."""
+        """Name all runs, and the study's folder. ConfigError if the recipe refuses settings of one."""
         if len(self.members) > MOST:
             raise ConfigError("a study has too many runs", wanted=f"at most {MOST}", found=len(self.members))
         recipes = [self._recipe(member.settings) for member in self.members]
@@ -84,11 +106,20 @@ class Study(BaseModel):
             places = {"folder": recipe.checkpoint.folder, "mirror": recipe.checkpoint.mirror}
             for key, place in places.items():
                 if place:
-                    member.checkpoints.append(f"checkpoint.{key}={place.rstrip('/')}/{member.run}")
+                    member.more.append(f"checkpoint.{key}={place.rstrip('/')}/{member.run}")
         return folder
 
     def _recipe(self, settings: Sequence[str]) -> Recipe:
         return write.read_recipe(Path(self.recipe), [*self.settings, *settings])
+
+    def run(self, folder: Path, member: Member, program: Sequence[str]) -> int:
+        """Run one member on this machine, by `dray run`; its exit code."""
+        print(f"\n== {member}", flush=True)
+        size = {"nodes": member.nodes, "ranks": member.ranks_per_node, "gpus-per-node": member.gpus_per_node}
+        options = [f"--{name}={value}" for name, value in {**size, "site": self.site}.items() if value]
+        options += [f"--runs={self.path(folder, member).parent}", *self.options]
+        settings = [*self.settings, *member.settings, *member.more]
+        return process.in_front([*program, "run", f"--run={member.run}", *options, self.recipe, *settings])
 
     def run_here(self, folder: Path, program: Sequence[str]) -> int:
         """Start one run after another, by `dray run`; the exit code of one that ended the study, else 0."""
@@ -102,11 +133,7 @@ class Study(BaseModel):
         self.save(folder)
         code = 0
         for member in self.members:
-            print(f"\n== {member}", flush=True)
-            size = {"nodes": member.nodes, "ranks": member.ranks_per_node, "gpus-per-node": member.gpus_per_node}
-            options = [f"--{name}={value}" for name, value in {**size, "site": self.site}.items() if value]
-            words = [f"--runs={folder.parent}", self.recipe, *self.settings, *member.settings, *member.checkpoints]
-            code = process.in_front([*program, "run", f"--run={member.run}", *options, *words])
+            code = self.run(folder, member, program)
             if code in LAST:
                 break
         self.keep(folder)
@@ -140,7 +167,7 @@ class Study(BaseModel):
             raise
 
     def _planned(self, run: Path, member: Member, known: login.Known) -> queue.Job:
-        own = [*member.settings, *member.checkpoints]
+        own = [*member.settings, *member.more]
         if member.ranks_per_node:
             own.append(f"ranks_per_node={member.ranks_per_node}")
         submission = queue.Submission(
@@ -168,7 +195,7 @@ class Study(BaseModel):
         """Write study.json; the first time make its folder."""
         if not folder.is_dir():
             make_run_folder(folder)
-        files.write_atomic(folder / run_folder.STUDY, self.model_dump_json(indent=1) + "\n")
+        files.write_atomic(folder / self.file, self.model_dump_json(indent=1) + "\n")
 
     def keep(self, folder: Path) -> None:
         """Save the study with the members whose runs exist; without one, remove it."""
@@ -191,8 +218,9 @@ def _report(jobs: Sequence[queue.Job]) -> None:
 
 def load(folder: Path) -> Study:
     """The study in a folder."""
-    fix = f"name a folder with {run_folder.STUDY} in it: dray study show STUDY"
-    return store.load(Study, folder / run_folder.STUDY, "study", fix=fix)
+    tuned = folder / run_folder.TUNE
+    file = tuned if tuned.exists() else folder / run_folder.STUDY
+    return store.load(Study, file, "study", fix="dray study show STUDY names a folder with such a file")
 
 
 def find(word: str, runs: Path) -> Path:
@@ -205,8 +233,11 @@ def find(word: str, runs: Path) -> Path:
         return runs / (word if word in names else fitting[0])
     raise ConfigError(
         "several studies begin with this name" if fitting else "there is no such study",
-        where=runs, found=ascii(word), wanted=listed((fitting or names)[::-1]), fix="--runs=FOLDER names another folder",
-    )  # fmt: skip
+        where=runs,
+        found=ascii(word),
+        wanted=listed((fitting or names)[::-1]),
+        fix="--runs=FOLDER names another folder",
+    )
 
 
 # Its table ----------------------------------------------------------------------------------------------------------
@@ -217,78 +248,93 @@ class Row(Member):
 
     state: str = "no run"
     """The state as in `dray status`; `no run` if it never started."""
+    why: str = ""
+    """Why it failed or was refused."""
     seconds: float | None = None
     """Seconds of training."""
     step_s: float | None = None
+    """Median step time of all logged lines except the first, which has the warm-up; so is the speed of all ranks."""
     tokens_per_s: float | None = None
-    """Speed of all ranks: the median over the logged lines except the first, which has the warm-up."""
+    spread: float = 0.0
+    """Median deviation from the step time, relative to it; one slow step in ten does not change it."""
+    memory_gb: float | None = None
+    """Peak memory of rank 0."""
     speedup: float | None = None
     efficiency: float | None = None
     """Speed per rank, relative to the run with the fewest ranks."""
     loss: float | None = None
     eval_loss: float | None = None
+    difference: float | None = None
+    """The largest relative difference of its losses from the first run's."""
+    apart: str = ""
+    """Where its losses differ from the first run's, if they must agree."""
     losses: Annotated[dict[int, float | None], Field(exclude=True)] = {}
     is_fp32: Annotated[bool, Field(exclude=True)] = False
 
 
-class Parity(BaseModel):
-    """How far the losses of a strong study's runs differ, step by step."""
-
-    checked: bool = False
-    """Whether losses must agree, as they must in fp32 only."""
-    steps: int = 0
-    """Steps compared with the run with the fewest ranks, over all runs."""
-    largest: float = 0.0
-    not_finite: int = 0
-    """Steps among these whose loss is not finite in one run or in both."""
-    broken: list[str] = []
-
-
-def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
-    """The current rows in order of ranks, and whether their losses agree."""
+def look(folder: Path, study: Study) -> list[Row]:
+    """The current rows, in order of ranks."""
     slurm = Slurm()
-    rows = [_row(folder.parent / member.run, member, slurm) for member in study.members]
-    if study.kind == "sweep":
-        return rows, Parity()
-    rows.sort(key=lambda row: row.ranks)
-    first = next((row for row in rows if row.tokens_per_s and row.ranks), None)
-    for row in rows:
-        if first and first.tokens_per_s and row.tokens_per_s:
-            row.speedup = row.tokens_per_s / first.tokens_per_s
-            row.efficiency = row.speedup * first.ranks / row.ranks
-    return rows, _parity([row for row in rows if row.losses]) if study.kind == "strong" else Parity()
+    rows = [_row(study.path(folder, member), member, slurm) for member in study.members]
+    if study.kind in ("strong", "weak"):
+        rows.sort(key=lambda row: row.ranks)
+        first = next((row for row in rows if row.tokens_per_s), None)
+        for row in rows:
+            if first and first.tokens_per_s and row.tokens_per_s:
+                row.speedup = row.tokens_per_s / first.tokens_per_s
+                row.efficiency = row.speedup * first.ranks / row.ranks
+    if study.kind == "strong":
+        _compare([row for row in rows if row.losses], study)
+    if study.kind == "tune":
+        _compare([row for row in rows if row.state == status.DONE], study)
+    return rows
 
 
 def _row(folder: Path, member: Member, slurm: Slurm) -> Row:
     run, row = Run(folder), Row.model_validate(member.model_dump())
     if is_run(folder):
-        row.state = status.status(run, slurm).state
+        state = status.status(run, slurm)
+        row.state, row.why = state.state, member.refused or state.why or ""
+    elif member.refused:
+        row.state, row.why = "left out", member.refused
     elif member.job:
         row.state = status.QUEUED
-    curve = effect.curve([attempt.paths for attempt in run.attempts])
-    row.losses, row.step_s, row.tokens_per_s = curve.losses, curve.median_s, curve.tokens_per_s
-    row.loss = next(reversed(curve.losses.values()), None)
-    if run.last:
-        row.is_fp32 = dig(run.last.plan, "recipe", "train", "precision") == "fp32"
-        for event in metrics.tail(run.last.paths.metrics):
-            if event.get("event") == "eval":
+    seconds, speeds = list[float](), list[float]()
+    for attempt in run.attempts:
+        is_first, row.is_fp32 = True, dig(attempt.plan, "recipe", "train", "precision") == "fp32"
+        for event in metrics.Metrics(attempt.paths.metrics):
+            kind, step = event.get("event"), metrics.whole(event, "step")
+            if kind == "step" and step:
+                row.loss = row.losses[step] = metrics.number(event, "loss")
+                row.memory_gb = max(row.memory_gb or 0.0, metrics.number(event, "memory_gb") or 0.0) or None
+                if not is_first:
+                    seconds.append(metrics.number(event, "step_s") or 0.0)
+                    speeds.append(metrics.number(event, "tokens_per_s") or 0.0)
+                is_first = False
+            elif kind == "eval":
                 row.eval_loss = metrics.number(event, "loss")
-            elif event.get("event") == "end":
+            elif kind == "end":
                 row.seconds = metrics.number(event, "train_seconds")
+    if seconds:
+        row.step_s, row.tokens_per_s = median(seconds), median(speeds)
+        row.spread = median(abs(one - row.step_s) for one in seconds) / (row.step_s or 1.0)
     return row
 
 
-def _parity(rows: Sequence[Row]) -> Parity:
-    """Compare the losses of each run with those of the first."""
-    found = Parity(checked=all(row.is_fp32 for row in rows))
+def _compare(rows: Sequence[Row], study: Study) -> None:
+    """Compare the losses of each run with those of the first; in a strong study they must agree in fp32 only."""
+    must_agree = study.kind == "tune" or all(row.is_fp32 for row in rows)
     for row in rows[1:]:
-        ours, theirs = rows[0].losses, row.losses
-        apart = effect.compare(ours, theirs, PARITY)
-        found.not_finite += sum(ours[step] is None or theirs[step] is None for step in {*ours} & {*theirs})
-        found.steps += apart.steps
-        found.largest = max(found.largest, apart.largest)
-        if apart.first is not None and found.checked:
-            a, b = effect.pair(apart.first_a, apart.first_b)
-            far = effect.difference(apart.first_a, apart.first_b)
-            found.broken.append(f"step {apart.first}: {a} on {rows[0].ranks}, {b} on {row.ranks}, {far:.1e} apart")
-    return found
+        found = effect.compare(row.losses, rows[0].losses, study.tolerance)
+        if found.steps:
+            common = {*row.losses} & {*rows[0].losses}
+            finite = all(None not in (row.losses[step], rows[0].losses[step]) for step in common)
+            row.difference = found.largest if finite else math.inf
+        if not must_agree:
+            continue
+        if found.first is not None:
+            here, there = effect.pair(found.first_a, found.first_b)
+            far = effect.difference(found.first_a, found.first_b)
+            row.apart = f"step {found.first}: {here}, but {there} with {rows[0]}; {far:.1e} apart"
+        elif study.kind == "tune" and (found.only_a or found.only_b):
+            row.apart = f"{counted(len(row.losses), 'step')}, but {len(rows[0].losses)} with {rows[0]}"

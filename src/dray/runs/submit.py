@@ -210,7 +210,7 @@ def enqueue(
             for name, text in beside.items():
                 files.write_atomic(run / name, text)
         job = slurm.sbatch(argv)
-    except slurm.NoJobNumber:
+    except slurm.NoJobNumberError:
         raise
     except (DrayError, OSError) as refused:
         for run in filter(Path.is_dir, new):
