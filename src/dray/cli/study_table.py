@@ -33,10 +33,11 @@ def text(study: Study, rows: Sequence[Row]) -> list[str]:
         lines.append(line)
     shown = _columns([[*lines[0]], *([*line.values()] for line in lines)]) if lines else []
     told = [printable(f"{row}: {row.apart or row.why}") for row in rows if row.apart or row.why]
-    if study.kind == "strong":
-        told = [*_parity(study, rows), *told]
-    if tuning:
-        told += ["", *_summary(study, rows, best)]
+    if study.kind in ("strong", "tune"):
+        told = [*_losses(study, rows), *told]
+    if best:
+        faster = (best.tokens_per_s or 0.0) / (rows[0].tokens_per_s or math.inf)
+        told.append(f"best: {best}: {tune.speed(best)}, {faster:.2f} times the recipe's own")
     return [*shown, "", *told] if told else shown
 
 
@@ -61,26 +62,13 @@ def _figure(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def _parity(study: Study, rows: Sequence[Row]) -> list[str]:
+def _losses(study: Study, rows: Sequence[Row]) -> list[str]:
+    """Whether losses agree that should be equal."""
     if any(row.apart for row in rows):
-        return [f"LOSS PARITY IS BROKEN; wanted: at most {study.tolerance:.0e}, since {study.reason}"]
+        return [f"LOSSES DIFFER by more than {study.tolerance:.0e} ({study.reason}):"]
     differences = [row.difference for row in rows if row.difference is not None]
     if not differences:
         return ["losses: not compared yet; no two runs have logged the same step"]
-    checked = all(row.is_fp32 for row in rows if row.losses)
+    checked = study.kind == "tune" or all(row.is_fp32 for row in rows if row.losses)
     largest = "not all finite" if math.inf in differences else f"{max(differences):.1e} apart at most, step by step"
     return [f"losses: {largest}; {'they agree' if checked else 'not checked: not fp32'}"]
-
-
-def _summary(study: Study, rows: Sequence[Row], best: Row | None) -> list[str]:
-    """The number of runs, and the best settings of tune."""
-    found = [f"{counted(len(rows), 'candidate')} of {study.about}"]
-    if refused := [str(row) for row in rows if row.apart]:
-        found.append(
-            f"REFUSED, since the losses differ by more than {study.tolerance:.0e} ({study.reason}): "
-            + "; ".join(refused)
-        )
-    if best:
-        faster = (best.tokens_per_s or 0.0) / (rows[0].tokens_per_s or math.inf)
-        found.append(f"best: {best}: {tune.speed(best)}, {faster:.2f} times the recipe's own")
-    return found

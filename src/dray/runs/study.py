@@ -84,7 +84,7 @@ class Study(BaseModel):
     ranks: int = 0
     tolerance: float = PARITY
     """The largest relative difference of losses that must agree, and why."""
-    reason: str = "fp32 and the same global batch"
+    reason: str = "the recipe is fp32 and the global batch is the same"
     members: list[Member] = []
 
     @property

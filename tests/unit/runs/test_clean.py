@@ -250,7 +250,7 @@ def test_a_study_goes_after_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     runs = tmp_path / "runs"
     ended(runs, "kept-1")
     for name, job in (("kept", None), ("gone", None), ("queued", 12), ("over", 13)):
-        study.save(runs / name, Study(kind="sweep", recipe="r", members=[Member(run=f"{name}-1", job=job, task=3)]))
+        Study(kind="sweep", recipe="r", members=[Member(run=f"{name}-1", job=job, task=3)]).save(runs / name)
     (runs / "broken").mkdir()
     (runs / "broken" / "study.json").write_text("{")
     waits = squeue.Job(99, "12_3", "PENDING", 0.0, "", None, "")
