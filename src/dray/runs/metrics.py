@@ -127,13 +127,13 @@ def result_warnings(events: Sequence[Event]) -> list[str]:
     """Warnings for the result: each kind of failed save, and the first loss jumps."""
     found = []
     for kind, what in _UNSAVED.items():
-        saves = [event for event in events if event["event"] == kind and isinstance(event.get("checkpoint"), int)]
+        saves = [event for event in events if event.get("event") == kind and isinstance(event.get("checkpoint"), int)]
         failed = [event for event in saves if event.get("saved") is False]
         if failed:
             count, step = counted(len(failed), "checkpoint"), failed[0]["checkpoint"]
             text = f"{count} {what}, the first of step {step}: {failed[0].get('why')}"[:600]
             mended = f"; step {saves[-1]['checkpoint']} was saved again" if saves[-1].get("saved") is True else ""
             found.append(text + mended)
-    jumps = [str(event.get("why"))[:600] for event in events if event["event"] == "divergence"]
+    jumps = [str(event.get("why"))[:600] for event in events if event.get("event") == "divergence"]
     more = [f"and {counted(len(jumps) - 5, 'time')} more"] if len(jumps) > 5 else []
     return [*found, *jumps[:5], *more]

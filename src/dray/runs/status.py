@@ -24,7 +24,7 @@ from dray.runs.metrics import NonStepEvents
 from dray.runs.slurm import JUST_S, Job, Slurm, meaning
 from dray.runs.startup import Startup
 from dray.runs.stop import Stop, utc
-from dray.runs.store import OR_NONE, Attempt, Queued, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
+from dray.runs.store import OR_NONE, Attempt, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
     "queued", "running", "done", "failed", "stopped", "lost", "no result",
@@ -159,22 +159,22 @@ def status(
 
     `events` caches what was read of metrics, between calls for one run.
     """
-    attempt = None
+    number = None
     if isinstance(run, Path):
         folder = run.absolute()
         if not is_run(folder):
             paths = last_attempt(folder)
-            run = Run(paths.run)
-            attempt = next((one for one in run.attempts if one.number == paths.attempt), None)
-        else:
-            run = Run(folder)
-    look = _Look(run, attempt or run.last, slurm or Slurm())
+            folder, number = paths.run, paths.attempt
+        run = Run(folder)
+    attempts = [attempt for attempt in run.attempts if number in (None, attempt.number)]
+    look = _Look(run, attempts[-1] if attempts else None, slurm or Slurm())
     look.decide()
     fields = look.of_attempt({} if events is None else events, closely=closely) if look.attempt else look.before()
-    inner: Table = {"kind": look.kind, "unclear": look.unclear, "slurm_job": look.job, "cluster": look.cluster}
-    inner |= {"process": look.process, "paths": look.attempt.paths if look.attempt else None}
-    known = {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
-    return State.model_validate(printable(known | fields) | inner)
+    own: Table = {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
+    return State(
+        **printable(own | fields), kind=look.kind, unclear=look.unclear, slurm_job=look.job, cluster=look.cluster,
+        process=look.process, paths=look.attempt.paths if look.attempt else None,
+    )  # fmt: skip
 
 
 class _Look:
@@ -183,19 +183,13 @@ class _Look:
     def __init__(self, run: Run, attempt: Attempt | None, slurm: Slurm) -> None:
         self.run, self.attempt, self.slurm = run, attempt, slurm
         self.kind: Kind = "ended"
-        self.unclear, self.job, self.process = "", None, 0
+        self.unclear, self.process = "", 0
+        self.job: Job | None = None
         # Another user's file does not choose a cluster: Slurm does not list their jobs here.
         self.cluster = run.cluster if run.owner == os.geteuid() else ""
-        self.queued = self._queued()
-
-    job: Job | None
-
-    def _queued(self) -> Queued | None:
-        """The submitted job, unless it already began an attempt."""
-        job = self.run.job
-        if job is None or (job.task is None and self.attempt and job.job == self.attempt.job):
-            return None
-        return None if job.id in {attempt.job_id for attempt in self.run.attempts} else job
+        begun = run.job and run.job.id in {attempt.job_id for attempt in run.attempts}
+        self.queued = None if begun else run.job
+        """The submitted job that has not begun an attempt yet."""
 
     @property
     def _ended(self) -> float | None:
@@ -209,13 +203,13 @@ class _Look:
         attempt, ended = self.attempt, self._ended
         over = ended is not None and not self.queued and not (attempt and attempt.goes_on)
         over = over or (attempt is None and self.run.job is not None and self.run.job.stopped is not None)
-        if not self.queued and not (attempt and attempt.job):
+        if not self.queued and not (attempt and attempt.job_id):
             self._decide_by_process()
             if self.kind != "ended":
                 return
             over = True
         try:
-            if job := self.slurm.job_of(self._jobs(), self._folders(), self.cluster):
+            if job := self._find_job():
                 self._decide_by_job(job)
             elif not over:
                 self.unclear = self._unlisted()
@@ -224,17 +218,16 @@ class _Look:
         if self.unclear:
             self.kind = "unknown"
 
-    def _jobs(self) -> dict[int | str, float]:
-        """The jobs that may have the run, and when each was recorded. Slurm itself may requeue an ended job, as after a
-        preemption."""
-        attempt = self.attempt
-        jobs: dict[int | str, float] = {attempt.job: self._ended or attempt.began} if attempt and attempt.job else {}
-        return jobs | ({_name(self.queued): self.queued.time} if self.queued else {})
-
-    def _folders(self) -> set[str]:
-        """The paths under which a job may know the run folder."""
-        planned = self.attempt.plan.get("run_folder") if self.attempt else None
-        return {str(self.run.folder), *([planned] if isinstance(planned, str) and planned else [])}
+    def _find_job(self) -> Job | None:
+        """The job that has the run. Slurm itself may requeue an ended one, as after a preemption."""
+        ids: dict[str, float] = {}
+        folders = {str(self.run.folder)}
+        if self.attempt:
+            ids[self.attempt.job_id] = self._ended or self.attempt.began
+            folders.add(str(self.attempt.plan.get("run_folder")))
+        if self.queued:
+            ids[self.queued.id] = self.queued.time
+        return self.slurm.job_of(ids, folders, self.cluster)
 
     def _decide_by_job(self, job: Job) -> None:
         attempt = self.attempt
@@ -243,7 +236,7 @@ class _Look:
             return
         ended = self._ended
         again = ended is not None and attempt and (attempt.goes_on or (job.start or 0.0) > ended)
-        if attempt is None or job.number != attempt.job or again:  # an allocation by salloc outlives an attempt
+        if attempt is None or job.id != attempt.job_id or again:  # an allocation by salloc outlives an attempt
             self.kind, self.job = "starting", job
         elif ended is None:  # with a result, the run has ended, and Slurm is cleaning up
             self.kind, self.job = "running", job
@@ -313,10 +306,8 @@ class _Look:
         state, stopped = self._state(attempt)
         plan, job = attempt.plan, self.job
         nodes = dig(plan, "world", "nodes")
-        names = [str(dig(node, "name"))[:_TEXT] for node in nodes if isinstance(node, dict)] if _is_list(nodes) else []
-        first = attempt.began
-        if attempt.number > 1:
-            first = written(RunPaths(self.run.folder).plan) or first
+        names = [str(dig(node, "name"))[:_TEXT] for node in nodes] if isinstance(nodes, list) else []
+        first = written(RunPaths(self.run.folder).plan) if attempt.number > 1 else None
         fields: Table = {
             "state": state,
             "recipe": _text(dig(plan, "recipe", "name")),
@@ -327,22 +318,19 @@ class _Look:
             "attempts": len(self.run.attempts),
             "nodes": names,
             "ranks": metrics.whole(dig(plan, "world"), "size"),
-            "started": _utc(first),
+            "started": _utc(first or attempt.began),
             "attempt_started": _utc(attempt.began),
             "steps": metrics.whole(dig(plan, "recipe", "train"), "steps"),
             "waiting": _waiting(job) if job and state == QUEUED else None,
         }
         result = attempt.result
         if result and isinstance(result.get("status"), str):
-            planning = {"live": {"stage": "the job is planning the next attempt"}} if state == RUNNING else {}
-            return fields | planning | {"goes_on": attempt.goes_on} | _result(result, self.run, closely=closely)
+            fields |= {"goes_on": attempt.goes_on, **_result(result, self.run, closely=closely)}
+            return fields | ({"live": {"stage": "the job is planning the next attempt"}} if state == RUNNING else {})
         if stopped:
             fields |= {"why": stopped.reason, "finished": stopped.at}
         if closely and state != QUEUED:
-            # The wait in the queue belongs to the first attempt; later ones may share the job.
-            first_batch = job if attempt.number == 1 and job and not job.by_salloc and job.submitted else None
-            waited = first_batch.start - first_batch.submitted if first_batch and first_batch.start else None
-            fields["startup"] = startup.read(attempt.paths, names, waited)
+            fields["startup"] = startup.read(attempt.paths, names)
             fields["live"] = _live(attempt, names, events.setdefault(
                 attempt.paths.metrics, NonStepEvents(attempt.paths.metrics)
             ))  # fmt: skip
@@ -357,9 +345,6 @@ class _Look:
             return by_result if ended else _lost(attempt)
         if kind == "queued":
             return QUEUED, None
-        if kind == "starting" and job and ended and job.number == attempt.job:
-            goes_on = dig(attempt.result, "next", "spare") or (job.start or 0.0) > ended
-            return (RUNNING, None) if goes_on else by_result  # the job is being requeued
         if (job and not job.by_salloc) or kind == "starting" or self.process:
             return RUNNING, None
         if ended:
@@ -439,24 +424,31 @@ def _live(attempt: Attempt, names: list[str], events: NonStepEvents) -> Live:
     with suppress(OSError):  # the state warns of it
         events.look()
         tail = metrics.tail(paths.metrics)
-    notes = _notes(events)
+    slow = [
+        (
+            str(event.get("node")),
+            f"slow: rank {event.get('rank')} on {event.get('node')}, {times:.2f} times the median rank",
+        )
+        for event in events.events
+        if event.get("event") == "slow" and (times := metrics.number(event, "times"))
+    ]
     restarts = [path for path in paths.failures.glob(run_folder.restart("*").partition("/")[2]) if path.is_dir()]
-    nodes = _nodes(attempt, names, notes)
+    nodes = _nodes(attempt, names, slow)
     ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
     if at := written(paths.metrics):
         ages.append(round(max(0.0, time.time() - at), 1))
     quiet = min(ages, default=None)
-    texts = [text for _, text in notes]
+    notes = [*(text for _, text in slow), *metrics.result_warnings(events.events)]
     asked = stop.asked(paths.folder)
-    texts += [f"asked to save and end ({asked[0][:40]})"] if asked else []
+    notes += [f"asked to save and end ({asked[0][:40]})"] if asked else []
     if quiet is not None and quiet > FRESH_S:
-        texts.append(f"no output for {duration(quiet)}")
+        notes.append(f"no output for {duration(quiet)}")
     elif not dig(attempt.plan, "recipe", "command"):  # each rank logs each step
         for node in nodes:
             if node.quiet_s is not None and node.quiet_s > FRESH_S:
                 node.notes.append(f"silent for {duration(node.quiet_s)}, unlike the others")
     stage = _stage(attempt, tail, max((written(path) or 0.0 for path in restarts), default=0.0))
-    return Live(stage=stage, nodes=nodes, quiet_s=quiet, restarts=len(restarts), notes=texts)
+    return Live(stage=stage, nodes=nodes, quiet_s=quiet, restarts=len(restarts), notes=notes)
 
 
 def _stage(attempt: Attempt, tail: list[metrics.Event], restarted: float) -> str:
@@ -490,46 +482,21 @@ def _start_stage(attempt: Attempt) -> str:
     return next((stage for stage, reached in stages.items() if reached), first)
 
 
-def _notes(events: NonStepEvents) -> list[tuple[str, str]]:
-    """Notes from the metrics, each with its node's name."""
-    found: list[tuple[str, str]] = []
-    unsaved: dict[str, str] = {}
-    for event in events.events:
-        kind, node, why = event.get("event"), str(event.get("node", ""))[:_TEXT], str(event.get("why"))[:_TEXT]
-        if kind == "slow" and (times := metrics.number(event, "times")):
-            rank = metrics.whole(event, "rank")
-            found.append((node, f"slow: rank {rank} on {node}, {times:.2f} times the median rank"))
-        elif kind in ("checkpoint", "mirror"):
-            what = "saved" if kind == "checkpoint" else "copied to the mirror"
-            text = f"the checkpoint of step {metrics.whole(event, 'checkpoint')} is not {what}: {why}"
-            unsaved[kind] = "" if event.get("saved") else text
-        elif kind == "divergence":
-            found.append(("", f"at step {metrics.whole(event, 'last_step')}: {why}"))
-    return [*found, *(("", text) for text in unsaved.values() if text)][-16:]
-
-
-def _nodes(attempt: Attempt, names: list[str], notes: list[tuple[str, str]]) -> list[Node]:
+def _nodes(attempt: Attempt, names: list[str], slow: list[tuple[str, str]]) -> list[Node]:
     ranks_per_node = metrics.whole(dig(attempt.plan, "world"), "ranks_per_node") or 1
-    logs, failures = _times(attempt.paths.logs), _times(attempt.paths.failures)
+    failures = {path.name for path in attempt.paths.failures.glob("*.json")}
     found = []
     for number, name in enumerate(names):
         ranks = [*range(number * ranks_per_node, (number + 1) * ranks_per_node)]
         stems = [f"node-{number}", *(f"rank-{rank}" for rank in ranks)]
-        newest = max((logs.get(f"{stem}.log", 0.0) for stem in stems), default=0.0)
+        newest = max(written(attempt.paths.logs / f"{stem}.log") or 0.0 for stem in stems)
         failed = [stem for stem in stems if f"{stem}.json" in failures]
-        own = [text for node, text in notes if node == name]
+        own = [text for node, text in slow if node == name]
         own += [f"failed: {', '.join(failed[:4])}{', ...' * (len(failed) > 4)}"] if failed else []
         own += ["lost"] if any(re.fullmatch(rf"node-\d+-lost-{number}\.json", file) for file in failures) else []
         quiet = round(max(0.0, time.time() - newest), 1) if newest else None
         found.append(Node(name=name, ranks=ranks, quiet_s=quiet, notes=own))
     return found
-
-
-def _times(folder: Path) -> dict[str, float]:
-    """The files of a folder, and when each was last written."""
-    with suppress(OSError):
-        return {name: written(folder / name) or 0.0 for name in os.listdir(folder)}  # noqa: PTH208  of a thousand ranks
-    return {}
 
 
 def _process(paths: RunPaths) -> list[Any] | None:
@@ -538,10 +505,6 @@ def _process(paths: RunPaths) -> list[Any] | None:
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 return list(found)
     return None
-
-
-def _name(job: Queued) -> int | str:
-    return job.job if job.task is None else job.id
 
 
 def _waiting(job: Job) -> Table:
@@ -557,10 +520,6 @@ def _utc(seconds: float | None) -> str | None:
 
 def _text(value: object) -> str | None:
     return value[:_TEXT] if isinstance(value, str) else None
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 # Over several attempts -------------------------------------------------------------------------------------------

@@ -178,11 +178,7 @@ class Attempt:
     @cached_property
     def job_id(self) -> str:
         """The job's id for Slurm's commands: 12, or 12_3 for an array task; empty without Slurm."""
-        for name in ("task", "job"):
-            found = self.facts.get(name, "")
-            if _JOB_ID.fullmatch(found) and found != "0":
-                return found
-        return str(self.job or "")
+        return self.facts.get("task") or str(self.job or "")
 
     @cached_property
     def job(self) -> int:
@@ -445,12 +441,8 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
     """This user's runs that the job started before it was requeued, newest first, because a new Slurm installation
     reuses job numbers."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
-    found = []
-    for path in runs.glob(f"*-{name}-{job}*"):
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            if pattern.fullmatch(path.name) and path.stat().st_uid == os.geteuid():
-                found.append(path.name)
-    return sorted(found, reverse=True)
+    known = sorted((run for run in newest_first(runs) if pattern.fullmatch(run.name)), reverse=True)
+    return [run.name for run in known if run.stat().st_uid == os.geteuid()]
 
 
 def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None:
@@ -635,7 +627,7 @@ def newest_first(runs: Path) -> list[Path]:
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
-            if (began := _began(entry.path)) is not None:
+            if not entry.name.startswith(".") and (began := _began(entry.path)) is not None:
                 found.append((began, entry.path))
     return [Path(folder) for _, folder in sorted(found, reverse=True)]
 

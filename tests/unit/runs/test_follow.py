@@ -11,7 +11,7 @@ import pytest
 from dray.facts import Facts
 from dray.runs.follow import Growing
 from dray.runs.logs import Log, new
-from dray.runs.metrics import Rare, last_step, tail
+from dray.runs.metrics import NonStepEvents, last_step, tail
 from dray.runs.status import Watched
 from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
@@ -143,15 +143,15 @@ def test_a_log_that_is_cut_is_shown_from_its_beginning(tmp_path: Path) -> None:
 def test_metrics_that_are_written_anew_forget_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "start", "time": 1.0}\n' + STEP % 1 + SLOW % 1)
-    rare = Rare(path)
+    rare = NonStepEvents(path)
     rare.look()
-    assert ([one["event"] for one in rare.events], sorted(rare.first)) == (["start", "slow"], ["start", "step"])
+    assert [one["event"] for one in rare.events] == ["start", "slow"]
     path.write_text("")
     rare.look()
-    assert (list(rare.events), rare.first) == ([], {})
+    assert list(rare.events) == []
     path.write_text(SLOW % 2 + STEP % 5 + STEP % 6 + "damaged\n")
     rare.look()
-    assert ([one["step"] for one in rare.events], rare.first["step"]["step"]) == ([2], 5)
+    assert [one["step"] for one in rare.events] == [2]
 
 
 @pytest.mark.parametrize("nodes", [2, 1000, 50_000])

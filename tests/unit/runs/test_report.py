@@ -13,13 +13,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from dray.runs.paths import RunPaths
 
 import browser
 from damage import RECORD
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import stages, startup
-from dray.runs.paths import RunPaths
 from dray.runs.report import axis, curves, html, numbers, sections
 from dray.runs.report.data import gather
 from dray.runs.report.document import Document, Item, Series, Spans, Table, Text
