@@ -56,7 +56,8 @@ def studies(cluster, login) -> Iterator[Studies]:
 def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, short) -> None:
     lr = "train.lr=1e-3,2e-3,4e-3"
     code, out = studies.dray(
-        "study", "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=400", lr, "--nodes=1", "--ranks=2", "--at-most=2"
+        "study", "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=400", lr,
+        "--nodes=1", "--ranks=2", "--at-most=2",
     )  # fmt: skip
     assert code == 0, out
     array = re.match(r"job ([0-9]+)_1: train.lr=1e-3\njob \1_2: train.lr=2e-3\njob \1_3: train.lr=4e-3\n", out)
@@ -101,7 +102,8 @@ def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, sho
 @pytest.mark.slow
 def test_one_task_is_stopped_while_it_runs_and_the_other_goes_on(studies: Studies, short) -> None:
     code, out = studies.dray(
-        "study", "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=5000", "train.lr=1e-3,2e-3", "--nodes=1", "--ranks=1"
+        "study", "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=5000", "train.lr=1e-3,2e-3",
+        "--nodes=1", "--ranks=1",
     )  # fmt: skip
     assert code == 0, out
     array = out.partition("_")[0].removeprefix("job ")

@@ -136,13 +136,13 @@ def check(options: Sequence[str]) -> None:
 
 def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[str]:
     """The options that `dray submit` adds to sbatch; the user's options come later and win."""
-    found = [f"--job-name={recipe.name}", "--ntasks-per-node=1", *site.sbatch]
-    found.append(f"--nodes={(nodes or recipe.nodes) + recipe.spares}")
-    grace = recipe.grace_s or site.grace_s
-    if grace:
+    found = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes + recipe.spares}", "--ntasks-per-node=1", *site.sbatch]
+    if grace := recipe.grace_s or site.grace_s:
         found.append(f"--signal=B:USR1@{grace}")
     if gpus:
         found.append(f"--gres=gpu:{gpus}" if site.gpu_option == "gres" else f"--gpus-per-node={gpus}")
+    if nodes:
+        found.append(f"--nodes={nodes + recipe.spares}")
     if recipe.replaces_nodes:
         found.append("--no-kill")
     return found

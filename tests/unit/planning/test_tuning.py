@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 from dray.contract.findings import ConfigError
 from dray.facts import Facts

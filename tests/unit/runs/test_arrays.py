@@ -87,7 +87,7 @@ def as_a_task(argv: list[str], task: int) -> list[str]:
     return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
 
 
-OPTIONS = ["--job-name=smoke-cpu", "--ntasks-per-node=1", "--nodes=2"]
+OPTIONS = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Queue, tmp
     assert scale(queue, ranks="1,2,4", per_node=2, at_most=1) == 0
     folder = queue.runs / "20-scale-smoke-cpu"
     decided = [f"--image={tmp_path}/i.sif", "--site=", str(RECIPE), "train.steps=40"]
-    one_node = ["--job-name=smoke-cpu", "--ntasks-per-node=1", "--nodes=1"]
+    one_node = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1", "--nodes=1"]
     assert queue.calls == [
         ["--parsable", f"--output={folder}-%a/job-%A_%a.log", "--array=1,2%1", *one_node,
          f"{ROOT}/slurm/singlenode.sh", f"--tasks={folder}/tasks", *decided],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 from dray.clients import docker
 from dray.config import sites

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 from capsules import nodes, steps
 from dray.cli import replay as verb

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 from dray.cli import submit as verb
 from dray.contract.findings import ConfigError

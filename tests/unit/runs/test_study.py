@@ -82,16 +82,13 @@ again: dray study show {folder}
         assert (code, found["kind"], [run["ranks"] for run in found["runs"]]) == (1, "strong", [1, 2])
         assert found["runs"][1]["apart"] == "step 2: 4.001, but 4 with 1 rank; 2.5e-04 apart"
 
-    @pytest.mark.parametrize("first", [4.0, None])
-    def test_a_loss_that_is_not_finite(self, first: float | None, tmp_path: Path, capsys: Any) -> None:
+    @pytest.mark.parametrize(("first", "told"), [(4.0, "4"), (None, "not finite")])
+    def test_a_loss_that_is_not_finite(self, first: float | None, told: str, tmp_path: Path, capsys: Any) -> None:
         folder = made(tmp_path, "strong", 1, 2)
         ran(tmp_path, "r1", [5.0, first, 3.0])
         ran(tmp_path, "r2", [5.0, None, None])
         code, out = shown(folder, capsys)
-        assert (
-            code,
-            f"step 2: not finite, but {first or 'not finite'} with 1 rank; inf apart\n".replace("4.0", "4") in out,
-        ) == (1, True)
+        assert (code, f"step 2: not finite, but {told} with 1 rank; inf apart\n" in out) == (1, True)
 
     def test_losses_that_reach_0(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = made(tmp_path, "strong", 1, 2)

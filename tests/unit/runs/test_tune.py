@@ -170,8 +170,8 @@ again: dray study show {folder}
         for call in desk.calls():
             file, *settings = (word for word in call.split()[1:] if not word.startswith("--"))
             recipes.append(read_recipe(Path(file), settings))
-        changed = {"steps", "epochs", "warmup_steps", "log_every", "eval_every", "trackers", "profile", "loss", "compile",
-                   "strategy", "activation_checkpointing", "offload"}  # fmt: skip
+        changed = {"steps", "epochs", "warmup_steps", "log_every", "eval_every", "trackers", "profile", "loss",
+                   "compile", "strategy", "activation_checkpointing", "offload"}  # fmt: skip
         for made, rows in zip(recipes, (4, 2), strict=True):
             assert made.train
             assert own.train
@@ -191,8 +191,8 @@ again: dray study show {folder}
         ("planted", "told"),
         [
             ({"loss": {"train.loss=chunked": 2e-4}},
-             "LOSSES DIFFER by more than 1e-04 (fp32):\ntrain.loss=chunked: step 3: 4.701, but 4.7 with the recipe's own; "
-             "2.0e-04 apart\nbest: the recipe's own: 1,000"),
+             "LOSSES DIFFER by more than 1e-04 (fp32):\ntrain.loss=chunked: step 3: 4.701, but 4.7 with the recipe's "
+             "own; 2.0e-04 apart\nbest: the recipe's own: 1,000"),
             ({"unlogged": {"train.loss=chunked": 1}},
              "train.loss=chunked: 12 steps, but 13 with the recipe's own\nbest: the recipe's own: 1,000"),
             ({"loss": {"train.loss=chunked": 5e-5}}, "they agree\nbest: train.loss=chunked: 3,001"),
@@ -455,8 +455,8 @@ def test_a_real_search_on_cpus(tmp_path: Path) -> None:
 def test_a_real_search_finds_what_the_grid_finds(text: str, tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(text)
-    argv = [sys.executable, "-m", "dray", "study", "tune", str(recipe), "batch.per_device=1,8", "train.strategy=ddp,fsdp",
-            "--keys=per_device,strategy", "--steps=6"]  # fmt: skip
+    argv = [sys.executable, "-m", "dray", "study", "tune", str(recipe), "batch.per_device=1,8",
+            "train.strategy=ddp,fsdp", "--keys=per_device,strategy", "--steps=6"]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "DRAY_"))}
     found = []
     for kind in ([], ["--all"]):
