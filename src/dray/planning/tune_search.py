@@ -1,4 +1,4 @@
-"""What `dray study tune` may change of a recipe, how it computes and never what it trains; and the search for the fastest.
+"""What `dray study tune` may change of a recipe: how it computes, never what it trains. The search for the fastest.
 
 The search is a coordinate descent from the recipe's own setting. The micro-batch grows, or else shrinks, as long as
 that is not slower. Then one key after another is changed alone, and with larger micro-batches, if it makes room. A

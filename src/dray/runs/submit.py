@@ -136,7 +136,8 @@ def check(options: Sequence[str]) -> None:
 
 def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[str]:
     """The options that `dray submit` adds to sbatch; the user's options come later and win."""
-    found = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes + recipe.spares}", "--ntasks-per-node=1", *site.sbatch]
+    found = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes + recipe.spares}", "--ntasks-per-node=1"]
+    found += site.sbatch
     if grace := recipe.grace_s or site.grace_s:
         found.append(f"--signal=B:USR1@{grace}")
     if gpus:
