@@ -10,14 +10,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from dray import process
 from dray.cli import study_table
 from dray.cli.chosen import Engine, Overrides, RecipeFile, require_gpus
-from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site, program
+from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site, program, typed
 from dray.contract.findings import ConfigError, counted
 from dray.fitness import host
 from dray.planning import tune_search
@@ -35,7 +35,6 @@ AtMost = Annotated[
     typer.Option(metavar="M", min=1, help="With Slurm: run at most this many tasks of a job array at once."),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Recipe to write, with the best settings of tune.")]
-Force = Annotated[bool, typer.Option("--force", help="Let --out replace a file.")]
 
 
 @app.command()
@@ -71,13 +70,7 @@ def sweep(
         raise ConfigError("a sweep has too many runs", wanted=f"at most {MOST}", found=count)
     size = {"nodes": nodes, "ranks_per_node": ranks or 0, "gpus_per_node": gpus_per_node}
     members = [Member.model_validate({"settings": list(own), **size}) for own in itertools.product(*several)]
-    _start(
-        Study(
-            kind="sweep", recipe=str(recipe.absolute()), settings=common, site=site, sbatch=sbatch or [],
-            at_most=at_most, members=members,
-        ),
-        runs,
-    )  # fmt: skip
+    _start("sweep", recipe, common, members, site, sbatch, at_most, runs)
 
 
 def _values(setting: str) -> list[str]:
@@ -139,19 +132,20 @@ def scale(
             divide(batch.model_copy(update={"global_size": size}), world_size=count)  # before the first run begins
             member.settings += [f"batch.global_size={size}"] if weak else []
         members.append(member)
-    _start(
-        Study(
-            kind="weak" if weak else "strong", recipe=str(recipe.absolute()), settings=settings, site=site,
-            sbatch=sbatch or [], at_most=at_most, members=members,
-        ),
-        runs,
-    )  # fmt: skip
+    _start("weak" if weak else "strong", recipe, settings, members, site, sbatch, at_most, runs)
 
 
-def _start(study: Study, runs: Path | None) -> None:
+def _start(
+    kind: Literal["strong", "weak", "sweep"], recipe: Path, settings: list[str], members: list[Member], site: str,
+    sbatch: list[str] | None, at_most: int | None, runs: Path | None,
+) -> None:  # fmt: skip
     """Start all runs, and print the table."""
-    if study.site.endswith(".toml"):  # a job has another working directory
-        study.site = str(Path(study.site).absolute())
+    if site.endswith(".toml"):  # a job has another working directory
+        site = str(Path(site).absolute())
+    study = Study(
+        kind=kind, recipe=str(recipe.absolute()), settings=settings, site=site, sbatch=sbatch or [], at_most=at_most,
+        members=members,
+    )  # fmt: skip
     folder, code = study.begin((runs or default_runs()).absolute()), 0
     if process.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
         study.submit(folder)
@@ -168,7 +162,6 @@ def show(
     name: Annotated[str, typer.Argument(metavar="STUDY", help="The study: its folder, its name or the beginning.")],
     runs: Runs = None,
     out: Out = None,
-    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Show the table of a study as it is now, also while jobs wait; exit code 1 if a run failed, or if losses differ.
@@ -177,7 +170,7 @@ def show(
     dray study show 20261125-151209-tune-smoke-cpu-cea81f --out tuned.toml
     """
     if out:
-        tune.require_writable(out, force=force)
+        tune.require_writable(out)
     _show(studies.find(name, (runs or default_runs()).absolute()), out, as_json=as_json)
 
 
@@ -220,7 +213,6 @@ def tune_recipe(
     ] = 10,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time limit of each candidate.")] = 900,
     out: Out = None,
-    force: Force = False,
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
@@ -241,7 +233,7 @@ def tune_recipe(
     dray study tune recipes/smoke-cpu.toml batch.per_device=2,4,8 train.compile=false
     """
     if out:
-        tune.require_writable(out, force=force)
+        tune.require_writable(out)
     settings, given = list[str](), dict[str, Sequence[Value]]()
     for override in overrides or []:
         key, _, text = override.partition("=")
@@ -256,10 +248,9 @@ def tune_recipe(
             found="a recipe with [command], whose settings dray does not know",
             fix="dray study sweep RECIPE KEY=VALUE,VALUE compares settings of a command",
         )  # fmt: skip
-    source = context.get_parameter_source("engine")
     place = tune.place(
         read, os.environ, nodes=nodes, gpus_per_node=gpus_per_node or (ranks or 0) * (read.image != "cpu"),
-        gpu_memory=gpu_memory, engine=engine, here=here or bool(source and source.name != "DEFAULT"), site=site,
+        gpu_memory=gpu_memory, engine=engine, here=here or typed(context, "engine"), site=site,
     )  # fmt: skip
     plan = place.first(read, Path())
     fixed = [setting.partition("=")[0] for setting in settings]
@@ -275,7 +266,8 @@ def tune_recipe(
         )
     configuration = lookup.files(plan.recipe, place.facts).configuration or {}
     tolerance, reason = tune_search.tolerance(plan.recipe, configuration, exact=studies.PARITY)
-    about = f"{counted(grid, 'candidate')} of {read.name}, on {place.text(plan)}"
+    about = f"{counted(grid, 'candidate')} of {read.name}, on {counted(plan.world.size, 'rank')} on "
+    about += f"{counted(len(plan.world.nodes), 'node')} ({plan.engine}, {plan.site})"
     study = Study(
         kind="tune", recipe=str(recipe), options=list(place.options), about=about, ranks=plan.world.size,
         tolerance=tolerance, reason=reason,

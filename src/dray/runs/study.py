@@ -227,17 +227,14 @@ def find(word: str, runs: Path) -> Path:
     """The folder of a study or of a table of `dray study tune`, by its path, its name or the beginning of it."""
     if "/" in word or Path(word).is_dir():
         return Path(word).absolute()
-    names = sorted(path.parent.name for file in (run_folder.STUDY, run_folder.TUNE) for path in runs.glob(f"*/{file}"))
-    fitting = [name for name in names if name.startswith(word)]
-    if word in names or len(fitting) == 1:
-        return runs / (word if word in names else fitting[0])
+    names = [path.parent.name for file in (run_folder.STUDY, run_folder.TUNE) for path in runs.glob(f"*/{file}")]
+    fitting = [name for name in names if name == word] or [name for name in names if name.startswith(word)]
+    if len(fitting) == 1:
+        return runs / fitting[0]
     raise ConfigError(
-        "several studies begin with this name" if fitting else "there is no such study",
-        where=runs,
-        found=ascii(word),
-        wanted=listed((fitting or names)[::-1]),
+        "no study, or several, begin with this name", where=runs, found=ascii(word), wanted=listed(sorted(names)[::-1]),
         fix="--runs=FOLDER names another folder",
-    )
+    )  # fmt: skip
 
 
 # Its table ----------------------------------------------------------------------------------------------------------

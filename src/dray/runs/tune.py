@@ -12,7 +12,7 @@ from dray import engines
 from dray.config.recipe import Recipe
 from dray.config.sites import Choice
 from dray.contract import exit_codes, files
-from dray.contract.findings import ConfigError, DrayError, Finding, counted
+from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.facts import Engine, Facts
 from dray.planning import tune_search
 from dray.planning.schema import Plan
@@ -51,12 +51,6 @@ class Place:
             free = {"per_device": None, "gradient_accumulation_steps": None}
             batch = recipe.batch and recipe.batch.model_copy(update=free)
             return self.plan(recipe.model_copy(update={"batch": batch}), folder)
-
-    def text(self, plan: Plan) -> str:
-        """Where the candidates were measured, for the reader."""
-        ranks, nodes = counted(plan.world.size, "rank"), counted(len(plan.world.nodes), "node")
-        job = f" of job {self.facts.job}" if self.facts.job else ""
-        return f"{ranks} on {nodes}{job} ({plan.engine}, {plan.site})"
 
 
 def _reason(finding: Finding) -> str:
@@ -236,19 +230,15 @@ def none_ran(folder: Path, rows: Sequence[Row]) -> DrayError:
     )
 
 
-def require_writable(file: Path, *, force: bool) -> None:
+def require_writable(file: Path) -> None:
     """Check that the file can be written, before anything is measured."""
-    wrong, fix = "", "name another FILE"
-    if file.suffix != ".toml":
-        wrong, fix = "it does not end in .toml", f"--out {file}.toml"
-    elif not os.access(file.parent, os.W_OK):
-        wrong = f"you cannot write in {file.parent}"
-    elif os.path.lexists(file) and (file.is_dir() or not force):
-        wrong, fix = "it already exists", "use --force to replace it, or name another FILE"
-    if wrong:
+    if file.suffix != ".toml" or os.path.lexists(file) or not os.access(file.parent, os.W_OK):
         raise ConfigError(
-            "the best setting cannot be written to this file", where=f"--out {file}", found=wrong, fix=fix
-        )
+            "the best setting cannot be written to this file", where=f"--out {file}",
+            wanted="a new FILE.toml in a folder where you may write",
+            found="it already exists" if os.path.lexists(file) else f"{file.name} in {file.parent}",
+            fix="name another FILE",
+        )  # fmt: skip
 
 
 def write_best(folder: Path, found: Study, row: Row, file: Path, lines: Sequence[str]) -> None:
@@ -263,12 +253,6 @@ def write_best(folder: Path, found: Study, row: Row, file: Path, lines: Sequence
         table.pop(key, None)
     made = replay.as_files(Recipe.model_validate_json(json.dumps(table)), file.stem, whole=False)
     made[file.name] = "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + made[file.name]
-    for name, text in made.items():
-        path = file.with_name(name)
-        if path != file and os.path.lexists(path) and files.text(path, "the file") != text:
-            raise ConfigError(
-                "a file that the recipe names exists already and differs", where=path, fix="choose another --out"
-            )
     _write(made, file.parent)
 
 
