@@ -330,8 +330,8 @@ def _compare(rows: Sequence[Row], study: Study) -> None:
         if not must_agree:
             continue
         if found.first is not None:
-            here, there = effect.pair(found.first_a, found.first_b)
+            ours, theirs = effect.pair(found.first_a, found.first_b)
             far = effect.difference(found.first_a, found.first_b)
-            row.apart = f"step {found.first}: {here}, but {there} with {rows[0]}; {far:.1e} apart"
+            row.apart = f"step {found.first}: {ours}, but {theirs} with {rows[0]}; {far:.1e} apart"
         elif study.kind == "tune" and (found.only_a or found.only_b):
             row.apart = f"{counted(len(row.losses), 'step')}, but {len(rows[0].losses)} with {rows[0]}"

@@ -57,7 +57,7 @@ class Job:
     plan: Plan
     options: list[str]
     """Options of sbatch."""
-    words: list[str]
+    arguments: list[str]
     """What the batch script gets beside the run and its own settings."""
     submission: Submission
 
@@ -75,7 +75,7 @@ class Job:
     def _sbatch(self, log: str, options: Sequence[str], runs: str, settings: Sequence[str]) -> list[str]:
         name = "multinode.sh" if len(self.plan.world.nodes) > 1 else "singlenode.sh"
         script = str(dray_home.root() / "slurm" / name)
-        argv = ["sbatch", "--parsable", f"--output={log}", *options, *self.options, script, runs, *self.words]
+        argv = ["sbatch", "--parsable", f"--output={log}", *options, *self.options, script, runs, *self.arguments]
         argv += settings
         return [*argv, "--", *self.submission.command] if self.submission.command else argv
 
@@ -103,11 +103,11 @@ def planned(recipe: Recipe, attempt: RunPaths, submission: Submission, known: lo
     if submission.before is not None:
         defaults = [*submission.before, *(option for option in defaults if option.startswith(_SIZE))]
     image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
-    words = [f"--image={image}", f"--site={submission.site or site_word(choice.site)}"]
+    arguments = [f"--image={image}", f"--site={submission.site or site_word(choice.site)}"]
     if submission.gpu_memory is not None:
-        words.append(f"--gpu-memory={submission.gpu_memory:g}")
-    job = Job(plan, [*defaults, *submission.options], [*words, *submission.arguments], submission)
-    typed = [plan.run_folder, *job.options, *job.words, *submission.own]
+        arguments.append(f"--gpu-memory={submission.gpu_memory:g}")
+    job = Job(plan, [*defaults, *submission.options], [*arguments, *submission.arguments], submission)
+    typed = [plan.run_folder, *job.options, *job.arguments, *submission.own]
     for finding in control_characters({"the command line": typed}):
         raise error(finding)
     return job
