@@ -70,7 +70,7 @@ lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and th
   local line found
   shift
   [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "--tasks works only in a task of a job array" \
-    "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    leave --tasks out and name a recipe; dray sweep and dray scale submit job arrays"
+    "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    leave --tasks out and name a recipe; dray study submits job arrays"
   found="$(LC_ALL=C stat --format='a %F of user %u, mode %a' -- "$file" 2>/dev/null)" || found="no file"
   # What is in it decides what is started.
   [[ "$file" == /*/*/* && "$found" =~ ^"a regular "(empty )?"file of user $EUID, mode "[0-7]*[0145][0145]$ ]] ||

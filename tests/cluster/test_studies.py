@@ -1,4 +1,4 @@
-"""`dray sweep` and `dray scale` on the real Slurm: an array, one task of it, one that is requeued, and the table."""
+"""`dray study sweep` and `scale` on the real Slurm: an array, one task of it, one that is requeued, and the table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def studies(cluster, login) -> Iterator[Studies]:
 def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, short) -> None:
     lr = "train.lr=1e-3,2e-3,4e-3"
     code, out = studies.dray(
-        "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=400", lr, "--nodes=1", "--ranks=2", "--at-most=2"
+        "study", "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=400", lr,
+        "--nodes=1", "--ranks=2", "--at-most=2",
     )  # fmt: skip
     assert code == 0, out
     array = re.match(r"job ([0-9]+)_1: train.lr=1e-3\njob \1_2: train.lr=2e-3\njob \1_3: train.lr=4e-3\n", out)
@@ -93,7 +94,7 @@ def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, sho
     assert "step 400/400" in out
     assert studies.dray("why", ids[0])[1].startswith(f"{runs[0].name}, attempt 1: done, nothing failed\n")
 
-    code, out = studies.dray("sweep", "--table", study.name)
+    code, out = studies.dray("study", "show", study.name)
     states = [line.split()[1] for line in out.splitlines()[1:4]]
     assert (code, states) == (1, ["done", "done", "stopped"]), out
 
@@ -101,7 +102,8 @@ def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, sho
 @pytest.mark.slow
 def test_one_task_is_stopped_while_it_runs_and_the_other_goes_on(studies: Studies, short) -> None:
     code, out = studies.dray(
-        "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=5000", "train.lr=1e-3,2e-3", "--nodes=1", "--ranks=1"
+        "study", "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=5000", "train.lr=1e-3,2e-3",
+        "--nodes=1", "--ranks=1",
     )  # fmt: skip
     assert code == 0, out
     array = out.partition("_")[0].removeprefix("job ")
@@ -120,12 +122,12 @@ def test_one_task_is_stopped_while_it_runs_and_the_other_goes_on(studies: Studie
 
 @pytest.mark.slow
 def test_scale_on_one_node_and_on_two(studies: Studies, short) -> None:
-    code, out = studies.dray("scale", "recipes/smoke-cpu.toml", *short, "--ranks=2,4", "--per-node=2")
+    code, out = studies.dray("study", "scale", "recipes/smoke-cpu.toml", *short, "--ranks=2,4", "--per-node=2")
     assert code == 0, out
     assert re.match(r"job [0-9]+: 2 ranks\njob [0-9]+: 4 ranks\n", out), out
     (study,) = (path.parent for path in studies.runs.glob("*/study.json"))
     results = [studies.runs / f"{study.name}-{number}" / "attempt-1" / "result.json" for number in (1, 2)]
     studies.until(lambda: all(path.exists() for path in results))
-    code, out = studies.dray("scale", "--table", study.name)
+    code, out = studies.dray("study", "show", study.name)
     assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["2", "done"], ["4", "done"]], out
     assert (code, "they agree\n" in out) == (0, True), out

@@ -37,7 +37,6 @@ from dray.runs import (
     source,
     startup,
     study,
-    tuned,
 )
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
@@ -268,15 +267,6 @@ def _sif(folder: Path) -> bytes:
     return made.read_bytes()
 
 
-def _tuning() -> bytes:
-    recipe = load(Recipe, ROOT / "recipes" / "smoke-cpu.toml").model_dump(mode="json")
-    made = tuned.Tuning(
-        path="smoke-cpu.toml", recipe=recipe, ranks=2, where="here", grid=4, every=False, tolerance=0.1, why="fp32",
-        start={"precision": "fp32"}, warm_up=1, steps=4,
-    )  # fmt: skip
-    return made.model_dump_json().encode()
-
-
 class Reader(NamedTuple):
     """A file, and what reads it."""
 
@@ -330,7 +320,6 @@ READERS: dict[str, Reader] = {
         "study.json", b'{"version": 1, "kind": "sweep", "recipe": "x", "members": [{"run": "a", "ranks": 1}]}',
         lambda path: study.load(path.parent), values=True,
     ),
-    "tune.json": Reader("tune.json", _tuning(), lambda path: tuned.load(path.parent), values=True),
     "plan": _of_run("attempt-1/plan.json", lambda path: read(_attempt(path))),
     "plan, on a node": Reader("plan.json", b"{}", lambda path: runner.main(str(path))),
     "capsule": _of_run("attempt-1/capsule.json", lambda path: capsule.read(_attempt(path))),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from dray.planning import tune_search
-from dray.runs import tuned
-from dray.runs.tuned import Tuning
+from dray.runs import tune
+from dray.runs.study import Row
 
 # Eight micro-batches of one row take far longer than one of eight.
 _RECIPE = """\
@@ -61,9 +61,10 @@ attention_probs_dropout_prob = 0.0
 CAUSAL, MASKED = _RECIPE % (_GPT2, "causal"), _RECIPE % (_BERT, "masked")
 
 
-def among_the_best(by_search: dict[str, Any], by_grid: dict[str, Any]) -> bool:
+def among_the_best(by_search: Sequence[Row], by_grid: Sequence[Row]) -> bool:
     """As the grid has measured what the search has found: not beaten by more than noise."""
-    grid = Tuning.model_validate({key: value for key, value in by_grid.items() if key in Tuning.model_fields})
-    figures = {tuned.candidate(row.values): tuned.figure(row) for row in grid.rows}
-    found = figures[tuned.candidate(by_search["best"]["values"])]
-    return not any(tune_search.beats(figure, found) for figure in figures.values())
+    best = tune.best(by_search)
+    assert best
+    figures = {tuple(row.values.items()): tune.figure(row) for row in by_grid}
+    found = figures[tuple(best.values.items())]
+    return found is not None and not any(figure and tune_search.beats(figure, found) for figure in figures.values())

@@ -20,14 +20,16 @@ _DEFAULTS = {
 
 
 def main(argv: list[str]) -> int:
-    """`run RECIPE --run=NAME --runs=FOLDER ...`."""
-    recipe = tomllib.loads(Path(argv[1]).read_text())
-    options = dict(word.removeprefix("--").partition("=")[::2] for word in argv[2:])
+    """`run --run=NAME --runs=FOLDER ... RECIPE KEY=VALUE ...`."""
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in argv if word.startswith("--"))
+    file, *settings = (word for word in argv[1:] if not word.startswith("--"))
+    recipe = tomllib.loads(Path(file).read_text())
     planted = json.loads(Path(os.environ["PLANTED"]).read_text())
     named = {
         **_DEFAULTS,
         **{f"{part}.{key}": value for part in ("batch", "train") for key, value in recipe[part].items()},
     }
+    named |= dict(setting.split("=", 1) for setting in settings)
     words = {f"{key}={str(value).lower()}" for key, value in named.items()}
     with Path(os.environ["PLANTED"]).with_name("calls").open("a") as calls:
         calls.write(" ".join(argv) + "\n")

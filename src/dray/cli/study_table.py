@@ -1,70 +1,74 @@
-"""The runs of a study as text."""
+"""The table of `dray study` as text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from dray.contract.control_characters import cell
+from dray.contract.control_characters import cell, printable
 from dray.contract.findings import counted
-from dray.runs.study import PARITY, Parity, Row, Study
+from dray.runs import status, tune
+from dray.runs.study import Row, Study
 
-_BAR = 20
-
-
-def table(study: Study, rows: Sequence[Row]) -> list[str]:
-    """A line for each run; for a scaling study also the efficiency as bars."""
-    scaling = study.kind != "sweep"
-    titles = ["ranks" if scaling else "settings", "state", "tokens/s", *(["speedup", "efficiency"] * scaling)]
-    titles += ["step s", "train s", "loss", "eval loss", "run"]
-    lines = [titles]
-    for row in rows:
-        own = [_figure(row.speedup, ".2f"), _figure(row.efficiency, ".0%")] if scaling else []
-        lines.append(
-            [
-                str(row.ranks) if scaling else " ".join(row.settings),
-                row.state, _figure(row.tokens_per_s, ",.0f"), *own, _figure(row.step_s, ".3f"),
-                _figure(row.seconds, ",.1f"), _figure(row.loss, ".5f"), _figure(row.eval_loss, ".5f"), row.run,
-            ]
-        )  # fmt: skip
-    left = {"settings", "state", "run"}
-    return columns(lines, [title in left for title in titles]) + (_plot(rows) if scaling else [])
+_LEFT = ("", "settings", "state", "run")
+_WAITING = (status.QUEUED, status.RUNNING, status.NO_RESULT, "no run")
 
 
-def columns(lines: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
-    """The lines of a table; `left` says which columns are aligned to the left."""
-    lines = [[*map(cell, line)] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        [
-            one.ljust(width) if is_left else one.rjust(width)
-            for one, width, is_left in zip(line, widths, left, strict=True)
-        ]
-        for line in lines
-    ]
-    return ["  ".join(line).rstrip() for line in aligned]
+def text(study: Study, rows: Sequence[Row]) -> list[str]:
+    """A line for each run; below, why some failed, and whether losses agree that should be equal."""
+    scaling, tuning = study.kind in ("strong", "weak"), study.kind == "tune"
+    best = tune.best(rows) if tuning else None
+    lines = []
+    for row in sorted(rows, key=lambda row: -(row.tokens_per_s or 0.0)) if tuning else rows:
+        line = {"": "*" if row is best else ""} if tuning else {}
+        line |= {"ranks": str(row.ranks)} if scaling else {"settings": str(row)}
+        line |= {"state": "losses differ" if tuning and row.apart else row.state}
+        line["tokens/s"] = _figure(row.tokens_per_s, ",.0f")
+        if scaling:
+            line |= {"speedup": _figure(row.speedup, ".2f"), "efficiency": _figure(row.efficiency, ".0%")}
+        if tuning:
+            line |= {"+-": f"{row.spread:.0%}", "memory GB": _figure(row.memory_gb, ".2f")}
+        line |= {"step s": _figure(row.step_s, ".4g"), "train s": _figure(row.seconds, ",.1f")}
+        line |= {"loss": _figure(row.loss, ".5f"), "eval loss": _figure(row.eval_loss, ".5f"), "run": row.run}
+        lines.append(line)
+    shown = _columns([[*lines[0]], *([*line.values()] for line in lines)]) if lines else []
+    told = [printable(f"{row}: {row.apart or row.why}") for row in rows if row.apart or row.why]
+    if study.kind in ("strong", "tune"):
+        told = [*_losses(study, rows), *told]
+    if best:
+        faster = (best.tokens_per_s or 0.0) / (rows[0].tokens_per_s or math.inf)
+        told.append(f"best: {best}: {tune.speed(best)}, {faster:.2f} times the recipe's own")
+    return [*shown, "", *told] if told else shown
 
 
-def _plot(rows: Sequence[Row]) -> list[str]:
-    """Efficiency by ranks, as bars; a full one is 100 %."""
-    drawn = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
-    width = max((len(str(ranks)) for ranks, _ in drawn), default=0)
-    bars = [f"{ranks:>{width}} {'#' * round(min(share, 1.5) * _BAR):<{_BAR}}| {share:.0%}" for ranks, share in drawn]
-    return ["", "efficiency", *bars] if len(bars) > 1 else []
+def again(folder: str, rows: Sequence[Row]) -> str:
+    """How many runs have not ended, and the command that shows the table later."""
+    waiting = sum(row.state in _WAITING for row in rows)
+    left = f"{counted(waiting, 'run')} of {len(rows)} not ended; " if waiting else ""
+    return f"{left}again: dray study show {folder}"
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    shown = [""] * len(lines)
+    for column in zip(*lines, strict=True):
+        cells = [*map(cell, column)]
+        width = max(map(len, cells))
+        for number, text in enumerate(cells):
+            shown[number] += (text.ljust(width) if column[0] in _LEFT else text.rjust(width)) + "  "
+    return [line.rstrip() for line in shown]
 
 
 def _figure(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def parity(study: Study, found: Parity) -> list[str]:
+def _losses(study: Study, rows: Sequence[Row]) -> list[str]:
     """Whether losses agree that should be equal."""
-    if study.kind != "strong":
-        return []
-    not_finite = [f"losses of {counted(found.not_finite, 'step')} are not finite"] if found.not_finite else []
-    if found.broken:
-        wanted = f"wanted: at most {PARITY:.0e}, since the recipe is fp32 and the global batch is the same"
-        return ["", "LOSS PARITY IS BROKEN", *(f"  {line}" for line in [*found.broken, *not_finite, wanted])]
-    if not found.steps:
-        return ["", "losses: not compared yet; no two runs have logged the same step"]
-    note = "they agree" if found.checked else "not checked: not fp32"
-    return ["", f"losses: {found.largest:.1e} apart at most, step by step; {note}", *not_finite]
+    if any(row.apart for row in rows):
+        return [f"LOSSES DIFFER by more than {study.tolerance:.0e} ({study.reason}):"]
+    differences = [row.difference for row in rows if row.difference is not None]
+    if not differences:
+        return ["losses: not compared yet; no two runs have logged the same step"]
+    checked = study.kind == "tune" or all(row.is_fp32 for row in rows if row.losses)
+    largest = "not all finite" if math.inf in differences else f"{max(differences):.1e} apart at most, step by step"
+    return [f"losses: {largest}; {'they agree' if checked else 'not checked: not fp32'}"]

@@ -89,7 +89,8 @@ def submit(
         argv += [name for name, given in (("--dry-run", dry_run), ("--json", as_json), ("--verbose", verbose)) if given]
         site = site if typed(context, "site") else ""
         raise typer.Exit(submit_on.submit(on, asked, argv, site=site, follow=follow))
-    folder = run_named((runs or default_runs()).absolute(), run)
+    runs = (runs or default_runs()).absolute()
+    folder = run_named(runs, run)
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node, folder)
@@ -100,34 +101,32 @@ def submit(
         site, gpu_memory = site or before.site, before.gpu_memory if gpu_memory is None else gpu_memory
     if asked.image:
         os.environ.setdefault("DRAY_IMAGE", asked.image)
-    folder = folder or (runs or default_runs()).absolute() / new_id(recipe.name)
+    folder = folder or runs / new_id(recipe.name)
     attempt = next_attempt(folder)
-    given = [*([str(asked.path.absolute())] if asked.path else []), *asked.overrides]
-    wanted = queue.Asked(
-        given, asked.command, nodes, ranks or 0, gpus_per_node or asked.gpus, site, gpu_memory, options=sbatch or (),
-        before=before.options if before else None,
+    submission = queue.Submission(
+        [*([str(asked.path.absolute())] if asked.path else []), *asked.overrides], asked.command, nodes, ranks or 0,
+        gpus_per_node or asked.gpus, site, gpu_memory, sbatch or (), before.options if before else None,
     )  # fmt: skip
-    plan, argv = queue.planned(recipe, attempt, wanted)  # before the image, which may take long to build
-    variant = plan.recipe.image_name
-    if not dry_run:
-        store.required(dray_home.root(), variant, recipe.image_digest, plan.engine)
-        queue.require_free(folder, sbatch or [])
-        report(plan)
+    job = queue.planned(recipe, attempt, submission)  # before the image, which may take long to build
+    plan = job.plan
     if dry_run:
-        print(f"{shlex.join(argv)}\n")
+        print(f"{shlex.join(job.argv)}\n")
         show(plan, verbose=verbose, assumed=True)
-        image = store.job_file(dray_home.root(), variant, plan.engine)
-        if how := store.absent(image, variant, plan.engine):
+        image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
+        if how := store.absent(image, plan.recipe.image_name, plan.engine):
             print(f"dray: note: {image} does not exist; before you submit: {how}", file=sys.stderr)
         return
+    store.required(dray_home.root(), plan.recipe.image_name, recipe.image_digest, plan.engine)
+    queue.require_free(folder, sbatch or [])
+    report(plan)
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
     code = Path(recipe.command.folder) if recipe.command else asked.beside
-    job = queue.submit(argv, folder, recipe.runs.share, code)
+    number = queue.submit(job.argv, folder, recipe.runs.share, code)
     if as_json:
-        print(json.dumps({"job": job, "run": str(folder), "attempt": attempt.attempt}))
+        print(json.dumps({"job": number, "run": str(folder), "attempt": attempt.attempt}))
         return
     which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
-    print(f"job {job} is in the queue{which}\nrun folder: {folder}")
+    print(f"job {number} is in the queue{which}\nrun folder: {folder}")
     if follow:
         watch(folder)

@@ -68,7 +68,7 @@ class Checkpoint(Spec):
     keep: Count = 2
     """How many of the newest checkpoints to keep."""
     final: bool = True
-    """Whether the model is saved at the end. false: for a run that only measures, as dray tune's runs do."""
+    """Whether the model is saved at the end. false: for a run that only measures, as dray study tune's runs do."""
     folder: str = ""
     """Folder for checkpoints. Left out: in the run folder. With a folder, the same command, requeued or typed again,
     resumes where the last one stopped. A relative path starts at the recipe's own folder. One run at a time uses it."""

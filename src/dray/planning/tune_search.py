@@ -1,4 +1,4 @@
-"""What `dray tune` may change of a recipe, how it computes and never what it trains; and the search for the fastest.
+"""What `dray study tune` may change of a recipe: how it computes, never what it trains. The search for the fastest.
 
 The search is a coordinate descent from the recipe's own setting. The micro-batch grows, or else shrinks, as long as
 that is not slower. Then one key after another is changed alone, and with larger micro-batches, if it makes room. A
@@ -121,20 +121,26 @@ def keys(text: str) -> tuple[str, ...]:
     if wrong := [word for word in asked if word not in named]:
         raise ConfigError(
             "--keys names a key that dray does not tune", wanted=f"some of {', '.join(KEYS)}", found=wrong[0] or text,
-            fix="dray sweep RECIPE KEY=VALUE,VALUE compares other keys",
+            fix="dray study sweep RECIPE KEY=VALUE,VALUE compares other keys",
         )  # fmt: skip
     return tuple(dict.fromkeys(named[word] for word in asked))
 
 
-def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> Recipe:
-    """The recipe with the candidate's values. ConfigError: they do not go together."""
+def settings(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> list[str]:
+    """The settings that make the candidate of the recipe."""
     assert recipe.batch is not None
     rows = ranks * int(candidate.get(ROWS) or 1)
-    settings = [f"{key}={str(value).lower()}" for key, value in candidate.values]
-    settings.append(f"batch.gradient_accumulation_steps={recipe.batch.global_size // rows}")
+    found = [f"{key}={str(value).lower()}" for key, value in candidate.values]
+    found.append(f"batch.gradient_accumulation_steps={recipe.batch.global_size // rows}")
     if candidate.get(STRATEGY) != start.get(STRATEGY):
-        settings.append("train.offload=")
-    return validate(Recipe, recipe.model_dump(exclude_unset=True), settings, what="the candidate")
+        found.append("train.offload=")
+    return found
+
+
+def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> Recipe:
+    """The recipe with the candidate's values. ConfigError: they do not go together."""
+    changes = settings(recipe, candidate, start, ranks=ranks)
+    return validate(Recipe, recipe.model_dump(exclude_unset=True), changes, what="the candidate")
 
 
 def tolerance(recipe: Recipe, configuration: Mapping[str, Any], *, exact: float) -> tuple[float, str]:

@@ -44,12 +44,16 @@ def _on(cluster: str) -> list[str]:
     return [f"--clusters={cluster}"] if cluster else []
 
 
+class NoJobNumberError(DrayError):
+    """sbatch has printed no number, so the job may be in the queue."""
+
+
 def sbatch(argv: Sequence[str]) -> Queued:
     """Submit the job of a whole `sbatch --parsable` command. DrayError if sbatch refuses."""
     printed = process.run(argv).out
     found = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;(\S+))?\s*$", printed, re.MULTILINE)
     if not found:
-        raise DrayError(
+        raise NoJobNumberError(
             "sbatch printed no job number", where="sbatch", wanted="a line such as 42 or 42;cluster",
             found=printed.strip()[-300:], fix="squeue --me shows whether the job is in the queue",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Submit a run to Slurm."""
+"""Submit runs to Slurm: one as a job of its own, several as the tasks of a job array."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 from dray import process
 from dray.config import dray_home, sites
@@ -19,15 +19,19 @@ from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import login, prepare, refusal, slurm, source, status
+from dray.runs import login, refusal, slurm, source, status
+from dray.runs import prepare as write
 from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
 _EXPEDITE = "enable_expedited_requeue"
+Code = tuple[source.Source, str] | None
+"""The state of the code that a run was submitted from."""
 
 
-class Asked(NamedTuple):
-    """The request for a job; for 0, empty or None the recipe or the site decides."""
+@dataclass(frozen=True)
+class Submission:
+    """A run to submit; for 0, empty or None the recipe or the site decides."""
 
     arguments: Sequence[str]
     """The recipe and its settings, as the job reads them."""
@@ -43,42 +47,71 @@ class Asked(NamedTuple):
     """Options of sbatch, which win over dray's own."""
     before: Sequence[str] | None = None
     """Options of an earlier job, instead of dray's own except the size."""
+    own: Sequence[str] = ()
+    """In a study: the settings of this run alone."""
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job:
     """A planned run, ready to submit."""
 
     plan: Plan
-    argv: list[str]
-    """The sbatch command."""
+    options: list[str]
+    """Options of sbatch."""
+    arguments: list[str]
+    """What the batch script gets beside the run and its own settings."""
+    submission: Submission
+
+    @property
+    def argv(self) -> list[str]:
+        """The sbatch command of this run alone."""
+        run = self.plan.run_folder
+        return self._sbatch(f"{_escaped(run)}/job-%j.log", [], f"--run={run}", self.submission.own)
+
+    def array(self, study: Path, tasks: str = "") -> list[str]:
+        """The sbatch command of a job array for all runs that have the same one; `tasks` are their numbers."""
+        log = f"{_escaped(str(study))}-%a/job-%A_%a.log"
+        return self._sbatch(log, [f"--array={tasks}"], f"--tasks={study / run_folder.TASKS}", [])
+
+    def _sbatch(self, log: str, options: Sequence[str], runs: str, settings: Sequence[str]) -> list[str]:
+        name = "multinode.sh" if len(self.plan.world.nodes) > 1 else "singlenode.sh"
+        script = str(dray_home.root() / "slurm" / name)
+        argv = ["sbatch", "--parsable", f"--output={log}", *options, *self.options, script, runs, *self.arguments]
+        argv += settings
+        return [*argv, "--", *self.submission.command] if self.submission.command else argv
 
 
-def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known | None = None) -> Job:
+def _escaped(folder: str) -> str:
+    """The folder in an option of sbatch, where %j is the job."""
+    return folder.replace("%", "%%")
+
+
+def planned(recipe: Recipe, attempt: RunPaths, submission: Submission, known: login.Known | None = None) -> Job:
     """The attempt's plan, and the command that submits it. ConfigError if the plan is refused."""
     facts, choice = login.facts(
-        recipe, asked.nodes, asked.gpus, asked.site, ranks=asked.ranks or None,
-        options=(*(asked.before or ()), *asked.options), gpu_memory=asked.gpu_memory, known=known,
+        recipe, submission.nodes, submission.gpus, submission.site, ranks=submission.ranks or None,
+        options=(*(submission.before or ()), *submission.options), gpu_memory=submission.gpu_memory, known=known,
     )  # fmt: skip
-    plan = prepare.decide(recipe, facts, choice, attempt)
+    plan = write.decide(recipe, facts, choice, attempt)
     plan.refuse()
-    own = options(recipe, choice.site, facts.gpus_per_node, asked.nodes)
+    defaults = options(recipe, choice.site, facts.gpus_per_node, submission.nodes)
     if recipe.requeue == "expedite":
-        if why := normal_requeue(known.conf if known else slurm.conf()):
-            plan = plan.model_copy(update={"findings": (*plan.findings, why)})
+        note = normal_requeue(known.conf if known else slurm.conf())
+        if note:
+            plan = plan.model_copy(update={"findings": (*plan.findings, note)})
         else:
-            own.append("--requeue=expedite")
-    if asked.before is not None:
-        own = [*asked.before, *(one for one in own if one.startswith(_SIZE))]
-    argv = sbatch(
-        plan,
-        options=[*own, *asked.options],
-        image=store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine),
-        site=asked.site or site_word(choice.site),
-        gpu_memory=asked.gpu_memory,
-        recipe=asked.arguments,
-        command=asked.command,
-    )
-    return Job(plan, argv)
+            defaults.append("--requeue=expedite")
+    if submission.before is not None:
+        defaults = [*submission.before, *(option for option in defaults if option.startswith(_SIZE))]
+    image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
+    arguments = [f"--image={image}", f"--site={submission.site or site_word(choice.site)}"]
+    if submission.gpu_memory is not None:
+        arguments.append(f"--gpu-memory={submission.gpu_memory:g}")
+    job = Job(plan, [*defaults, *submission.options], [*arguments, *submission.arguments], submission)
+    typed = [plan.run_folder, *job.options, *job.arguments, *submission.own]
+    for finding in control_characters({"the command line": typed}):
+        raise error(finding)
+    return job
 
 
 def check(options: Sequence[str]) -> None:
@@ -87,7 +120,7 @@ def check(options: Sequence[str]) -> None:
         if option.startswith(("-a", "--ar")):
             raise ConfigError(
                 "--array would put all tasks into one run", found=f"--sbatch {option}",
-                fix="use dray sweep RECIPE key=a,b, which submits an array with one run per task",
+                fix="use dray study sweep RECIPE key=a,b, which submits an array with one run per task",
             )  # fmt: skip
         if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
             raise ConfigError(
@@ -96,7 +129,7 @@ def check(options: Sequence[str]) -> None:
                 fix="give --nodes and --gpus-per-node to dray submit itself; if the cluster needs --gres=gpu:N, set "
                 'gpu_option = "gres" in the site file (docs/launch.md)',
             )
-        if " " in option and not option.partition(" ")[0].count("="):
+        if " " in option and "=" not in option.partition(" ")[0]:
             raise ConfigError(
                 "an option of sbatch must be one word", found=f"--sbatch={option!r}", fix="--sbatch=--time=08:00:00"
             )
@@ -104,31 +137,31 @@ def check(options: Sequence[str]) -> None:
 
 def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[str]:
     """The options that `dray submit` adds to sbatch; the user's options come later and win."""
-    asked = {"gpus-per-node": f"--gpus-per-node={gpus}", "gres": f"--gres=gpu:{gpus}"}
-    return [
-        f"--job-name={recipe.name}",
-        f"--nodes={recipe.nodes + recipe.spares}",
-        "--ntasks-per-node=1",
-        *site.sbatch,
-        *([f"--signal=B:USR1@{grace}"] if (grace := recipe.grace_s or site.grace_s) else []),
-        *([asked[site.gpu_option]] if gpus else []),
-        *([f"--nodes={nodes + recipe.spares}"] if nodes else []),
-        *(["--no-kill"] if recipe.replaces_nodes else []),
-    ]
+    found = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes + recipe.spares}", "--ntasks-per-node=1"]
+    found += site.sbatch
+    if grace := recipe.grace_s or site.grace_s:
+        found.append(f"--signal=B:USR1@{grace}")
+    if gpus:
+        found.append(f"--gres=gpu:{gpus}" if site.gpu_option == "gres" else f"--gpus-per-node={gpus}")
+    if nodes:
+        found.append(f"--nodes={nodes + recipe.spares}")
+    if recipe.replaces_nodes:
+        found.append("--no-kill")
+    return found
 
 
 def normal_requeue(config: Mapping[str, str]) -> Finding | None:
     """Why Slurm with this slurm.conf does not take --requeue=expedite; None if it does."""
     version = re.match(r"(\d+)\.(\d+)", config.get("SLURM_VERSION", ""))
-    if version is None:
-        missing = "an answer of scontrol show config"
-    elif (int(version[1]), int(version[2])) < (25, 11):
-        missing = f"Slurm 25.11 or later, and this is {version[0]}"
-    elif _EXPEDITE not in config.get("SlurmctldParameters", "").split(","):
-        missing = f"SlurmctldParameters={_EXPEDITE} in slurm.conf"
-    else:
+    is_new = version and (int(version[1]), int(version[2])) >= (25, 11)
+    parameters = config.get("SlurmctldParameters", "")
+    if is_new and _EXPEDITE in parameters.split(","):
         return None
-    return Finding(f"requeue = expedite needs {missing}; a requeued job waits two minutes", kind="note")
+    return Finding(
+        "this Slurm does not support requeue = expedite; a requeued job waits two minutes", kind="note",
+        wanted=f"Slurm 25.11 or later, with SlurmctldParameters={_EXPEDITE}",
+        found=f"Slurm {config.get('SLURM_VERSION', '')}, SlurmctldParameters={parameters}",
+    )  # fmt: skip
 
 
 def site_word(site: Site) -> str:
@@ -136,78 +169,67 @@ def site_word(site: Site) -> str:
     return "" if site.name == sites.GENERIC else sites.portable(site.name)
 
 
-def sbatch(
-    plan: Plan,
-    *,
-    options: Sequence[str],
-    image: Path,
-    site: str,
-    gpu_memory: float | None,
-    recipe: Sequence[str],
-    command: Sequence[str],
-) -> list[str]:
-    """The whole sbatch command, with what was decided on the login node."""
-    script = dray_home.root() / "slurm" / ("multinode.sh" if len(plan.world.nodes) > 1 else "singlenode.sh")
-    log = plan.run_folder.replace("%", "%%") + "/job-%j.log"
-    decided = [f"--run={plan.run_folder}", f"--image={image}", f"--site={site}"]
-    decided += [f"--gpu-memory={gpu_memory:g}"] if gpu_memory is not None else []
-    argv = ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *recipe]
-    for finding in control_characters({"the command line": argv}):
-        raise error(finding)
-    return [*argv, *(["--", *command] if command else [])]
-
-
 def require_free(run: Path, options: Sequence[str]) -> None:
     """Refuse a second job for an active run, unless it waits for the first (`--dependency`)."""
-    state = status.status(run) if is_run(run) else None
+    if not is_run(run) or any(option.startswith(("--dependency", "-d")) for option in options):
+        return
+    state = status.status(run)
     # A job that Slurm here does not know may be on another cluster with the same disk.
-    may_go_on = state and (state.kind != "unknown" or state.paths is None or status.status(run).job)
-    if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
-        after = f"; or wait for it: --sbatch=--dependency=afterany:{state.slurm_job.id}" if state.slurm_job else ""
-        raise ConfigError(
-            f"the run {'may be' if state.kind == 'unknown' else 'is'} active: two jobs would write into its folder",
-            where=run,
-            wanted="a run that has ended",
-            found=state.where,
-            fix=f"dray stop {shlex.quote(str(run))}{after}",
-        )
-
-
-def _waits(option: str) -> bool:
-    return option.startswith(("--dependency", "-d"))
+    is_gone = state.kind == "unknown" and state.paths and not state.job
+    if state.kind == "ended" or is_gone:
+        return
+    after = f"; or wait for it: --sbatch=--dependency=afterany:{state.slurm_job.id}" if state.slurm_job else ""
+    raise ConfigError(
+        f"the run {'may be' if state.kind == 'unknown' else 'is'} active: two jobs would write into its folder",
+        where=run,
+        wanted="a run that has ended",
+        found=state.where,
+        fix=f"dray stop {shlex.quote(str(run))}{after}",
+    )
 
 
 def submit(
     argv: Sequence[str], folder: Path, share: str, code: Path, beside: Mapping[str, str] = MappingProxyType({})
 ) -> int:
-    """Make the run folder if needed, submit the job, and return its number. If sbatch refuses, a new folder is removed.
+    """Submit one run, and return its job's number. Files `beside` are in the run folder before the job begins.
 
-    The capsule records the `code` in that folder. Files `beside` are in the run folder before the job begins.
+    The capsule records the `code` in that folder.
     """
-    seen = source.look(code)
-    new = not folder.exists()
-    make_run_folder(folder, new=new, share=share)
+    return enqueue(argv, {folder: None}, share, source.look(code), beside)[0].job
+
+
+def enqueue(
+    argv: Sequence[str], runs: Mapping[Path, int | None], share: str, code: Code,
+    beside: Mapping[str, str] = MappingProxyType({}),
+) -> list[Queued]:  # fmt: skip
+    """Make the run folders, each with its number in a job array, and submit. If sbatch refuses, remove new folders."""
+    new: list[Path] = []
     try:
-        for name, text in beside.items():
-            files.write_atomic(folder / name, text)
-        queued = slurm.sbatch(argv)
-    except (DrayError, OSError) as refused:
-        if new:
-            for name in beside:
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
-        if isinstance(refused, DrayError) and not process.which(argv[0]):
-            refused.amend(fix="submit on a login node of the cluster; without Slurm use dray run or make cluster")
-        if isinstance(refused, DrayError):
-            raise refusal.explained(refused, argv) from None
+        for run in runs:
+            if not run.exists():
+                new.append(run)
+            make_run_folder(run, new=run in new, share=share)
+            for name, text in beside.items():
+                files.write_atomic(run / name, text)
+        job = slurm.sbatch(argv)
+    except slurm.NoJobNumberError:
         raise
-    record(folder, queued, seen)
-    return queued.job
-
-
-def record(run: Path, queued: Queued, code: tuple[source.Source, str] | None) -> None:
-    """Write the submitted job and the state of its code into the run folder."""
-    with suppress(OSError):  # the job is in the queue anyway
-        files.write_atomic(run / run_folder.JOB, queued.model_dump_json(indent=1))
-        if code:
-            source.keep(run, code)
+    except (DrayError, OSError) as refused:
+        for run in filter(Path.is_dir, new):
+            for name in beside:
+                (run / name).unlink(missing_ok=True)
+            run.rmdir()
+        if not isinstance(refused, DrayError):
+            raise
+        if not process.which(argv[0]):
+            refused.amend(fix="submit on a login node of the cluster; without Slurm use dray run or make cluster")
+        raise refusal.explained(refused, argv) from None
+    found = []
+    for run, task in runs.items():
+        queued = job.model_copy(update={"task": task})
+        with suppress(OSError):  # the job is in the queue anyway
+            files.write_atomic(run / run_folder.JOB, queued.model_dump_json(indent=1))
+            if code:
+                source.keep(run, code)
+        found.append(queued)
+    return found

@@ -1,146 +1,262 @@
-"""Measure candidates one after another, each in its own short run, and save the table after each."""
+"""Tune a recipe: a study whose candidates are measured one after another, each in its own short run."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from dray import process
+from dray import engines
 from dray.config.recipe import Recipe
+from dray.config.sites import Choice
 from dray.contract import exit_codes, files
-from dray.contract.findings import ConfigError, DrayError, counted
-from dray.interrupts import held_back, hurry_on_signals, stoppable
-from dray.planning.tune_search import Candidate, Figure, Space, applied, descend
-from dray.runs import compare, measured, replay, space, tuned
-from dray.runs.measured import DIFFER, DONE, HANGS, LEFT_OUT, Row
-from dray.runs.tuned import Tuning
+from dray.contract.findings import ConfigError, DrayError, Finding
+from dray.facts import Engine, Facts
+from dray.planning import tune_search
+from dray.planning.schema import Plan
+from dray.planning.tune_search import Candidate, Figure, Space
+from dray.runs import local, login, replay, status, study
+from dray.runs import prepare as write
+from dray.runs.slurm import Allocation
+from dray.runs.store import RunPaths
+from dray.runs.study import LAST, Member, Row, Study
 
-_TRIES = 8
-_PLANS = 512
-"""dray gives up after this many candidates were left out without a success, or after `_TRIES` failed runs."""
-_GRACE = 30.0  # seconds for each of two signals; a run ends its ranks by itself
+WARM_UP = 3
+_TRIES = 8  # dray gives up after so many failed runs without a success
+_TIMEOUT = 124  # the exit code of coreutils' timeout
 
 
+# Where it measures --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The nodes where all candidates run, one after another."""
+
+    facts: Facts
+    choice: Choice
+    options: tuple[str, ...]
+    """The options for `dray run`."""
+
+    def plan(self, recipe: Recipe, folder: Path) -> Plan:
+        """The plan of a candidate, with its findings."""
+        return write.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
+
+    def first(self, recipe: Recipe, folder: Path) -> Plan:
+        """The plan of the recipe's own setting; if its micro-batch does not fit the ranks, of the largest that does."""
+        try:
+            return self.plan(recipe, folder)
+        except ConfigError:
+            free = {"per_device": None, "gradient_accumulation_steps": None}
+            batch = recipe.batch and recipe.batch.model_copy(update=free)
+            return self.plan(recipe.model_copy(update={"batch": batch}), folder)
+
+
+def _reason(finding: Finding) -> str:
+    """The refusal in one line."""
+    told = [finding.problem]
+    for name, value in (("found", finding.found), ("wanted", finding.wanted)):
+        if value:
+            told.append(f"{name} {value.splitlines()[0]}")
+    return "; ".join(told)
+
+
+def place(
+    recipe: Recipe, env: Mapping[str, str], *, nodes: int | None = None, gpus_per_node: int = 0,
+    gpu_memory: float | None = None, engine: Engine = "bare", here: bool = False, site: str = "",
+) -> Place:  # fmt: skip
+    """The nodes of this shell's allocation, also inside a batch script; with `here`, or without one, this machine."""
+    env = {**env, "ENVIRONMENT": ""}  # no run of the batch script itself
+    allocation = None if here else Allocation.of(env)
+    in_a_step = env.get("SLURM_STEP_ID") and not Allocation.of(env)
+    if env.get("SLURM_ARRAY_TASK_ID") or (in_a_step and not here):
+        raise ConfigError(
+            "every task would measure the same", where=f"job {env.get('SLURM_JOB_ID', '')}",
+            wanted="one dray study tune, which starts the ranks itself", found="a job array, or a step of srun",
+            fix="use sbatch without --array, and leave out srun; or use --local to measure on this machine only",
+        )  # fmt: skip
+    options = [f"--site={site}"] if site else []
+    if allocation:
+        allocation.require_nodes(nodes)
+        if gpus_per_node:
+            raise ConfigError(
+                "--gpus-per-node is set by salloc; --ranks sets the number of ranks", fix="leave out --gpus-per-node"
+            )
+        facts, choice = login.facts(
+            recipe, int(allocation.nodes), 0, site, ranks=None, options=(), gpu_memory=gpu_memory
+        )
+        gpus = (env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0").rpartition(":")[2]
+        known = {"login": "", "nodelist": allocation.nodelist, "gpus_per_node": int(gpus), "job": int(allocation.job)}
+        facts = facts.model_copy(update=known)
+        return Place(facts=facts, choice=choice, options=tuple(options))
+    if engine not in engines.names("local"):
+        raise ConfigError(
+            f"dray study tune cannot use --engine {engine} here", wanted=f"one of {', '.join(engines.names('local'))}",
+            found=engine, fix="leave out --engine; inside salloc the site's engine is used",
+        )  # fmt: skip
+    gpus_per_node = gpus_per_node or (recipe.ranks_per_node or 0 if recipe.image != "cpu" else 0)
+    facts = local.facts(
+        recipe, engine=engine, image=local.image_of(engine, recipe), nodes=nodes, gpus_per_node=gpus_per_node,
+        site=site,
+    )  # fmt: skip
+    facts, choice = write.at_site(facts.model_copy(update={"gpu_memory_gb": gpu_memory}))
+    size = (f"--nodes={facts.nodes}", f"--gpus-per-node={gpus_per_node}", f"--engine={engine}")
+    return Place(facts=facts, choice=choice, options=(*size, *options))
+
+
+# The search ---------------------------------------------------------------------------------------------------------
+
+
+def short(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe for some steps, without checkpoints, evaluation and restarts."""
+    table = recipe.model_dump(mode="json", exclude_unset=True)
+    assert recipe.train is not None
+    train = table["train"] | {
+        "steps": steps, "warmup_steps": min(recipe.train.warmup_steps, steps), "log_every": 1, "eval_every": 0,
+        "trackers": [], "profile": "",
+    }  # fmt: skip
+    train.pop("epochs", None)
+    data = table.get("data", {}) | {"max_eval_samples": 1}
+    data.pop("test", None)
+    for key in ("scale", "tiny", "evaluate"):
+        table.pop(key, None)
+    table |= {"train": train, "data": data, "checkpoint": {"final": False}, "max_requeues": 0, "max_restarts": 0}
+    return Recipe.model_validate_json(json.dumps(table))
+
+
+@dataclass
 class Tuner:
     """Measures candidates for the search, each only once."""
 
-    def __init__(
-        self, folder: Path, tuning: Tuning, recipe: Recipe, where: space.Place, *, program: Sequence[str],
-        limit: float, tell: Callable[[int, Row], None],
-    ) -> None:  # fmt: skip
-        """`limit` is the seconds that a candidate may take; `tell` shows each row."""
-        self.tuning = tuning
-        self._folder, self._recipe, self._where = folder, recipe, where
-        self._program, self._limit, self._tell = program, limit, tell
-        self._start = tuned.candidate(tuning.start)
-        self._known: dict[Candidate, Row] = {}
+    folder: Path
+    study: Study
+    recipe: Recipe
+    place: Place
+    start: Candidate
+    """The recipe's own setting."""
+    program: Sequence[str]
+    """The argv of dray."""
+    known: dict[Candidate, Figure | None] = field(default_factory=dict)
 
-    def all(self, candidates: Space) -> None:
+    def measure(self, space: Space, *, steps: int, every: bool) -> None:
         """Measure the whole grid, or the candidates that the search chooses."""
-        tuned.save(self._folder, self.tuning)
-        with stoppable():
-            if self.tuning.every:
-                for candidate in candidates.every():
-                    self.figure(candidate)
-            else:
-                descend(candidates, self.figure)
-        self._keep(self.tuning.model_copy(update={"complete": True}))
+        self.study.save(self.folder)
+        for stem, recipe in (("recipe", self.recipe), ("short", short(self.recipe, WARM_UP + steps))):
+            _write(replay.as_files(recipe, stem, whole=False), self.folder)
+        self.study.recipe = str(self.folder / "short.toml")
+        if every:
+            for candidate in space.every():
+                self.figure(candidate)
+        else:
+            tune_search.descend(space, self.figure)
 
     def figure(self, candidate: Candidate) -> Figure | None:
         """The candidate's speed; None if it cannot run or its losses differ."""
-        if candidate not in self._known:
-            self._require_hope()
-            row = self._row(candidate).model_copy(update={"values": dict(candidate.values)})
-            self._known[candidate] = row
-            self._keep(self.tuning.model_copy(update={"rows": [*self.tuning.rows, row]}))
-            self._tell(len(self._known), row)
-        row = self._known[candidate]
-        return tuned.figure(row) if row.state == DONE else None
+        if candidate in self.known:
+            return self.known[candidate]
+        begun = [member for member in self.study.members if (self.folder / member.run).exists()]
+        if len(begun) >= _TRIES and not any(self.known.values()):
+            raise none_ran(self.folder, study.look(self.folder, self.study))
+        settings = tune_search.settings(self.recipe, candidate, self.start, ranks=self.study.ranks)
+        changes = [f"{key}={str(value).lower()}" for key, value in candidate.differences(self.start)]
+        member = Member(run=f"{len(begun) + 1:03}", values=dict(candidate.values), settings=changes)
+        member.more = [setting for setting in settings if setting not in changes]
+        if begun:
+            member.more.append("preflight.when=never")
+        self.study.members.append(member)
+        member.refused = self._refusal(candidate) or self._run(member)
+        self.study.save(self.folder)
+        row = study.look(self.folder, self.study)[-1]
+        self.known[candidate] = figure(row)
+        print(f"{row}: {speed(row) if self.known[candidate] else f'{row.state} {row.apart or row.why}'}", flush=True)
+        return self.known[candidate]
 
-    def _require_hope(self) -> None:
-        begun = [row for row in self._known.values() if row.run]
-        if any(row.state == DONE for row in begun):
-            return
-        if len(begun) >= _TRIES or len(self._known) >= _PLANS:
-            raise none_runs(self.tuning, self._folder)
-
-    def _keep(self, tuning: Tuning) -> None:
-        """Save the table now, so that no measurement is lost."""
-        self.tuning = tuning
-        tuned.save(self._folder, tuning)
-
-    def _row(self, candidate: Candidate) -> Row:
-        ranks, steps = self.tuning.ranks, self.tuning.warm_up + self.tuning.steps
+    def _refusal(self, candidate: Candidate) -> str:
+        """Why the candidate cannot start, such as a model that is too large; empty if it can."""
         try:
-            made = applied(self._recipe, candidate, self._start, ranks=ranks)
-            refused = self._where.refusal(made, self._folder)
-        except ConfigError as wrong:
-            refused = space.reason(wrong.finding)
-        if refused:
-            return Row(values={}, state=LEFT_OUT, why=refused)
-        name = f"{sum(bool(row.run) for row in self._known.values()) + 1:03}"
-        short = space.short(self._recipe, candidate, self._start, ranks=ranks, steps=steps, checked=name == "001")
-        row = self._run(name, short)
-        return self._agreed(row).model_copy(update={"run": name})
+            recipe = tune_search.applied(self.recipe, candidate, self.start, ranks=self.study.ranks)
+            if engines.get(self.place.facts.engine).image == "python":
+                local.require(recipe, lambda *_: "")
+            self.place.plan(recipe, self.folder).refuse()
+        except ConfigError as refused:
+            return _reason(refused.finding)
+        return ""
 
-    def _run(self, name: str, recipe: Recipe) -> Row:
-        """Measure by `dray run`, with a recipe that stays beside the table."""
-        for file, text in replay.as_files(recipe, name, whole=False).items():
-            files.write_atomic(self._folder / file, text)
-        options = [f"--run={name}", f"--runs={self._folder}", *self._where.options]
-        argv = [*self._program, "run", str(self._folder / f"{name}.toml"), *options]
-        log = self._folder / f"{name}.log"
-        code = self._ended(argv, log)
-        if code is None:
-            return Row(values={}, state=HANGS, why=f"it did not end within {self._limit:g} s (--limit)")
-        return measured.of_run(self._folder / name, code, log, warm_up=self.tuning.warm_up)
-
-    def _ended(self, argv: Sequence[str], log: Path) -> int | None:
-        """The exit code; None if it took too long. All its processes are ended, also after Ctrl-C."""
-        with log.open("wb") as output, held_back() as begun:
-            running = process.start(argv, env=self._where.env, output=output)
-            try:
-                begun()
-                running.wait(self._limit)
-                return running.code()
-            except KeyboardInterrupt:
-                hurry_on_signals()
-                raise
-            finally:
-                # The batch script ends its nodes at INT, and saves first at TERM.
-                if running.code() is None and not running.ask(signal.SIGINT, _GRACE):
-                    running.ask(signal.SIGTERM, _GRACE)
-                running.stop()
-
-    def _agreed(self, row: Row) -> Row:
-        """The row, rejected if its losses differ from the first candidate's."""
-        first = next((known for known in self._known.values() if known.state == DONE), None)
-        if row.state != DONE or first is None:
-            return row
-        own, others = (dict(enumerate(one.losses, 1)) for one in (row, first))
-        found = compare.compare(own, others, self.tuning.tolerance)
-        if found.first is not None:
-            pair = f"{own[found.first]:.6g} and {others[found.first]:.6g} in run {first.run}"
-            far = compare.difference(found.first_a, found.first_b)
-            most = f"at most {self.tuning.tolerance:.0e} ({self.tuning.why})"
-            why = f"step {found.first}: {pair}, {far:.1e} apart; wanted {most}"
-        elif found.only_a or found.only_b:
-            why = f"logged {counted(len(own), 'step')}, run {first.run} logged {len(others)}"
-        else:
-            return row
-        return row.model_copy(update={"state": DIFFER, "why": why})
+    def _run(self, member: Member) -> str:
+        """Run the candidate; why it was refused or ended too late. KeyboardInterrupt if it was stopped."""
+        code = self.study.run(self.folder, member, self.program)
+        if code == exit_codes.CONFIG:
+            return "dray run refused it"
+        if code in LAST:
+            self.study.save(self.folder)
+            raise KeyboardInterrupt
+        return "it did not end in time (--limit)" if code == _TIMEOUT else ""
 
 
-def none_runs(tuning: Tuning, folder: Path) -> DrayError:
+def figure(row: Row) -> Figure | None:
+    """The row's speed; None if it cannot run or its losses differ."""
+    if row.state != status.DONE or row.apart or not row.tokens_per_s:
+        return None
+    return Figure(row.tokens_per_s, row.tokens_per_s * row.spread, row.memory_gb or 0.0)
+
+
+def speed(row: Row) -> str:
+    """The row's speed in words."""
+    memory = f", {row.memory_gb:.2f} GB" if row.memory_gb else ""
+    return f"{row.tokens_per_s:,.0f} tokens/s +- {row.spread:.0%}{memory}"
+
+
+# The best -----------------------------------------------------------------------------------------------------------
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """The fastest row; among rows equal within noise, the row with the fewest changes."""
+    known = {Candidate(tuple(row.values.items())): row for row in rows}
+    figures = [(candidate, measured) for candidate, row in known.items() if (measured := figure(row))]
+    start = Candidate(tuple(rows[0].values.items())) if rows else Candidate(())
+    chosen = tune_search.best(figures, start)
+    return known[chosen] if chosen else None
+
+
+def none_ran(folder: Path, rows: Sequence[Row]) -> DrayError:
     """The error for a table in which no candidate succeeded."""
-    begun = [row for row in tuning.rows if row.run]
+    why = "\n".join(dict.fromkeys(row.why for row in rows))
+    begun = [row.run for row in rows if (folder / row.run).exists()]
     if not begun:
-        return ConfigError(
-            "no candidate fits", wanted="a candidate that can start", found=tuning.rows[0].why if tuning.rows else "",
-            fix="use more nodes, a smaller model or [lora]",
-        )  # fmt: skip
+        return ConfigError("no candidate fits", found=why, fix="use more nodes, a smaller model or [lora]")
     return DrayError(
-        "no candidate runs", where=str(folder), found="\n".join(dict.fromkeys(row.why for row in begun)),
-        fix=f"dray why {folder / begun[0].run}", code=exit_codes.FAILED,
-    )  # fmt: skip
+        "no candidate runs", where=folder, found=why, fix=f"dray why {folder / begun[0]}", code=exit_codes.FAILED
+    )
+
+
+def require_writable(file: Path) -> None:
+    """Check that the file can be written, before anything is measured."""
+    if file.suffix != ".toml" or os.path.lexists(file) or not os.access(file.parent, os.W_OK):
+        raise ConfigError(
+            "the best setting cannot be written to this file", where=f"--out {file}",
+            wanted="a new FILE.toml in a folder where you may write",
+            found="it already exists" if os.path.lexists(file) else f"{file.name} in {file.parent}",
+            fix="name another FILE",
+        )  # fmt: skip
+
+
+def write_best(folder: Path, found: Study, row: Row, file: Path, lines: Sequence[str]) -> None:
+    """Write the row's setting as a recipe, under these lines as comments, and the files that it names."""
+    recipe = write.read_recipe(folder / "recipe.toml")
+    start, candidate = (Candidate(tuple(member.values.items())) for member in (found.members[0], row))
+    applied = tune_search.applied(recipe, candidate, start, ranks=found.ranks)
+    table = applied.model_dump(mode="json", exclude_unset=True)
+    # The accumulation depends on the number of ranks; the settings of [tiny] are already in the other tables.
+    table["batch"].pop("gradient_accumulation_steps")
+    for key in ("scale", "tiny"):
+        table.pop(key, None)
+    made = replay.as_files(Recipe.model_validate_json(json.dumps(table)), file.stem, whole=False)
+    made[file.name] = "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + made[file.name]
+    _write(made, file.parent)
+
+
+def _write(texts: Mapping[str, str], folder: Path) -> None:
+    for name, text in texts.items():
+        files.write_atomic(folder / name, text)

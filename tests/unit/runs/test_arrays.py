@@ -1,4 +1,4 @@
-"""`dray scale` and `dray sweep` with Slurm: what sbatch gets, what a task of the array makes of it, and the table."""
+"""`dray study scale` and `sweep` with Slurm: what sbatch gets, what a task of the array makes of it, and the table."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ import pytest
 import typer
 from typer.exceptions import TyperException
 
-from dray.cli import scale as scaling
-from dray.cli import studies, usage
-from dray.cli import sweep as sweeping
+from dray.cli import study as studies
+from dray.cli import usage
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import arrays, replay, study
-from dray.runs.arrays import Common, Size
-from dray.runs.store import Queued
+from dray.runs import resubmit, slurm, study
 from helpers import PYTHON, ROOT
 from slurms import Slurm
 
@@ -66,19 +63,19 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DRAY_HOME", str(ROOT))
     monkeypatch.setenv("DRAY_IMAGE", str(tmp_path / "i.sif"))
-    monkeypatch.setattr(studies, "new_id", lambda name: f"20-{name}")
+    monkeypatch.setattr(study, "new_id", lambda name: f"20-{name}")
     return made
 
 
-def sweep(queue: Slurm, *words: str, **options: object) -> int:
+def sweep(queue: Queue, *words: str, **options: object) -> int:
     with pytest.raises(typer.Exit) as ended:
-        sweeping.sweep(RECIPE, [*words], runs=queue.runs, **options)  # type: ignore[arg-type]
+        studies.sweep(RECIPE, [*words], runs=queue.runs, **options)  # type: ignore[arg-type]
     return ended.value.exit_code
 
 
-def scale(queue: Slurm, **options: object) -> int:
+def scale(queue: Queue, **options: object) -> int:
     with pytest.raises(typer.Exit) as ended:
-        scaling.scale(RECIPE, ["train.steps=40"], runs=queue.runs, **options)  # type: ignore[arg-type]
+        studies.scale(RECIPE, ["train.steps=40"], runs=queue.runs, **options)  # type: ignore[arg-type]
     return ended.value.exit_code
 
 
@@ -96,30 +93,29 @@ OPTIONS = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1"]
 @pytest.mark.parametrize(
     ("printed", "job", "cluster"),
     [
-        ("42\n", 42, ""), ("42;local\n", 42, "local"), ("7 days left\n42;local\n\n", 42, "local"),
-        ("42\nsee https://site.example\n", 42, ""), ("7\r\n42\r\n", 42, ""),
-        ("Submitted batch job 42\n", 42, ""),
+        ("42\n", 42, ""), ("7 days left\n42;local\n\n", 42, "local"), ("42\nsee https://site.example\n", 42, ""),
+        ("7\r\n42\r\n", 42, ""), ("Submitted batch job 42\n", 42, ""),
     ],
 )  # fmt: skip
 def test_a_wrapper_of_the_site_may_print_more(printed: str, job: int, cluster: str) -> None:
-    found = Queued.of_sbatch(printed, ["sbatch"])
-    assert (found.job, found.cluster, found.argv) == (job, cluster, ["sbatch"])
+    found = slurm.sbatch(["printf", printed])
+    assert (found.job, found.cluster, found.argv) == (job, cluster, ["printf", printed])
 
 
 @pytest.mark.parametrize("printed", ["", "12 nodes are down\n", "job 42\n"])
 def test_an_sbatch_that_prints_no_number(printed: str) -> None:
     with pytest.raises(DrayError, match="sbatch printed no job number"):
-        Queued.of_sbatch(printed, ["sbatch"])
+        slurm.sbatch(["printf", printed])
 
 
-def test_a_sweep_is_one_array(queue: Slurm, tmp_path: Path, capsys: Capture) -> None:
+def test_a_sweep_is_one_array(queue: Queue, tmp_path: Path, capsys: Capture) -> None:
     values = ("train.lr=1e-3,4e-3", 'env.X="a b","$(id)"', "train.steps=40", "checkpoint.folder=/c/")
     assert sweep(queue, *values, sbatch=["--time=10", "--qos=a b=c"], at_most=3) == 0
     folder = queue.runs / "20-sweep-smoke-cpu"
     script = f"{ROOT}/slurm/multinode.sh"
     (argv,) = queue.calls
     assert argv == [
-        "--parsable", f"--output={folder}-%a/job-%A_%a.log", "--array=1-4%3", *OPTIONS, "--time=10", "--qos=a b=c",
+        "--parsable", f"--output={folder}-%a/job-%A_%a.log", "--array=1,2,3,4%3", *OPTIONS, "--time=10", "--qos=a b=c",
         script, f"--tasks={folder}/tasks", f"--image={tmp_path}/i.sif", "--site=", str(RECIPE), "train.steps=40",
         "checkpoint.folder=/c/",
     ]  # fmt: skip
@@ -144,23 +140,23 @@ def test_a_sweep_is_one_array(queue: Slurm, tmp_path: Path, capsys: Capture) -> 
         )  # fmt: skip
         assert stat.S_IMODE(run.stat().st_mode) == 0o700
     kept = ("--job-name=smoke-cpu", "--ntasks-per-node=1", "--time=10", "--qos=a b=c")
-    assert replay.asked(run) == replay.Asked(kept)
+    assert resubmit.asked(run) == resubmit.Asked(kept)
     members = study.load(folder).members
     assert [(one.job_id, one.run) for one in members] == [
         (f"42_{number}", f"{folder.name}-{number}") for number in range(1, 5)
     ]
     out = capsys.readouterr().out
     assert out.startswith('job 42_1: train.lr=1e-3 env.X="a b"\njob 42_2: train.lr=1e-3 env.X="$(id)"\n')
-    assert f"\n4 runs of 4 not ended; again: dray sweep --table {folder}\n" in out
+    assert f"\n4 runs of 4 not ended; again: dray study show {folder}\n" in out
 
 
-def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Slurm, tmp_path: Path, capsys: Capture) -> None:
+def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Queue, tmp_path: Path, capsys: Capture) -> None:
     assert scale(queue, ranks="1,2,4", per_node=2, at_most=1) == 0
     folder = queue.runs / "20-scale-smoke-cpu"
     decided = [f"--image={tmp_path}/i.sif", "--site=", str(RECIPE), "train.steps=40"]
     one_node = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1", "--nodes=1"]
     assert queue.calls == [
-        ["--parsable", f"--output={folder}-%a/job-%A_%a.log", "--array=1-2%1", *one_node,
+        ["--parsable", f"--output={folder}-%a/job-%A_%a.log", "--array=1,2%1", *one_node,
          f"{ROOT}/slurm/singlenode.sh", f"--tasks={folder}/tasks", *decided],
         ["--parsable", f"--output={folder}-3/job-%j.log", *one_node[:-1], "--nodes=2",
          f"{ROOT}/slurm/multinode.sh", f"--run={folder}-3", *decided, "ranks_per_node=2"],
@@ -171,84 +167,53 @@ def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Slurm, tmp
     assert [one.job_id for one in study.load(folder).members] == ["42_1", "42_2", "43"]
     assert json.loads((queue.runs / f"{folder.name}-3" / "job.json").read_text())["task"] is None
     out = capsys.readouterr().out
-    assert out.splitlines()[:4] == [
-        "job 42_1: 1 rank", "job 42_2: 2 ranks", "job 43: 4 ranks",
-        "--at-most holds for each of the 2 job arrays",
-    ]  # fmt: skip
+    assert out.splitlines()[:3] == ["job 42_1: 1 rank", "job 42_2: 2 ranks", "job 43: 4 ranks"]
 
 
-def test_tasks_of_an_array_need_not_follow_one_another(queue: Slurm) -> None:
+def test_tasks_of_an_array_need_not_follow_one_another(queue: Queue) -> None:
     assert sweep(queue, "train.lr=1e-3,2e-3,4e-3", "nodes=1,2", at_most=10**9) == 0
     found = [(word, argv[-1]) for argv in queue.calls for word in argv if word.startswith("--array")]
     assert found == [("--array=1,3,5", str(RECIPE)), ("--array=2,4,6", str(RECIPE))]
-    assert arrays._ranges([3, 1, 2, 7, 9, 8]) == "1-3,7-9"
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize(("largest", "calls"), [("0", 2), ("2", 2), ("3", 1), ("1001", 1), ("(null)", 1)])
-def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Slurm, largest: str, calls: int) -> None:
-    """MaxArraySize is above the largest number of a task; the default allows 1000."""
-    (queue.slurm.folder / "scontrol").write_text(f"MaxArraySize            = {largest}\n")
-    assert sweep(queue, "train.lr=1e-3,4e-3") == 0
-    runs = [queue.runs / f"{queue.study.name}-{number}" for number in (1, 2)]
-    assert [[word for word in argv if word.startswith(("--run=", "--tasks="))] for argv in queue.calls] == (
-        [[f"--run={run}"] for run in runs] if calls == 2 else [[f"--tasks={queue.study}/tasks"]]
-    )
-    assert [one.job_id for one in study.load(queue.study).members] == (
-        ["42", "43"] if calls == 2 else ["42_1", "42_2"]
-    )  # fmt: skip
-
-
-def test_a_task_is_what_a_job_for_it_alone_would_be(queue: Slurm, tmp_path: Path) -> None:
-    sweep(queue, "train.lr=1e-3,4e-3", site="generic")
-    (argv,) = queue.calls
-    common = Common(RECIPE, [], "generic")
-    for number in (1, 2):
-        run = queue.runs / f"{queue.study.name}-{number}"
-        own = [f"train.lr={number if number == 1 else 4}e-3"]
-        alone = arrays.planned(common, number, run, own, Size()).argv
-        script = f"{ROOT}/slurm/multinode.sh"
-        assert as_a_task(argv[argv.index(script) + 1 :], number) == alone[alone.index(script) + 1 :]
-
-
-def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Slurm) -> None:
+def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Queue) -> None:
     queue.refuses(1)
     with pytest.raises(DrayError, match="sbatch"):
-        sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
+        studies.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
     assert list(queue.runs.iterdir()) == []
 
 
-def test_where_sbatch_prints_no_number_all_stays(queue: Slurm) -> None:
+def test_where_sbatch_prints_no_number_all_stays(queue: Queue) -> None:
     """The tasks may be in the queue, and they read the file of tasks."""
     (queue.folder / "silent").touch()
     with pytest.raises(DrayError, match="sbatch printed no job number"):
-        sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
+        studies.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
     assert len((queue.study / "tasks").read_text().splitlines()) == 2
     assert [(queue.runs / one.run).is_dir() for one in study.load(queue.study).members] == [True, True]
 
 
-def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Slurm, capsys: Capture) -> None:
+def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Queue, capsys: Capture) -> None:
     queue.refuses(2)
     with pytest.raises(DrayError, match="sbatch"):
-        scaling.scale(RECIPE, ranks="1,2,4", per_node=2, runs=queue.runs)
+        studies.scale(RECIPE, ranks="1,2,4", per_node=2, runs=queue.runs)
     assert [one.job_id for one in study.load(queue.study).members] == ["42_1", "42_2"]
     assert sorted(path.name for path in queue.runs.glob("[!.]*")) == [
         queue.study.name + end for end in ("", "-1", "-2")
     ]
     out = capsys.readouterr().out
-    assert out == f"job 42_1: 1 rank\njob 42_2: 2 ranks\n\nagain: dray scale --table {queue.study}\n"
+    assert out == f"job 42_1: 1 rank\njob 42_2: 2 ranks\n\nagain: dray study show {queue.study}\n"
 
 
-def test_one_that_is_refused_leaves_nothing_of_the_others(queue: Slurm) -> None:
+def test_one_that_is_refused_leaves_nothing_of_the_others(queue: Queue) -> None:
     """All are planned before one is queued."""
     with pytest.raises(ConfigError, match="global batch 16 is not divisible by 6 ranks"):
-        sweeping.sweep(RECIPE, ["ranks_per_node=2,3"], runs=queue.runs)
+        studies.sweep(RECIPE, ["ranks_per_node=2,3"], runs=queue.runs)
     with pytest.raises(ConfigError, match="a value has a control character"):
-        sweeping.sweep(RECIPE, ["env.X=a,b\tc"], runs=queue.runs)
+        studies.sweep(RECIPE, ["env.X=a,b\tc"], runs=queue.runs)
     assert (queue.calls, queue.runs.exists()) == ([], False)
 
 
-def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Slurm, capsys: Capture) -> None:
+def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Queue, capsys: Capture) -> None:
     sweep(queue, "train.lr=1e-3,2e-3,4e-3")
     for number in (1, 2, 3):
         record = queue.runs / f"{queue.study.name}-{number}" / "job.json"
@@ -256,7 +221,7 @@ def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Slurm, caps
     queue.slurm.lists((43, "42_1", "RUNNING"), (42, "42_2", "PENDING"))
     capsys.readouterr()
     with pytest.raises(typer.Exit) as ended:
-        studies.show(queue.study, as_json=True)
+        studies.show(str(queue.study), as_json=True)
     rows = json.loads(capsys.readouterr().out)["runs"]
     assert [(row["job_id"], row["state"]) for row in rows] == [
         ("42_1", "running"), ("42_2", "queued"), ("42_3", "lost"),
@@ -265,12 +230,12 @@ def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Slurm, caps
 
 
 @pytest.mark.hostile("arrays")
-@pytest.mark.parametrize("verb", [sweeping.sweep, scaling.scale])
+@pytest.mark.parametrize("verb", [studies.sweep, studies.scale])
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "2,3", "9" * 5000])
-def test_at_most_is_a_number(queue: Slurm, verb: Callable[..., None], value: str) -> None:
+def test_at_most_is_a_number(queue: Queue, verb: Callable[..., None], value: str) -> None:
     app = typer.Typer()
     app.command()(verb)
-    own = "train.lr=1e-3,4e-3" if verb is sweeping.sweep else "--ranks=1,2"
+    own = "train.lr=1e-3,4e-3" if verb is studies.sweep else "--ranks=1,2"
     with pytest.raises(TyperException) as wrong:
         app([str(RECIPE), own, f"--runs={queue.runs}", f"--at-most={value}"], standalone_mode=False)
     told = usage.error(wrong.value)
@@ -278,43 +243,42 @@ def test_at_most_is_a_number(queue: Slurm, verb: Callable[..., None], value: str
 
 
 @pytest.mark.hostile("arrays")
-@pytest.mark.parametrize(("options", "left_out"), [({"at_most": 2}, "--at-most"), ({"sbatch": ["--x"]}, "--sbatch")])
+@pytest.mark.parametrize("options", [{"at_most": 2}, {"sbatch": ["--x"]}])
 @pytest.mark.parametrize("inside", [False, True])
 def test_options_of_jobs_without_a_job(
-    queue: Slurm, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], left_out: str, inside: bool
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], inside: bool
 ) -> None:
     if inside:
         monkeypatch.setenv("SLURM_JOB_ID", "17")
     else:
         monkeypatch.setenv("PATH", "/nowhere")
-    for verb, own in ((sweeping.sweep, ["train.lr=1e-3,4e-3"]), (scaling.scale, [])):
-        ranks = {"ranks": "1,2"} if verb is scaling.scale else {}
+    for verb, own in ((studies.sweep, ["train.lr=1e-3,4e-3"]), (studies.scale, [])):
+        ranks = {"ranks": "1,2"} if verb is studies.scale else {}
         with pytest.raises(
             ConfigError, match="--sbatch and --at-most are for jobs, but here dray submits none"
         ) as refused:
             verb(RECIPE, own, runs=queue.runs, **ranks, **options)  # type: ignore[operator]
         assert refused.value.finding.found == ("inside job 17" if inside else "no sbatch")
-        assert refused.value.finding.fix == f"leave out {left_out}, or type it on a login node"
     assert not queue.runs.exists()
 
 
 @pytest.mark.hostile("arrays")
 @pytest.mark.parametrize("option", ["--array=1-3", "-a1-3", "--arr=2", "--nodes=2", "-N2", "--gres=gpu:2", "--time 8"])
-def test_options_of_sbatch_that_a_study_decides(queue: Slurm, option: str) -> None:
+def test_options_of_sbatch_that_a_study_decides(queue: Queue, option: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs, sbatch=[option])
+        studies.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs, sbatch=[option])
     assert refused.value.exit_code == 78
     assert (queue.calls, queue.runs.exists()) == ([], False)
 
 
 @pytest.mark.hostile("arrays")
-def test_a_study_of_very_many(queue: Slurm) -> None:
+def test_a_study_of_very_many(queue: Queue) -> None:
     values = ",".join(map(str, range(1, 258)))
-    for verb, own in ((sweeping.sweep, [f"seed={values}"]), (sweeping.sweep, [f"a={values}", f"b={values}"])):
+    for verb, own in ((studies.sweep, [f"seed={values}"]), (studies.sweep, [f"a={values}", f"b={values}"])):
         with pytest.raises(ConfigError, match="a sweep has too many runs"):
             verb(RECIPE, own, runs=queue.runs)
     with pytest.raises(ConfigError, match="a study has too many runs"):
-        scaling.scale(RECIPE, ranks=values, weak=True, runs=queue.runs)
+        studies.scale(RECIPE, ranks=values, weak=True, runs=queue.runs)
 
 
 MEMBER = {"run": "r", "ranks": 1}
@@ -326,15 +290,10 @@ MEMBER = {"run": "r", "ranks": 1}
     [
         ({"version": 2}, "this study was made by another version of dray"),
         ({"version": None}, "this study was made by another version of dray"),
-        ({"members": [MEMBER] * 100_000}, "the study is damaged"),
         ({"members": [MEMBER | {"run": "../x"}]}, "the study is damaged"),
         ({"members": [MEMBER | {"run": "a/b"}]}, "the study is damaged"),
         ({"members": [MEMBER | {"run": "a\n"}]}, "the study is damaged"),
-        ({"members": [MEMBER | {"job": -1}]}, "the study is damaged"),
-        ({"members": [MEMBER | {"job": 10**30}]}, "the study is damaged"),
         ({"members": [MEMBER | {"task": "3; id"}]}, "the study is damaged"),
-        ({"members": [MEMBER | {"ranks": 10**400}]}, "the study is damaged"),
-        ({"members": [MEMBER | {"settings": ["x" * 10**5]}]}, "the study is damaged"),
         ({"members": {"r": 1}}, "the study is damaged"),
     ],
 )
@@ -355,14 +314,14 @@ def test_another_user_s_study_is_shown(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "study.json").write_text(json.dumps(whole))
     os.chown(tmp_path / "study.json", 4321, -1)
     with pytest.raises(typer.Exit) as ended:
-        studies.show(tmp_path)
+        studies.show(str(tmp_path))
     assert ended.value.exit_code == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["queued", "r"]
+    assert capsys.readouterr().out.splitlines()[1].split() == ["1", "rank", "queued", "r"]
 
 
 def test_a_study_s_escape_sequences_are_shown_as_text(tmp_path: Path, capsys: Capture) -> None:
     whole = {"version": 1, "kind": "sweep", "recipe": "x", "members": [MEMBER | {"settings": ["a=\x1b]0;x\x07\nb"]}]}
     (tmp_path / "study.json").write_text(json.dumps(whole))
     with pytest.raises(typer.Exit):
-        studies.show(tmp_path)
+        studies.show(str(tmp_path))
     assert "\x1b" not in capsys.readouterr().out

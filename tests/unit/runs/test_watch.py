@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from damage import DAMAGES, damaged
-from dray.cli import logs, runs, status, study_table, times, top
+from dray.cli import logs, runs, status, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs.finish import finish
@@ -327,7 +327,6 @@ def test_no_name_makes_a_row_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert r"x\nfirst  done\t\u2028\u202eenod" in row
     assert r"x\nfirst  done\t\u2028\u202eenod" in status.text(look(paths.run, Slurm()))[0]
     assert "\u202e" not in dray_runs(tmp_path, capsys, as_json=True).encode().decode("unicode-escape")
-    assert study_table.columns([["a\nb"]], [True]) == [r"a\nb"]
 
 
 def test_a_list_opens_one_file_for_each_row(
