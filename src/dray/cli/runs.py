@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,10 +20,9 @@ from dray.contract.control_characters import cell
 from dray.contract.findings import ConfigError, counted
 from dray.runs import cost, state
 from dray.runs.look import look
-from dray.runs.named import seen
-from dray.runs.paths import default_runs
 from dray.runs.squeue import Queue
 from dray.runs.state import State
+from dray.runs.store import default_runs, newest_first
 
 _HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS", "COST")
 _LESS = ("COST", "ATTEMPTS", "NODES", "RECIPE", "STARTED")
@@ -60,8 +58,8 @@ def runs(
     if wrong:
         raise ConfigError("--state has a wrong value", wanted=f"one of {', '.join(state.STATES)}", found=wrong[0])
     queue = Queue()
-    newest = sorted(seen(folder), reverse=True)
-    found = (look(Path(one.folder), queue, numbers=one.attempts) for one in newest)
+    newest = newest_first(folder)
+    found = (look(one, queue) for one in newest)
     fitting = _fitting(found, states or (), recipe, times.since(since))
     limit = ((0 if as_json else _LAST) if last is None else last) or None
     shown = list(islice(fitting, limit))

@@ -1,6 +1,7 @@
 """The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
 
 RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
+RUN/summary.json            what `dray runs` shows of it: its last attempt's plan and result in short
 RUN/replay.toml             its recipe, where `dray replay` has submitted it, and files that this names
 RUN/source.json             the code that it was submitted from, where the nodes have no git; its diff is source.diff
 RUN/checkpoints/            what all attempts share
@@ -17,6 +18,7 @@ TUNING/tune.json            what dray tune has measured; its runs, their recipes
 from __future__ import annotations
 
 JOB = "job.json"
+SUMMARY = "summary.json"
 STUDY = "study.json"
 TASKS = "tasks"
 TUNE = "tune.json"

@@ -7,11 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from dray import process
 from dray.contract import run_folder
 from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
-from dray.runs import login, refusal, source, write
+from dray.runs import login, refusal, slurm, source, write
 from dray.runs import submit as queue
 from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
@@ -112,14 +111,13 @@ def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source,
         for job in group:
             make_run_folder(job.run, share=job.plan.recipe.runs.share)
             made.append(job.run)
-        done = process.run(argv)
+        array = slurm.sbatch(argv)
     except (DrayError, OSError) as refused:
         for run in made:
             run.rmdir()
         if isinstance(refused, DrayError):
             raise refusal.explained(refused, argv) from None
         raise
-    array = Queued.of_sbatch(done.out, argv)
     found = [array.model_copy(update={"task": job.number}) for job in group] if len(group) > 1 else [array]
     for job, queued in zip(group, found, strict=True):
         queue.record(job.run, queued, code)

@@ -154,7 +154,7 @@ def decide(left: Left, queue: Queue) -> State:
     paths = left.paths if left.number else None
     why, over = "", here or left.cancelled or (left.ended is not None and not left.queued and not left.goes_on)
     try:
-        if found := queue.of(_named(left), _folders(left), cluster):
+        if found := queue.job_of(_named(left), _folders(left), cluster):
             kind, job = _found(left, found, queue, cluster)
             return State(kind, left.run, paths, job, cluster)
         why = "" if over else _untold(left, queue, cluster)

@@ -20,7 +20,7 @@ from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.fitness import slurm_commands
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live, login, named, refusal, source, write
+from dray.runs import live, login, named, refusal, slurm, source, write
 from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
 
@@ -192,7 +192,7 @@ def submit(
     try:
         for name, text in beside.items():
             files.write_atomic(folder / name, text)
-        done = process.run(argv)
+        queued = slurm.sbatch(argv)
     except (DrayError, OSError) as refused:
         if new:
             for name in beside:
@@ -203,7 +203,6 @@ def submit(
         if isinstance(refused, DrayError):
             raise refusal.explained(refused, argv) from None
         raise
-    queued = Queued.of_sbatch(done.out, argv)
     record(folder, queued, seen)
     return queued.job
 

@@ -30,7 +30,7 @@ FLOORS = {
     "cluster": 5,
     "remote": 6,
     "runs": 6,
-    "fitness": 5,
+    "fitness": 6,
     "cli": 7,
     "__main__": 8,
 }

@@ -1,0 +1,402 @@
+"""Slurm's commands: sbatch, squeue, scontrol, scancel, sacct, sacctmgr and sinfo, and what their answers mean.
+
+Answers are read by format strings and `key=value` words, which are the same from Slurm 20.11 to 26.05; a site's
+wrapper may print lines of its own between them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from dray import process
+from dray.config import dray_home
+from dray.contract.control_characters import printable
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.runs.store import Queued
+
+JUST_S = 10.0  # until squeue lists a job after sbatch's answer
+_ANSWER_S = 30.0
+_QUICK_S = 5.0  # for what only helps, as in dray init
+_LATE_S = 120.0  # clocks differ, and a job may be queued before its number is recorded
+# squeue does not list ended jobs; all others have nodes.
+_HELD = frozenset({"REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+_WAITING = _HELD | {"PENDING", "EXPEDITING", "REQUEUED"}
+_COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last column may contain any character
+
+
+def _answer(*argv: str) -> str:
+    """What the command prints; empty without Slurm, or if its controller is busy, for which nobody must wait."""
+    with suppress(DrayError, OSError):
+        return process.run(argv, check=False, seconds=_QUICK_S).out
+    return ""
+
+
+def _on(cluster: str) -> list[str]:
+    return [f"--clusters={cluster}"] if cluster else []
+
+
+def sbatch(argv: Sequence[str]) -> Queued:
+    """Submit the job of a whole `sbatch --parsable` command. DrayError if sbatch refuses."""
+    printed = process.run(argv).out
+    found = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;(\S+))?\s*$", printed, re.MULTILINE)
+    if not found:
+        raise DrayError(
+            "sbatch printed no job number", where="sbatch", wanted="a line such as 42 or 42;cluster",
+            found=printed.strip()[-300:], fix="squeue --me shows whether the job is in the queue",
+        )  # fmt: skip
+    number, cluster = found[-1]
+    return Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))
+
+
+# Jobs --------------------------------------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """A job that waits, runs or is ending."""
+
+    number: int
+    id: str
+    """The id for scancel, such as 12_3. `number` is ambiguous for arrays: tasks that have not started share it, and so
+    does the last task to start."""
+    state: str
+    submitted: float
+    reason: str
+    """Why it waits."""
+    start: float | None
+    """When it started; while it waits, the start that Slurm expects, or the earliest possible."""
+    command: str
+    """The script and its arguments, separated by spaces."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no nodes."""
+        return self.state in _WAITING
+
+    @property
+    def held(self) -> bool:
+        """Whether it starts only when somebody releases it."""
+        return self.state in _HELD or self.reason.startswith(("JobHeld", "launch failed requeued held"))
+
+    @property
+    def by_salloc(self) -> bool:
+        """Whether it is an allocation, which outlives the runs in it."""
+        return self.command in ("", "(null)")
+
+
+def jobs(cluster: str = "") -> list[Job]:
+    """All jobs of this user. DrayError if Slurm is missing or does not answer."""
+    # Variables such as SQUEUE_PARTITION would hide jobs.
+    hidden = [f"--unset={name}" for name in os.environ if name.startswith("SQUEUE_")]
+    prefix = ["env", *hidden] if hidden else []
+    options = ["--array", "--noheader", f"--user={os.geteuid()}", *_on(cluster), f"--format={'|'.join(_COLUMNS)}"]
+    seconds_since_1970 = {"SLURM_TIME_FORMAT": "%s"}
+    done = process.run([*prefix, "squeue", *options], env=seconds_since_1970, check=False, seconds=_ANSWER_S)
+    if done.code:
+        raise UnfitError("squeue failed, so dray cannot see your jobs", where="squeue", found=done.err.strip()[-300:])
+    return [job for job in map(_job, done.out.splitlines()) if job]
+
+
+def _job(line: str) -> Job | None:
+    fields = line.split("|", len(_COLUMNS) - 1)
+    if len(fields) < len(_COLUMNS) or not fields[0].isdecimal():
+        return None
+    number, id_, state, submitted, reason, start, command = map(printable, fields)
+    since = float(submitted) if submitted.isdecimal() else 0.0
+    return Job(int(number), id_, state, since, reason, float(start) if start.isdecimal() else None, command.strip())
+
+
+class Slurm:
+    """This user's jobs, for many runs: each cluster is asked once, even if it does not answer."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[Job] | DrayError] = {}
+        self._asked: dict[str, float] = {}
+        self._restarted: dict[str, bool] = {}
+        self._by_name: dict[str, dict[int | str, list[Job]]] = {}
+
+    def jobs(self, cluster: str = "") -> list[Job]:
+        """All jobs of this user on the cluster. DrayError if Slurm is missing or does not answer."""
+        if cluster not in self._known:
+            self._asked[cluster] = time.time()
+            try:
+                self._known[cluster] = jobs(cluster)
+            except DrayError as silent:
+                self._known[cluster] = silent
+        found = self._known[cluster]
+        if isinstance(found, DrayError):
+            raise found
+        return found
+
+    @cached_property
+    def is_absent(self) -> bool:
+        """Whether this machine has no Slurm at all."""
+        return not process.which("squeue")
+
+    @cached_property
+    def cluster(self) -> str:
+        """The name of this machine's cluster; empty if Slurm does not answer."""
+        return "" if isinstance(self._known.get(""), DrayError) else cluster_name()
+
+    def is_older(self, at: float, cluster: str = "", *, margin_s: float = 0.0) -> bool:
+        """Whether Slurm was asked before this time and so cannot know of it; a future time is another clock's error."""
+        return self._asked.get(cluster, at + margin_s) - margin_s < at < time.time() + JUST_S
+
+    def job_of(self, named: Mapping[int | str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
+        """A job with one of these numbers or array tasks that existed at that time, or with such a run folder
+        (`--run=`). A running job comes before a waiting one. DrayError as from `jobs`."""
+        known = self.jobs(cluster)
+        if cluster not in self._by_name:
+            self._by_name[cluster] = _by_name(known)
+        by_name = self._by_name[cluster]
+        found = [job for name, at in named.items() for job in by_name.get(name, ()) if self._existed(job, at)]
+        for folder in folders:  # its name may contain spaces
+            with_word = by_name.get(f"--run={folder}".partition(" ")[0], ())
+            found += [job for job in with_word if f" --run={folder} " in f" {job.command} "]
+        return min(found, key=lambda job: job.waits, default=None)
+
+    def _existed(self, job: Job, at: float) -> bool:
+        """Whether the job existed at this time; else Slurm reused its number."""
+        if job.submitted <= at + _LATE_S:
+            return True
+        if job.id not in self._restarted:  # a requeue changes the time of submission
+            self._restarted[job.id] = show(job.id).get("Restarts", "0") != "0"
+        return self._restarted[job.id]
+
+
+def _by_name(known: Iterable[Job]) -> dict[int | str, list[Job]]:
+    """The jobs by number, id and `--run=`, because there may be thousands."""
+    found: dict[int | str, list[Job]] = {}
+    for job in known:
+        folders = {word for word in job.command.split(" ") if word.startswith("--run=")}
+        names: list[int | str] = [job.number, job.id, *folders]
+        for name in names:
+            found.setdefault(name, []).append(job)
+    return found
+
+
+def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
+    """Cancel the job; with `waiting`, only if it has not started."""
+    # `--state=PENDING` does not find a held job, which cannot start meanwhile.
+    state = ["--state=PENDING"] if waiting and job.state not in _HELD else []
+    done = process.run(["scancel", *_on(cluster), *state, job.id], check=False, seconds=_ANSWER_S)
+    if done.code and not state:  # with a state, scancel also fails if no job matched
+        raise DrayError("scancel failed", where=f"job {job.id}", found=(done.err or done.out).strip()[-300:])
+
+
+def release(job: Job) -> None:
+    """Let a held job start. DrayError if Slurm refuses."""
+    process.run(["scontrol", "release", job.id], seconds=_ANSWER_S)
+
+
+def show(job: int | str) -> dict[str, str]:
+    """What `scontrol show job` tells of a job, and for some minutes after its end; empty if Slurm does not know it."""
+    return fields(_answer("scontrol", "show", "job", "--oneliner", str(job)))
+
+
+def fields(shown: str) -> dict[str, str]:
+    """The `key=value` words in what scontrol, or the batch script after it, has printed."""
+    return dict(re.findall(r"(?:^|(?<=\s))(\w+)=(\S*)", shown))
+
+
+def is_batch(job: Mapping[str, str]) -> bool:
+    """Whether Slurm can requeue the job: a batch job, not an salloc allocation, which may have other work too."""
+    return job.get("BatchFlag") == "1"
+
+
+_NEVER = ("", "None", "N/A", "Unknown")
+_BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
+
+
+def end_state(job: Mapping[str, str]) -> str:
+    """The state in which a job ended or is ending, from `show`: while it ends, its JobState is COMPLETING."""
+    preempted = job.get("PreemptTime", "") not in _NEVER
+    return _BY_REASON.get(job.get("Reason", ""), "PREEMPTED" if preempted else job.get("JobState", ""))
+
+
+def last_state(job: int | str, cluster: str = "") -> str:
+    """The state of an ended job, such as `CANCELLED by 1000`, from sacct or else from scontrol; empty if neither
+    knows it."""
+    argv = ["sacct", "-X", "-n", "-P", f"--jobs={job}", *_on(cluster), "--format=State"]
+    lines = _answer(*argv).strip().splitlines()
+    if lines:
+        return lines[-1][:100]
+    return end_state(show(job)) if cluster in ("", cluster_name()) else ""
+
+
+_MEANINGS = {
+    "None": "Slurm gives no reason yet",
+    "Priority": "jobs with a higher priority run first",
+    "Resources": "it waits for free nodes",
+    "BeginTime": "its begin time has not come; Slurm waits two minutes before it starts a requeued job",
+    "DependencyNeverSatisfied": "the job that it depends on failed, so it never starts: cancel it with scancel",
+    "Dependency": "it waits for another job to end",
+    "PartitionTimeLimit": "it asks for more time than the partition allows, so it never starts: use a shorter --time",
+    "PartitionNodeLimit": "it asks for more nodes than the partition allows: use fewer --nodes",
+    "Partition": "the partition starts no jobs at the moment",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, often for maintenance",
+    "Nodes required": "nodes that it needs are down, drained or reserved, often for maintenance",
+    "Reservation": "it waits for its reservation",
+    "Licenses": "it waits for a license",
+    "JobHeldUser": "its user holds it: scontrol release JOB releases it",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobArrayTaskLimit": "its array already runs the allowed number of tasks",
+    "Job": "its own limits or its state keep it waiting",
+    "BadConstraints": "no node has the features that it asks for, so it never starts",
+    "InvalidAccount": "its account is invalid: use another --account",
+    "InvalidQOS": "its quality of service is invalid: use another --qos",
+    "launch failed requeued held": "Slurm could not start it and holds it: scontrol release JOB releases it",
+    "QOS": "a limit of its quality of service (QOS) is reached",
+    "Assoc": "a limit of its account or user is reached",
+    "MaxCpuPerAccount": "a limit of its account is reached",
+}
+
+
+def meaning(reason: str) -> str:
+    """Why a job waits, in plain words: the meaning of the first name with which Slurm's reason begins, else empty."""
+    reason = reason.strip("()")
+    return next((text for name, text in _MEANINGS.items() if reason.startswith(name)), "")
+
+
+# The cluster ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A Slurm partition, and what each of its nodes has."""
+
+    name: str
+    nodes: int
+    cpus: int
+    gres: str
+
+    @property
+    def gpus(self) -> int:
+        return sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", self.gres))
+
+
+def conf() -> dict[str, str]:
+    """slurm.conf, from scontrol; empty without Slurm, or if its controller does not answer in time."""
+    return dict(re.findall(r"^(\w+) *= (.*?) *$", _answer("scontrol", "show", "config"), re.MULTILINE))
+
+
+def cluster_name(config: Mapping[str, str] | None = None) -> str:
+    """What Slurm calls this cluster; empty without Slurm."""
+    name = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return name or (conf() if config is None else config).get("ClusterName", "")
+
+
+def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, object]:
+    """Facts on preemption in these partitions, or in the default one; of several grace times the shortest."""
+    found: dict[str, object] = {}
+    if kill := re.match("[0-9]{1,9}", config.get("KillWait", "")):
+        found["kill_wait_s"] = int(kill[0])
+    if config.get("PreemptType", "(null)") in ("(null)", "preempt/none"):
+        return found
+    found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "").split(",")
+    key, wanted = ("PartitionName", names) if names else ("Default", ["YES"])
+    shown = map(fields, _answer("scontrol", "show", "partition", "--oneliner").splitlines())
+    chosen = [partition for partition in shown if partition.get(key) in wanted]
+    modes = [partition.get("PreemptMode") or config.get("PreemptMode", "") for partition in chosen]
+    graces = [int(partition["GraceTime"]) for partition in chosen if partition.get("GraceTime", "").isdecimal()]
+    found["preempt_mode"] = next((mode for mode in modes if mode != "OFF"), "OFF" if modes else "")
+    return found | ({"preempt_grace_s": min(graces)} if graces else {})
+
+
+def partitions() -> list[Partition]:
+    """Slurm's partitions, in its own order; none without Slurm. DrayError if Slurm does not answer in time."""
+    if not process.which("sinfo"):
+        return []
+    printed = process.run(["sinfo", "--noheader", "--format=%R|%D|%c|%G"], seconds=_QUICK_S).out
+    rows = re.findall(r"^([^|\n]+)\|(\d+)[^|\n]*\|(\d+)[^|\n]*\|([^|\n]*)$", printed, re.MULTILINE)
+    return [
+        Partition(name=name, nodes=int(nodes), cpus=int(cpus), gres=gres)
+        for name, nodes, cpus, gres in dict.fromkeys(rows)
+    ]
+
+
+def limits() -> dict[str, str]:
+    """The longest time of a job, by partition."""
+    lines = _answer("sinfo", "--noheader", "--format=%R|%l").splitlines()
+    return dict(line.split("|") for line in lines if line.count("|") == 1)
+
+
+def features() -> list[str]:
+    """The features that --constraint may name."""
+    return sorted({*re.split("[\n,]", _answer("sinfo", "--noheader", "--format=%f"))} - {"", "(null)"})
+
+
+def accounts() -> list[str]:
+    """The Slurm accounts that this user's jobs may name; none if Slurm has none, or does not answer in time."""
+    return _associated("account")
+
+
+def qualities() -> list[str]:
+    """The names that --qos may give, likewise."""
+    return _associated("qos")
+
+
+def _associated(column: str) -> list[str]:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id that no passwd knows
+        return []
+    options = ("--noheader", "--parsable2", "show", "associations", f"format={column}", f"user={user}")
+    words = re.split(r"[\s,]+", _answer("sacctmgr", *options))
+    return sorted({word for word in words if re.fullmatch(r"[\w.@+-]+", word)})
+
+
+# The allocation around this shell --------------------------------------------------------------------------------
+
+# Where salloc starts the shell on the first node (LaunchParameters=use_interactive_step), in a step with this number.
+_INTERACTIVE = "4294967290"
+_WHOLE = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES")
+
+
+class Allocation(NamedTuple):
+    """The salloc allocation around this shell: `dray run` uses its nodes without waiting in the queue."""
+
+    job: str
+    nodelist: str
+    nodes: str
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Allocation | None:
+        """The allocation in these variables; None inside batch scripts and srun steps."""
+        step = env.get("SLURM_STEP_ID", _INTERACTIVE)
+        if env.get("ENVIRONMENT") == "BATCH" or step != _INTERACTIVE or not all(env.get(name) for name in _WHOLE):
+            return None
+        return cls(*(env[name] for name in _WHOLE))
+
+    def __str__(self) -> str:
+        return f"job {self.job} on {self.nodelist}"
+
+    def require_nodes(self, nodes: int | None) -> None:
+        """Refuse a --nodes other than all nodes of the allocation."""
+        if nodes is not None and str(nodes) != self.nodes:
+            raise ConfigError(
+                "a run in an allocation uses all of its nodes",
+                wanted=f"--nodes {self.nodes}, or no --nodes",
+                found=f"--nodes {nodes}",
+                fix="leave out --nodes; or use salloc --nodes=N for another size, or --local for this machine only",
+            )
+
+    def argv(self, *, run: str, site: str, recipe: Sequence[str], command: Sequence[str]) -> list[str]:
+        """The bash command that starts the batch script inside the allocation."""
+        script = dray_home.root() / "slurm" / ("singlenode.sh" if self.nodes == "1" else "multinode.sh")
+        options = [*([f"--run={run}"] if run else []), *([f"--site={site}"] if site else [])]
+        return ["bash", str(script), *options, *recipe, *(["--", *command] if command else [])]
+
+
+def allocation_environment(env: Mapping[str, str], runs: Path) -> dict[str, str]:
+    """The environment for the batch script: the command runs in the current folder, not in salloc's."""
+    here = {"DRAY_HOME": str(dray_home.root()), "DRAY_RUNS": str(runs), "SLURM_SUBMIT_DIR": str(Path.cwd())}
+    return {**env, **here}

@@ -1,0 +1,702 @@
+"""Run folders: the paths in them, the files that dray reads from them, and how a run is found.
+
+`Run` and `Attempt` read each file once: a value, or a warning if it is damaged. `plan_of` here and `result_of` in
+runs/result.py are the strict readers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shlex
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import from_json
+
+from dray.config.load_toml import explained
+from dray.contract import files
+from dray.contract import run_folder as names
+from dray.contract.findings import ConfigError, DrayError, listed, nearest
+
+if TYPE_CHECKING:
+    from dray.planning.schema import Plan
+
+VERSION = 1
+"""The version of result.json."""
+Table = dict[str, Any]
+_ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_JOB_ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
+_DATE = re.compile(r"20\d{6}")
+
+
+class _In:
+    """The path of a name in an attempt's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths, _owner: object) -> Path:
+        return paths.folder / self._name
+
+
+class RunPaths:
+    """The paths of one attempt: a folder of its own, beside the checkpoints that all attempts share."""
+
+    plan = _In(names.PLAN)
+    node_script = _In(names.NODE_SCRIPT)
+    srun_options = _In(names.SRUN_OPTIONS)
+    stop = _In(names.STOP)
+    saved = _In(names.SAVED)
+    process = _In(names.PROCESS)
+    enter_script = _In(names.ENTER_SCRIPT)
+    facts = _In(names.FACTS)
+    secret = _In(names.SECRET)
+    logs = _In(names.LOGS)
+    failures = _In(names.FAILURES)
+    preflight = _In(names.PREFLIGHT)
+    preflight_report = _In(names.PREFLIGHT_REPORT)
+    process_group = _In(names.PROCESS_GROUP)
+    startup = _In(names.STARTUP)
+    rendezvous = _In(names.RENDEZVOUS)
+    metrics = _In(names.METRICS)
+    profile = _In(names.PROFILE)
+    profile_trace = _In(names.PROFILE_TRACE)
+    result = _In(names.RESULT)
+    capsule = _In(names.CAPSULE)
+    nodes = _In(names.NODES)
+    source_diff = _In(names.SOURCE_DIFF)
+    next = _In(names.NEXT)
+    failing_nodes = _In(names.FAILING_NODES)
+
+    def __init__(self, run: Path, attempt: int = 1) -> None:
+        self.run, self.attempt = run, attempt
+
+    @property
+    def folder(self) -> Path:
+        """The attempt's own folder."""
+        return self.run / names.attempt(self.attempt)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints, which all attempts share."""
+        return self.run / names.CHECKPOINTS
+
+    @property
+    def final_model(self) -> Path:
+        """The folder of the model, after the training has ended."""
+        return self.checkpoints / names.FINAL_MODEL
+
+    def node_log(self, node: int) -> Path:
+        """The log of a node's runner and launcher."""
+        return self.folder / names.node_log(node)
+
+    def rank_log(self, rank: int) -> Path:
+        """The log of a rank, with stdout and stderr."""
+        return self.folder / names.rank_log(rank)
+
+    def create(self, *, new: bool, share: str = "none") -> None:
+        """Make the attempt's folder. Raises FileExistsError if it exists, or if a `new` run exists."""
+        make_run_folder(self.run, new=new, share=share)
+        self.folder.mkdir(mode=0o755)  # also with a umask that lets a group write
+        for inner in (self.logs, self.failures, self.checkpoints):
+            inner.mkdir(mode=0o755, exist_ok=True)
+
+
+class Queued(BaseModel):
+    """The content of job.json: the job that `dray submit` put into the queue."""
+
+    model_config = ConfigDict(frozen=True)
+
+    job: Annotated[int, Field(ge=1)]
+    task: Annotated[int, Field(ge=0)] | None = None
+    """The task number, if the job is an array."""
+    cluster: Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")] = ""
+    """The cluster's name, if sbatch knows several."""
+    time: float
+    argv: list[str]
+    stopped: float | None = None
+    """When `dray stop` cancelled the job in the queue."""
+
+    @property
+    def id(self) -> str:
+        """The id for Slurm's commands: 12, or 12_3."""
+        return str(self.job) if self.task is None else f"{self.job}_{self.task}"
+
+
+class Attempt:
+    """One attempt at a run, as its files tell it."""
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run, self.number = run, number
+        self.paths = RunPaths(run.folder, number)
+        self.ended: float | None = None
+        """When the result was written, valid or not."""
+        self._result: Table | None = None
+
+    @property
+    def result(self) -> Table | None:
+        """result.json; None until it is written, and, with a warning, if it is damaged."""
+        if self.ended is None:
+            self.ended = written(self.paths.result)
+            if self.ended is not None:
+                self._result = read_json(self.paths.result, self.run.warnings, require_version)
+        return self._result
+
+    @cached_property
+    def plan(self) -> Table:
+        """plan.json; empty without a plan."""
+        return read_json(self.paths.plan, self.run.warnings) or {}
+
+    @cached_property
+    def began(self) -> float:
+        """When the plan was written; 0 without a plan."""
+        return written(self.paths.plan) or 0.0
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """facts.txt; empty if it is missing."""
+        with suppress(OSError):
+            lines = files.read(self.paths.facts).decode(errors="replace").split("\n")
+            return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+        return {}
+
+    @cached_property
+    def job_id(self) -> str:
+        """The job's id for Slurm's commands: 12, or 12_3 for an array task; empty without Slurm."""
+        for name in ("task", "job"):
+            found = self.facts.get(name, "")
+            if _JOB_ID.fullmatch(found) and found != "0":
+                return found
+        return str(self.job or "")
+
+    @cached_property
+    def job(self) -> int:
+        """The job's number; 0 without Slurm or if unknown."""
+        planned, probed = self.plan.get("job"), self.facts.get("job", "")
+        return planned if isinstance(planned, int) and planned > 0 else int(probed) if probed.isdecimal() else 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the same job continues: requeued, or with other nodes."""
+        return bool(dig(self.result, "next", "requeue") or dig(self.result, "next", "spare"))
+
+
+class Run:
+    """A run folder. Each file is read once, when it is needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.warnings: list[str] = []
+        """What could not be read."""
+
+    @classmethod
+    def from_summary(cls, folder: Path) -> Run:
+        """The run as its summary tells it, which is one file: enough for a list. Without a summary, as `Run`."""
+        run = cls(folder)
+        summary = read_json(folder / names.SUMMARY, []) or {}
+        with suppress(KeyError, TypeError, ValueError):  # a damaged summary; the files themselves tell more
+            last = Attempt(run, int(summary["attempt"]))
+            for name, kind in (("plan", dict), ("job", int), ("job_id", str), ("began", float)):
+                setattr(last, name, kind(summary[name]))
+            if summary["ended"] is not None:
+                last.ended, last._result = float(summary["ended"]), summary["result"]
+            run.numbers = [int(number) for number in summary["attempts"]]
+            run.attempts = [*(Attempt(run, number) for number in run.numbers[:-1]), last]
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The numbers of the attempts, in order."""
+        return attempts(self.folder)
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """All attempts, in order."""
+        return [Attempt(self, number) for number in self.numbers]
+
+    @property
+    def last(self) -> Attempt | None:
+        """The last attempt, planned or not; None before the first."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest planned attempt."""
+        return next((one for one in reversed(self.attempts) if one.paths.plan.is_file()), None)
+
+    @cached_property
+    def job(self) -> Queued | None:
+        """The submitted job; None if there is none, or, with a warning, if the file is damaged."""
+        file = self.folder / names.JOB
+        if (found := read_json(file, self.warnings)) is not None:
+            try:
+                return Queued.model_validate(found)
+            except ValidationError:
+                self.warnings.append(f"{file} names no job")
+        return None
+
+    @cached_property
+    def owner(self) -> int:
+        """The user who owns the run."""
+        with suppress(OSError):
+            return os.lstat(self.last.paths.folder if self.last else self.folder).st_uid
+        return os.geteuid()
+
+
+_SUMMARY = (  # of plan.json, what a list shows or what decides a run's state
+    ("job",), ("run_folder",), ("scratch",), ("recipe", "name"), ("recipe", "command"), ("recipe", "train", "steps"),
+    ("recipe", "checkpoint", "folder"), ("world", "size"),
+)  # fmt: skip
+_SUMMARY_RESULT = (
+    "version", "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "next", "spent",
+)  # fmt: skip
+
+
+def write_summary(paths: RunPaths) -> None:
+    """Write the run's summary.json, for `dray runs`. Its time is when the attempt began, so that a list is sorted
+    before any file is opened."""
+    attempt = Attempt(Run(paths.run), paths.attempt)
+    plan: Table = {}
+    for place in _SUMMARY:
+        table = plan
+        for name in place[:-1]:
+            table = table.setdefault(name, {})
+        table[place[-1]] = dig(attempt.plan, *place)
+    nodes = dig(attempt.plan, "world", "nodes")
+    plan["world"]["nodes"] = [{"name": dig(node, "name")} for node in nodes] if isinstance(nodes, list) else []
+    result = attempt.result
+    if result is not None:
+        result = {name: result[name] for name in _SUMMARY_RESULT if name in result}
+        result["cause"] = {"why": dig(attempt.result, "cause", "why")}
+    file = paths.run / names.SUMMARY
+    before = dig(read_json(file, []), "jobs") or []
+    summary = {
+        "attempt": attempt.number, "attempts": attempts(paths.run), "job": attempt.job, "job_id": attempt.job_id,
+        "jobs": [*dict.fromkeys([*before, attempt.job_id, str(attempt.job)])], "began": attempt.began,
+        "ended": attempt.ended, "plan": plan, "result": result,
+    }  # fmt: skip
+    with suppress(OSError):  # a list reads the files themselves then
+        files.write_atomic(file, json.dumps(summary) + "\n")
+        os.utime(file, (attempt.began, attempt.began))
+
+
+def plan_of(paths: RunPaths) -> Plan:
+    """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
+    from dray.planning.schema import Plan  # noqa: PLC0415  half a second, for which no list of runs waits
+
+    text = files.text(paths.plan, "the run's plan")
+    plan = files.parse_json(text, "the run's plan", paths.plan)
+    found, version = plan.get("version") if isinstance(plan, dict) else None, Plan.model_fields["version"].default
+    if found != version:
+        raise ConfigError(
+            "this run was planned by another version of dray",
+            where=paths.plan,
+            wanted=f"plan version {version}",
+            found=f"plan version {found}",
+            fix="use that version of dray, or start an attempt with this one: dray run RECIPE "
+            f"--runs={paths.run.parent} --run={paths.run.name}",
+        )
+    try:
+        return Plan.model_validate_json(text)
+    except ValidationError as wrong:
+        raise ConfigError("the run's plan is damaged", where=paths.plan, found=explained(wrong)) from wrong
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def read_json(
+    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
+) -> Table | None:
+    """The file's JSON object; None if the file is missing, or, with a warning, if it cannot be read."""
+    try:
+        found = from_json(files.read(path))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+        check(found, path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warnings.append(f"{path} cannot be read: {reason(error)}")
+        return None
+    return found
+
+
+def require_version(found: object, path: Path | str) -> None:
+    """Raise OSError if the result is no JSON object or has another version."""
+    version = found.get("version", VERSION) if isinstance(found, dict) else None
+    if version != VERSION:
+        wrong = f"result version {ascii(version)[:40]}, but this dray reads {VERSION}"
+        raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def load(model: type[Model], path: Path, noun: str, *, fix: str) -> Model:
+    """The content of a file of dray's own; ConfigError if it is missing, damaged or of another version."""
+    text = files.text(path, f"the {noun}", fix=fix)
+    found = files.parse_json(text, f"the {noun}", path)
+    version, known = dig(found, "version"), model.model_fields["version"].default
+    if version != known:
+        raise ConfigError(
+            f"this {noun} was made by another version of dray", where=path, wanted=f"version {known}",
+            found=f"version {version!r:.40}",
+        )  # fmt: skip
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as wrong:
+        raise ConfigError(f"the {noun} is damaged", where=path, found=explained(wrong)) from wrong
+
+
+def _or_none(told: object, check: Callable[[object], object]) -> object:
+    with suppress(ValidationError):
+        return check(told)
+    return None
+
+
+OR_NONE = WrapValidator(_or_none)
+"""Reads a damaged part of a file as None, so that the rest stays readable."""
+
+
+def dig(value: Any, *keys: str) -> Any:  # noqa: ANN401  any JSON value
+    """The value at a path of keys in nested tables; None if it is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def written(path: Path | str) -> float | None:
+    """When the file was last written; None if it is missing."""
+    try:
+        return os.lstat(path).st_mtime
+    except (OSError, ValueError):
+        return None
+
+
+def reason(error: Exception) -> str:
+    """The error in one line."""
+    if isinstance(error, DrayError):
+        text = ": ".join(filter(None, [error.problem, error.finding.found]))
+    else:
+        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:300]
+
+
+# Names and folders of runs -----------------------------------------------------------------------------------------
+
+
+def default_runs() -> Path:
+    """The folder for run folders: DRAY_RUNS, else `runs` in the working directory."""
+    return Path(os.environ.get("DRAY_RUNS") or "runs").absolute()
+
+
+def run_name(name: str) -> str:
+    """The name, if a run's folder, containers and network can have it; else ConfigError."""
+    if name and not _NAME.fullmatch(name):
+        raise ConfigError(
+            "this is no valid name for a run",
+            where="--run",
+            wanted="at most 128 letters, digits, `.`, `_` and `-`; the first is a letter or a digit",
+            found=ascii(name),
+            fix="--run=NAME, and --runs=FOLDER for the folder above it",
+        )
+    return name
+
+
+def run_named(runs: Path, word: str) -> Path | None:
+    """The folder of the run that `--run` names, existing or not; None if `word` is empty."""
+    if not word:
+        return None
+    folder = Path(word).absolute() if "/" in word else runs / run_name(word)
+    run = folder.parent if _number(folder.name) else folder  # an attempt's folder stands for its run
+    run_name(run.name or "/")
+    return run
+
+
+def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
+    """A new run name, which sorts by time and ends with the job number or, without Slurm, random letters."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"{stamp}-{name}-{job or secrets.token_hex(3)}"
+
+
+def of_job(runs: Path, name: str, job: int) -> list[str]:
+    """This user's runs that the job started before it was requeued, newest first, because a new Slurm installation
+    reuses job numbers."""
+    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
+    found = []
+    for path in runs.glob(f"*-{name}-{job}*"):
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            if pattern.fullmatch(path.name) and path.stat().st_uid == os.geteuid():
+                found.append(path.name)
+    return sorted(found, reverse=True)
+
+
+def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None:
+    """Make a run's folder, readable by this user alone, or by the group too (`share`).
+
+    With share="group", the umask changes, so that the group can read all later files of this process and its children.
+    """
+    try:
+        run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+        _require_kept(run.parent)
+        run.mkdir(mode=names.MODES["none"], exist_ok=not new)
+        for what, found in (("a folder", run.stat()), ("a link", run.lstat())):
+            if found.st_uid != os.geteuid():
+                raise ConfigError(
+                    "the run folder belongs to another user, who could change what this run starts",
+                    where=run,
+                    wanted=f"a folder of user {os.geteuid()}",
+                    found=f"{what} of user {found.st_uid}",
+                    fix="choose another name (--run) or another folder (--runs)",
+                )
+        run.chmod(names.MODES[share] | run.stat().st_mode & stat.S_ISGID)
+        if share == "group":
+            os.umask((os.umask(0o077) & ~0o050) | 0o020)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and run.is_dir():
+            raise
+        raise ConfigError(
+            "the run folder cannot be created",
+            where=run.parent,
+            wanted="a folder where you may write, on a disk that all nodes share",
+            found=error.strerror or error,
+            fix="set DRAY_RUNS to such a folder, or use --runs=FOLDER",
+        ) from error
+
+
+def _require_kept(runs: Path) -> None:
+    """Refuse a folder in which everybody may rename files: another user could replace a run.
+
+    A folder that a group may write, as projects have, is allowed: the owner is checked before a run starts.
+    """
+    mode = runs.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        folder = shlex.quote(str(runs))
+        raise ConfigError(
+            "everybody may rename the folders of these runs, and put others in their place",
+            where=runs,
+            wanted="a folder that not everybody may write, or one with the sticky bit",
+            found=f"mode {mode & 0o7777:04o}, of user {runs.stat().st_uid}",
+            fix=f"chmod o-w {folder}; where it is not yours: mkdir -m 700 {folder}/$USER && export "
+            f"DRAY_RUNS={folder}/$USER",
+        )
+
+
+def require_own(folder: Path) -> Path:
+    """The run of this folder, or of this attempt's folder. Another user's run is refused: it may name any program."""
+    run = folder if is_run(folder) else last_attempt(folder).run
+    last = Run(run).last
+    for path in (run, *([last.paths.folder] if last else [])):
+        try:
+            found, is_own = path.lstat(), files.is_own(path)
+        except OSError as refused:  # for example a broken link
+            raise ConfigError("the run cannot be read", where=path, found=refused.strerror) from refused
+        if found.st_uid != os.geteuid() or not is_own:
+            raise ConfigError(
+                "the run belongs to another user, or others may write into it",
+                where=path,
+                wanted=f"a folder of user {os.geteuid()}",
+                found=f"of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}",
+            )
+    return run
+
+
+# Attempts ----------------------------------------------------------------------------------------------------------
+
+
+def attempts(run: Path) -> list[int]:
+    """The attempt numbers of a run, in order."""
+    try:
+        return sorted(filter(None, map(_number, os.listdir(run))))  # noqa: PTH208  of 5,000 runs
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _number(name: str) -> int | None:
+    """The attempt's number in a folder name; None if it is no attempt."""
+    found = _ATTEMPT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def next_attempt(run: Path) -> RunPaths:
+    """The attempt after the newest."""
+    return RunPaths(run, max(attempts(run), default=0) + 1)
+
+
+def last_attempt(folder: Path) -> RunPaths:
+    """The attempt of this folder, or a run's last attempt, with or without a plan."""
+    folder = folder.absolute()
+    if number := _number(folder.name):
+        if not os.path.lexists(folder):
+            raise ConfigError(
+                "the run has no such attempt",
+                where=folder.parent,
+                wanted=" or ".join(map(names.attempt, attempts(folder.parent)[-8:])),
+                found=folder.name,
+            )
+        return RunPaths(folder.parent, number)
+    last = Run(folder).last if folder.is_dir() else None
+    return last.paths if last else newest_attempt(folder)
+
+
+def newest_attempt(folder: Path) -> RunPaths:
+    """The newest planned attempt of a run, or the attempt of this folder."""
+    folder = folder.absolute()
+    if (number := _number(folder.name)) and (folder / names.PLAN).is_file():
+        return RunPaths(folder.parent, number)
+    if newest := Run(folder).newest:
+        return newest.paths
+    if (folder / names.JOB).exists():
+        raise ConfigError(
+            "the run has no attempt yet",
+            where=folder,
+            wanted="a run whose job has started",
+            found=f"{names.JOB}, but no {names.attempt(1)}",
+            fix=f"dray why {shlex.quote(str(folder))}",
+        )
+    raise ConfigError(
+        "this is not a run folder",
+        where=folder,
+        wanted=f"a folder with {names.attempt(1)}/{names.PLAN} in it",
+        found="a folder without it" if folder.is_dir() else "a file" if folder.exists() else "it does not exist",
+        fix="give the `run folder:` that the run printed last; a job that is still in the queue has no plan yet",
+    )
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint; None if there is none. Raises OSError if the folder cannot be read."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path.is_dir()]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)
+
+
+def node_number(nodes: Sequence[str], word: str) -> int:
+    """The number of the node with this number or name."""
+    if word in nodes:
+        return nodes.index(word)
+    last = max(1, len(nodes)) - 1
+    if re.fullmatch("[0-9]{1,7}", word) and int(word) <= last:
+        return int(word)
+    wanted = f"a number from 0 to {last}" if last else "0"
+    if nodes:
+        wanted += f", or one of {listed(nodes)}"
+    raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
+
+
+# Finding a run -----------------------------------------------------------------------------------------------------
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder has an attempt, or a job that will begin one."""
+    with suppress(OSError):
+        return bool(attempts(folder)) or (folder / names.JOB).exists()
+    return False
+
+
+def _began(folder: str) -> float | None:
+    """When the run's last attempt began, or its job was submitted; None if it is no run.
+
+    Each time is that of a file that is written once; the folder's own time changes with dray enter.
+    """
+    if at := written(f"{folder}/{names.SUMMARY}"):
+        return at
+    with suppress(OSError):  # a circular link, or a folder that this user may not read
+        numbers = attempts(Path(folder))
+        planned = written(f"{folder}/{names.attempt(numbers[-1])}/{names.PLAN}") if numbers else None
+        submitted = written(f"{folder}/{names.JOB}")
+        if numbers or submitted:
+            return planned or submitted or written(folder)
+    return None
+
+
+def newest_first(runs: Path) -> list[Path]:
+    """The folders of all runs, newest first."""
+    found = []
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
+        for entry in entries:
+            if (began := _began(entry.path)) is not None:
+                found.append((began, entry.path))
+    return [Path(folder) for _, folder in sorted(found, reverse=True)]
+
+
+def every(runs: Path) -> Iterator[Path]:
+    """The folders of all runs."""
+    return iter(newest_first(runs))
+
+
+def find(word: str = "", runs: Path | None = None) -> Path:
+    """The folder of a run by its path, name, the beginning of its name, or its job; the newest without a word.
+
+    An attempt's folder if that was named.
+    """
+    runs = (runs or default_runs()).absolute()
+    if word and ("/" in word or os.path.lexists(word)):
+        return Path(word).absolute()
+    known = newest_first(runs)
+    if not word:
+        if known:
+            return known[0]
+        raise ConfigError(
+            "there are no runs",
+            where=runs,
+            wanted=f"a folder of run folders, each with {names.attempt(1)} in it",
+            found="no run folder" if runs.is_dir() else "the folder does not exist",
+            fix="give the `run folder:` that the run printed last, or --runs=FOLDER",
+        )
+    fitting = [run for run in known if run.name.startswith(word)]
+    # To find a job, a file of every run is read; a name begins with its date.
+    is_date = _DATE.fullmatch(word) and fitting
+    if _JOB_ID.fullmatch(word) and not is_date and (run := _of_job(word, known)):
+        return run
+    if runs / word in fitting:
+        return runs / word
+    if len(fitting) == 1:
+        return fitting[0]
+    wanted = "a run's folder, its name or the beginning of it, or the number of its job"
+    if fitting:
+        found, fix = f"{word!r}: {listed(sorted(run.name for run in fitting))}", "type more letters"
+        raise ConfigError("several runs begin with this name", where=runs, wanted=wanted, found=found, fix=fix)
+    near = nearest(word, [run.name for run in known])
+    fix = f"did you mean {near}?" if near else "dray runs lists them; --runs=FOLDER names another folder"
+    raise ConfigError("there is no such run", where=runs, wanted=wanted, found=ascii(word), fix=fix)
+
+
+def _job_ids(folder: Path) -> set[str]:
+    """The jobs of a run: their numbers, and 12_3 for array tasks."""
+    run = Run(folder)
+    found = set(dig(read_json(folder / names.SUMMARY, []), "jobs") or [])
+    if not found:
+        found = {word for attempt in run.attempts for word in (str(attempt.job), attempt.job_id)}
+    return found | ({str(run.job.job), run.job.id} if run.job else set())
+
+
+def _of_job(word: str, known: Sequence[Path]) -> Path | None:
+    """The newest run of this job or array task. The number of a whole array is refused: it has several runs."""
+    found = [(run, ids) for run in known if word in (ids := _job_ids(run))]
+    if not found:
+        return None
+    tasks = {one for _, ids in found for one in ids if one.startswith(f"{word}_")}
+    if len(tasks) > 1 and any(one in tasks for one in found[0][1]):
+        raise ConfigError(
+            "the job is an array, and each task is a run",
+            where=known[0].parent,
+            wanted=f"one task: {listed(sorted(tasks, key=lambda task: int(task.partition('_')[2])))}",
+            found=word,
+            fix="dray study scale --table STUDY shows all tasks",
+        )
+    return found[0][0]
