@@ -36,7 +36,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 _PANELS = {
     "Start a run": ("init", "plan", "prefetch", "run", "submit", "scale", "sweep", "tune"),
     "Watch and stop a run": ("runs", "status", "logs", "top", "stop", "enter", "jupyter", "finish"),
-    "After a run": ("why", "report", "diff", "replay", "capsule", "sync"),
+    "After a run": ("why", "report", "diff", "replay", "capsule"),
     "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
     "Recipes, images, datasets and sites": ("recipe", "image", "data", "site", "env"),
     "This machine": ("doctor", "remote", "cluster", "clean", "completion"),
