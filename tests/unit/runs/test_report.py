@@ -21,7 +21,7 @@ from dray.facts import Facts
 from dray.runs import stages, startup
 from dray.runs.report import plots, sections
 from dray.runs.report.data import gather
-from dray.runs.report.plots import Series, Table
+from dray.runs.report.plots import Series, Table, TimeLine
 from dray.runs.report.sections import Document, Item, Text
 from dray.runs.result import Attempt, Cause, Result, SlowRank
 from dray.runs.startup import Startup
@@ -154,12 +154,12 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     spent = {"node_hours": 1.5, "gpu_hours": 6.0, "kwh": 2.5}
     ended(paths, finished="2026-11-18T11:10:25Z", startup={"parts": {"queue": 60.0}}, spent=spent)
     made = told(tmp_path / "mine")
-    _, table, _, nodes = dict(made.sections)["Start-up"]
-    assert isinstance(table, Table)
+    spans, _, nodes = dict(made.sections)["Start-up"]
+    assert isinstance(spans, TimeLine)
     assert isinstance(nodes, Table)
-    assert [row[1:] for row in table.rows] == [
+    assert [(span.name, span.took) for span in spans.rows[0][1]] == [
         ("queue", "60.0 s"), ("container", "2.0 s"), ("rendezvous", "4.0 s"), ("launcher and imports", "20.0 s"),
-        ("compile", "12.0 s"), ("first step", "1.5 s"), ("total", "99.5 s"),
+        ("compile", "12.0 s"), ("first step", "1.5 s"),
     ]  # fmt: skip
     assert (nodes.caption, tuple(nodes.head)) == (
         "Start-up of each node, attempt 1",
@@ -312,9 +312,12 @@ def test_axes(values: list[float], labels: list[str] | None) -> None:
 
 
 def test_the_numbers_of_several_curves_stand_beside_one_another() -> None:
-    made = plots.curves("Loss", "loss", [Series("a", (1.0, 2.0), (5.0, 4.0)), Series("b", (2.0,), (7.0,))])
-    assert made.numbers.rows == [("1", "5.00000", ""), ("2", "4.00000", "7.00000")]
-    assert [*filter(None, made.readout)] == ["step 1: a 5.0000", "step 2: a 4.0000, b 7.0000"]
+    lines = plots.Lines(
+        "Loss", "loss", [Series("a", [(1.0, 5.0), (2.0, 4.0)], "c0 d0"), Series("b", [(2.0, 7.0)], "c1 d0")]
+    )
+    assert [*filter(None, lines.places)] == [(1.0, [5.0, None]), (2.0, [4.0, 7.0])]
+    page = Page(sections.page(Document("x", [], [("Loss", [lines])], "")))
+    assert ("step 1: a 5.000" in page.text, "step 2: a 4.0000 b 7.0000" in page.text) == (True, True)
 
 
 def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

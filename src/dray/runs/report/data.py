@@ -179,7 +179,7 @@ class Try:
     """The longest kernels of some steps, with the path of their trace."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One run, with all its attempts, or one of them."""
 

@@ -1,4 +1,4 @@
-"""Curves and time lines for a page: which points, ticks, colours and numbers it draws."""
+"""Curves and time lines: what page.html draws."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ MOST = 2000
 MISSING = "not measured"
 _PLACES = 50  # with numbers, under the pointer and in the table
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-Marks = Sequence[tuple[str, str]]
-"""Places on the axis and events."""
+Point = tuple[float, float]
 
 
 class Table(NamedTuple):
@@ -34,8 +33,8 @@ class Series(NamedTuple):
     """One curve."""
 
     name: str
-    steps: Sequence[float]
-    values: Sequence[float]
+    points: Sequence[Point]
+    colour: str
 
 
 class Span(NamedTuple):
@@ -45,43 +44,13 @@ class Span(NamedTuple):
     end: float
     name: str
 
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A curve as a page draws it in a square of 1000."""
-
-    colour: str
-    width: float
-    points: str
-    dots: bool
+    @property
+    def took(self) -> str:
+        """How long it was."""
+        return measured(self.end - self.begin)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """Curves, or rows of bars, with all that stands around them. Places are percents of the axis."""
-
-    kind: str
-    title: str
-    alt: str
-    legend: Sequence[tuple[str, str]]
-    """Names with their colours."""
-    across: Sequence[tuple[str, str]]
-    """The ticks of the axis with their labels."""
-    marks: Sequence[str]
-    """What the numbers on the plot mean."""
-    numbers: Table
-    y: str = ""
-    up: Sequence[tuple[str, str]] = ()
-    curves: Sequence[Curve] = ()
-    flags: Marks = ()
-    readout: Sequence[str] = ()
-    """The numbers under the pointer, for equal parts of the axis."""
-    rows: Sequence[tuple[str, Sequence[tuple[str, str, str, str]], Marks]] = ()
-    """Each row's name, its bars (place, width, colour, title) and its marks."""
-
-
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """An axis from its lowest to its highest value, with ticks and their labels."""
 
     least: float
@@ -92,9 +61,78 @@ class Axis:
         """The position of a value, from 0 to 1."""
         return min(1.0, max(0.0, (value - self.least) / (self.most - self.least)))
 
-    def labels(self) -> list[tuple[str, str]]:
-        """The ticks' places and labels."""
-        return [(f"{self.share(tick):.2%}", label) for tick, label in self.ticks]
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves over steps, with marks for events."""
+
+    title: str
+    y: str
+    series: Sequence[Series]
+    marks: Sequence[tuple[float, str]] = ()
+    from_zero: bool = False
+    dots: bool = False
+    kind: str = "lines"
+
+    @property
+    def across(self) -> Axis:
+        steps = [step for one in self.series for step, _ in one.points]
+        return axis(min(steps), max(steps), tight=True)
+
+    @property
+    def up(self) -> Axis:
+        values = [value for one in self.series for _, value in one.points]
+        return axis(min(values), max(values), from_zero=self.from_zero)
+
+    @property
+    def places(self) -> list[tuple[float, list[float | None]] | None]:
+        """For equal parts of the axis the last step and each curve's last value; None where no curve has a point."""
+        across, found = self.across, dict[int, tuple[float, list[float | None]]]()
+        for column, one in enumerate(self.series):
+            for step, value in one.points:
+                place = min(_PLACES - 1, int(across.share(step) * _PLACES))
+                last, values = found.get(place, (step, [None] * len(self.series)))
+                values[column] = value
+                found[place] = (max(step, last), values)
+        return [found.get(place) for place in range(_PLACES)]
+
+    @property
+    def alt(self) -> str:
+        """The curves in words."""
+        return " ".join(
+            f"{self.title}{f' of {one.name}' if len(self.series) > 1 else ''}: {_course(one.points)}."
+            for one in self.series
+        )
+
+
+@dataclass(frozen=True)
+class TimeLine:
+    """Rows of bars, each with its name, and marks with their row, time and event."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[Span]]]
+    marks: Sequence[tuple[int, float, str]] = ()
+    told: str = ""
+    kind: str = "time line"
+
+    @property
+    def across(self) -> Axis:
+        most = max([0.001, *(span.end for _, row in self.rows for span in row)])
+        unit, name = next(((size, name) for size, name in _UNITS if most >= 2 * size), (1.0, "s"))
+        ticks = axis(0.0, most / unit, tight=True).ticks
+        return Axis(0.0, most, [(tick * unit, f"{label} {name}") for tick, label in ticks])
+
+    @property
+    def colours(self) -> dict[str, str]:
+        """The colour of each part."""
+        names = dict.fromkeys(span.name for _, row in self.rows for span in row)
+        return {name: colour(place) for place, name in enumerate(names)}
+
+    @property
+    def alt(self) -> str:
+        """The bars in words."""
+        rows = (f"{name}: {', '.join(f'{span.name} {span.took}' for span in row)}" for name, row in self.rows)
+        return f"{self.title}{self.told}. {'; '.join(rows)}."
 
 
 def axis(least: float, most: float, *, from_zero: bool = False, tight: bool = False) -> Axis:
@@ -116,7 +154,7 @@ def axis(least: float, most: float, *, from_zero: bool = False, tight: bool = Fa
     return Axis(least, most, [*zip(ticks, labels, strict=True)])
 
 
-def reduced(steps: Sequence[float], values: Sequence[float], most: int = MOST) -> list[tuple[float, float]]:
+def reduced(steps: Sequence[float], values: Sequence[float], most: int = MOST) -> list[Point]:
     """At most `most` points: from equal parts of the curve the lowest and the highest value, so that peaks remain."""
     if len(values) <= most:
         return [*zip(steps, values, strict=True)]
@@ -129,88 +167,12 @@ def reduced(steps: Sequence[float], values: Sequence[float], most: int = MOST) -
     return [(steps[place], values[place]) for place in sorted(places)]
 
 
-def curves(
-    title: str, y: str, series: Sequence[Series], what: str = "", *, marks: Sequence[tuple[float, str]] = (),
-    from_zero: bool = False, dots: bool = False, names: Sequence[str] = (),
-) -> Plot:  # fmt: skip
-    """Curves over steps, each with its own colour: of the place that its name has in `names`, or of its own."""
-    colours = [colour(names.index(one.name) if names else place) for place, one in enumerate(series)]
-    drawn = [reduced(one.steps, one.values) for one in series]
-    steps = [step for points in drawn for step, _ in points]
-    values = [value for points in drawn for _, value in points]
-    across, up = axis(min(steps), max(steps), tight=True), axis(min(values), max(values), from_zero=from_zero)
-    found = []
-    for place, points in enumerate(drawn):
-        at = [f"{across.share(x) * 1000:.1f},{(1 - up.share(value)) * 1000:.1f}" for x, value in points]
-        # Lower curves are wider, so that all curves of equal losses are visible.
-        width = 1.75 + 2 * min(3, len(series) - place - 1)
-        alone = dots or len(at) == 1  # a line of no length with round ends is a dot at any aspect ratio
-        joined = "".join(f"M{point}h0" for point in at) if alone else " ".join(at)
-        found.append(Curve(colour=colours[place], width=width, points=joined, dots=alone))
-    parts = [_parts(points, across) for points in drawn]
-    rows, readout = [], []
-    for place in range(_PLACES):
-        cells = [part.get(place) for part in parts]
-        known = [(one.name, cell) for one, cell in zip(series, cells, strict=True) if cell]
-        if not known:
-            readout.append("")
-            continue
-        step = figure(max(cell[0] for _, cell in known))
-        rows.append((step, *(figure(cell[1], 5) if cell else "" for cell in cells)))
-        texts = [f"{name} {figure(cell[1], 4)}" if len(series) > 1 else figure(cell[1], 4) for name, cell in known]
-        readout.append(f"step {step}: {', '.join(texts)}")
-    told = []
-    for one, points in zip(series, drawn, strict=True):
-        of = f" of {one.name}" if len(series) > 1 else ""
-        told.append(f"{what or title}{of}: {_course(points)}.")
-    return Plot(
-        kind="curves", title=title, alt=" ".join(told), y=y, across=across.labels(), up=up.labels(), curves=found,
-        legend=[(one.name, shown) for one, shown in zip(series, colours, strict=True)] if len(series) > 1 else [],
-        flags=[(f"{across.share(step):.2%}", name) for step, name in marks], marks=[name for _, name in marks],
-        readout=readout, numbers=Table(f"{title}: numbers of the plot", ("step", *(one.name for one in series)), rows),
-    )  # fmt: skip
-
-
-def _parts(points: Sequence[tuple[float, float]], across: Axis) -> dict[int, tuple[float, float]]:
-    """The last point in each part of the axis that has one."""
-    return {min(_PLACES - 1, int(across.share(step) * _PLACES)): (step, value) for step, value in points}
-
-
-def _course(points: Sequence[tuple[float, float]]) -> str:
-    def at(point: tuple[float, float]) -> str:
-        return f"{figure(point[1], 4)} at step {point[0]:,.0f}"
-
+def _course(points: Sequence[Point]) -> str:
     least, most = (choose(points, key=lambda point: point[1]) for choose in (min, max))
-    return f"{at(points[0])}, {at(points[-1])}, minimum {at(least)}, maximum {at(most)}"
-
-
-def time_line(
-    title: str, rows: Sequence[tuple[str, Sequence[Span]]], marks: Sequence[tuple[int, float, str]] = (), told: str = ""
-) -> Plot:
-    """Rows of bars over one clock; each row begins at its own time, and marks have their row and time."""
-    most = max((span.end for _, row in rows for span in row), default=1.0)
-    unit, name = next(((size, name) for size, name in _UNITS if most >= 2 * size), (1.0, "s"))
-    inner = axis(0.0, max(most, 1e-3) / unit, tight=True)
-    names = list(dict.fromkeys(span.name for _, row in rows for span in row))
-    drawn, numbers, texts = [], [], []
-    for place, (row, spans) in enumerate(rows):
-        bars = []
-        for span in spans:
-            took = measured(span.end - span.begin)
-            begin, end = inner.share(span.begin / unit), inner.share(span.end / unit)
-            bars.append((f"{begin:.2%}", f"{end - begin:.2%}", colour(names.index(span.name)), f"{span.name}: {took}"))
-            numbers.append((row, span.name, measured(span.begin), took))
-        flags = [
-            (f"{inner.share(at / unit):.2%}", str(count)) for count, (of, at, _) in enumerate(marks, 1) if of == place
-        ]
-        drawn.append((row, bars, flags))
-        texts.append(f"{row}: {', '.join(f'{span.name} {measured(span.end - span.begin)}' for span in spans)}")
-    return Plot(
-        kind="time_line", title=title, alt=f"{title}{told}. {'; '.join(texts)}.", rows=drawn,
-        legend=[(name, colour(place)) for place, name in enumerate(names)],
-        across=[(place, f"{label} {name}") for place, label in inner.labels()], marks=[what for _, _, what in marks],
-        numbers=Table(f"{title}: numbers", ("attempt", "part", "began after", "took"), numbers),
-    )  # fmt: skip
+    first, last, low, high = (
+        f"{figure(value, 4)} at step {step:,.0f}" for step, value in (points[0], points[-1], least, most)
+    )
+    return f"{first}, {last}, minimum {low}, maximum {high}"
 
 
 def colour(place: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from typing import NamedTuple
@@ -22,20 +22,18 @@ from dray.runs.report.data import Run, Try, sample
 from dray.runs.report.plots import (
     MISSING,
     MOST,
-    Plot,
+    Lines,
     Series,
     Span,
     Table,
-    curves,
+    TimeLine,
+    colour,
     figure,
+    reduced,
     seconds,
-    time_line,
 )
 from dray.runs.result import who
 from dray.runs.why import text
-
-_ROWS = 200  # of a long table
-_GPU, _HOST = " GB on each GPU: ", " GB on each node's host: "
 
 
 class Text(NamedTuple):
@@ -47,8 +45,8 @@ class Text(NamedTuple):
     kind: str = "text"
 
 
-Item = Text | Table | Plot
-Section = tuple[str, list[Item]]
+Item = Text | Table | Lines | TimeLine
+Measures = dict[str, dict[str, str]]
 
 
 class Document(NamedTuple):
@@ -57,7 +55,7 @@ class Document(NamedTuple):
     title: str
     lead: Sequence[Text]
     """How each run ended."""
-    sections: Sequence[Section]
+    sections: Sequence[tuple[str, Sequence[Item]]]
     made: str
 
 
@@ -67,6 +65,7 @@ def page(document: Document) -> str:
     environment = Environment(
         autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
+    environment.filters |= {"figure": figure, "seconds": seconds}
     return environment.from_string(template).render(document._asdict())
 
 
@@ -79,105 +78,159 @@ def document(runs: Sequence[Run], made: str) -> Document:
     if len({run.name for run in runs}) < len(runs):  # copies of a run; colours and legends go by name
         runs = [replace(run, name=run.folder) for run in runs]
     several = len(runs) > 1
-    sections = {"Comparison" if several else "Summary": [*_summary(runs)]}
+    named = {run: f" of {run.name}" if several else "" for run in runs}
+    measures = {run.name: _measures(run) for run in runs}
+    sections = {"Comparison" if several else "Summary": [*_summary(runs, measures)]}
     if any(run.trace.columns["step"] for run in runs):
         sections |= {
             "Loss and learning rate": [*_loss(runs)],
-            "Speed": [*_speed(runs)],
-            "Step time": [*_step_time(runs)],
-            "Profile": [item for run in runs for item in _profile(run, _of(runs, run))],
-            "Memory": [*_memory(runs)],
-            "Checkpoints": [*_checkpoints(runs)],
+            "Speed": [*_speed(runs, measures)],
+            "Step time": [*_step_time(named)],
+            "Profile": [item for run, of in named.items() for item in _profile(run, of)],
+            "Memory": [*_memory(runs, measures)],
+            "Checkpoints": [*_checkpoints(runs, measures)],
         }
     else:
         sections["Training"] = [Text("dray's trainer logged no step, so losses and speed are unknown.")]
     sections |= {
-        "Attempts and faults": [item for run in runs for item in _attempts(run, _of(runs, run))],
+        "Attempts and faults": [item for run, of in named.items() for item in _attempts(run, of)],
         "Start-up": [*_start_up(runs)],
-        "Settings": [_settings(run, _of(runs, run)) for run in runs],
+        "Settings": [
+            Table(f"Each setting{of} with its reason", ("setting", "reason"), [*run.plan.reasons.items()], folded=True)
+            if run.plan
+            else Text(f"The plan{of} cannot be read.", "warning")
+            for run, of in named.items()
+        ],
         "How this report was made": [*_about(runs)],
     }
-    lead = [_ended(run, f"{run.name}: " if several else "") for run in runs]
+    lead = [_ended(run, measures[run.name], f"{run.name}: " if several else "") for run in runs]
     title = f"{len(runs)} runs compared" if several else runs[0].name
     return Document(title, lead, [(heading, items) for heading, items in sections.items() if items], made)
 
 
-def _of(runs: Sequence[Run], run: Run) -> str:
-    return f" of {run.name}" if len(runs) > 1 else ""
+# Measures ----------------------------------------------------------------------------------------------------------
 
 
-def _per_run(caption: str, runs: Sequence[Run], rows: Sequence[tuple[str, Callable[[Run], str]]]) -> Table:
+def _measures(run: Run) -> Measures:
+    """What the tables with a column for each run show, by table."""
+    trace, result, plan = run.trace, run.result, run.plan
+    steps, losses = trace.columns["step"], trace.points("loss")[1]
+    starts, spent = trace.of("start"), trace.spent
+    reasons = plan.reasons if plan else {}
+    on_cpu = bool(plan and plan.variant == "cpu")
+    hosts = run.tries[-1].hosts
+    planned = number(starts[-1], "steps") if starts else None
+    device = next((str(one["device"])[:100] for one in starts if one.get("device")), "")
+    gpu = gpus.find(device)
+    slowest = next((one.nodes.tflops for one in reversed(run.tries) if one.nodes and one.nodes.tflops), None)
+    peak = trace.peak("memory_gb")
+    saves = trace.of("checkpoint")
+    saved = [number(one, "seconds") or 0.0 for one in saves if one.get("saved") is True]
+    trained = sum(one.trained[1] - one.trained[0] for one in run.tries)
+    mfu = _percent(trace.median("mfu"))
+    on_gpu, parts = _estimate(reasons, " GB on each GPU: ")
+    on_host, host_parts = _estimate(reasons, " GB on each node's host: ")
+    vendor, measured = MISSING, f"{MISSING}; python -m dray.checks measures it"
+    if gpu and plan and plan.recipe.train:
+        tflops = gpu.bf16 if plan.recipe.train.precision == "bf16" else gpu.fp16
+        vendor = f"{tflops:g} TFLOP/s ({gpu.source})"
+    elif on_cpu:
+        vendor = measured = "no GPU"
+    if slowest:
+        measured = f"{slowest.s:.0f} TFLOP/s on the slowest GPU (on {slowest.node}), measured before the launch"
+    memory = MISSING if peak is None else f"{peak:.2f} GB"
+    ranks = (result and result.world_size) or (plan.world.size if plan else None)
+    names = f"{counted(len(hosts), 'node')}: {' '.join(hosts[:12])}{' ...' * (len(hosts) > 12)}"
+    summary = {
+        "status": run.told.status,
+        "attempts": str(run.told.attempt),
+        "nodes": names if hosts else MISSING,
+        "ranks": figure(ranks),
+        "parameters": figure(trace.first("parameters")),
+        "training": reasons.get("training", MISSING),
+        "global batch": reasons.get("batch", MISSING),
+        "steps": figure(steps[-1] if steps else None) + (f" of {planned:,.0f}" if steps and planned else ""),
+        "loss, first and last": f"{figure(losses[0], 4)} to {figure(losses[-1], 4)}" if losses else MISSING,
+        "perplexity, last evaluation": figure(result.perplexity if result else None, 2),
+        "tokens/s, median": figure(trace.median("tokens_per_s")),
+        "step, median": seconds(trace.median("step_s")),
+        "MFU, median": mfu,
+        "memory of rank 0, peak": memory,
+        "waiting for data": seconds(spent["data_s"] or None, "not at all") if steps else MISSING,
+        "waiting for checkpoints": seconds(spent["checkpoint_s"] or None, "not at all") if steps else MISSING,
+        "cost, all attempts": cost.text(result.spent if result else None) or MISSING,
+        "run folder": run.folder,
+    }
+    speed = {
+        "MFU, median": mfu,
+        "GPU": device or ("none: MFU is for GPUs" if on_cpu else MISSING),
+        "vendor's peak": vendor,
+        "measured peak": measured,
+        "FLOPs per token": figure(trace.first("flops_per_token")),
+    }
+    of = " of the host's memory" if on_cpu else " of the GPU's memory"
+    estimates = {
+        "estimate, on each GPU": f"{on_gpu:.1f} GB" if on_gpu else "none",
+        "its parts": parts,
+        "estimate, on each node's host": f"{on_host:.1f} GB" if on_host else "none",
+        "its parts, on the host": host_parts,
+        "peak of rank 0": memory if peak is None else memory + of,
+        "peak / estimate": f"{peak / on_gpu:.0%}" if peak is not None and on_gpu else "not comparable",
+    }
+    checkpoints = {
+        "saved": figure(len(saved)),
+        "not saved": figure(len(saves) - len(saved)),
+        "slowest, until complete": seconds(max(saved, default=None), "no checkpoint"),
+        "training waited": seconds(spent["checkpoint_s"] or None, "not at all"),
+        "share of training time": _percent(spent["checkpoint_s"] / trained if trained > 0 else None),
+    }
+    return {"summary": summary, "speed": speed, "memory": estimates, "checkpoints": checkpoints}
+
+
+def _estimate(reasons: dict[str, str], where: str) -> tuple[float, str]:
+    """The plan's estimate in GB, 0 without one, and its parts."""
+    for line in reasons.get("memory", "").splitlines():
+        size, found, parts = line.partition(where)
+        if found:
+            return float(size), parts
+    return 0.0, "none"
+
+
+def _percent(share: float | None) -> str:
+    return MISSING if share is None else f"{share:.1%}"
+
+
+def _per_run(caption: str, measures: dict[str, Measures], part: str) -> Table:
     """A table with a row for each measure and a column for each run."""
-    names = [run.name for run in runs] if len(runs) > 1 else ["value"]
-    return Table(caption, ("measure", *names), [(name, *(cell(run) for run in runs)) for name, cell in rows])
+    columns = [found[part] for found in measures.values()]
+    names = [*measures] if len(measures) > 1 else ["value"]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    return Table(caption, ("measure", *names), rows)
 
 
-def _curve(runs: Sequence[Run], column: str, title: str, y: str, *, from_zero: bool = False) -> Plot | Text:
-    """A metric of each run over its steps, with marks where a run resumed and where its loss jumped."""
-    series, marks = [], []
-    for run in runs:
-        steps, values = run.trace.points(column)
-        if values:
-            series.append(Series(run.name, steps, values))
-        name = f"{run.name}: " if len(runs) > 1 else ""
-        for event in (*run.trace.of("start"), *run.trace.of("divergence")):
-            if step := number(event, "first_step"):
-                resumed = f"attempt {event['attempt']} resumed at step {step:,.0f}"
-                marks.append((step, name + (resumed if event["event"] == "start" else _happened(event))))
-    if not series:
-        return Text(f"{title}: {MISSING}. metrics.jsonl has no steps.")
-    # A run has the same colour in all plots, also where another run has no curve.
-    return curves(title, y, series, marks=marks[:60], from_zero=from_zero, names=[run.name for run in runs])
+# Sections ----------------------------------------------------------------------------------------------------------
 
 
-# Summary -----------------------------------------------------------------------------------------------------------
-
-
-def _ended(run: Run, name: str) -> Text:
-    told, losses = run.told, run.trace.points("loss")[1]
+def _ended(run: Run, measures: Measures, name: str) -> Text:
+    told, found = run.told, measures["summary"]
+    if told.cause:
+        return Text(f"{name}{told.status}: {who(told.cause)}: {told.cause.why.partition(chr(10))[0][:400]}", "failure")
     if told.status != "done":
-        if told.cause:
-            why = told.cause.why.partition("\n")[0][:400]
-            return Text(f"{name}{told.status}: {who(told.cause)}: {why}", "failure")
         return Text(name + text(told).splitlines()[0].partition(": ")[2], "warning")
+    losses = run.trace.points("loss")[1]
     if not losses:
         return Text(f"{name}done: exit code 0")
-    parts = [f"done: {_steps(run)} steps" + (f" in {counted(told.attempt, 'attempt')}" if told.attempt > 1 else "")]
-    parts.append(f"loss {figure(losses[0], 3)} to {figure(losses[-1], 3)}")
-    if run.result and run.result.perplexity is not None:
-        parts.append(f"perplexity {figure(run.result.perplexity, 2)}")
-    parts += [f"{figure(run.trace.median('tokens_per_s'))} tokens/s", f"{_ranks(run)} ranks on {_hosts(run)}"]
-    return Text(name + ", ".join(parts))
+    tries = f" in {counted(told.attempt, 'attempt')}" if told.attempt > 1 else ""
+    perplexity = found["perplexity, last evaluation"]
+    evaluated = "" if perplexity == MISSING else f"perplexity {perplexity}, "
+    return Text(
+        f"{name}done: {found['steps']} steps{tries}, loss {figure(losses[0], 3)} to {figure(losses[-1], 3)}, "
+        f"{evaluated}{found['tokens/s, median']} tokens/s, {found['ranks']} ranks on {found['nodes']}"
+    )
 
 
-def _summary(runs: Sequence[Run]) -> Iterator[Item]:
-    def loss(run: Run) -> str:
-        values = run.trace.points("loss")[1]
-        return f"{figure(values[0], 4)} to {figure(values[-1], 4)}" if values else MISSING
-
-    def waited(run: Run, key: str) -> str:
-        return seconds(run.trace.spent[key] or None, "not at all") if run.trace.columns["step"] else MISSING
-
-    table = _per_run("The runs compared" if len(runs) > 1 else "What ran, and how fast", runs, (
-        ("status", lambda run: run.told.status),
-        ("attempts", lambda run: str(run.told.attempt)),
-        ("nodes", _hosts),
-        ("ranks", _ranks),
-        ("parameters", lambda run: figure(run.trace.first("parameters"))),
-        ("training", lambda run: _reason(run, "training")),
-        ("global batch", lambda run: _reason(run, "batch")),
-        ("steps", _steps),
-        ("loss, first and last", loss),
-        ("perplexity, last evaluation", lambda run: figure(run.result.perplexity if run.result else None, 2)),
-        ("tokens/s, median", lambda run: figure(run.trace.median("tokens_per_s"))),
-        ("step, median", lambda run: seconds(run.trace.median("step_s"))),
-        ("MFU, median", _mfu),
-        ("memory of rank 0, peak", _peak_memory),
-        ("waiting for data", lambda run: waited(run, "data_s")),
-        ("waiting for checkpoints", lambda run: waited(run, "checkpoint_s")),
-        ("cost, all attempts", lambda run: cost.text(run.result.spent if run.result else None) or MISSING),
-        ("run folder", lambda run: run.folder),
-    ))  # fmt: skip
+def _summary(runs: Sequence[Run], measures: dict[str, Measures]) -> Iterator[Item]:
+    table = _per_run("The runs compared" if len(runs) > 1 else "What ran, and how fast", measures, "summary")
     yield table._replace(rows=[row for row in table.rows if {*row[1:]} != {MISSING}])
     for run in runs:
         name = f"{run.name}: " if len(runs) > 1 else ""
@@ -186,121 +239,69 @@ def _summary(runs: Sequence[Run]) -> Iterator[Item]:
         yield from (Text(name + warning, "warning") for warning in run.warnings)
 
 
-def _reason(run: Run, key: str) -> str:
-    return run.plan.reasons.get(key, MISSING) if run.plan else MISSING
-
-
-def _steps(run: Run) -> str:
-    """The steps taken, of the planned steps."""
-    steps, starts = run.trace.columns["step"], run.trace.of("start")
-    planned = number(starts[-1], "steps") if starts else None
-    return figure(steps[-1] if steps else None) + (f" of {planned:,.0f}" if steps and planned else "")
-
-
-def _ranks(run: Run) -> str:
-    return figure((run.result and run.result.world_size) or (run.plan.world.size if run.plan else None))
-
-
-def _hosts(run: Run) -> str:
-    hosts = run.tries[-1].hosts
-    return f"{counted(len(hosts), 'node')}: {' '.join(hosts[:12])}{' ...' * (len(hosts) > 12)}" if hosts else MISSING
-
-
-def _mfu(run: Run) -> str:
-    return _percent(run.trace.median("mfu"))
-
-
-def _percent(share: float | None) -> str:
-    return MISSING if share is None else f"{share:.1%}"
-
-
-def _peak_memory(run: Run) -> str:
-    peak = run.trace.peak("memory_gb")
-    return MISSING if peak is None else f"{peak:.2f} GB"
-
-
-# Training ----------------------------------------------------------------------------------------------------------
+def _curve(runs: Sequence[Run], column: str, title: str, y: str, *, from_zero: bool = True) -> Lines | Text:
+    """A metric of each run over its steps, with marks where a run resumed and where its loss jumped."""
+    series, marks = [], []
+    for place, run in enumerate(runs):  # the place decides the colour, also where another run has no curve
+        steps, values = run.trace.points(column)
+        if values:
+            series.append(Series(run.name, reduced(steps, values), colour(place)))
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        for event in (*run.trace.of("start"), *run.trace.of("divergence")):
+            if step := number(event, "first_step"):
+                resumed = f"attempt {event['attempt']} resumed at step {step:,.0f}"
+                marks.append((step, name + (resumed if event["event"] == "start" else _happened(event))))
+    if not series:
+        return Text(f"{title}: {MISSING}. metrics.jsonl has no steps.")
+    return Lines(title, y, series, marks[:60], from_zero)
 
 
 def _loss(runs: Sequence[Run]) -> Iterator[Item]:
-    yield _curve(runs, "loss", "Training loss", "loss, mean over all labels since the last logged step")
-    several = len(runs) > 1
+    label = "loss, mean over all labels since the last logged step"
+    yield _curve(runs, "loss", "Training loss", label, from_zero=False)
     series, rows = [], []
     for run in runs:
-        for name, events in run.trace.evals.items():
-            points = {step: loss for step in sorted(events) if (loss := number(events[step], "loss")) is not None}
+        for dataset, events in run.trace.evals.items():
+            points = [
+                (float(step), loss) for step in sorted(events) if (loss := number(events[step], "loss")) is not None
+            ]
             if points:
-                last = max(points)
-                series.append(Series(f"{run.name}: {name}" if several else name, [*points], [*points.values()]))
-                rows.append((
-                    name, *((run.name,) if several else ()), figure(last), figure(points[last], 4),
-                    figure(number(events[last], "perplexity"), 2), figure(number(events[last], "accuracy"), 4),
-                ))  # fmt: skip
-    if any(len(one.steps) > 1 for one in series):
-        yield curves("Evaluation loss", "loss", series[:24], "Loss", dots=True)
+                name = f"{run.name}: {dataset}" if len(runs) > 1 else dataset
+                step, loss = points[-1]
+                last = events[int(step)]
+                series.append(Series(name, points[-MOST:], colour(len(series))))
+                rows.append((name, figure(step), figure(loss, 4), figure(number(last, "perplexity"), 2),
+                             figure(number(last, "accuracy"), 4)))  # fmt: skip
+    if any(len(one.points) > 1 for one in series):
+        yield Lines("Evaluation loss", "loss", series[:24], dots=True)
     if rows:
-        head = ("dataset", *(("run",) if several else ()), "step", "loss", "perplexity", "accuracy")
-        yield Table("The last evaluation of each dataset", head, rows[:_ROWS])
-    yield _curve(runs, "lr", "Learning rate", "learning rate", from_zero=True)
+        yield Table("The last evaluation of each dataset", ("dataset", "step", "loss", "perplexity", "accuracy"), rows)
+    yield _curve(runs, "lr", "Learning rate", "learning rate")
 
 
-def _speed(runs: Sequence[Run]) -> Iterator[Item]:
-    label = "tokens/s, all ranks, since the last logged step"
-    yield _curve(runs, "tokens_per_s", "Tokens per second", label, from_zero=True)
-    if any(run.trace.median("mfu") for run in runs):
-        yield _curve(runs, "mfu", "Model FLOPs utilization (MFU)", "MFU", from_zero=True)
+def _speed(runs: Sequence[Run], measures: dict[str, Measures]) -> Iterator[Item]:
+    yield _curve(runs, "tokens_per_s", "Tokens per second", "tokens/s, all ranks, since the last logged step")
+    if any(run.trace.peak("mfu") for run in runs):
+        yield _curve(runs, "mfu", "Model FLOPs utilization (MFU)", "MFU")
     yield Text(
         "MFU = tokens/s / ranks x FLOPs per token / the vendor's peak. FLOPs per token = 6 x weights in matrix "
         "products - 2 x frozen weights + 12 x layers x hidden size x sequence length. The peak is the vendor's figure "
         "for dense matrix products in the run's 16-bit type."
     )
-    yield _per_run("Parts of MFU", runs, (
-        ("MFU, median", _mfu),
-        ("GPU", lambda run: _device(run) or ("none: MFU is for GPUs" if _on_cpu(run) else MISSING)),
-        ("vendor's peak", _vendor_peak),
-        ("measured peak", _measured_peak),
-        ("FLOPs per token", lambda run: figure(run.trace.first("flops_per_token"))),
-    ))  # fmt: skip
+    yield _per_run("Parts of MFU", measures, "speed")
 
 
-def _device(run: Run) -> str:
-    return next((str(one["device"])[:100] for one in run.trace.of("start") if one.get("device")), "")
-
-
-def _on_cpu(run: Run) -> bool:
-    return bool(run.plan and run.plan.variant == "cpu")
-
-
-def _vendor_peak(run: Run) -> str:
-    gpu, train = gpus.find(_device(run)), run.plan and run.plan.recipe.train
-    if gpu is None or not train:
-        return "no GPU" if _on_cpu(run) else MISSING
-    return f"{gpu.bf16 if train.precision == 'bf16' else gpu.fp16:g} TFLOP/s ({gpu.source})"
-
-
-def _measured_peak(run: Run) -> str:
-    """The speed of the slowest GPU, measured before the launch of the last attempt that has it."""
-    for one in reversed(run.tries):
-        if one.nodes and one.nodes.tflops:
-            slowest = one.nodes.tflops
-            return f"{slowest.s:.0f} TFLOP/s on the slowest GPU (on {slowest.node}), measured before the launch"
-    return "no GPU" if _on_cpu(run) else f"{MISSING}; python -m dray.checks measures it"
-
-
-def _step_time(runs: Sequence[Run]) -> Iterator[Item]:
-    yield _curve(runs, "step_s", "Seconds per step", "seconds, mean since the last logged step", from_zero=True)
-    several = len(runs) > 1
-    named = [(run.name if several else "all steps", run.trace.points("step_s")[1]) for run in runs]
-    yield _quantiles("How long a step took", "run" if several else "of", named)
-    for run in runs:
-        of = _of(runs, run)
+def _step_time(named: dict[Run, str]) -> Iterator[Item]:
+    yield _curve([*named], "step_s", "Seconds per step", "seconds, mean since the last logged step")
+    whole = {run.name if of else "all steps": run.trace.points("step_s")[1] for run, of in named.items()}
+    yield _quantiles("How long a step took", "run" if len(named) > 1 else "of", whole)
+    for run, of in named.items():
         if run.trace.nodes:
             yield Text(
                 "All ranks wait for one another in each step, so the step time is the same on all nodes. A node's own "
                 "time is the forward pass and the wait for data of its slowest rank, without waiting for other ranks."
             )
-            slowest = sorted(run.trace.nodes.items(), key=lambda one: -statistics.median(sample(one[1])))
-            yield _quantiles(f"Own step time of each node{of}", "node", slowest)
+            yield _quantiles(f"Own step time of each node{of}", "node", run.trace.nodes)
         elif run.trace.columns["step"]:
             yield Text(f"Own step time of each node{of}: {MISSING}. It needs several ranks and ddp, zero1 or zero2.")
         if slow := run.trace.of("slow"):
@@ -312,15 +313,17 @@ def _step_time(runs: Sequence[Run]) -> Iterator[Item]:
             yield Text(f"No rank{of} was steadily slower than the others (1.25 times the median rank).")
 
 
-def _quantiles(caption: str, head: str, named: Sequence[tuple[str, Sequence[float]]]) -> Table:
+def _quantiles(caption: str, head: str, named: dict[str, Sequence[float]]) -> Table:
+    """A table of these times, the slowest first."""
     rows = []
-    for name, values in named:
-        ordered = sample(values)
-        if ordered:
+    for name, values in named.items():
+        if ordered := sample(values):
+            median = statistics.median(ordered)
             at = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.95, 0.99)]
-            shown = (min(values), statistics.median(ordered), *at, max(values))
-            rows.append((name, f"{len(values):,}", *map(seconds, shown)))
-    return Table(caption, (head, "logged steps", "minimum", "median", "95 %", "99 %", "maximum"), rows)
+            shown = (min(values), median, *at, max(values))
+            rows.append((median, (name, f"{len(values):,}", *map(seconds, shown))))
+    head_ = (head, "logged steps", "minimum", "median", "95 %", "99 %", "maximum")
+    return Table(caption, head_, [row for _, row in sorted(rows, reverse=True)])
 
 
 def _profile(run: Run, of: str) -> Iterator[Item]:
@@ -339,76 +342,20 @@ def _profile(run: Run, of: str) -> Iterator[Item]:
     yield Text(f"Rank 0 alone. All {kind} {where} took {total} ms. Trace, for ui.perfetto.dev: {profile['trace']}")
 
 
-def _memory(runs: Sequence[Run]) -> Iterator[Item]:
-    def estimate(run: Run, where: str) -> tuple[str, str]:
-        """The estimate's size in GB, and its parts."""
-        for line in _reason(run, "memory").splitlines():
-            size, found, parts = line.partition(where)
-            if found:
-                return size, parts
-        return "", ""
-
-    def size(run: Run, where: str) -> str:
-        found = estimate(run, where)[0]
-        return f"{float(found):.1f} GB" if found else "none"
-
-    def peak(run: Run) -> str:
-        of = " of the host's memory" if _on_cpu(run) else " of the GPU's memory"
-        return _peak_memory(run) + (of if run.plan and run.trace.peak("memory_gb") is not None else "")
-
-    def ratio(run: Run) -> str:
-        measured, found = run.trace.peak("memory_gb"), estimate(run, _GPU)[0]
-        return f"{measured / float(found):.0%}" if measured is not None and found else "not comparable"
-
-    yield _per_run("Memory, estimated by the plan and measured", runs, (
-        ("estimate, on each GPU", lambda run: size(run, _GPU)),
-        ("its parts", lambda run: estimate(run, _GPU)[1] or "none"),
-        ("estimate, on each node's host", lambda run: size(run, _HOST)),
-        ("its parts, on the host", lambda run: estimate(run, _HOST)[1] or "none"),
-        ("peak of rank 0", peak),
-        ("peak / estimate", ratio),
-    ))  # fmt: skip
-    if any(map(_on_cpu, runs)):
+def _memory(runs: Sequence[Run], measures: dict[str, Measures]) -> Iterator[Item]:
+    yield _per_run("Memory, estimated by the plan and measured", measures, "memory")
+    if any(run.plan and run.plan.variant == "cpu" for run in runs):
         yield Text(
             "Without a GPU the peak is the memory of rank 0's process, including Python and torch. The estimate is for "
             "all ranks of a node and does not include these."
         )
-    yield _curve(runs, "memory_gb", "Peak memory of rank 0", "GB", from_zero=True)
+    yield _curve(runs, "memory_gb", "Peak memory of rank 0", "GB")
 
 
-def _checkpoints(runs: Sequence[Run]) -> Iterator[Item]:
-    def saved(run: Run) -> list[Event]:
-        return [one for one in run.trace.of("checkpoint") if one.get("saved") is True]
-
-    def share(run: Run) -> str:
-        trained = sum(one.trained[1] - one.trained[0] for one in run.tries)
-        return _percent(run.trace.spent["checkpoint_s"] / trained if trained > 0 else None)
-
-    def slowest(run: Run) -> str:
-        return seconds(max((number(one, "seconds") or 0.0 for one in saved(run)), default=None), "no checkpoint")
-
-    yield _per_run("Checkpoints, and how long training waited for them", runs, (
-        ("saved", lambda run: figure(len(saved(run)))),
-        ("not saved", lambda run: figure(len(run.trace.of("checkpoint")) - len(saved(run)))),
-        ("slowest, until complete", slowest),
-        ("training waited", lambda run: seconds(run.trace.spent["checkpoint_s"] or None, "not at all")),
-        ("share of training time", share),
-    ))  # fmt: skip
+def _checkpoints(runs: Sequence[Run], measures: dict[str, Measures]) -> Iterator[Item]:
+    yield _per_run("Checkpoints, and how long training waited for them", measures, "checkpoints")
     if any(run.trace.spent["checkpoint_s"] for run in runs):
-        label = "seconds since the last logged step"
-        yield _curve(runs, "checkpoint_s", "Waiting for checkpoints", label, from_zero=True)
-    several = len(runs) > 1
-    rows = [
-        (*((run.name,) if several else ()), figure(number(one, "checkpoint")), str(one["attempt"]),
-         "yes" if one.get("saved") is True else f"no: {one.get('why')}", seconds(number(one, "seconds")))
-        for run in runs for one in run.trace.of("checkpoint")
-    ]  # fmt: skip
-    if rows:
-        head = (*(("run",) if several else ()), "step", "attempt", "saved", "took")
-        yield Table("Each checkpoint", head, rows[-_ROWS:], folded=True)
-
-
-# Attempts ----------------------------------------------------------------------------------------------------------
+        yield _curve(runs, "checkpoint_s", "Waiting for checkpoints", "seconds since the last logged step")
 
 
 def _attempts(run: Run, of: str) -> Iterator[Item]:
@@ -423,7 +370,7 @@ def _attempts(run: Run, of: str) -> Iterator[Item]:
             happened = [*one.failures, *((number(event, "time") or 0.0, _happened(event)) for event in events)]
             marks += [(place, at - began, what) for at, what in happened if at > began]
         told = f", {counted(len(marks), 'fault') if marks else 'no fault'} marked"
-        yield time_line(f"Attempts{of}, from {_utc(began)}", rows, marks[:100], told)
+        yield TimeLine(f"Attempts{of}, from {_utc(began)}", rows, marks[:100], told)
     yield Table(f"Attempts{of}", ("attempt", "status", "nodes", "steps", "began", "ended", "lost training"), [
         (f"attempt {one.number}", f"{one.status}: {one.why}" if one.why else one.status,
          " ".join(one.hosts[:8]) or MISSING,
@@ -433,16 +380,11 @@ def _attempts(run: Run, of: str) -> Iterator[Item]:
     ])  # fmt: skip
     failures = [(_utc(at), f"attempt {one.number}", what) for one in run.tries for at, what in one.failures]
     if failures:
-        caption = f"First failures of attempts and restarts{of}"
-        yield Table(caption, ("when", "attempt", "what failed"), failures[-_ROWS:])
-    recoveries = [found for one in run.tries if one.result for found in one.result.recoveries]
-    if recoveries:
-        head = ("failure", "next step", "noticed within", "stop", "queue", "start", "load", "first step", "total")
-        yield Table(f"Recoveries{of}", head, [
-            (one.why.partition("\n")[0][:200], figure(one.step), *map(seconds, (
-                one.detect_s, one.stop_s, one.queue_s, one.start_s, one.load_s, one.step_s, one.total_s)))
-            for one in recoveries[-_ROWS:]
-        ])  # fmt: skip
+        head = ("when", "attempt", "what failed")
+        yield Table(f"First failures of attempts and restarts{of}", head, failures[-200:])
+    for one in run.tries:
+        for recovery in one.result.recoveries if one.result else ():
+            yield Text(f"Recovered in attempt {one.number}{of}: {recovery}")
 
 
 def _phases(one: Try) -> list[Span]:
@@ -471,8 +413,8 @@ def _happened(event: Event) -> str:
 
 
 def _start_up(runs: Sequence[Run]) -> Iterator[Item]:
-    """The parts of each start-up, as a time line and tables."""
-    rows, table, nodes = [], [], []
+    """The parts of each start-up as a time line, and of each node in a table."""
+    rows, tables = [], []
     for run in runs:
         for one in run.tries:
             name = f"attempt {one.number}"
@@ -480,35 +422,23 @@ def _start_up(runs: Sequence[Run]) -> Iterator[Item]:
                 name = f"{run.name}, {name}" if len(run.tries) > 1 else run.name
             if one.startup:
                 begin = one.startup[0].begin
-                spans = [Span(a - begin, b - begin, part) for a, b, part in one.startup]
-                rows.append((name, spans))
-                table += [(name, span.name, seconds(span.end - span.begin)) for span in spans]
-                table.append((name, "total", seconds(spans[-1].end)))
-            if one.nodes and len(one.nodes.nodes) > 1:
-                parts = [part for part in NAMES if any(part in row for row in one.nodes.nodes.values())]
-                nodes.append(Table(f"Start-up of each node, {name}", ("node", *(NAMES[part] for part in parts)), [
-                    (node, *(seconds(row.get(part), "") for part in parts)) for node, row in one.nodes.nodes.items()
-                ], folded=True))  # fmt: skip
+                rows.append((name, [Span(a - begin, b - begin, part) for a, b, part in one.startup]))
+            nodes = one.nodes.nodes if one.nodes else {}
+            if len(nodes) > 1:
+                parts = [part for part in NAMES if any(part in row for row in nodes.values())]
+                cells = [(node, *(seconds(row.get(part), "") for part in parts)) for node, row in nodes.items()]
+                head = ("node", *(NAMES[part] for part in parts))
+                tables.append(Table(f"Start-up of each node, {name}", head, cells, folded=True))
     if not rows:
         yield Text("No start-up was measured.")
         return
-    yield time_line("From the queue to the first step", rows[:48])
-    yield Table("Parts of each start-up", ("attempt", "part", "took"), table[: _ROWS * 2])
+    yield TimeLine("From the queue to the first step", rows[:48])
     yield Text(
         "The queue is measured by Slurm's clock, all other parts by the first node's clock. Waiting for other nodes is "
         "part of rendezvous, preflight, process groups, datasets and model, and first step. Parts that a run does not "
         "have, such as a queue or a preflight, are left out."
     )
-    yield from nodes
-
-
-# The rest ----------------------------------------------------------------------------------------------------------
-
-
-def _settings(run: Run, of: str) -> Item:
-    if run.plan is None:
-        return Text(f"The plan{of} cannot be read.", "warning")
-    return Table(f"Each setting{of} with its reason", ("setting", "reason"), [*run.plan.reasons.items()], folded=True)
+    yield from tables
 
 
 def _about(runs: Sequence[Run]) -> Iterator[Item]:
