@@ -38,7 +38,7 @@ class Here(Connection):
         return done.stdout.removeprefix("mark\n")
 
     def rsync(self, source: str, item: str, *options: str) -> None:
-        process.run(["rsync", "--perms", "--chmod=Du=rwx,u+rw,go=", *options, source, f"{self.remote.path}/{item}"])
+        process.run(["rsync", *options, source, f"{self.remote.path}/{item}"])
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from dray.contract.findings import DrayError
 from dray.contract.start_times import NAMES
 from dray.planning.schema import Plan
 from dray.runs import records, result, startup, store, why
-from dray.runs.metrics import Event, number, parsed
+from dray.runs.metrics import Event, number, parsed, whole
 from dray.runs.report.plots import Span
 from dray.runs.result import Result, who
 from dray.runs.startup import Startup
@@ -69,7 +69,8 @@ class Trace:
                         self._other(event, attempt)
                         if event.get("event") == "start":
                             self._steps(steps, attempt, hosts)
-                            steps, hosts = [], list(dict.fromkeys(map(str, event.get("hosts") or ())))
+                            names = event.get("hosts")
+                            steps, hosts = [], list(dict.fromkeys(map(str, names))) if isinstance(names, list) else []
                 self._steps(steps, attempt, hosts)
 
     def _events(self, lines: list[bytes]) -> list[Event]:
@@ -83,14 +84,14 @@ class Trace:
         return events
 
     def _other(self, event: Event, attempt: int) -> None:
-        kind, step = str(event.get("event"))[:200], event.get("step")
-        if "loss" in event and isinstance(step, int):
+        kind, step = str(event.get("event"))[:200], whole(event, "step")
+        if "loss" in event and step is not None:
             self.evals.setdefault(kind, {})[step] = event
         elif len(kept := self.events.setdefault(kind, [])) < _EVENTS:
             kept.append({**event, "attempt": attempt})
 
     def _steps(self, steps: list[Event], attempt: int, hosts: Sequence[str]) -> None:
-        steps = [one for one in steps if type(one.get("step")) is int]
+        steps = [one for one in steps if type(one.get("step")) is int and 0 <= one["step"] < 1 << 62]
         if not steps:
             return
         if any(later["step"] <= one["step"] for one, later in pairwise(steps)):  # training went back
@@ -106,7 +107,7 @@ class Trace:
             column.extend(added)
             if name in ("data_s", "checkpoint_s"):
                 self.spent[name] += sum(_finite(added))  # type: ignore[assignment]
-        own = [one["node_s"] for one in steps if len(one.get("node_s") or ()) == len(hosts)]
+        own = [times for one in steps if isinstance(times := one.get("node_s"), list) and len(times) == len(hosts)]
         for place, host in enumerate(hosts):
             self.nodes.setdefault(host, array("d")).extend(_column(own, place))
 
