@@ -20,7 +20,7 @@ from dray.facts import Facts
 from dray.runner import evidence, failure_record
 from dray.runs import write
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 SIZES = (2, 64, 1024, 10_000)
 EACH = 8

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dray.runs.paths import newest_attempt
+from dray.runs.store import newest_attempt
 from helpers import until
 
 

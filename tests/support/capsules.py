@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dray.facts import Facts
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 

@@ -28,7 +28,7 @@ from dray.remote import names
 from dray.runner import __main__ as runner
 from dray.runs import capsule, grace, hosts, hub, resubmit, result, source, startup, study, tokens, tuned
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import read, read_recipe, write
 from dray.train import manifest
 from helpers import ROOT

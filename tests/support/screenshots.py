@@ -16,8 +16,8 @@ from rich.text import Text
 
 import browser
 from dray.cli.top import screen
-from dray.runs.look import Watched
-from dray.runs.paths import RunPaths
+from dray.runs.status import Watched
+from dray.runs.store import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAY = (sys.executable, "-m", "dray")

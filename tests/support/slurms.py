@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 _TOOL = """#!/bin/bash
@@ -48,7 +49,8 @@ class Slurm:
         self, *jobs: tuple[int, str, str], submitted: str = "2026-11-24T05:00:00", command: str = "run.sh"
     ) -> None:
         """Several, by number, as scancel takes it, and state, as `squeue --array` prints them."""
-        lines = [f"{number}|{id_}|{state}|{submitted}|None|N/A|{command}\n" for number, id_, state in jobs]
+        since = int(time.mktime(time.strptime(submitted, "%Y-%m-%dT%H:%M:%S")))  # SLURM_TIME_FORMAT=%s
+        lines = [f"{number}|{id_}|{state}|{since}|None|N/A|{command}\n" for number, id_, state in jobs]
         (self.folder / "squeue").write_text("".join(lines))
 
     @property

@@ -13,8 +13,7 @@ import typer
 
 from dray.contract.findings import DrayError
 from dray.remote import names
-from dray.runs import named
-from dray.runs.paths import default_runs
+from dray.runs.store import default_runs, newest_first
 
 # A name with other characters is not offered: a shell would have to quote it.
 _PLAIN = re.compile(r"[\w.,+@%:/~=-]+")
@@ -34,7 +33,7 @@ def _quiet(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
 
 def _runs(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
     folder = context.params.get("runs") or default_runs()
-    return (run.name for run in named.every(Path(folder)))
+    return (run.name for run in newest_first(Path(folder)))
 
 
 def _sites(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001

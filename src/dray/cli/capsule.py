@@ -13,7 +13,7 @@ from dray.cli.options import Run, Runs
 from dray.contract import exit_codes
 from dray.contract.findings import DrayError
 from dray.runs import capsule, pack, verify
-from dray.runs.paths import RunPaths, attempts, last_attempt
+from dray.runs.store import RunPaths, attempts, last_attempt
 from dray.runs.write import read
 
 app = typer.Typer(no_args_is_help=True, help="Show, verify or pack a run's capsule: what is needed to repeat the run.")

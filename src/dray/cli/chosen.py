@@ -21,7 +21,7 @@ from dray.contract.findings import ConfigError, counted
 from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import write
-from dray.runs.named import is_run
+from dray.runs.store import is_run
 
 Arguments = Annotated[
     list[str] | None,

@@ -18,7 +18,7 @@ from dray.contract import exit_codes, files, node
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.runs import clean as old
 from dray.runs.leftovers import Item
-from dray.runs.paths import default_runs
+from dray.runs.store import default_runs
 
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 

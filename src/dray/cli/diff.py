@@ -11,8 +11,7 @@ import typer
 from dray.cli.options import Runs
 from dray.contract.findings import ConfigError
 from dray.runs import compared, pack
-from dray.runs.named import find, newest_first
-from dray.runs.paths import attempts, default_runs, newest_attempt
+from dray.runs.store import attempts, default_runs, find, newest_attempt, newest_first
 
 A = Annotated[str, typer.Argument(metavar="A", help="A run's folder, name or job number, or a packed capsule.")]
 B = Annotated[str, typer.Argument(metavar="[B]", help="Another run or capsule. Default: the newest other run.")]

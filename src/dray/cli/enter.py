@@ -12,8 +12,8 @@ from dray import process
 from dray.cli.options import Run, Runs
 from dray.contract.findings import ConfigError
 from dray.runs import enter as inside
-from dray.runs import live
-from dray.runs.named import find
+from dray.runs.status import status
+from dray.runs.store import find, require_own
 
 Node = Annotated[str, typer.Option(metavar="N", help="A node's name, or its number from 0. Default: the first node.")]
 
@@ -28,7 +28,7 @@ def enter(context: typer.Context, run: Run = "", node: Node = "", runs: Runs = N
     """
     command = list(context.obj or [])
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    state = live.look(live.own(find(run, runs)))
+    state = status(require_own(find(run, runs)))
     plan, _ = inside.plan_of(state)
     if not command and not terminal:
         raise ConfigError("a shell needs a terminal", fix="dray enter RUN -- COMMAND")

@@ -16,7 +16,7 @@ from dray.contract.findings import counted
 from dray.fitness import variables
 from dray.images import inputs
 from dray.runs import login, write
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 _LEVELS = ("error", "warning", "note")
 

@@ -22,8 +22,9 @@ from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
 from dray.contract.findings import ConfigError, DrayError, listed, nearest
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
 from dray.images import store
+from dray.runs import slurm
 from dray.runs.write import recipe_name
 
 _GPUS = {
@@ -76,10 +77,10 @@ def init(
     """
     ask = _Ask(asks=not yes and sys.stdin.isatty() and sys.stdout.isatty())
     found = host.site(site)
-    slurm = bool(process.which("sbatch"))
-    partitions: list[slurm_commands.Partition] = []
+    has_slurm = bool(process.which("sbatch"))
+    partitions: list[slurm.Partition] = []
     try:
-        partitions = slurm_commands.partitions() if slurm else []
+        partitions = slurm.partitions() if has_slurm else []
     except DrayError as silent:
         silent.amend(fix="run dray init again, or give --partition and --gpu")
         if not gpu and not found.site.image:  # whether the nodes have GPUs, only Slurm knows
@@ -87,9 +88,9 @@ def init(
         print(f"dray: warning: {silent}", file=sys.stderr)
     queue = _partition(ask, partition, partitions, found.site.sbatch)
     gres = next((one for one in partitions if one.name == queue), None)
-    variant = _variant(ask, gpu, found.site.image, gres, slurm=slurm)
+    variant = _variant(ask, gpu, found.site.image, gres, has_slurm=has_slurm)
     gpus = 0 if variant == "cpu" else (gres.gpus if gres else 0) or found.site.gpus_per_node or 1
-    options = _options(queue, found.site.sbatch, _account(ask, account, found.site.account, slurm=slurm))
+    options = _options(queue, found.site.sbatch, _account(ask, account, found.site.account, has_slurm=has_slurm))
     named = _model(model or ask.text("model: a name of the hub, a folder, or small (1 M, from scratch)", _SMALL))
     dataset = _dataset(data or ask.text("dataset: a file, a folder, hub:OWNER/NAME, or builtin", "builtin"))
     new = New(name=recipe_name(name), train=dataset, image=variant, gpus=gpus, model=named)
@@ -102,9 +103,9 @@ def init(
     print(f"{folder}: containers/ to build, slurm/ to submit, recipes/ to train\n{folder / recipe}:\n\n{new.text()}")
     of_hub = (named and not named.startswith("/")) or dataset.startswith("hub:")
     commands = [["prefetch", str(recipe)]] if of_hub else []
-    commands += _submit(recipe, variant, gpus, found.site, options) if slurm else _here(recipe, variant)
+    commands += _submit(recipe, variant, gpus, found.site, options) if has_slurm else _here(recipe, variant)
     _next(folder, commands)
-    if slurm and found.site.name == sites.GENERIC:
+    if has_slurm and found.site.name == sites.GENERIC:
         print("No site file knows this cluster: `dray site new` writes one, with its binds and its network.")
     if found.site.account and f"--sbatch=--account={found.site.account}" in options:
         print(f"{found.site.account} is the site's example: put your own account there.")
@@ -142,7 +143,7 @@ class _Ask:
         return answer
 
 
-def _partition(ask: _Ask, given: str, partitions: list[slurm_commands.Partition], site: Sequence[str]) -> str:
+def _partition(ask: _Ask, given: str, partitions: list[slurm.Partition], site: Sequence[str]) -> str:
     """The site's partition, else the user's choice, by default the one with most GPUs on a node."""
     names = [one.name for one in partitions]
     if given and names and given not in names:
@@ -153,15 +154,15 @@ def _partition(ask: _Ask, given: str, partitions: list[slurm_commands.Partition]
     return given or known or (ask.one_of("partition", names, best.name) if best else "")
 
 
-def _variant(ask: _Ask, given: str, site: str | None, gres: slurm_commands.Partition | None, *, slurm: bool) -> str:
+def _variant(ask: _Ask, given: str, site: str | None, gres: slurm.Partition | None, *, has_slurm: bool) -> str:
     """The image for the GPUs: from the site, else from Slurm's names of the GPUs, else from this machine."""
     if given and given not in _GPUS:
         raise ConfigError("there is no image for such a GPU", wanted=", ".join(_GPUS), found=given, fix="--gpu cuda")
     if given or site:
         return given or str(site)
-    if slurm and not (gres and gres.gpus):
+    if has_slurm and not (gres and gres.gpus):
         return "cpu"
-    if slurm and gres:
+    if has_slurm and gres:
         guess = "rocm" if _AMD.search(gres.gres) else "cuda12" if _OLD.search(gres.gres) else "cuda"
         sure = guess != "cuda" or re.search("a100|h100|h200|gh200|b200|l40|a40", gres.gres, re.IGNORECASE)
         what = "; ".join(f"{one}: {about}" for one, about in _GPUS.items())
@@ -169,9 +170,9 @@ def _variant(ask: _Ask, given: str, site: str | None, gres: slurm_commands.Parti
     return next((one for one in ("cuda", "rocm") if node.has_gpu(ACCELERATORS[one])), "cpu")
 
 
-def _account(ask: _Ask, given: str, example: str, *, slurm: bool) -> str:
+def _account(ask: _Ask, given: str, example: str, *, has_slurm: bool) -> str:
     """The account to charge; the site's example if Slurm knows none."""
-    accounts = slurm_commands.accounts() if slurm and not given else []
+    accounts = slurm.accounts() if has_slurm and not given else []
     if given or (len(accounts) == 1 and not example):
         return given  # Slurm's default is the only one
     if accounts:

@@ -11,9 +11,10 @@ from dray.cli.enter import Node
 from dray.cli.options import Run, Runs
 from dray.contract import node as machine
 from dray.contract.findings import ConfigError
-from dray.runs import enter, live
+from dray.runs import enter
 from dray.runs import jupyter as lab
-from dray.runs.named import find
+from dray.runs.status import status
+from dray.runs.store import find, require_own
 
 
 def jupyter(
@@ -36,7 +37,7 @@ def jupyter(
         raise ConfigError(
             "--image is for this machine, not for a run", found=run or f"--node {node}", fix="leave one of them out"
         )
-    state = None if image else live.look(live.own(find(run, runs)))
+    state = None if image else status(require_own(find(run, runs)))
     parent = enter.plan_of(state)[1].folder if state else machine.SCRATCH
     try:
         with lab.private(parent) as folder:

@@ -19,11 +19,8 @@ from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
 from dray.runs import logs as files
 from dray.runs.logs import Log
-from dray.runs.look import Watched
-from dray.runs.named import find, node_number
-from dray.runs.paths import RunPaths
-from dray.runs.reading import dig, table
-from dray.runs.state import NO_RESULT, QUEUED, RUNNING, State
+from dray.runs.status import NO_RESULT, QUEUED, RUNNING, State, Watched
+from dray.runs.store import RunPaths, dig, find, node_number, read_json
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
 _STATS = 2000  # a second, which a shared disk can serve
@@ -166,7 +163,7 @@ class _Shown:
             found = files.of_job(Path(seen.folder))
         else:
             paths = RunPaths(Path(seen.folder), seen.attempt)
-            plan = table(paths.plan, [])
+            plan = read_json(paths.plan, [])
             each = dig(plan, "world", "ranks_per_node")
             each = each if isinstance(each, int) and each > 0 else 1
             node = node_number(seen.nodes, self._node) if self._node else None

@@ -16,8 +16,7 @@ from dray.config.recipe import Recipe
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub, trust, write
-from dray.runs.named import find
-from dray.runs.paths import newest_attempt
+from dray.runs.store import find, newest_attempt
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate, export or push the model of a run, or generate text with it.")
 TrustRun = Annotated[

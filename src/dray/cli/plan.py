@@ -20,7 +20,7 @@ from dray.images import store
 from dray.planning import missing_facts
 from dray.planning.schema import Plan
 from dray.runs import layers, login, write
-from dray.runs.paths import RunPaths, default_runs, new_id, run_named
+from dray.runs.store import RunPaths, default_runs, new_id, run_named
 
 _MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole plan.")]

@@ -14,9 +14,8 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
-from dray.runs.metrics import Event, number, parsed, whole
-from dray.runs.paths import RunPaths
-from dray.runs.reading import RECORD
+from dray.runs.metrics import LONGEST, Event, number, parsed, whole
+from dray.runs.store import RunPaths
 
 
 class Progress:
@@ -80,7 +79,7 @@ class Steps:
         if self._bar:
             self._bar.start()
         with suppress(FileNotFoundError):
-            for event in filter(None, map(parsed, self._file.lines(RECORD))):
+            for event in filter(None, map(parsed, self._file.lines(LONGEST))):
                 self._show(event)
 
     def close(self) -> None:

@@ -23,9 +23,8 @@ from dray.runs import capsule, compared, effect, local, pack, resubmit, trust, v
 from dray.runs import replay as replays
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
-from dray.runs.named import find
-from dray.runs.paths import RunPaths, default_runs, newest_attempt
 from dray.runs.result import result_of
+from dray.runs.store import RunPaths, default_runs, find, newest_attempt
 
 _SHOWN = 20
 _AHEAD = "nothing differs from the run, as far as dray can tell before the start"

@@ -18,11 +18,12 @@ from dray.cli.options import GpusPerNode, Nodes, Ranks, Runs, Site, again
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import accounting, allocation, hosts, local, write
+from dray.runs import cost, hosts, local, write
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths, default_runs, run_name, run_named
 from dray.runs.result import Result, summary
+from dray.runs.slurm import Allocation, allocation_environment
 from dray.runs.stop import Stop, utc
+from dray.runs.store import RunPaths, default_runs, run_name, run_named
 
 
 def run(
@@ -72,12 +73,12 @@ def run(
     settings = asked.recipe()
     if not hostfile:
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "needs --hostfile")
-    if not hostfile and (allocated := allocation.found(os.environ)):
+    if not hostfile and (allocated := Allocation.of(os.environ)):
         if why := "--local" if here else _given(context, engine):
             print(f"on this machine only, because of {why}; without it, in the allocation: {allocated}")
         else:
             _refuse({"--gpus-per-node": bool(gpus_per_node)}, "is set by salloc; --ranks sets the number of ranks")
-            allocation.require_nodes(allocated, nodes)
+            allocated.require_nodes(nodes)
             _take(allocated, asked, folder, run_id, site)
 
     def typed(*more: str) -> str:
@@ -125,7 +126,7 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
             code, stopped = local.run(plan, paths, watch=watch, stopping=stopping, only=only), None
         except KeyboardInterrupt as stop:  # all started processes have ended by now
             code, stopped = 128 + signal.Signals[str(stop) or "SIGINT"], Stop(str(stop) or "Ctrl-C", utc())
-    spent = None if only is not None else accounting.here(paths, plan, time.monotonic() - began)
+    spent = None if only is not None else cost.here(paths, plan, time.monotonic() - began)
     result = finish(paths, code=code, stopped=stopped, spent=spent)
     print(summary(result, paths, again=again, shown=progress.rank))
     return result
@@ -137,17 +138,16 @@ def _given(context: typer.Context, engine: str) -> str:
     return f"--engine {engine}" if source and source.name != "DEFAULT" else ""
 
 
-def _take(allocated: allocation.Allocation, asked: Chosen, folder: Path, run_id: str, site: str) -> NoReturn:
+def _take(allocated: Allocation, asked: Chosen, folder: Path, run_id: str, site: str) -> NoReturn:
     """Replace this process by the batch script, which then gets Ctrl-C."""
     print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
-    argv = allocation.argv(
-        allocated,
+    argv = allocated.argv(
         run=str(folder / run_id) if run_id else "",
         site=str(Path(site).absolute()) if site.endswith(".toml") else site,
         recipe=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
         command=asked.command,
     )
-    process.replace(argv, allocation.environment(os.environ, folder))
+    process.replace(argv, allocation_environment(os.environ, folder))
 
 
 def _refuse(options: dict[str, bool], why: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,11 +19,10 @@ from dray.cli.on import On, hand_over
 from dray.cli.options import Runs
 from dray.contract.control_characters import cell
 from dray.contract.findings import ConfigError, counted
-from dray.runs import cost, state
-from dray.runs.look import look
-from dray.runs.squeue import Queue
-from dray.runs.state import State
-from dray.runs.store import default_runs, newest_first
+from dray.runs import cost
+from dray.runs.slurm import Slurm
+from dray.runs.status import STATES, State, status
+from dray.runs.store import Run, default_runs, newest_first
 
 _HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS", "COST")
 _LESS = ("COST", "ATTEMPTS", "NODES", "RECIPE", "STARTED")
@@ -35,7 +35,7 @@ _COLOURS = {"running": "green", "queued": "cyan", "failed": "red", "lost": "red"
 def runs(
     states: Annotated[
         list[str] | None,
-        typer.Option("--state", metavar="STATE", help=f"Only this state: {', '.join(state.STATES)}; may be repeated."),
+        typer.Option("--state", metavar="STATE", help=f"Only this state: {', '.join(STATES)}; may be repeated."),
     ] = None,
     recipe: Annotated[str, typer.Option(metavar="NAME", help="Only runs of this recipe; gpt2* matches several.")] = "",
     since: times.Since = "",
@@ -54,68 +54,59 @@ def runs(
     """
     hand_over(on)
     folder = (runs or default_runs()).absolute()
-    wrong = sorted({*(states or ())} - {*state.STATES})
+    wrong = sorted({*(states or ())} - {*STATES})
     if wrong:
-        raise ConfigError("--state has a wrong value", wanted=f"one of {', '.join(state.STATES)}", found=wrong[0])
-    queue = Queue()
+        raise ConfigError("--state has a wrong value", wanted=f"one of {', '.join(STATES)}", found=wrong[0])
     newest = newest_first(folder)
-    found = (look(one, queue) for one in newest)
-    fitting = _fitting(found, states or (), recipe, times.since(since))
+    fitting = _fitting(newest, states or STATES, recipe or "*", times.since(since))
     limit = ((0 if as_json else _LAST) if last is None else last) or None
     shown = list(islice(fitting, limit))
     if as_json:
-        print(json.dumps([one.model_dump() for one in shown], indent=1))
-        return
-    if not shown:
-        print(
-            f"no runs in {folder}" if not newest else f"none of the {counted(len(newest), 'run')} in {folder} matches"
-        )
-        return
-    table(shown)
-    if len(shown) == limit and next(fitting, None):
-        print(f"the newest {limit} are shown; -n 0 shows all")
+        print(json.dumps([seen.model_dump() for seen in shown], indent=1))
+    elif shown:
+        table(shown)
+        if len(shown) == limit and next(fitting, None):
+            print(f"the newest {limit} are shown; -n 0 shows all")
+    elif newest:
+        print(f"none of the {counted(len(newest), 'run')} in {folder} matches")
+    else:
+        print(f"no runs in {folder}")
 
 
-def _fitting(found: Iterator[State], states: Sequence[str], recipe: str, since: float) -> Iterator[State]:
-    for one in found:
-        began = times.seconds(one.started) or 0.0
-        named = not recipe or fnmatchcase(one.recipe or "", recipe)
-        if named and began >= since and (not states or one.state in states):
-            yield one
+def _fitting(newest: Sequence[Path], states: Sequence[str], recipe: str, since: float) -> Iterator[State]:
+    slurm = Slurm()
+    for folder in newest:
+        seen = status(Run.from_summary(folder), slurm)
+        began = times.seconds(seen.started) or 0.0
+        if seen.state in states and fnmatchcase(seen.recipe or "", recipe) and began >= since:
+            yield seen
 
 
 def table(shown: Sequence[State]) -> None:
     """Print columns. Lines are never wrapped, for tools such as awk; on a narrow terminal some columns are left out."""
-    rows = [_row(one) for one in shown]
-    widths = {head: max(map(len, (head, *(row[place] for row in rows)))) for place, head in enumerate(_HEADS)}
-    if terminal := sys.stdout.isatty():
+    rows = [dict(zip(_HEADS, row, strict=True)) for row in (_HEADS, *map(_row, shown))]
+    widths = {head: max(len(row[head]) for row in rows) for head in _HEADS}
+    terminal = sys.stdout.isatty()
+    if terminal:
         columns = shutil.get_terminal_size().columns
         for head in _LESS:
             if sum(widths.values()) + 2 * (len(widths) - 1) > columns:
                 del widths[head]
-    colours = terminal and not os.environ.get("NO_COLOR")
-    for row in (_HEADS, *rows):
-        found = dict(zip(_HEADS, row, strict=True))
-        cells = [
-            found[head].rjust(width) if head in _RIGHT else found[head].ljust(width) for head, width in widths.items()
-        ]
-        if colours and row[1] in _COLOURS:
-            cells[1] = typer.style(cells[1], fg=_COLOURS[row[1]])
-        print("  ".join(cells).rstrip())
+    colours = _COLOURS if terminal and not os.environ.get("NO_COLOR") else {}
+    for row in rows:
+        cells = {head: row[head].rjust(width) if head in _RIGHT else row[head].ljust(width)
+                 for head, width in widths.items()}  # fmt: skip
+        if row["STATE"] in colours:
+            cells["STATE"] = typer.style(cells["STATE"], fg=colours[row["STATE"]])
+        print("  ".join(cells.values()).rstrip())
 
 
-def _row(one: State) -> tuple[str, ...]:
-    step = "" if one.step is None else f"{one.step:,}"
-    if one.steps is not None:
-        step = f"{step or '0'}/{one.steps:,}"
+def _row(seen: State) -> tuple[str, ...]:
+    step = "" if seen.step is None else f"{seen.step:,}"
+    if seen.steps is not None:
+        step = f"{step or '0'}/{seen.steps:,}"
+    loss = "" if seen.loss is None else f"{seen.loss:.3f}"
     return (
-        cell(one.run),
-        one.state,
-        cell(one.recipe or ""),
-        f"{len(one.nodes) or ''}",
-        step,
-        "" if one.loss is None else f"{one.loss:.3f}",
-        times.local(one.started),
-        str(one.attempts),
-        cost.short(one.spent),
-    )
+        cell(seen.run), seen.state, cell(seen.recipe or ""), f"{len(seen.nodes) or ''}", step, loss,
+        times.local(seen.started), str(seen.attempts), cost.short(seen.spent),
+    )  # fmt: skip

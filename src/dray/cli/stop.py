@@ -8,8 +8,8 @@ import typer
 
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
-from dray.runs import halt, live
-from dray.runs.named import find
+from dray.runs import halt
+from dray.runs.store import find, require_own
 
 
 def stop(
@@ -29,7 +29,7 @@ def stop(
     """
     hand_over(on)
     try:
-        halt.stop(live.own(find(run, runs) if run else halt.newest(runs)), now=now, wait=wait, say=_say)
+        halt.stop(require_own(find(run, runs) if run else halt.newest(runs)), now=now, wait=wait, say=_say)
     except KeyboardInterrupt:
         print("the run still saves and ends; dray stop shows how it ended")
         raise typer.Exit(130) from None

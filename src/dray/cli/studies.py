@@ -22,10 +22,10 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.images import store
-from dray.runs import arrays, login, source, state, submit, write
+from dray.runs import arrays, login, source, status, submit, write
 from dray.runs import study as studies
 from dray.runs.arrays import Common, Size
-from dray.runs.paths import default_runs, new_id
+from dray.runs.store import default_runs, new_id
 from dray.runs.study import Member, Row, Study
 
 RecipeFile = Annotated[
@@ -203,7 +203,7 @@ def show(folder: Path, *, as_json: bool = False, code: int = 0) -> None:
     """Print the table; exit with 1 if a run failed, or if losses differ that should be equal."""
     study = studies.load(folder)
     rows, parity = studies.look(folder, study)
-    failed = any(row.state in (state.FAILED, state.STOPPED, state.LOST) for row in rows)
+    failed = any(row.state in (status.FAILED, status.STOPPED, status.LOST) for row in rows)
     if as_json:
         found = {"study": str(folder), "kind": study.kind, "runs": [row.model_dump() for row in rows]}
         print(json.dumps(found | {"parity": parity.model_dump()}, indent=1))
@@ -222,7 +222,7 @@ def folder_of(named: str, runs: Path | None) -> Path:
 
 
 def _more(folder: Path, study: Study, rows: Sequence[Row]) -> list[str]:
-    open_ = sum(row.state in (state.QUEUED, state.RUNNING, state.NO_RESULT, "no run") for row in rows)
+    open_ = sum(row.state in (status.QUEUED, status.RUNNING, status.NO_RESULT, "no run") for row in rows)
     return _again(folder, study, f"{counted(open_, 'run')} of {len(rows)} not ended; " if open_ else "")
 
 

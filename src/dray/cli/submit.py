@@ -22,7 +22,7 @@ from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.runs import resubmit
 from dray.runs import submit as queue
-from dray.runs.paths import default_runs, new_id, next_attempt, run_named
+from dray.runs.store import default_runs, new_id, next_attempt, run_named
 
 
 def submit(

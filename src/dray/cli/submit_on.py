@@ -20,7 +20,7 @@ from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.remote import names, ssh, transfer
 from dray.remote.ssh import Connection
-from dray.runs.paths import new_id
+from dray.runs.store import new_id
 
 First = Annotated[
     str,

@@ -20,12 +20,10 @@ from dray.cli.progress import Steps
 from dray.cli.streams import is_gone, shown
 from dray.contract import files
 from dray.contract.control_characters import printable
+from dray.contract.findings import duration
 from dray.runs import metrics
-from dray.runs.look import Watched
-from dray.runs.named import find
-from dray.runs.paths import RunPaths
-from dray.runs.stages import Node, duration
-from dray.runs.state import RUNNING, State
+from dray.runs.status import RUNNING, Node, State, Watched
+from dray.runs.store import RunPaths, find
 
 _LOOK_S = 1.0
 _SMALL, _FEW, _CLOSELY_S = 4 << 20, 64, 15.0  # large metrics and many logs are read less often

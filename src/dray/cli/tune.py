@@ -22,7 +22,7 @@ from dray.planning import tune_search as tunings
 from dray.planning.tune_search import KEYS, Value
 from dray.runs import lookup, space, study, tuned, write
 from dray.runs.measured import Row
-from dray.runs.paths import default_runs, new_id
+from dray.runs.store import default_runs, new_id
 from dray.runs.tune import Tuner
 from dray.runs.tuned import Tuning
 

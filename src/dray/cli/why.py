@@ -12,7 +12,7 @@ from dray.cli.options import Run, Runs, typed
 from dray.contract.findings import ConfigError
 from dray.runs import bundle as bundles
 from dray.runs import why as reasons
-from dray.runs.named import find
+from dray.runs.store import find
 
 
 def why(

@@ -17,6 +17,23 @@ def counted(number: float, noun: str) -> str:
     return f"{number:.9g} {noun}{'s' * (number != 1)}"
 
 
+def duration(seconds: float) -> str:
+    """The duration in its two largest units: `3 h 12 min`."""
+    whole = int(seconds)
+    for size, unit, part_size, part_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            part = whole % size // part_size
+            return f"{whole // size} {unit}" + (f" {part} {part_unit}" if part else "")
+    return f"{whole} s"
+
+
+def measured(seconds: float) -> str:
+    """A measured time: `340 ms`, `2.5 s`; from 100 s on as `duration`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.1f} s" if round(seconds, 1) < 100 else duration(seconds)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like `name`; empty if none is."""
     return next(iter(difflib.get_close_matches(name, [*known], n=1)), "")

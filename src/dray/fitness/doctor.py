@@ -16,8 +16,9 @@ from dray.config.recipe import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
 from dray.contract.findings import DrayError, Finding, counted
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
 from dray.images import store
+from dray.runs import slurm
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc")
 _BY_VERB = {"enroot", "podman-hpc"}  # they have no --version
@@ -118,12 +119,12 @@ def _slurm() -> Iterator[Finding]:
         return
     version = process.run(["sbatch", "--version"], check=False).out.strip()
     try:
-        partitions = slurm_commands.partitions()
+        partitions = slurm.partitions()
     except DrayError as error:
         fix = "run scontrol ping; is this machine a login node of the cluster?"
         yield _unfit("Slurm", error.details.get("found", "sinfo does not answer"), fix)
         return
-    yield _ok("Slurm", f"{version}, cluster {slurm_commands.cluster_name() or '(no name)'}")
+    yield _ok("Slurm", f"{version}, cluster {slurm.cluster_name() or '(no name)'}")
     for partition in partitions[:12]:
         size = f"{counted(partition.nodes, 'node')}, {counted(partition.cpus, 'CPU')}"
         yield _ok("partition", f"{partition.name}, {size}, {partition.gres}")

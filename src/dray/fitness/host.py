@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dray.config import sites
-from dray.fitness import slurm_commands
+from dray.runs import slurm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ def site(name: str = "") -> sites.Choice:
     """The site of this name, else the one that this machine belongs to."""
     if name:
         return sites.Choice(sites.find(name), sites.NAMED)
-    return sites.detect(slurm_commands.cluster_name(), socket.gethostname())
+    return sites.detect(slurm.cluster_name(), socket.gethostname())
 
 
 def network(root: Path = Path("/")) -> Network:

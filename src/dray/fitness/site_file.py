@@ -12,7 +12,8 @@ from pathlib import Path
 
 from dray.contract import files
 from dray.contract.findings import DrayError, counted
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
+from dray.runs import slurm
 
 # Variables in which clusters name folders that users may write; never the home.
 _SCRATCH = (
@@ -44,7 +45,7 @@ class Probed:
     cluster: str
     machine: str = ""
     """The name of a login node, with * for the number at its end."""
-    partition: slurm_commands.Partition | None = None
+    partition: slurm.Partition | None = None
     interfaces: tuple[str, ...] = ()
     fabric: str = "unknown"
     scratch: Mapping[str, str] = field(default_factory=dict)
@@ -52,16 +53,16 @@ class Probed:
 
 def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
     """Ask Slurm, this machine's network and the user's variables."""
-    partitions: list[slurm_commands.Partition] = []
+    partitions: list[slurm.Partition] = []
     with suppress(DrayError):  # if Slurm does not answer, the file says what is missing
-        partitions = slurm_commands.partitions()
+        partitions = slurm.partitions()
     network = host.network(root)
     interfaces = tuple(path.name for path in sorted((root / "sys/class/net").glob("*")) if _FAST.match(path.name))
     slingshot = network.slingshot or any(name.startswith("hsn") for name in interfaces)
     home = environ.get("HOME", "")
     folders = {name: environ[name] for name in _SCRATCH if environ.get(name, "").startswith("/")}
     return Probed(
-        cluster=slurm_commands.cluster_name(),
+        cluster=slurm.cluster_name(),
         machine=_pattern(socket.gethostname()),
         partition=max(partitions, key=lambda one: (one.gpus, one.nodes), default=None),
         interfaces=interfaces,

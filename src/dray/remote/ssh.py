@@ -52,10 +52,10 @@ class Connection:
             nonlocal begun
             if not begun:
                 before.extend(block)
-                _, found, block = before.partition(mark)
-                begun = bool(found)
-            if begun and block:
-                on_out(bytes(block))
+                begun = mark in before
+                block = bytes(before.partition(mark)[2])
+            if block:
+                on_out(block)
 
         def error(block: bytes) -> None:
             errors.extend(block)

@@ -12,10 +12,10 @@ from dray.contract.findings import DrayError
 from dray.contract.hostnames import compress
 from dray.planning.schema import Plan
 from dray.planning.world import fewer
-from dray.runs.paths import RunPaths, attempts
 from dray.runs.recovery import Next
 from dray.runs.result import Attempt, Result, result_of
 from dray.runs.stop import PREEMPTION, TIME_LIMIT
+from dray.runs.store import RunPaths, attempts
 
 _NO_NODE_S = ("the disk is full", "disk quota exceeded")
 """Causes that another node would meet too."""

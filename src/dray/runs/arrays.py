@@ -12,8 +12,7 @@ from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
 from dray.runs import login, refusal, slurm, source, write
 from dray.runs import submit as queue
-from dray.runs.paths import RunPaths, make_run_folder
-from dray.runs.queued import Queued
+from dray.runs.store import Queued, RunPaths, make_run_folder
 
 
 class Common(NamedTuple):

@@ -24,7 +24,7 @@ from dray.contract import files, secrets
 from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runs import why
-from dray.runs.paths import RunPaths, attempts
+from dray.runs.store import RunPaths, attempts
 from dray.runs.write import read
 
 _WHOLE, _TAIL = 4 << 20, 1 << 16  # bytes of a file that is taken whole, and of the end of a log

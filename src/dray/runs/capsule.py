@@ -27,11 +27,10 @@ from dray.runs import again
 from dray.runs import source as sources
 from dray.runs.capsule_schema import Capsule, File, Image, Node
 from dray.runs.metrics import Metrics
-from dray.runs.paths import RunPaths
-from dray.runs.reading import reason, written
 from dray.runs.result import Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
+from dray.runs.store import RunPaths, reason, written
 
 _HASHED = 4 << 30  # bytes of the largest file that is hashed
 _NODE = 1 << 20

@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 from dray.contract import files, node, run_folder, scratch
 from dray.contract.findings import DrayError, counted
-from dray.runs import leftovers, live, named, squeue, study, tokens
+from dray.runs import leftovers, slurm, status, study, tokens
 from dray.runs.leftovers import DAY, Item, measured
-from dray.runs.live import State
-from dray.runs.paths import last_attempt
-from dray.runs.reading import table
 from dray.runs.result import result_of
+from dray.runs.status import State
+from dray.runs.store import every, last_attempt, read_json
 from dray.runs.write import read
 
 KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "layers")
@@ -45,7 +44,7 @@ class Options(NamedTuple):
 
 def look(options: Options) -> list[Item]:
     """All items of these kinds, the largest first."""
-    queue = squeue.Queue()
+    queue = slurm.Slurm()
     states = _states(options.runs, queue)
     tried = {folder: _states(folder, queue) for folder in leftovers.tables(options.runs)}
     every = [*states, *chain.from_iterable(tried.values())]
@@ -57,7 +56,7 @@ def look(options: Options) -> list[Item]:
         "studies": lambda: (_study(folder, queue) for folder in leftovers.tables(options.runs, run_folder.STUDY)),
         "tokens": lambda: _tokens(options.tokens),
         "scratch": _scratch,
-        "staged": lambda: leftovers.staged(_stages([state.run for state in every])),
+        "staged": lambda: leftovers.staged(_stages([state.path for state in every])),
         "builds": lambda: leftovers.builds(options.build),
         "layers": lambda: leftovers.layers(options.build, waiting=waiting),
     }
@@ -85,8 +84,8 @@ def remove(item: Item) -> str:
     return ""
 
 
-def _states(runs: Path, queue: squeue.Queue) -> list[State]:
-    return [live.look(run, queue) for run in named.every(runs) if _own(run)]
+def _states(runs: Path, queue: slurm.Slurm) -> list[State]:
+    return [status.status(run, queue) for run in every(runs) if _own(run)]
 
 
 def _own(path: Path) -> bool:
@@ -101,7 +100,7 @@ def _goes_on(state: State) -> bool:
 
 
 def _run(state: State, options: Options) -> Item:
-    run = state.run
+    run = state.path
     size, changed = measured(run)
     age = (time.time() - changed) / DAY
     item = Item("runs", run, size, age, _holds(state), (run,), whole=size, changed=changed)
@@ -124,15 +123,15 @@ def _table(folder: Path, runs: list[State], options: Options) -> Item:
     item = leftovers.item("tune", folder, f"a table of dray tune, {counted(len(runs), 'run')}")
     if any(map(_goes_on, runs)):
         return item.stays("one of its runs is active, or this machine cannot tell")
-    complete = (table(folder / run_folder.TUNE, []) or {}).get("complete") is True
+    complete = (read_json(folder / run_folder.TUNE, []) or {}).get("complete") is True
     if not complete and item.age < _QUIET_DAYS:
         return item.stays("is not complete and changed today")
-    if not options.checkpoints and any(_models(state.run) for state in runs):
+    if not options.checkpoints and any(_models(state.path) for state in runs):
         return item.stays("has checkpoints or a model (--checkpoints)")
     return item
 
 
-def _study(folder: Path, queue: squeue.Queue) -> Item:
+def _study(folder: Path, queue: slurm.Slurm) -> Item:
     """A study of `dray scale` or `dray sweep`, removed after its runs: the table shows their figures."""
     item = leftovers.item("studies", folder, "the table of a study")
     try:
@@ -160,7 +159,7 @@ def _holds(state: State) -> str:
     if state.paths is None:
         return "no attempt"
     found = result_of(state.paths)
-    model = ", checkpoints or a model" if _models(state.run) else ""
+    model = ", checkpoints or a model" if _models(state.path) else ""
     return f"{found.status if found and found.status.isalpha() else 'no result'}{model}"
 
 
@@ -210,7 +209,7 @@ def _stages(runs: list[Path]) -> list[Path]:
     found: set[str] = set()
     for run in runs:
         with suppress(OSError, DrayError):
-            stage = (table(last_attempt(run).plan, []) or {}).get("stage")
+            stage = (read_json(last_attempt(run).plan, []) or {}).get("stage")
             if isinstance(stage, str) and stage.startswith("/"):
                 found.add(str(Path(stage).parent))
     return [Path(folder) for folder in sorted(found)]

@@ -13,7 +13,7 @@ from dray.runs import capsule
 from dray.runs import diff as differ
 from dray.runs.diff import Difference
 from dray.runs.effect import Curve, Effect, effect, losses_text
-from dray.runs.paths import RunPaths, attempts, newest_attempt
+from dray.runs.store import RunPaths, attempts, newest_attempt
 from dray.runs.write import read
 
 _WIDE = 48

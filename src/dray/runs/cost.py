@@ -1,18 +1,20 @@
-"""The cost of attempts: time on nodes and GPUs, and the energy that Slurm counted. Nothing is estimated.
-
-runs/accounting.py collects it.
-"""
+"""The cost of attempts: time on nodes and GPUs, and the energy that Slurm counted. Nothing is estimated."""
 
 from __future__ import annotations
 
-import math
+import re
+import time
 from collections.abc import Sequence
-from typing import Annotated
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MOST = 1e7  # seconds: no job is longer
-MOST_J = 1e13  # the energy of ten thousand nodes of 3 kW for four days
+from dray.runs import slurm
+from dray.runs.store import Attempt, Run, RunPaths
+
+if TYPE_CHECKING:
+    from dray.planning.schema import Plan
 
 
 class Cost(BaseModel):
@@ -20,13 +22,13 @@ class Cost(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    seconds: Annotated[float, Field(ge=0, le=MOST)]
+    seconds: Annotated[float, Field(ge=0, le=1e7)]
     """Seconds from planning to end, by one clock."""
     nodes: Annotated[int, Field(ge=1, le=1 << 20)]
     """All nodes of the job, spare nodes too."""
     gpus: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     """GPUs on all nodes."""
-    joules: Annotated[float, Field(gt=0, le=MOST_J)] | None = None
+    joules: Annotated[float, Field(gt=0)] | None = None
     """Energy of these nodes in joules, by Slurm's accounting; None if Slurm does not count it."""
 
 
@@ -45,6 +47,44 @@ class Spent(BaseModel):
     """Attempts whose cost was not recorded; the figures do not include them."""
 
 
+def here(paths: RunPaths, plan: Plan, seconds: float) -> Cost | None:
+    """The cost of an attempt without Slurm: one node, whatever number of nodes the plan has."""
+    with suppress(ValueError):
+        gpus = int(Attempt(Run(paths.run), paths.attempt).facts.get("gpus_per_node") or 0)
+        gpus *= len(plan.world.nodes) * (plan.variant != "cpu")
+        return Cost(seconds=round(seconds, 1), nodes=1, gpus=gpus)
+    return None
+
+
+def parse(known: str, job: int, step: str) -> Cost | None:
+    """The cost from `begun_s=S ended_s=S allocated_nodes=N allocated_gpus=N` of the job's script, and sacct's lines.
+
+    The energy is that of the step that started the nodes; the job's own sum counts the same energy again.
+    """
+    fields = slurm.fields(known)
+    try:
+        nodes = int(fields["allocated_nodes"])
+        seconds = float(fields["ended_s"]) - float(fields["begun_s"])
+        gpus = int(fields.get("allocated_gpus", "0")) * nodes
+        counted = re.findall(rf"^sacct={job}\.{step}\|(\d{{1,13}})\|?$", known, re.MULTILINE) if step else []
+        joules = float(counted[-1]) if counted else 0.0  # where Slurm does not count energy, sacct prints 0 or nothing
+        return Cost(seconds=round(seconds, 1), nodes=nodes, gpus=gpus, joules=joules or None)
+    except (KeyError, ValueError):  # pydantic's ValidationError is a ValueError
+        return None
+
+
+def queue_s(known: str) -> float | None:
+    """Seconds from submission to start, by Slurm's clock; only for the first attempt of a batch job."""
+    fields = slurm.fields(known)
+    if fields.get("first_of_job") != "1" or not slurm.is_batch(fields):
+        return None
+    with suppress(KeyError, ValueError, OverflowError):
+        times = [time.strptime(fields[name], "%Y-%m-%dT%H:%M:%S") for name in ("SubmitTime", "StartTime")]
+        waited = time.mktime(times[1]) - time.mktime(times[0])
+        return waited if 0 <= waited < 1e7 else None  # else a clock was set
+    return None
+
+
 def spent(attempts: Sequence[tuple[int, Cost | None]]) -> Spent | None:
     """The sum over attempts, each with its number; None if no cost is known."""
     known = [cost for _, cost in attempts if cost]
@@ -61,25 +101,27 @@ def spent(attempts: Sequence[tuple[int, Cost | None]]) -> Spent | None:
 
 
 def text(found: Spent | None) -> str:
-    """`12.3 GPU-hours, 4.1 kWh`; empty if no cost is known."""
+    """`12.3 GPU-hours, 4.10 kWh`; empty if no cost is known."""
     if found is None:
         return ""
-    hours = f"{_figure(found.node_hours)} node-hours" if found.gpu_hours is None else ""
-    parts = [hours or f"{_figure(found.gpu_hours or 0.0)} GPU-hours"]
+    parts = [_hours(found, "hours")]
     parts += [f"{_figure(found.kwh)} kWh"] if found.kwh is not None else []
-    parts += [f"without attempt {' and '.join(map(str, found.unknown[:8]))}"] if found.unknown else []
+    parts += [f"without attempt {' and '.join(map(str, found.unknown))}"] if found.unknown else []
     return ", ".join(parts)
 
 
 def short(found: Spent | None) -> str:
     """`12.3 GPU-h`, after a `>` if an attempt's cost is unknown."""
-    if found is None:
-        return ""
-    value, unit = (found.node_hours, "node-h") if found.gpu_hours is None else (found.gpu_hours, "GPU-h")
-    return f"{'>' * bool(found.unknown)}{_figure(value)} {unit}"
+    return f"{'>' * bool(found.unknown)}{_hours(found, 'h')}" if found else ""
+
+
+def _hours(found: Spent, unit: str) -> str:
+    if found.gpu_hours is None:
+        return f"{_figure(found.node_hours)} node-{unit}"
+    return f"{_figure(found.gpu_hours)} GPU-{unit}"
 
 
 def _figure(value: float) -> str:
     """The value with about three digits."""
-    digits = 0 if value >= 100 or not math.isfinite(value) else 1 if value >= 10 else 2 if value >= 0.1 else 4
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
     return f"{value:,.{digits}f}"

@@ -18,7 +18,7 @@ from dray.planning.schema import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
 from dray.runs.follow import Output
-from dray.runs.paths import RunPaths, new_id, newest_attempt
+from dray.runs.store import RunPaths, new_id, newest_attempt
 from dray.runs.trust import foreign
 
 

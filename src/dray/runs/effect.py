@@ -10,8 +10,7 @@ from pydantic import BaseModel
 
 from dray.contract.findings import counted
 from dray.runs.metrics import Metrics, number, whole
-from dray.runs.paths import RunPaths
-from dray.runs.reading import reason, written
+from dray.runs.store import RunPaths, reason, written
 
 Losses = Mapping[int, float | None]
 """Loss by step; None: it was not finite."""

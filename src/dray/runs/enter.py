@@ -11,9 +11,8 @@ from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL
 from dray.facts import Layer
 from dray.planning.schema import Plan
-from dray.runs.live import State
-from dray.runs.named import node_number
-from dray.runs.paths import RunPaths
+from dray.runs.status import State
+from dray.runs.store import RunPaths, node_number
 from dray.runs.write import read
 
 _NOT_RUNNING = {
@@ -31,7 +30,7 @@ def plan_of(state: State) -> tuple[Plan, RunPaths]:
     """The plan of the active attempt; ConfigError if none is running."""
     if state.kind != "running" or state.paths is None:
         problem, fix = _NOT_RUNNING.get(state.kind, _NOT_RUNNING["ended"])
-        raise ConfigError(problem, where=state.run, wanted="an active run", found=state.where, fix=fix)
+        raise ConfigError(problem, where=state.path, wanted="an active run", found=state.where, fix=fix)
     return read(state.paths), state.paths
 
 
@@ -51,11 +50,11 @@ def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, lay
     if engines.get(plan.engine).private_network:
         return _beside(plan, node, command, terminal=terminal)
     files.write_atomic(script, render.enter_script(plan), mode=0o755)
-    if state.job is None:
+    if state.slurm_job is None:
         return ["bash", str(script), *command]
     return [
         "srun",
-        f"--jobid={state.job.number}",
+        f"--jobid={state.slurm_job.number}",
         "--overlap",  # the run's own step has the node
         "--export=ALL",
         *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),

@@ -16,14 +16,13 @@ from pydantic import BaseModel
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.control_characters import printable
 from dray.planning.schema import Plan
-from dray.runs import accounting, again, capsule, causes, cost, grace, noted, process_group, records, startup
+from dray.runs import again, capsule, causes, cost, grace, metrics, process_group, records, startup
 from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
-from dray.runs.paths import RunPaths, newest_checkpoint
-from dray.runs.reading import RECORD, reason, written
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
+from dray.runs.store import RunPaths, newest_checkpoint, reason, write_summary, written
 from dray.runs.write import read
 
 T = TypeVar("T")
@@ -62,8 +61,8 @@ def finish(
         status = "failed" if cause else "done"
     if plan:
         left.lone_ranks(plan)
-    waited = accounting.queue_s(known)
-    own = spent or (accounting.parse(known, plan.job, startup.step(paths)) if plan and known else None)
+    waited = cost.queue_s(known)
+    own = spent or (cost.parse(known, plan.job, startup.step(paths)) if plan and known else None)
     history = left.tried(paths.run, lambda: again.history(paths)) or []
     hosts = [node.name for node in plan.world.nodes] if plan else []
     cause, first = (one and records.redacted(left.explained(one), plan) for one in (cause, first))
@@ -106,6 +105,7 @@ def finish(
     text = result.model_dump_json(indent=1) + "\n"
     try:
         files.write_atomic(paths.result, text)
+        write_summary(paths)
     except OSError as error:
         with suppress(OSError, ValueError):
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. Its content is:"
@@ -213,7 +213,7 @@ class _Left:
 
     def _is_full(self) -> bool:
         disk = os.statvfs(self.paths.folder)
-        return disk.f_bavail * disk.f_frsize < RECORD // 16
+        return disk.f_bavail * disk.f_frsize < metrics.LONGEST // 16
 
     def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
         """Rank 0 as the cause, if training ended with exit code 0 but without its last metrics line or its model."""
@@ -268,7 +268,7 @@ class _Left:
         told = []
         for event in self.metrics:
             kind = event.get("event")
-            if kind in noted.KINDS:
+            if kind in metrics.WARNED_OF:
                 told.append(event)
                 seconds = number(event, "seconds")
                 found |= {"save_s": max(seconds, found.get("save_s", 0.0))} if seconds is not None else {}
@@ -296,7 +296,7 @@ class _Left:
             elif kind == "end":
                 found |= {name: number(event, name) for name in ("tokens_per_s", "train_seconds")}
                 found["sample"] = str(event.get("sample") or "")
-        self.warnings += [*self.metrics.warnings(), *noted.warnings(told)]
+        self.warnings += [*self.metrics.warnings(), *metrics.result_warnings(told)]
         if saved is not None and kept is not None and last_time is not None:
             found["lost_s"] = round(max(0.0, last_time - kept), 3)
         return found

@@ -11,9 +11,9 @@ from pathlib import Path
 from dray.contract import exit_codes
 from dray.planning import grace
 from dray.planning.schema import Plan
-from dray.runs.paths import RunPaths, attempts
 from dray.runs.result import Result, read
 from dray.runs.stop import TIME_LIMIT, Stop
+from dray.runs.store import RunPaths, attempts
 
 _RUNS = 8  # the newest ones
 

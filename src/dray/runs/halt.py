@@ -12,11 +12,10 @@ from pathlib import Path
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, UnfitError, listed
-from dray.runs import live, squeue
-from dray.runs.live import State
-from dray.runs.named import find, newest_first
-from dray.runs.paths import RunPaths, newest_checkpoint
+from dray.runs import slurm, status
 from dray.runs.result import left, next_command, result_of, summary
+from dray.runs.status import State
+from dray.runs.store import Run, RunPaths, find, newest_checkpoint, newest_first
 from dray.runs.write import read
 
 Say = Callable[[str], None]
@@ -25,17 +24,15 @@ _NOW_S = 15.0  # for the runners to end their ranks, with their grace and SIGKIL
 _ASK_S = 10.0  # between queries to Slurm's controller, which all users share
 _TRIES = 3
 _GOES_ON = ("queued", "starting", "running")
-# scancel --state=PENDING does not find these; they start only when somebody releases them.
-_HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")
 
 
 def newest(runs: Path | None) -> Path:
     """The newest run; ConfigError if several runs of this user are active."""
     found = find("", runs)
-    queue, going = squeue.Queue(), dict[Path, str]()
+    queue, going = slurm.Slurm(), dict[Path, str]()
     for run in newest_first(found.parent):
         with suppress(OSError):
-            if run.stat().st_uid == os.geteuid() and live.look(run, queue).kind in _GOES_ON:
+            if run.stat().st_uid == os.geteuid() and status.status(run, queue).kind in _GOES_ON:
                 going.setdefault(run.resolve(), run.name)
     if len(going) > 1:
         names = [*going.values()]
@@ -53,16 +50,16 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
     """Ask the run to end, or end it `now`; then wait for the end and print its summary."""
     told = ""
     for _ in range(_TRIES):
-        state = live.look(run)
+        state = status.status(run)
         if state.kind == "ended":
             say(_ended(state))
             return
         if state.kind == "queued":
-            assert state.job
+            assert state.slurm_job
             if state.paths and not told:
                 say(told := _before(state.paths))
-            squeue.cancel(state.job, state.cluster, waiting=state.job.state not in _HELD)
-            if state.job.id not in {job.id for job in squeue.jobs(state.cluster)}:
+            slurm.cancel(state.slurm_job, state.cluster, waiting=True)
+            if state.slurm_job.id not in {job.id for job in slurm.jobs(state.cluster)}:
                 _note(state)
                 none = "" if state.paths else "; it never started"
                 say(f"the job was waiting in the queue and was cancelled{none}\nrun folder: {run}")
@@ -74,10 +71,10 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
             "the job is still in the queue", where=state.where, fix="find it with squeue --me, then scancel JOB"
         )
     if state.kind == "starting":
-        assert state.job
+        assert state.slurm_job
         if state.paths:  # between two attempts, perhaps in an salloc allocation
-            _require_batch(state, state.job)
-        squeue.cancel(state.job, state.cluster)
+            _require_batch(state, state.slurm_job)
+        slurm.cancel(state.slurm_job, state.cluster)
         _note(state)
         say(f"the job was cancelled before training began: {state.where}\nrun folder: {run}")
         return
@@ -85,7 +82,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         raise UnfitError(
             "this machine cannot tell whether the job has started",
             where=run,
-            found=state.why,
+            found=state.unclear,
             fix="run dray stop again when squeue lists the job here",
         )
     _write(state.paths, now=now and wait)
@@ -98,17 +95,17 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
 
 def _note(state: State) -> None:
     """Record the stop in job.json, because a run without an attempt has no result."""
-    queued = None if state.paths else live.Left(state.run, 0, []).submitted
+    queued = None if state.paths else Run(state.path).job
     if queued:
         told = queued.model_copy(update={"stopped": time.time()})
         with suppress(OSError):  # the job is cancelled anyway
-            files.write_atomic(state.run / run_folder.JOB, told.model_dump_json(indent=1))
+            files.write_atomic(state.path / run_folder.JOB, told.model_dump_json(indent=1))
 
 
 def _say_asked(state: State, say: Say, *, now: bool) -> None:
     assert state.paths
     how = "is being ended now" if now else "was asked to save and end"
-    say(f"{state.run.name}, attempt {state.paths.attempt} {how}: {state.where}")
+    say(f"{state.path.name}, attempt {state.paths.attempt} {how}: {state.where}")
     if not now and (grace := _grace(state.paths)) is not None:
         ended = f"after {grace:g} s it ends processes that still run"
         say(f"the program gets SIGUSR1 to save and end; while dray stop waits, {ended}")
@@ -142,17 +139,19 @@ def _end(state: State) -> None:
     if state.process:
         with suppress(ProcessLookupError):
             os.kill(state.process, signal.SIGTERM)
-    elif state.job is None:
+    elif state.slurm_job is None:
         raise UnfitError(
-            "the run cannot be ended from this machine", found=state.why, fix="run dray stop there, or without --now"
+            "the run cannot be ended from this machine",
+            found=state.unclear,
+            fix="run dray stop there, or without --now",
         )
     else:
-        _require_batch(state, state.job)
-        squeue.cancel(state.job, state.cluster)
+        _require_batch(state, state.slurm_job)
+        slurm.cancel(state.slurm_job, state.cluster)
 
 
-def _require_batch(state: State, job: squeue.Job) -> None:
-    if not squeue.of_batch(job):
+def _require_batch(state: State, job: slurm.Job) -> None:
+    if not slurm.is_batch(slurm.show(job.id)):
         raise ConfigError(
             "the run is in your allocation, which would end with it",
             where=state.where,
@@ -182,10 +181,10 @@ def _last_words(state: State, say: Say, *, now: bool) -> str:
                 _write(state.paths, now=True)
         if time_ > asked + _ASK_S:
             asked = time_
-            if live.look(state.run).kind not in ("ended", "queued"):
+            if status.status(state.path).kind not in ("ended", "queued"):
                 gone = False
             elif gone and result_of(state.paths) is None:
-                return f"it ended without a result; dray why {state.run} shows more\nrun folder: {state.run}"
+                return f"it ended without a result; dray why {state.path} shows more\nrun folder: {state.path}"
             else:  # on a shared disk the result may appear after Slurm shows the job's end
                 gone = True
     return summary(result, state.paths)
@@ -215,7 +214,7 @@ def _before(paths: RunPaths) -> str:
 
 def _ended(state: State) -> str:
     if state.paths is None:
-        return f"the job is no longer in the queue; the run never started\nrun folder: {state.run}"
+        return f"the job is no longer in the queue; the run never started\nrun folder: {state.path}"
     found = result_of(state.paths)
-    end = summary(found, state.paths) if found else f"it left no result; dray why {state.run} shows more"
-    return f"{state.run.name} has already ended\n{end}"
+    end = summary(found, state.paths) if found else f"it left no result; dray why {state.path} shows more"
+    return f"{state.path.name} has already ended\n{end}"

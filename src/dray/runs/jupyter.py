@@ -24,7 +24,7 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.engines.base import DEVICES, MOUNTS, Container
 from dray.images import store
 from dray.runs import enter, layers
-from dray.runs.live import State
+from dray.runs.status import State
 
 PACKAGE = "jupyterlab"
 _ASK = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({PACKAGE!r}) else 3)"
@@ -87,7 +87,7 @@ def in_run(state: State, word: str, folder: Path) -> Place:
         python=engines.get(plan.engine).python(plan.image),
         folder=folder,
         root=plan.run_folder,
-        host=name if state.job else "",
+        host=name if state.slurm_job else "",
         fix=fix,
     )
 

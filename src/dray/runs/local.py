@@ -22,7 +22,7 @@ from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 _GRACE = 10.0  # seconds for the other nodes to end by themselves after one has failed
 

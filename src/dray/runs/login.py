@@ -12,10 +12,10 @@ from typing import NamedTuple
 from dray.config import dray_home, sites
 from dray.config.recipe import Recipe
 from dray.facts import Facts
-from dray.fitness import host, slurm_commands
+from dray.fitness import host
 from dray.images import store
 from dray.planning import image
-from dray.runs import local, write
+from dray.runs import local, slurm, write
 
 ASSUMED = "assumed, because no node was probed: node names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
 _ACCOUNT = ("--account=", "-A")
@@ -31,7 +31,7 @@ class Known(NamedTuple):
 
 def known(site: str) -> Known:
     """The facts of this login node."""
-    return Known(slurm_commands.conf(), host.site(site))
+    return Known(slurm.conf(), host.site(site))
 
 
 def facts(
@@ -47,7 +47,7 @@ def facts(
 ) -> tuple[Facts, sites.Choice]:
     """The facts that this login node can know, and the site."""
     count = nodes or recipe.nodes
-    conf = slurm_commands.conf() if known is None else known.conf
+    conf = slurm.conf() if known is None else known.conf
     given_image = os.environ.get("DRAY_IMAGE", "")
     seen = Facts(
         scheduler="slurm",
@@ -58,7 +58,7 @@ def facts(
         image_given=bool(given_image),
         image_variant=store.variant(Path(given_image)) if given_image else "",
         site=site,
-        cluster=slurm_commands.cluster_name(conf),
+        cluster=slurm.cluster_name(conf),
         login=socket.gethostname(),
         options=tuple(options),
         gpu_memory_gb=gpu_memory,
@@ -80,7 +80,7 @@ def facts(
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": engine,
         "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),
-        **slurm_commands.preemption(conf, _partitions((*choice.site.sbatch, *options))),
+        **slurm.preemption(conf, _partitions((*choice.site.sbatch, *options))),
     }
     return seen.model_copy(update=found), choice
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from dray.contract import files
 from dray.contract.findings import ConfigError, counted
 from dray.runs.follow import Growing
-from dray.runs.paths import RunPaths
-from dray.runs.reading import written
+from dray.runs.store import RunPaths, written
 
 _LONGEST = 1 << 16  # bytes of a line; a longer one is shown as several lines
 _CHUNK = 1 << 20

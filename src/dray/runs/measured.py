@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dray.contract import exit_codes, files
 from dray.runs.metrics import Event, Metrics, number
-from dray.runs.paths import RunPaths, attempts
 from dray.runs.result import Result, result_of
+from dray.runs.store import RunPaths, attempts
 
 DONE, LEFT_OUT, REFUSED, DIFFER, HANGS, FAILED = "done", "left out", "refused", "losses differ", "hangs", "failed"
 _LETTERS = 300

@@ -20,8 +20,7 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError
 from dray.runs import bundle, capsule
 from dray.runs.capsule_schema import File
-from dray.runs.named import find
-from dray.runs.paths import RunPaths, attempts, last_attempt, run_name
+from dray.runs.store import RunPaths, attempts, find, last_attempt, run_name
 
 _MOST = 64 << 20  # bytes of one file; metrics are packed whole
 _ALL, _FILES = 512 << 20, 20_000  # the largest archive that is opened

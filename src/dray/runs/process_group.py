@@ -6,7 +6,7 @@ import json
 
 from dray.contract import files
 from dray.planning.schema import Plan
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 _FIX = "call init_process_group() in each rank without rank= and world_size=: it reads RANK and WORLD_SIZE"
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from dray.contract import exit_codes, files, root_cause, run_folder, secrets
 from dray.planning.schema import Plan
 from dray.runs import causes
-from dray.runs.reading import reason, written
 from dray.runs.result import Cause
+from dray.runs.store import reason, written
 
 _MOST = 65_536
 SRUN_LOG = "srun.log"

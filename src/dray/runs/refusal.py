@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from dray.contract.findings import ConfigError, DrayError, counted, listed, nearest
-from dray.fitness import slurm_commands
-from dray.fitness.slurm_commands import Partition
+from dray.runs import slurm
+from dray.runs.slurm import Partition
 
 _SHOWN = 6
 _SIZES = (
@@ -29,7 +29,7 @@ class _Name(NamedTuple):
 
 def _partitions() -> list[Partition]:
     with suppress(DrayError):  # sbatch's refusal is what the user must see
-        return slurm_commands.partitions()
+        return slurm.partitions()
     return []
 
 
@@ -40,9 +40,9 @@ def _partition_names() -> list[str]:
 _NAMES = {
     "Invalid partition name": _Name("partition", "p", _partition_names),
     "No partition specified": _Name("partition", "p", _partition_names),
-    "Invalid account": _Name("account", "A", slurm_commands.accounts),
-    "Invalid qos": _Name("qos", "q", slurm_commands.qualities),
-    "Invalid feature": _Name("constraint", "C", slurm_commands.features),
+    "Invalid account": _Name("account", "A", slurm.accounts),
+    "Invalid qos": _Name("qos", "q", slurm.qualities),
+    "Invalid feature": _Name("constraint", "C", slurm.features),
 }
 
 
@@ -55,7 +55,7 @@ def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
     if any(text in message for text in _SIZES):
         return _sized(message, argv)
     if "Requested time limit is invalid" in message:
-        limits = slurm_commands.limits()
+        limits = slurm.limits()
         return ConfigError(
             "Slurm refuses this --time",
             wanted="\n".join(f"{name}: at most {limit}" for name, limit in [*limits.items()][:_SHOWN]),

@@ -18,7 +18,7 @@ from dray.runs import diff as differ
 from dray.runs.capsule_schema import Capsule, Node
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from dray.runs.write import read
 
 # Differences that do not change the losses.

@@ -15,12 +15,12 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live, queued
+from dray.runs import status
 from dray.runs import submit as queue
 from dray.runs.diff import ABSENT, Difference
-from dray.runs.paths import RunPaths, attempts, new_id
 from dray.runs.replay import as_files
 from dray.runs.result import Result, result_of
+from dray.runs.store import Run, RunPaths, attempts, new_id
 
 _STEM = "replay"
 _SCRIPTS = ("multinode.sh", "singlenode.sh")
@@ -58,7 +58,7 @@ def asked(run: Path) -> Asked | None:
     written it: options of sbatch name files that the job would overwrite."""
     file = run / run_folder.JOB
     with suppress(OSError, ValueError):
-        submitted = queued.read(run) if files.is_own(run) and files.is_own(file) else None
+        submitted = Run(run).job if files.is_own(run) and files.is_own(file) else None
         if submitted is None:
             return None
         argv = submitted.argv
@@ -115,7 +115,7 @@ def decided(found: Sequence[Difference]) -> list[Difference]:
 
 def require_ended(run: Path) -> None:
     """Refuse to compare a replay that still waits or runs: some losses are missing."""
-    if run.is_dir() and (state := live.look(run)).kind in ("queued", "starting", "running"):
+    if run.is_dir() and (state := status.status(run)).kind in ("queued", "starting", "running"):
         raise ConfigError(
             "the replay has not ended", where=run, wanted="a run that has ended", found=state.where,
             fix=f"wait for its end with dray top {shlex.quote(str(run))}, then run this again",
@@ -130,7 +130,7 @@ def wait(run: Path, sleep: Callable[[float], None] = time.sleep) -> Result:
         if found and not (found.next and found.next.requeue):
             return found
         if passed % _ASK_S == 0:  # Slurm serves many users
-            ended = live.look(run).kind == "ended"
+            ended = status.status(run).kind == "ended"
             if ended and gone:  # on a shared disk the result may appear after Slurm shows the job's end
                 if found := _last(run):
                     return found

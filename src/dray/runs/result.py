@@ -14,11 +14,10 @@ from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.runs.cost import Cost, Spent
-from dray.runs.named import job_of
-from dray.runs.paths import RunPaths
-from dray.runs.reading import OR_NONE, require_version
 from dray.runs.recovery import Next, Recovery
 from dray.runs.startup import Startup
+from dray.runs.store import OR_NONE, Run, RunPaths, require_version
+from dray.runs.store import Attempt as Attempt_
 
 UNKNOWN = "unknown"
 _MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
@@ -211,7 +210,7 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
 def next_command(paths: RunPaths) -> str:
     """The command that starts the next attempt of a run."""
     run = shlex.quote(str(paths.run))
-    if not job_of(paths.folder):
+    if not Attempt_(Run(paths.run), paths.attempt).job:
         return f"the same command with --run={run}"
     return f"dray submit --run={run}  # or sbatch slurm/multinode.sh with the same --run"
 

@@ -121,7 +121,7 @@ class Slurm:
         self._known: dict[str, list[Job] | DrayError] = {}
         self._asked: dict[str, float] = {}
         self._restarted: dict[str, bool] = {}
-        self._by_name: dict[str, dict[int | str, list[Job]]] = {}
+        self._by_word: dict[str, dict[str, list[Job]]] = {}
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All jobs of this user on the cluster. DrayError if Slurm is missing or does not answer."""
@@ -150,17 +150,22 @@ class Slurm:
         """Whether Slurm was asked before this time and so cannot know of it; a future time is another clock's error."""
         return self._asked.get(cluster, at + margin_s) - margin_s < at < time.time() + JUST_S
 
-    def job_of(self, named: Mapping[int | str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
-        """A job with one of these numbers or array tasks that existed at that time, or with such a run folder
-        (`--run=`). A running job comes before a waiting one. DrayError as from `jobs`."""
-        known = self.jobs(cluster)
-        if cluster not in self._by_name:
-            self._by_name[cluster] = _by_name(known)
-        by_name = self._by_name[cluster]
-        found = [job for name, at in named.items() for job in by_name.get(name, ()) if self._existed(job, at)]
+    def job_of(self, ids: Mapping[str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
+        """A job with one of these ids that existed at that time, or with such a run folder (`--run=`). A running job
+        comes before a waiting one. DrayError as from `jobs`."""
+        if cluster not in self._by_word:  # there may be thousands of jobs
+            known = self.jobs(cluster)
+            by_word = self._by_word.setdefault(cluster, {})
+            for job in known:
+                for word in (job.id, *job.command.split(" ")):
+                    by_word.setdefault(word, []).append(job)
+        by_word = self._by_word[cluster]
+        found = [
+            job for id_, at in ids.items() for job in by_word.get(id_, ()) if job.id == id_ and self._existed(job, at)
+        ]
         for folder in folders:  # its name may contain spaces
-            with_word = by_name.get(f"--run={folder}".partition(" ")[0], ())
-            found += [job for job in with_word if f" --run={folder} " in f" {job.command} "]
+            candidates = by_word.get(f"--run={folder}".partition(" ")[0], ())
+            found += [job for job in candidates if f" --run={folder} " in f" {job.command} "]
         return min(found, key=lambda job: job.waits, default=None)
 
     def _existed(self, job: Job, at: float) -> bool:
@@ -170,17 +175,6 @@ class Slurm:
         if job.id not in self._restarted:  # a requeue changes the time of submission
             self._restarted[job.id] = show(job.id).get("Restarts", "0") != "0"
         return self._restarted[job.id]
-
-
-def _by_name(known: Iterable[Job]) -> dict[int | str, list[Job]]:
-    """The jobs by number, id and `--run=`, because there may be thousands."""
-    found: dict[int | str, list[Job]] = {}
-    for job in known:
-        folders = {word for word in job.command.split(" ") if word.startswith("--run=")}
-        names: list[int | str] = [job.number, job.id, *folders]
-        for name in names:
-            found.setdefault(name, []).append(job)
-    return found
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:

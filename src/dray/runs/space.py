@@ -14,8 +14,9 @@ from dray.contract.findings import ConfigError, Finding, counted
 from dray.facts import Engine, Facts
 from dray.planning.schema import Plan
 from dray.planning.tune_search import Candidate, applied
-from dray.runs import allocation, local, login, write
-from dray.runs.paths import RunPaths
+from dray.runs import local, login, write
+from dray.runs.slurm import Allocation
+from dray.runs.store import RunPaths
 
 _LETTERS = 300
 
@@ -90,7 +91,7 @@ def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
     env = {
         name: value for name, value in env.items() if name != "ENVIRONMENT"
     }  # it is no run of the batch script itself
-    allocated = allocation.found(env)
+    allocated = Allocation.of(env)
     in_a_step = env.get("SLURM_JOB_ID") and env.get("SLURM_STEP_ID") and not allocated
     if in_a_step and not asked.on_this_machine:
         raise ConfigError(
@@ -117,10 +118,10 @@ def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
 
 
 def _allocated(
-    recipe: Recipe, asked: Asked, allocated: allocation.Allocation, named: tuple[str, ...], env: Mapping[str, str]
+    recipe: Recipe, asked: Asked, allocated: Allocation, named: tuple[str, ...], env: Mapping[str, str]
 ) -> Place:
     """The nodes of the allocation, with the facts that slurm/probe.sh finds in a job."""
-    allocation.require_nodes(allocated, asked.nodes)
+    allocated.require_nodes(asked.nodes)
     if asked.gpus_per_node:
         raise ConfigError(
             "--gpus-per-node is set by salloc; --ranks sets the number of ranks", fix="leave out --gpus-per-node"

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from dray.contract import files
+from dray.contract.findings import measured
 from dray.contract.start_times import CONTAINER, NAMES, OWN, PARTS, SBCAST, STAGE, TFLOPS, clean
-from dray.runs.paths import RunPaths
-from dray.runs.stages import measured
+from dray.runs.store import RunPaths
 
 _NODES = 256  # in a result, with all their parts
 _LINES = 8

@@ -118,7 +118,7 @@ class Queued(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    job: Annotated[int, Field(ge=1)]
+    job: Annotated[int, Field(ge=1, lt=1 << 62)]
     task: Annotated[int, Field(ge=0)] | None = None
     """The task number, if the job is an array."""
     cluster: Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")] = ""
@@ -140,18 +140,22 @@ class Attempt:
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
         self.paths = RunPaths(run.folder, number)
-        self.ended: float | None = None
-        """When the result was written, valid or not."""
+        self._ended: float | None = None
         self._result: Table | None = None
+
+    @property
+    def ended(self) -> float | None:
+        """When the result was written, valid or not; looked for again until it is there."""
+        if self._ended is None:
+            self._ended = written(self.paths.result)
+            if self._ended is not None:
+                self._result = read_json(self.paths.result, self.run.warnings, require_version)
+        return self._ended
 
     @property
     def result(self) -> Table | None:
         """result.json; None until it is written, and, with a warning, if it is damaged."""
-        if self.ended is None:
-            self.ended = written(self.paths.result)
-            if self.ended is not None:
-                self._result = read_json(self.paths.result, self.run.warnings, require_version)
-        return self._result
+        return self._result if self.ended is not None else None
 
     @cached_property
     def plan(self) -> Table:
@@ -174,11 +178,7 @@ class Attempt:
     @cached_property
     def job_id(self) -> str:
         """The job's id for Slurm's commands: 12, or 12_3 for an array task; empty without Slurm."""
-        for name in ("task", "job"):
-            found = self.facts.get(name, "")
-            if _JOB_ID.fullmatch(found) and found != "0":
-                return found
-        return str(self.job or "")
+        return self.facts.get("task") or str(self.job or "")
 
     @cached_property
     def job(self) -> int:
@@ -206,13 +206,13 @@ class Run:
         run = cls(folder)
         summary = read_json(folder / names.SUMMARY, []) or {}
         with suppress(KeyError, TypeError, ValueError):  # a damaged summary; the files themselves tell more
-            last = Attempt(run, int(summary["attempt"]))
-            for name, kind in (("plan", dict), ("job", int), ("job_id", str), ("began", float)):
-                setattr(last, name, kind(summary[name]))
-            if summary["ended"] is not None:
-                last.ended, last._result = float(summary["ended"]), summary["result"]
-            run.numbers = [int(number) for number in summary["attempts"]]
-            run.attempts = [*(Attempt(run, number) for number in run.numbers[:-1]), last]
+            run.attempts = [Attempt(run, int(number)) for number in summary["attempts"]]
+            last = run.attempts[-1]
+            last.plan, last.job_id, last.began = summary["plan"], str(summary["job_id"]), float(summary["began"])
+            if summary["ended"]:
+                last._ended, last._result = float(summary["ended"]), summary["result"]
+            if (written(folder / names.JOB) or 0.0) <= last.began:  # else a job was submitted later
+                run.job, run.cluster = None, str(summary["cluster"])
         return run
 
     @property
@@ -220,14 +220,9 @@ class Run:
         return self.folder.name
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """The numbers of the attempts, in order."""
-        return attempts(self.folder)
-
-    @cached_property
     def attempts(self) -> list[Attempt]:
         """All attempts, in order."""
-        return [Attempt(self, number) for number in self.numbers]
+        return [Attempt(self, number) for number in attempts(self.folder)]
 
     @property
     def last(self) -> Attempt | None:
@@ -251,6 +246,11 @@ class Run:
         return None
 
     @cached_property
+    def cluster(self) -> str:
+        """The cluster of the submitted job, if sbatch knows several."""
+        return self.job.cluster if self.job else ""
+
+    @cached_property
     def owner(self) -> int:
         """The user who owns the run."""
         with suppress(OSError):
@@ -258,63 +258,55 @@ class Run:
         return os.geteuid()
 
 
-_SUMMARY = (  # of plan.json, what a list shows or what decides a run's state
-    ("job",), ("run_folder",), ("scratch",), ("recipe", "name"), ("recipe", "command"), ("recipe", "train", "steps"),
-    ("recipe", "checkpoint", "folder"), ("world", "size"),
-)  # fmt: skip
-_SUMMARY_RESULT = (
-    "version", "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "next", "spent",
-)  # fmt: skip
-
-
 def write_summary(paths: RunPaths) -> None:
-    """Write the run's summary.json, for `dray runs`. Its time is when the attempt began, so that a list is sorted
-    before any file is opened."""
+    """Write the run's summary.json, for `dray runs`: of plan and result what decides and shows its state. Its time is
+    when the attempt began, so that a list is sorted before any file is opened."""
     attempt = Attempt(Run(paths.run), paths.attempt)
-    plan: Table = {}
-    for place in _SUMMARY:
-        table = plan
-        for name in place[:-1]:
-            table = table.setdefault(name, {})
-        table[place[-1]] = dig(attempt.plan, *place)
-    nodes = dig(attempt.plan, "world", "nodes")
-    plan["world"]["nodes"] = [{"name": dig(node, "name")} for node in nodes] if isinstance(nodes, list) else []
-    result = attempt.result
+    plan, result, file = attempt.plan, attempt.result, paths.run / names.SUMMARY
+    nodes = dig(plan, "world", "nodes")
+    recipe = {
+        "name": dig(plan, "recipe", "name"),
+        "command": bool(dig(plan, "recipe", "command")),
+        "train": {"steps": dig(plan, "recipe", "train", "steps")},
+        "checkpoint": {"folder": dig(plan, "recipe", "checkpoint", "folder")},
+    }
+    world = {
+        "size": dig(plan, "world", "size"),
+        "nodes": [{"name": dig(node, "name")} for node in nodes] if isinstance(nodes, list) else [],
+    }
     if result is not None:
-        result = {name: result[name] for name in _SUMMARY_RESULT if name in result}
+        result = {name: result.get(name) for name in _SUMMARY_RESULT}
         result["cause"] = {"why": dig(attempt.result, "cause", "why")}
-    file = paths.run / names.SUMMARY
-    before = dig(read_json(file, []), "jobs") or []
     summary = {
-        "attempt": attempt.number, "attempts": attempts(paths.run), "job": attempt.job, "job_id": attempt.job_id,
-        "jobs": [*dict.fromkeys([*before, attempt.job_id, str(attempt.job)])], "began": attempt.began,
-        "ended": attempt.ended, "plan": plan, "result": result,
-    }  # fmt: skip
+        "attempts": attempts(paths.run),
+        "began": attempt.began,
+        "cluster": attempt.run.cluster,
+        "job_id": attempt.job_id,
+        "jobs": [*(dig(read_json(file, []), "jobs") or []), attempt.job_id, str(attempt.job)],
+        "plan": {name: plan.get(name) for name in ("job", "run_folder", "scratch")}
+        | {"recipe": recipe, "world": world},
+        "ended": attempt.ended,
+        "result": result,
+    }
     with suppress(OSError):  # a list reads the files themselves then
         files.write_atomic(file, json.dumps(summary) + "\n")
         os.utime(file, (attempt.began, attempt.began))
+
+
+_SUMMARY_RESULT = (
+    "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "next", "spent",
+)  # fmt: skip
 
 
 def plan_of(paths: RunPaths) -> Plan:
     """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
     from dray.planning.schema import Plan  # noqa: PLC0415  half a second, for which no list of runs waits
 
-    text = files.text(paths.plan, "the run's plan")
-    plan = files.parse_json(text, "the run's plan", paths.plan)
-    found, version = plan.get("version") if isinstance(plan, dict) else None, Plan.model_fields["version"].default
-    if found != version:
-        raise ConfigError(
-            "this run was planned by another version of dray",
-            where=paths.plan,
-            wanted=f"plan version {version}",
-            found=f"plan version {found}",
-            fix="use that version of dray, or start an attempt with this one: dray run RECIPE "
-            f"--runs={paths.run.parent} --run={paths.run.name}",
-        )
-    try:
-        return Plan.model_validate_json(text)
-    except ValidationError as wrong:
-        raise ConfigError("the run's plan is damaged", where=paths.plan, found=explained(wrong)) from wrong
+    again = f"dray run RECIPE --runs={paths.run.parent} --run={paths.run.name}"
+    fix = f"use that version of dray, or start an attempt with this one: {again}"
+    return load(
+        Plan, paths.plan, "run's plan", other_version="this run was planned by another version of dray", fix=fix
+    )
 
 
 # Files -----------------------------------------------------------------------------------------------------------
@@ -348,16 +340,19 @@ def require_version(found: object, path: Path | str) -> None:
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def load(model: type[Model], path: Path, noun: str, *, fix: str) -> Model:
+def load(model: type[Model], path: Path, noun: str, *, fix: str, other_version: str = "") -> Model:
     """The content of a file of dray's own; ConfigError if it is missing, damaged or of another version."""
-    text = files.text(path, f"the {noun}", fix=fix)
-    found = files.parse_json(text, f"the {noun}", path)
-    version, known = dig(found, "version"), model.model_fields["version"].default
+    text = files.text(path, f"the {noun}", fix="" if other_version else fix)
+    version = dig(files.parse_json(text, f"the {noun}", path), "version")
+    known = model.model_fields["version"].default
     if version != known:
         raise ConfigError(
-            f"this {noun} was made by another version of dray", where=path, wanted=f"version {known}",
+            other_version or f"this {noun} was made by another version of dray",
+            where=path,
+            wanted=f"version {known}",
             found=f"version {version!r:.40}",
-        )  # fmt: skip
+            fix=fix if other_version else "",
+        )
     try:
         return model.model_validate_json(text)
     except ValidationError as wrong:
@@ -440,10 +435,10 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
     reuses job numbers."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
     found = []
-    for path in runs.glob(f"*-{name}-{job}*"):
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            if pattern.fullmatch(path.name) and path.stat().st_uid == os.geteuid():
-                found.append(path.name)
+    for run in runs.glob(f"*-{name}-{job}*"):
+        with suppress(OSError):  # a broken link
+            if pattern.fullmatch(run.name) and run.stat().st_uid == os.geteuid():
+                found.append(run.name)
     return sorted(found, reverse=True)
 
 
@@ -629,7 +624,7 @@ def newest_first(runs: Path) -> list[Path]:
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
-            if (began := _began(entry.path)) is not None:
+            if not entry.name.startswith(".") and (began := _began(entry.path)) is not None:
                 found.append((began, entry.path))
     return [Path(folder) for _, folder in sorted(found, reverse=True)]
 
@@ -687,16 +682,15 @@ def _job_ids(folder: Path) -> set[str]:
 
 def _of_job(word: str, known: Sequence[Path]) -> Path | None:
     """The newest run of this job or array task. The number of a whole array is refused: it has several runs."""
-    found = [(run, ids) for run in known if word in (ids := _job_ids(run))]
-    if not found:
-        return None
-    tasks = {one for _, ids in found for one in ids if one.startswith(f"{word}_")}
-    if len(tasks) > 1 and any(one in tasks for one in found[0][1]):
+    found = {run: ids for run in known if word in (ids := _job_ids(run))}
+    newest = next(iter(found), None)
+    tasks = {id_ for ids in found.values() for id_ in ids if id_.startswith(f"{word}_")}
+    if newest and len(tasks) > 1 and tasks & found[newest]:
         raise ConfigError(
             "the job is an array, and each task is a run",
-            where=known[0].parent,
-            wanted=f"one task: {listed(sorted(tasks, key=lambda task: int(task.partition('_')[2])))}",
+            where=newest.parent,
+            wanted=f"one task: {listed(sorted(tasks, key=lambda task: (len(task), task)))}",
             found=word,
             fix="dray study scale --table STUDY shows all tasks",
         )
-    return found[0][0]
+    return newest

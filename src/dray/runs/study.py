@@ -13,12 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, listed
-from dray.runs import effect, reading, state, write
-from dray.runs import look as looking
+from dray.runs import effect, status, store, write
 from dray.runs.metrics import Event, Metrics, number, whole
-from dray.runs.named import is_run
-from dray.runs.paths import RunPaths, attempts, make_run_folder
-from dray.runs.squeue import Queue
+from dray.runs.slurm import Slurm
+from dray.runs.store import RunPaths, attempts, is_run, make_run_folder
 
 PARITY = 1e-4
 """The largest relative loss difference that fp32 sums in another order can cause."""
@@ -116,7 +114,7 @@ def keep(folder: Path, study: Study, members: Sequence[Member]) -> Study:
 def load(folder: Path) -> Study:
     """The study in a folder."""
     fix = f"name a folder with {run_folder.STUDY} in it: dray scale --table STUDY"
-    return reading.load(Study, folder / run_folder.STUDY, "study", fix=fix)
+    return store.load(Study, folder / run_folder.STUDY, "study", fix=fix)
 
 
 def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
@@ -138,7 +136,7 @@ def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
 def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
     """The current rows in order of ranks, and whether their losses agree."""
     members = study.members if study.kind == "sweep" else sorted(study.members, key=lambda one: one.ranks)
-    rows, losses, queue = [], {}, Queue()
+    rows, losses, queue = [], {}, Slurm()
     for member in members:
         row, losses[member.run] = _row(folder.parent / member.run, member, queue)
         rows.append(row)
@@ -148,7 +146,7 @@ def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
     return rows, _parity(rows, losses, checked=fp32) if study.kind == "strong" else Parity(checked=False)
 
 
-def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, effect.Losses]:
+def _row(run: Path, member: Member, queue: Slurm) -> tuple[Row, effect.Losses]:
     """The row of one run, and its losses by step."""
     row = Row(run=member.run, ranks=member.ranks, settings=member.settings, state="no run", job_id=member.job_id)
     losses: dict[int, float | None] = {}
@@ -167,9 +165,9 @@ def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, effect.Losses]:
                 elif kind == "end":
                     row.seconds = number(event, "train_seconds")
     if is_run(run):
-        row.state = looking.look(run, queue).state
+        row.state = status.status(run, queue).state
     elif member.job:
-        row.state = state.QUEUED
+        row.state = status.QUEUED
     row.step_s, row.tokens_per_s = (_median(lines, name) for name in ("step_s", "tokens_per_s"))
     return row, losses
 

@@ -17,12 +17,10 @@ from dray.config.site import Site
 from dray.contract import files, run_folder
 from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError, DrayError, Finding, error
-from dray.fitness import slurm_commands
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live, login, named, refusal, slurm, source, write
-from dray.runs.paths import RunPaths, make_run_folder
-from dray.runs.queued import Queued
+from dray.runs import login, refusal, slurm, source, status, write
+from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
 _EXPEDITE = "enable_expedited_requeue"
@@ -65,7 +63,7 @@ def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known 
     plan.refuse()
     own = options(recipe, choice.site, facts.gpus_per_node, asked.nodes)
     if recipe.requeue == "expedite":
-        if why := normal_requeue(known.conf if known else slurm_commands.conf()):
+        if why := normal_requeue(known.conf if known else slurm.conf()):
             plan = plan.model_copy(update={"findings": (*plan.findings, why)})
         else:
             own.append("--requeue=expedite")
@@ -161,11 +159,11 @@ def sbatch(
 
 def require_free(run: Path, options: Sequence[str]) -> None:
     """Refuse a second job for an active run, unless it waits for the first (`--dependency`)."""
-    state = live.look(run) if named.is_run(run) else None
+    state = status.status(run) if is_run(run) else None
     # A job that Slurm here does not know may be on another cluster with the same disk.
-    may_go_on = state and (state.kind != "unknown" or state.paths is None or named.job_of(state.paths.folder))
+    may_go_on = state and (state.kind != "unknown" or state.paths is None or status.status(run).job)
     if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
-        after = f"; or wait for it: --sbatch=--dependency=afterany:{state.job.id}" if state.job else ""
+        after = f"; or wait for it: --sbatch=--dependency=afterany:{state.slurm_job.id}" if state.slurm_job else ""
         raise ConfigError(
             f"the run {'may be' if state.kind == 'unknown' else 'is'} active: two jobs would write into its folder",
             where=run,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 
 def foreign(paths: RunPaths) -> str:

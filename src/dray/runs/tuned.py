@@ -15,9 +15,9 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError
 from dray.planning import tune_search as tunings
 from dray.planning.tune_search import Candidate, Figure, applied
-from dray.runs import reading, replay
+from dray.runs import replay, store
 from dray.runs.measured import DONE, Row
-from dray.runs.paths import make_run_folder
+from dray.runs.store import make_run_folder
 
 
 def _recipe(table: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def save(folder: Path, tuning: Tuning) -> None:
 def load(folder: Path) -> Tuning:
     """The table in a folder."""
     fix = f"name a folder with {run_folder.TUNE} in it: dray tune --table STUDY"
-    return reading.load(Tuning, folder / run_folder.TUNE, "table", fix=fix)
+    return store.load(Tuning, folder / run_folder.TUNE, "table", fix=fix)
 
 
 def as_files(tuning: Tuning, row: Row, file: Path, lines: list[str]) -> dict[Path, str]:

@@ -13,7 +13,7 @@ from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs import capsule, source
 from dray.runs.capsule_schema import Capsule, Node
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 
 State = Literal["same", "changed", "missing", "unknown"]
 _SHOWN = 6

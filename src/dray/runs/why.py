@@ -14,25 +14,21 @@ from dray import facts, process
 from dray.contract import files, secrets
 from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, counted
-from dray.fitness import slurm_commands
 from dray.planning.schema import Plan
-from dray.runs import again, causes, logs, records, state, stop
-from dray.runs import look as looking
+from dray.runs import again, causes, logs, records, slurm, stop
 from dray.runs import result as results
-from dray.runs.live import Left
-from dray.runs.named import is_run
-from dray.runs.paths import RunPaths, attempts, last_attempt
-from dray.runs.reading import reason
+from dray.runs import status as statuses
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
-from dray.runs.squeue import Queue
+from dray.runs.slurm import Slurm
 from dray.runs.stop import Stop
+from dray.runs.store import Run, RunPaths, attempts, is_run, last_attempt, reason
 from dray.runs.write import read
 
 _SHOWN, _WIDE = 12, 400  # last lines, and letters of each
 _AFTER = 6
 _ASK_S = 10.0
 _CLUSTER = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-NO_RESULT = state.NO_RESULT
+NO_RESULT = statuses.NO_RESULT
 
 
 class Report(BaseModel):
@@ -77,9 +73,9 @@ def of(folder: Path) -> tuple[RunPaths, Report]:
 
 def _before(run: Path) -> Report:
     """The report of a run without an attempt: its job, and the end of the job's log."""
-    seen, submitted = looking.look(run, Queue(), closely=True), Left(run, 0, []).submitted
+    seen, submitted = statuses.status(run, Slurm(), closely=True), Run(run).job
     slurm, evidence = "", list[str]()
-    if submitted and seen.state == state.LOST:
+    if submitted and seen.state == statuses.LOST:
         slurm = _accounted(submitted.id, submitted.cluster)[0]
     values = secrets.passed(
         (name for name, value in os.environ.items() if secrets.is_variable(name, value)), os.environ
@@ -116,10 +112,10 @@ def look(paths: RunPaths) -> Report:
     if result is None:
         seen = _seen(paths)
         slurm, reason = _asked(paths)
-        if seen and seen.state == state.STOPPED and not (reason and seen.why == stop.TERM):
+        if seen and seen.state == statuses.STOPPED and not (reason and seen.why == stop.TERM):
             reason = seen.why
         if reason and Stop(reason, "").by_wish:  # stopped ranks may die in any way; none of them is the cause
-            status, cause = state.STOPPED, None
+            status, cause = statuses.STOPPED, None
     told = Report(
         run=result.run if result else paths.run.name,
         attempt=paths.attempt,
@@ -167,27 +163,27 @@ def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
         return None
 
 
-def _seen(paths: RunPaths) -> state.State | None:
+def _seen(paths: RunPaths) -> statuses.State | None:
     """The state of an attempt without a result, as in `dray status`."""
     with suppress(OSError):  # another user's folder
-        return looking.look(paths.folder, Queue(), closely=True)
+        return statuses.status(paths.folder, Slurm(), closely=True)
     return None
 
 
-def _now(seen: state.State | None) -> str:
+def _now(seen: statuses.State | None) -> str:
     """What the attempt is doing."""
     return (_doing(seen) if seen else "") or "it is active, or was killed before it could write a result"
 
 
-def _doing(seen: state.State) -> str:
+def _doing(seen: statuses.State) -> str:
     match seen.state:
-        case state.RUNNING:
+        case statuses.RUNNING:
             step = f", step {seen.step:,}" + f" of {seen.steps:,}" * bool(seen.steps) if seen.step else ""
             return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
-        case state.QUEUED:
+        case statuses.QUEUED:
             waits = f" {seen.waiting.state}" if seen.waiting else ""
             return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
-        case state.LOST:
+        case statuses.LOST:
             return "it was killed before it could write a result"
     return ""
 
@@ -209,7 +205,7 @@ def _accounted(job: int | str, cluster: str) -> tuple[str, str | None]:
             lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
             if lines:  # else its accounting does not know the job
                 return f"Slurm: job {job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
-        if process.which("scontrol") and cluster in ("", slurm_commands.cluster_name()):
+        if process.which("scontrol") and cluster in ("", slurm.cluster_name()):
             shown = process.run(["scontrol", "show", "job", "--oneliner", str(job)], check=False, seconds=_ASK_S).out
             if found := re.search(r"\bJobState=([A-Z_]{1,40})", shown):
                 return f"Slurm: job {job}: {found[1]}", stop.of_job(shown) or None

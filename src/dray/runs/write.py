@@ -28,8 +28,19 @@ from dray.fitness import variables
 from dray.planning import environment, image, trainer_defaults, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import capsule, grace, layers, live, lookup
-from dray.runs.paths import RunPaths, attempts, first_attempt, new_id, newest_attempt, next_attempt, of_job, run_name
+from dray.runs import capsule, grace, layers, lookup
+from dray.runs.store import (
+    Run,
+    RunPaths,
+    attempts,
+    new_id,
+    newest_attempt,
+    next_attempt,
+    of_job,
+    require_own,
+    run_name,
+    write_summary,
+)
 
 _LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
 
@@ -78,7 +89,7 @@ class Last(NamedTuple):
 
 def last(run: Path) -> Last:
     """The last attempt; ConfigError without a readable plan, or for another user's run, which would run as you."""
-    paths = newest_attempt(live.own(run))
+    paths = newest_attempt(require_own(run))
     plan = read(paths)
     seen = probed.parse(files.text(paths.facts, "the run's facts"), where=str(paths.facts))
     # A job that lost a node continues with fewer (min_nodes); the next job gets all nodes again.
@@ -192,6 +203,7 @@ def begin(
     if options := render.srun_options(decided):
         write_atomic(paths.srun_options, options)
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
+    write_summary(paths)
     capsule.begun(paths, decided, beside)
     return decided, paths
 
@@ -233,7 +245,7 @@ def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) ->
     """The run that this job began before Slurm requeued it; the job may have runs of other recipes too."""
     for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
         # The first plan has the recipe as decided; a later attempt may have had fewer nodes.
-        first = first_attempt(runs / name)
+        first = next((one.paths for one in Run(runs / name).attempts if one.paths.plan.is_file()), None)
         if first and read(first).recipe == decide(recipe, facts, choice, first).recipe:
             return name
     return None

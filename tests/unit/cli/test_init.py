@@ -16,7 +16,7 @@ from dray.cli import init as verb
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, DrayError
-from dray.fitness import slurm_commands
+from dray.runs import slurm as commands
 from helpers import PYTHON, ROOT
 
 GPUS = "cpu|4|32|(null)\ngpu|8|64|gpu:a100:4(S:0-1)\ndebug|1|64|gpu:a100:2\n"
@@ -158,7 +158,7 @@ def test_a_controller_that_does_not_answer_is_told(
 ) -> None:
     slurm()
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(slurm_commands, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(commands, "_ANSWER_S", 0.2)
     verb.init(Path("x"), gpu="cuda", partition="gpu")
     out, err = capsys.readouterr()
     assert err.startswith("dray: warning: sinfo gave no answer in 0.2 s\n")

@@ -37,8 +37,8 @@ from damage import (
 from dray.cli.streams import show
 from dray.contract import exit_codes, unexpected
 from dray.contract.run_folder import RESULT
-from dray.runs import look
-from dray.runs.paths import RunPaths
+from dray.runs.status import Watched
+from dray.runs.store import RunPaths
 from helpers import GOLDEN
 
 pytestmark = [pytest.mark.hostile("damage"), pytest.mark.seconds]
@@ -123,8 +123,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HOME", str(home / "home"))
         patch.setenv("DRAY_RUNS", str(home / "runs"))
         patch.chdir(home)
-        patch.setattr(look, "_UNKNOWN_S", 0.0)
-        patch.setattr(look, "_NEXT_S", 0.0)
+        patch.setattr(Watched, "unknown_s", 0.0)
+        patch.setattr(Watched, "next_s", 0.0)
         patch.setattr(time, "sleep", lambda _seconds: None)
         dray.cli._register(None)
         patch.setattr(dray.cli, "_register", lambda _named: None)

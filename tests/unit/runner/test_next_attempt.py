@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from dray.runs.paths import run_named
 
 from dray.contract.findings import ConfigError
 from dray.runs import allocation, submit
-from dray.runs.paths import run_named
 from helpers import ROOT
 from slurms import Slurm
 

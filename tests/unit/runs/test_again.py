@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from dray.runs.paths import RunPaths
 
 from dray.contract import files
 from dray.facts import Facts
 from dray.runs import stop
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write

@@ -12,12 +12,12 @@ import pytest
 from dray.cli import status
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
-from dray.runs import halt, live, named, submit, why
+from dray.runs import halt, store, submit, why
 from dray.runs.finish import finish
-from dray.runs.look import look
-from dray.runs.paths import RunPaths
-from dray.runs.squeue import Queue
+from dray.runs.slurm import Slurm as Queue
+from dray.runs.status import status as look
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
@@ -60,12 +60,12 @@ def stop(run: Path) -> str:
 def test_one_that_waits_is_cancelled_alone(slurm: Slurm, tmp_path: Path) -> None:
     run = queued(tmp_path, 3)
     slurm.lists(*WAITING)
-    assert live.look(run).where == "job 12_3, PENDING"
+    assert look(run).where == "job 12_3, PENDING"
     assert stop(run) == f"the job was waiting in the queue and was cancelled; it never started\nrun folder: {run}"
     assert slurm.calls == ["scancel --state=PENDING 12_3"]
     left = [job.id for job in Queue().jobs()]
-    assert (left, live.look(run).kind) == (["12_1", "12_2", "12_4"], "ended")
-    assert live.look(queued(tmp_path, 4)).where == "job 12_4, PENDING"
+    assert (left, look(run).kind) == (["12_1", "12_2", "12_4"], "ended")
+    assert look(queued(tmp_path, 4)).where == "job 12_4, PENDING"
 
 
 def test_squeue_is_asked_for_each_task(slurm: Slurm) -> None:
@@ -96,22 +96,22 @@ def test_one_that_has_begun_is_not_taken_for_one_that_was_submitted(slurm: Slurm
     """Its number, and that of the array, are others."""
     paths = begun(tmp_path, 1, 13)
     slurm.lists(*WAITING)
-    assert (live.look(paths.run).kind, live.look(paths.run).job) == ("running", Queue().jobs()[0])
+    assert (look(paths.run).kind, look(paths.run).slurm_job) == ("running", Queue().jobs()[0])
     with pytest.raises(ConfigError, match="afterany:12_1"):
         submit.require_free(paths.run, [])
     finish(paths, code=1)
     slurm.lists(*WAITING[1:])
-    assert (live.look(paths.run).kind, look(paths.run, Queue()).state) == ("ended", "failed")
+    assert (look(paths.run).kind, look(paths.run, Queue()).state) == ("ended", "failed")
 
 
 def test_the_last_one_has_the_array_s_number(slurm: Slurm, tmp_path: Path) -> None:
     first, last = begun(tmp_path, 1, 13), begun(tmp_path, 3, 12)
     slurm.lists((13, "12_1", "RUNNING"), (12, "12_3", "RUNNING"))
-    assert [live.look(one.run).where for one in (first, last)] == ["job 12_1, RUNNING", "job 12_3, RUNNING"]
+    assert [look(one.run).where for one in (first, last)] == ["job 12_1, RUNNING", "job 12_3, RUNNING"]
     halt.stop(last.run, now=True, wait=False, say=lambda _: None)
     assert slurm.calls == ["scancel 12_3"]
     assert (slurm.folder / "calls").read_text().splitlines()[-2] == "scontrol show job --oneliner 12_3"
-    assert live.look(first.run).kind == "running"
+    assert look(first.run).kind == "running"
 
 
 def test_one_whose_job_is_gone(slurm: Slurm, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_one_whose_job_is_gone(slurm: Slurm, tmp_path: Path) -> None:
     told = "job 12_9 ended before its first attempt: see its output, job-12_9.log"
     assert (seen.state, seen.why) == ("lost", told)
     just = queued(tmp_path, 8, ago=0)
-    assert live.look(just).why == "job 12_8 was submitted a moment ago, so squeue does not list it yet"
+    assert look(just).unclear == "job 12_8 was submitted a moment ago, so squeue does not list it yet"
 
 
 def test_slurm_s_accounting_is_asked_of_it_alone(slurm: Slurm, tmp_path: Path) -> None:
@@ -145,22 +145,22 @@ class TestNamed:
         ("word", "run"), [("12_1", "s-1"), ("12_3", "s-3"), ("12_10", "s-10"), ("13", "s-1"), ("14", "s-2")]
     )
     def test_one_is_found(self, word: str, run: str, runs: Path) -> None:
-        assert named.find(word, runs) == runs / run
+        assert store.find(word, runs) == runs / run
 
     def test_the_array_is_no_run(self, runs: Path) -> None:
         with pytest.raises(ConfigError, match="the job is an array, and each task is a run") as refused:
-            named.find("12", runs)
+            store.find("12", runs)
         assert refused.value.finding.wanted == "one task: 12_1, 12_2, 12_3, 12_10"
 
     @pytest.mark.seconds
     @pytest.mark.parametrize("word", ["12_4", "12_", "_3", "12_3_1", "12-3", "12_\uff13", f"{10**18}_1"])
     def test_there_is_none(self, word: str, runs: Path) -> None:
         with pytest.raises(ConfigError, match="there is no such run"):
-            named.find(word, runs)
+            store.find(word, runs)
 
     @pytest.mark.parametrize("text", ['{"job": 12, "task": []}', '{"job": 12, "task": "x"}', "[12]", "{"])
     def test_a_damaged_record_names_none(self, text: str, runs: Path) -> None:
         (runs / "s-3" / "job.json").write_text(text)
-        assert named.find("12_2", runs) == runs / "s-2"
+        assert store.find("12_2", runs) == runs / "s-2"
         with pytest.raises(ConfigError, match="there is no such run"):
-            named.find("12_3", runs)
+            store.find("12_3", runs)

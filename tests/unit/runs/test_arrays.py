@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from dray.runs.queued import Queued
 from typer.exceptions import TyperException
 
 from dray.cli import scale as scaling
@@ -20,7 +21,6 @@ from dray.cli import sweep as sweeping
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs import arrays, resubmit, study
 from dray.runs.arrays import Common, Size
-from dray.runs.queued import Queued
 from helpers import PYTHON, ROOT
 from slurms import Slurm
 

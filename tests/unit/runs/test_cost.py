@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from dray.facts import Facts
-from dray.runs import accounting, cost
+from dray.runs import cost
 from dray.runs.again import history
 from dray.runs.cost import Cost, Spent
 from dray.runs.finish import finish
@@ -30,8 +30,8 @@ sacct=17.1|3600000
 
 
 def test_of_the_step_that_started_the_nodes() -> None:
-    assert accounting.parse(TOLD, 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=7_200_000)
-    assert accounting.parse(TOLD, 17, "1") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=3_600_000)
+    assert cost.parse(TOLD, 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=7_200_000)
+    assert cost.parse(TOLD, 17, "1") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=3_600_000)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_of_the_step_that_started_the_nodes() -> None:
     ],
 )
 def test_energy_that_is_not_known(old: str, new: str) -> None:
-    assert accounting.parse(TOLD.replace(old, new), 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8)
+    assert cost.parse(TOLD.replace(old, new), 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8)
 
 
 def test_a_step_that_nobody_names() -> None:
-    assert accounting.parse(TOLD, 17, "") == Cost(seconds=3600.0, nodes=2, gpus=8)
+    assert cost.parse(TOLD, 17, "") == Cost(seconds=3600.0, nodes=2, gpus=8)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_step_that_nobody_names() -> None:
     ],
 )
 def test_what_is_not_known(line: str) -> None:
-    assert accounting.parse(line, 17, "0") is None
+    assert cost.parse(line, 17, "0") is None
 
 
 def test_all_attempts() -> None:
@@ -114,7 +114,7 @@ JOB = "JobId=17 BatchFlag=1 SubmitTime=2026-11-25T10:00:00 EligibleTime=x StartT
     ],
 )
 def test_the_queue_by_slurm_s_clock(known: str, seconds: float | None) -> None:
-    assert accounting.queue_s(known) == seconds
+    assert cost.queue_s(known) == seconds
 
 
 def test_results_of_older_versions_and_damaged_ones() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,29 +11,14 @@ import pytest
 from dray.facts import Facts
 from dray.runs.follow import Growing
 from dray.runs.logs import Log, new
-from dray.runs.look import Watched
-from dray.runs.metrics import Rare, last_step, tail
-from dray.runs.paths import RunPaths
+from dray.runs.metrics import tail
+from dray.runs.status import Watched
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 SLOW = '{"event": "slow", "time": 5.0, "step": %d, "rank": 1, "node": "n1", "times": 1.5}\n'
 STEP = '{"event": "step", "time": 5.0, "step": %d, "loss": 2.5}\n'
-
-
-@pytest.fixture
-def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each line that was read on."""
-    read: list[int] = []
-    plain = Growing.lines
-
-    def noted(self: Growing, longest: int) -> Iterator[bytes]:
-        for line in plain(self, longest):
-            read.append(len(line))
-            yield line
-
-    monkeypatch.setattr(Growing, "lines", noted)
-    return read
 
 
 def begun(runs: Path) -> RunPaths:
@@ -47,23 +32,16 @@ def notes(watched: Watched) -> list[str]:
     return [note for note in live.notes if note.startswith("slow: ")]
 
 
-def test_a_look_at_a_run_reads_what_has_come(
-    tmp_path: Path, passed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And all of the next attempt's."""
+def test_a_look_at_a_run_reads_the_end_of_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that of the next attempt's."""
     monkeypatch.setenv("PATH", "/nowhere")
     paths = begun(tmp_path)
-    paths.metrics.write_text("".join(STEP % step for step in range(2000)) + SLOW % 7)
+    paths.metrics.write_text(SLOW % 6 + "".join(STEP % step for step in range(2000)) + SLOW % 7)
     watched = Watched(paths.run)
-    assert len(notes(watched)) == 1
-    assert sum(passed) == paths.metrics.stat().st_size
-    passed.clear()
-    assert len(notes(watched)) == 1
-    assert passed == []
+    assert len(notes(watched)) == 1  # the first is 100 kB before the end
     with paths.metrics.open("a") as file:
         file.write(SLOW % 8)
     assert len(notes(watched)) == 2
-    assert passed == [len(SLOW % 8)]
     after = begun(tmp_path)
     after.metrics.write_text(SLOW % 9)
     assert len(notes(watched)) == 1
@@ -140,20 +118,6 @@ def test_a_log_that_is_cut_is_shown_from_its_beginning(tmp_path: Path) -> None:
     assert [line for _, line in new([log])] == [b"d", b"e"]
 
 
-def test_metrics_that_are_written_anew_forget_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"event": "start", "time": 1.0}\n' + STEP % 1 + SLOW % 1)
-    rare = Rare(path)
-    rare.look()
-    assert ([one["event"] for one in rare.events], sorted(rare.first)) == (["start", "slow"], ["start", "step"])
-    path.write_text("")
-    rare.look()
-    assert (list(rare.events), rare.first) == ([], {})
-    path.write_text(SLOW % 2 + STEP % 5 + STEP % 6 + "damaged\n")
-    rare.look()
-    assert ([one["step"] for one in rare.events], rare.first["step"]["step"]) == ([2], 5)
-
-
 @pytest.mark.parametrize("nodes", [2, 1000, 50_000])
 def test_the_last_step_is_found_however_long_its_line_is(tmp_path: Path, nodes: int) -> None:
     """A step of ten thousand nodes has 100 kB."""
@@ -161,8 +125,7 @@ def test_the_last_step_is_found_however_long_its_line_is(tmp_path: Path, nodes: 
     step = {"event": "step", "time": 1.0, "step": 3, "node_s": [0.125] * nodes}
     rest = '{"event": "eval", "time": 1.0}\n' * 200
     path.write_text(f'{{"event": "start"}}\n{STEP % 2}{json.dumps(step)}\n{rest}{{"event": "step", "ti')
-    assert last_step(path)["step"] == 3
+    assert [event["step"] for event in tail(path) if event["event"] == "step"][-1] == 3
     assert [event["event"] for event in tail(path)][-1] == "eval"
-    assert any(event["event"] == "step" for event in tail(path)) or nodes > 1000
     path.write_text("\n")
-    assert (last_step(path), tail(path), last_step(tmp_path / "none")) == ({}, [], {})
+    assert (tail(path), tail(tmp_path / "none")) == ([], [])

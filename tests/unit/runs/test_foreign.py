@@ -24,7 +24,7 @@ from dray.planning.plan import plan
 from dray.runner import __main__ as runner
 from dray.runner import rendezvous
 from dray.runs import desk
-from dray.runs.paths import RunPaths, make_run_folder, of_job
+from dray.runs.store import RunPaths, make_run_folder, of_job
 from dray.runs.write import read_recipe, write
 from dray.train import config, manifest
 from helpers import PYTHON, ROOT

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dray.runs.paths import RunPaths
 
 from dray.config import sites
 from dray.config.site import Site
@@ -19,7 +20,6 @@ from dray.planning import grace as planned
 from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
-from dray.runs.paths import RunPaths
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
 from dray.runs.write import decide, read_recipe, write

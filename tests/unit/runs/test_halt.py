@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from dray.runs.paths import RunPaths
+from dray.runs.squeue import Queue
 
 from dray.contract import processes
 from dray.contract.findings import ConfigError, UnfitError
@@ -20,9 +22,7 @@ from dray.facts import Facts
 from dray.runs import halt, live, submit
 from dray.runs import look as shown
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.result import result_of, summary
-from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
 from helpers import ROOT

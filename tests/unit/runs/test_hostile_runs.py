@@ -18,8 +18,8 @@ import dray.cli
 from damage import make_run, old
 from dray.cli.streams import show
 from dray.contract import unexpected
-from dray.runs import look as looking
-from dray.runs.paths import RunPaths
+from dray.runs.status import Watched
+from dray.runs.store import RunPaths
 
 pytestmark = pytest.mark.hostile("run folders")
 
@@ -71,8 +71,8 @@ def dray_says(
     other: RunPaths, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., list[str]]]:
     """What is wrong with what these verbs say of a run."""
-    monkeypatch.setattr(looking, "_UNKNOWN_S", 0.0)
-    monkeypatch.setattr(looking, "_NEXT_S", 0.0)
+    monkeypatch.setattr(Watched, "unknown_s", 0.0)
+    monkeypatch.setattr(Watched, "next_s", 0.0)
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     dray.cli._register(None)
     monkeypatch.setattr(dray.cli, "_register", lambda _named: None)

@@ -17,7 +17,7 @@ import pytest
 from dray.cli.progress import Progress
 from dray.planning.schema import Plan
 from dray.runs import local, write
-from dray.runs.paths import RunPaths
+from dray.runs.store import RunPaths
 from helpers import ROOT, runs, until
 
 

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from dray.runs.paths import RunPaths
 
 from dray.contract import run_folder
 from dray.facts import Facts
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import summary
 from dray.runs.write import read_recipe, write

@@ -16,9 +16,9 @@ import pytest
 
 import browser
 from damage import RECORD
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, duration
 from dray.facts import Facts
-from dray.runs import stages, startup
+from dray.runs import startup
 from dray.runs.report import plots, sections
 from dray.runs.report.data import gather
 from dray.runs.report.plots import Series, Table, TimeLine
@@ -278,7 +278,7 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
 def test_a_time_reads_the_same_in_every_verb(seconds: float, text: str) -> None:
     assert plots.seconds(seconds) == text
     assert startup.lines(Startup(parts={"queue": seconds})) == [f"start-up: queue {text}"]
-    assert stages.duration(seconds) == text or seconds < 99.95
+    assert duration(seconds) == text or seconds < 99.95
 
 
 def test_curves_are_reduced_and_lose_no_extreme() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from dray.runs.look import look
+from dray.runs.paths import RunPaths
+from dray.runs.squeue import Queue
 
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
 from dray.runs import result, why
 from dray.runs.finish import finish
-from dray.runs.look import look
-from dray.runs.paths import RunPaths
-from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
 from helpers import ROOT

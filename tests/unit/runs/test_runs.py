@@ -16,12 +16,12 @@ from dray.facts import Facts
 from dray.images import store
 from dray.images.sif import record as records
 from dray.runner.__main__ import digest
-from dray.runs import paths as paths_module
+from dray.runs import store as store_module
 from dray.runs import write as writing
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.result import Cause, summary
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.write import read, read_recipe, write
 from helpers import PYTHON
 
@@ -88,7 +88,8 @@ class TestAttempts:
         assert (first.run, first.attempt, first.folder) == ("mine", 1, f"{tmp_path}/mine/attempt-1")
         assert (second.run, second.attempt, second.folder) == ("mine", 2, f"{tmp_path}/mine/attempt-2")
         assert second.run_folder == f"{tmp_path}/mine"
-        assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["attempt-1", "attempt-2", "checkpoints"]
+        found = sorted(path.name for path in (tmp_path / "mine").iterdir())
+        assert found == ["attempt-1", "attempt-2", "checkpoints", "summary.json"]
         assert (again.checkpoints / "kept").exists()
         assert newest_attempt(tmp_path / "mine").attempt == 2
         assert newest_attempt(paths.folder).attempt == 1
@@ -101,7 +102,7 @@ class TestAttempts:
 
     def test_a_job_that_slurm_requeues(self, root: Path, tmp_path: Path, monkeypatch) -> None:
         """It may have begun several runs, and another job's number may begin like its own."""
-        monkeypatch.setattr(paths_module.time, "time", lambda: 0)
+        monkeypatch.setattr(store_module.time, "time", lambda: 0)
         other = read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.steps=30"])
         more = FACTS.model_copy(update={"job": 170})
         names = [write(one, facts, runs=tmp_path)[0].run for one, facts in
@@ -116,7 +117,7 @@ class TestAttempts:
     def test_a_number_that_slurm_gives_again(self, root: Path, tmp_path: Path, monkeypatch) -> None:
         """As after it was installed anew: the job's own run is the newest, and the other is nobody's."""
         for seconds in (0, 10**8):
-            monkeypatch.setattr(paths_module.time, "time", lambda now=seconds: now)
+            monkeypatch.setattr(store_module.time, "time", lambda now=seconds: now)
             newest = write(recipe(root), FACTS, runs=tmp_path)[0].run
         plan = write(recipe(root), FACTS.model_copy(update={"restarts": 1}), runs=tmp_path)[0]
         assert (plan.run, plan.attempt) == (newest, 2)

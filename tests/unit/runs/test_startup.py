@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dray.runs.paths import RunPaths
+from dray.runs.state import State
 
 from dray.cli import runs, status
 from dray.contract import heartbeat, start_times
 from dray.runner.start_timings import StartTimings
 from dray.runs import startup as told
 from dray.runs.cost import Spent
-from dray.runs.paths import RunPaths
 from dray.runs.result import Result
-from dray.runs.state import State
 from helpers import ROOT
 from nodes import Start, ended
 

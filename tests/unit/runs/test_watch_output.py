@@ -13,12 +13,11 @@ import pytest
 from dray.cli import status
 from dray.facts import Facts
 from dray.runs.finish import finish
-from dray.runs.look import Watched
 from dray.runs.metrics import parsed
-from dray.runs.paths import RunPaths
-from dray.runs.reasons import meaning
-from dray.runs.state import State, Waiting
+from dray.runs.slurm import meaning
+from dray.runs.status import State, Waiting, Watched
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
 from slurms import Slurm
@@ -47,7 +46,7 @@ def test_no_error_sends_an_escape_sequence_to_the_terminal(tmp_path: Path) -> No
 
 
 def test_slurm_has_no_reason_yet() -> None:
-    told = Waiting(job=5, state="PENDING", reason="None", meaning=meaning("None"))
+    told = Waiting(job=5, id="5", state="PENDING", reason="None", meaning=meaning("None"))
     lines = status.waiting(State(run="r", folder="/r", state="queued", waiting=told))
     assert lines[0] == "  Slurm: job 5 PENDING, Slurm gives no reason yet"
 
@@ -71,7 +70,7 @@ def test_a_line_of_metrics_to_the_last_bit_or_not_at_all(line: bytes, loss: floa
 def test_nobody_watches_an_unknown_run_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched, seen = Watched(tmp_path), State(run="r", folder="/r", state="no result")
     assert not watched.over(seen)
-    monkeypatch.setattr("dray.runs.look._UNKNOWN_S", -1.0)
+    monkeypatch.setattr(Watched, "unknown_s", -1.0)
     assert watched.over(seen)
     assert not watched.over(seen.model_copy(update={"state": "running"}))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from dray.runs.stages import measured
+from dray.contract.findings import measured
 
 MOST = 2000
 """The most points of a curve."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from typing import NamedTuple
@@ -241,7 +241,8 @@ def _summary(runs: Sequence[Run], measures: dict[str, Measures]) -> Iterator[Ite
 
 def _curve(runs: Sequence[Run], column: str, title: str, y: str, *, from_zero: bool = True) -> Lines | Text:
     """A metric of each run over its steps, with marks where a run resumed and where its loss jumped."""
-    series, marks = [], []
+    series: list[Series] = []
+    marks: list[tuple[float, str]] = []
     for place, run in enumerate(runs):  # the place decides the colour, also where another run has no curve
         steps, values = run.trace.points(column)
         if values:
@@ -313,7 +314,7 @@ def _step_time(named: dict[Run, str]) -> Iterator[Item]:
             yield Text(f"No rank{of} was steadily slower than the others (1.25 times the median rank).")
 
 
-def _quantiles(caption: str, head: str, named: dict[str, Sequence[float]]) -> Table:
+def _quantiles(caption: str, head: str, named: Mapping[str, Sequence[float]]) -> Table:
     """A table of these times, the slowest first."""
     rows = []
     for name, values in named.items():

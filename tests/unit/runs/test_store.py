@@ -13,7 +13,7 @@ import pytest
 
 from dray.cli import model
 from dray.contract.findings import ConfigError
-from dray.runs import named
+from dray.runs import store
 
 
 @pytest.fixture
@@ -46,15 +46,15 @@ def runs(tmp_path: Path) -> Path:
     ],
 )
 def test_it_is_found(runs: Path, word: str, name: str) -> None:
-    assert named.find(word, runs) == runs / name
+    assert store.find(word, runs) == runs / name
 
 
 @pytest.mark.parametrize(("word", "name"), [("20260102", "20260102-090000-bert-43"), ("2026", None)])
 def test_a_date_is_no_job(runs: Path, word: str, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """To find a job, all attempts' facts are read; a number that begins several names may be one."""
     read = Mock(return_value=b"job=2026\n")
-    monkeypatch.setattr(named.files, "read", read)
-    found = named.find(word, runs)
+    monkeypatch.setattr(store.files, "read", read)
+    found = store.find(word, runs)
     assert (found.name if name else read.called) == (name or True)
     assert read.called is (name is None)
 
@@ -63,7 +63,7 @@ def test_digits_of_another_name_may_be_a_job(runs: Path) -> None:
     queued = runs / "20260103-000000-queued-d4e5f6"
     (queued / "job.json").write_text(json.dumps({"job": 123456789, "time": 1.0, "argv": []}))
     (runs / "123456789-mine" / "attempt-1").mkdir(parents=True)
-    assert named.find("123456789", runs) == queued
+    assert store.find("123456789", runs) == queued
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_digits_of_another_name_may_be_a_job(runs: Path) -> None:
     ],
 )
 def test_a_node_that_the_run_has_not(names: list[str], wanted: str) -> None:
-    assert named.node_number([*names, "n9"], "n9") == len(names)
+    assert store.node_number([*names, "n9"], "n9") == len(names)
     with pytest.raises(ConfigError, match="the run has no such node") as refused:
-        named.node_number(names, "9")
+        store.node_number(names, "9")
     assert refused.value.finding.wanted == wanted
 
 
@@ -95,15 +95,15 @@ def test_what_is_written_into_a_run_later_makes_it_no_newer(runs: Path) -> None:
     (runs / "20260101-120000-gpt2-41" / "attempt-1" / "enter.sh").touch()
     (runs / "20260103-000000-queued-d4e5f6" / "job-44.log").touch()
     newest = ["bert-43", "gpt2-a1b2c3", "gpt2-41", "queued-d4e5f6"]
-    assert [run.name[16:] for run in named.newest_first(runs)] == newest
+    assert [run.name[16:] for run in store.newest_first(runs)] == newest
 
 
 def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs)
     for word in ("20260102-090000-bert-43", "./20260102-090000-bert-43", str(runs / "20260102-090000-bert-43")):
-        assert named.find(word, runs / "elsewhere") == runs / "20260102-090000-bert-43"
+        assert store.find(word, runs / "elsewhere") == runs / "20260102-090000-bert-43"
     attempt = "20260102-090000-bert-43/attempt-1"
-    assert named.find(attempt) == runs / attempt
+    assert store.find(attempt) == runs / attempt
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None
 )  # fmt: skip
 def test_what_is_unclear(runs: Path, word: str, problem: str, found: str, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        named.find(word, runs)
+        store.find(word, runs)
     assert refused.value.problem == problem
     assert found in str(refused.value.finding.found)
     assert refused.value.finding.fix == fix
@@ -126,20 +126,20 @@ def test_what_is_unclear(runs: Path, word: str, problem: str, found: str, fix: s
 @pytest.mark.hostile("runs")
 def test_a_link_hides_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that leads nowhere, in a circle, to where this user may not look, or to a disk that is gone."""
-    before = sorted(named.every(runs))
+    before = sorted(store.every(runs))
     (runs / "dangling").symlink_to(runs / "nothing")
     (runs / "circle").symlink_to(runs / "circle")
-    assert sorted(named.every(runs)) == before
+    assert sorted(store.every(runs)) == before
     failing = [Mock(path=str(runs / "closed"))]
     for error in (errno.EACCES, errno.ESTALE):
         failing[0].is_dir.side_effect = OSError(error, os.strerror(error))
         scanned = MagicMock()
         scanned.__enter__.return_value = [*failing, *os.scandir(runs)]
         with monkeypatch.context() as patched:
-            patched.setattr(named.os, "scandir", lambda _folder, scanned=scanned: scanned)
-            assert sorted(named.every(runs)) == before
+            patched.setattr(store.os, "scandir", lambda _folder, scanned=scanned: scanned)
+            assert sorted(store.every(runs)) == before
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there are no runs"):
-        named.find("", tmp_path)
+        store.find("", tmp_path)
