@@ -85,7 +85,7 @@ def bring_back(
     err = _Lines(sys.stderr)
     with tempfile.TemporaryFile() as received:
         with ssh.connected(names.find(name)) as connection:
-            code = connection.run("verb", *_LAST, "1", *asked, on_out=lambda block: received.write(block), on_err=err)
+            code = connection.run("verb", *_LAST, "1", *asked, on_out=received.write, on_err=err)
         err.end()
         if code:
             raise typer.Exit(code)

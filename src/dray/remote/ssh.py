@@ -14,6 +14,7 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, UnfitError
 from dray.remote.names import Remote
 
+Output = Callable[[bytes], object]
 _SCRIPT = Path(__file__).with_name("there.sh")
 _LOST = 255
 """ssh's own exit code; there.sh never ends with it."""
@@ -39,7 +40,7 @@ class Connection:
             raise DrayError(shown(err).rpartition("dray: ")[2].strip(), code=code)  # in the form that all have
         return shown(out)
 
-    def run(self, function: str, *argv: str, on_out: Callable[[bytes], None], on_err: Callable[[bytes], None]) -> int:
+    def run(self, function: str, *argv: str, on_out: Output, on_err: Output) -> int:
         """Call a function of there.sh, pass its output on as it comes, and return its exit code."""
         mark = f"dray-{secrets.token_hex(8)}\n".encode()
         script = f"{_SCRIPT.read_text(encoding='utf-8')}\n"
