@@ -63,10 +63,10 @@ def submit(remotes: str, asked: Chosen, argv: Sequence[str], *, run: str, site: 
             transfer.copy_files(connection, asked.beside, code, copied.code)
             if site.endswith(".toml"):
                 connection.rsync(str(Path(site).absolute()), f"sites/{name}.toml")
-                there = f"{connection.remote.path}/sites/{name}.toml"
+                profile = f"{connection.remote.path}/sites/{name}.toml"
             else:
-                there = site
-            typed = ["submit", *argv, f"--run={run}", *([f"--site={there}"] if there else []), *what]
+                profile = site
+            typed = ["submit", *argv, f"--run={run}", *([f"--site={profile}"] if profile else []), *what]
             if failed := on.run(connection, typed, copied):
                 return failed
         if len(connections) > 1 and "--dry-run" not in argv:

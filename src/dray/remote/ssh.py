@@ -83,8 +83,8 @@ class Connection:
     def rsync(self, source: str, item: str, *options: str) -> None:
         """Copy a file or the content of a folder to `item` in the remote's folder, for this user alone."""
         # rsync before 3.2.4 lets the remote's shell split a path at its spaces.
-        there = f"umask 077 && cd {shlex.quote(self.remote.path)} && rsync"
-        rsync = ["rsync", f"--rsh={shlex.join(self._ssh)}", f"--rsync-path={there}", *options]
+        command = f"umask 077 && cd {shlex.quote(self.remote.path)} && rsync"
+        rsync = ["rsync", f"--rsh={shlex.join(self._ssh)}", f"--rsync-path={command}", *options]
         argv = [*rsync, source, f"{self.remote.host}:{item}"]
         done = process.run(argv, check=False)
         if done.code:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,8 +129,7 @@ def _measures(run: Run) -> Measures:
     saved = [number(one, "seconds") or 0.0 for one in saves if one.get("saved") is True]
     trained = sum(one.trained[1] - one.trained[0] for one in run.tries)
     mfu = _percent(trace.median("mfu"))
-    on_gpu, parts = _estimate(reasons, " GB on each GPU: ")
-    on_host, host_parts = _estimate(reasons, " GB on each node's host: ")
+    estimated = re.search(r"([0-9.]+) GB on each GPU", reasons.get("memory", ""))
     vendor, measured = MISSING, f"{MISSING}; python -m dray.checks measures it"
     if gpu and plan and plan.recipe.train:
         tflops = gpu.bf16 if plan.recipe.train.precision == "bf16" else gpu.fp16
@@ -170,12 +170,9 @@ def _measures(run: Run) -> Measures:
     }
     of = " of the host's memory" if on_cpu else " of the GPU's memory"
     estimates = {
-        "estimate, on each GPU": f"{on_gpu:.1f} GB" if on_gpu else "none",
-        "its parts": parts,
-        "estimate, on each node's host": f"{on_host:.1f} GB" if on_host else "none",
-        "its parts, on the host": host_parts,
+        "estimate": reasons.get("memory", MISSING),
         "peak of rank 0": memory if peak is None else memory + of,
-        "peak / estimate": f"{peak / on_gpu:.0%}" if peak is not None and on_gpu else "not comparable",
+        "peak / estimate": f"{peak / float(estimated[1]):.0%}" if peak and estimated else "not comparable",
     }
     checkpoints = {
         "saved": figure(len(saved)),
@@ -185,15 +182,6 @@ def _measures(run: Run) -> Measures:
         "share of training time": _percent(spent["checkpoint_s"] / trained if trained > 0 else None),
     }
     return {"summary": summary, "speed": speed, "memory": estimates, "checkpoints": checkpoints}
-
-
-def _estimate(reasons: dict[str, str], where: str) -> tuple[float, str]:
-    """The plan's estimate in GB, 0 without one, and its parts."""
-    for line in reasons.get("memory", "").splitlines():
-        size, found, parts = line.partition(where)
-        if found:
-            return float(size), parts
-    return 0.0, "none"
 
 
 def _percent(share: float | None) -> str:
@@ -214,7 +202,7 @@ def _per_run(caption: str, measures: dict[str, Measures], part: str) -> Table:
 def _ended(run: Run, measures: Measures, name: str) -> Text:
     told, found = run.told, measures["summary"]
     if told.cause:
-        return Text(f"{name}{told.status}: {who(told.cause)}: {told.cause.why.partition(chr(10))[0][:400]}", "failure")
+        return Text(f"{name}{told.status}: {who(told.cause)}: {told.cause.why.partition(chr(10))[0]}", "failure")
     if told.status != "done":
         return Text(name + text(told).splitlines()[0].partition(": ")[2], "warning")
     losses = run.trace.points("loss")[1]
@@ -260,7 +248,8 @@ def _curve(runs: Sequence[Run], column: str, title: str, y: str, *, from_zero: b
 def _loss(runs: Sequence[Run]) -> Iterator[Item]:
     label = "loss, mean over all labels since the last logged step"
     yield _curve(runs, "loss", "Training loss", label, from_zero=False)
-    series, rows = [], []
+    series: list[Series] = []
+    rows = []
     for run in runs:
         for dataset, events in run.trace.evals.items():
             points = [
