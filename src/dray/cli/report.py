@@ -11,7 +11,7 @@ from typing import Annotated, get_args
 import typer
 
 from dray import __version__
-from dray.cli.on import On, bring_back
+from dray.cli.on import On, bring_back, hand_over
 from dray.cli.options import Runs, typed
 from dray.config.training import Tracker
 from dray.contract import files, image_tasks
@@ -60,6 +60,7 @@ def report(
     dray report 4711 --sync --to mlflow
     """
     if sync:
+        hand_over(on)
         raise typer.Exit(_sync(find(named[0] if named else "", runs), to or [], follow=follow))
     if out and out.suffix != ".html":
         raise ConfigError(

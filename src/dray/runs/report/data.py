@@ -241,25 +241,26 @@ def _attempt(paths: RunPaths, plan: Plan | None, trace: Trace, earlier: result.A
     if 0 < trained[0] < began:  # the folder is a copy, with new file times
         began = 0.0
     known = own or earlier
-    reason = (own.cause.why if own.cause else own.reason) if own else earlier.why if earlier else ""
+    reason = earlier.why if earlier else ""
+    if own:
+        reason = own.cause.why if own.cause else own.reason
     finished = known.finished if known else None
     names = [node.name for node in plan.world.nodes] if plan else []
     kept = own.startup if own else None
     nodes = startup.read(paths, names, kept.parts.get("queue") if kept else None) or kept
-    start = next(iter(trace.of("start", paths.attempt)), {})
     profile: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         profile = {**json.loads(files.read(paths.profile)), "trace": paths.profile_trace}
     return Try(
         number=paths.attempt,
-        status=known.status if known else why.NO_RESULT,
+        status=known.status if known else "no result",
         why=(reason or "").partition("\n")[0][:200],
         hosts=(own.hosts if own else None) or names,
         began=began,
         ended=_seconds(finished) if finished else trained[1],
         trained=trained,
-        steps=(known.first_step if known and known.first_step is not None else start.get("first_step"),
-               known.steps if known and known.steps is not None else last.get("step")),
+        steps=(known.first_step if known and known.first_step is not None else whole(first, "step"),
+               (known and known.steps) or whole(last, "step")),
         lost_s=known.lost_s if known else None,
         startup=_spans(nodes.parts if nodes else {}, began, trained[0]),
         nodes=nodes,
@@ -271,7 +272,8 @@ def _attempt(paths: RunPaths, plan: Plan | None, trace: Trace, earlier: result.A
 
 def _spans(parts: dict[str, float], began: float, first_step: float) -> list[Span]:
     """The parts of a start with their durations; their places in time are only for the drawing."""
-    since = (first_step or began + sum(parts.values()) - parts.get("queue", 0.0)) - sum(parts.values())
+    total = sum(parts.values())
+    since = first_step - total if first_step else began - parts.get("queue", 0.0)
     spans = []
     for name, seconds in parts.items():
         spans.append(Span(since, since + seconds, NAMES.get(name, name)))

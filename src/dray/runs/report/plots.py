@@ -107,12 +107,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class TimeLine:
-    """Rows of bars, each with its name, and marks with their row, time and event."""
+    """Rows of bars, each with its name."""
 
     title: str
     rows: Sequence[tuple[str, Sequence[Span]]]
-    marks: Sequence[tuple[int, float, str]] = ()
-    told: str = ""
     kind: str = "time line"
 
     @property
@@ -132,7 +130,7 @@ class TimeLine:
     def alt(self) -> str:
         """The bars in words."""
         rows = (f"{name}: {', '.join(f'{span.name} {span.took}' for span in row)}" for name, row in self.rows)
-        return f"{self.title}{self.told}. {'; '.join(rows)}."
+        return f"{self.title}. {'; '.join(rows)}."
 
 
 def axis(least: float, most: float, *, from_zero: bool = False, tight: bool = False) -> Axis:

@@ -18,7 +18,7 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.contract.start_times import NAMES
 from dray.runs import cost
-from dray.runs.metrics import Event, number
+from dray.runs.metrics import number
 from dray.runs.report.data import Run, Try, sample
 from dray.runs.report.plots import (
     MISSING,
@@ -238,8 +238,10 @@ def _curve(runs: Sequence[Run], column: str, title: str, y: str, *, from_zero: b
         name = f"{run.name}: " if len(runs) > 1 else ""
         for event in (*run.trace.of("start"), *run.trace.of("divergence")):
             if step := number(event, "first_step"):
-                resumed = f"attempt {event['attempt']} resumed at step {step:,.0f}"
-                marks.append((step, name + (resumed if event["event"] == "start" else _happened(event))))
+                what = (
+                    f"attempt {event['attempt']} resumed" if event["event"] == "start" else f"loss {event.get('kind')}"
+                )
+                marks.append((step, f"{name}{what} at step {step:,.0f}"))
     if not series:
         return Text(f"{title}: {MISSING}. metrics.jsonl has no steps.")
     return Lines(title, y, series, marks[:60], from_zero)
@@ -350,17 +352,11 @@ def _checkpoints(runs: Sequence[Run], measures: dict[str, Measures]) -> Iterator
 
 def _attempts(run: Run, of: str) -> Iterator[Item]:
     """The attempts as a time line and tables."""
-    phases = [(one, _phases(one)) for one in run.tries]
-    began = min((spans[0].begin for _, spans in phases if spans), default=None)
-    if began is not None:
-        rows, marks = [], []
-        for place, (one, spans) in enumerate(phases):
-            rows.append((f"attempt {one.number}", [Span(a - began, b - began, name) for a, b, name in spans]))
-            events = [*run.trace.of("slow", one.number), *run.trace.of("divergence", one.number)]
-            happened = [*one.failures, *((number(event, "time") or 0.0, _happened(event)) for event in events)]
-            marks += [(place, at - began, what) for at, what in happened if at > began]
-        told = f", {counted(len(marks), 'fault') if marks else 'no fault'} marked"
-        yield TimeLine(f"Attempts{of}, from {_utc(began)}", rows, marks[:100], told)
+    phases = {f"attempt {one.number}": _phases(one) for one in run.tries}
+    began = min((spans[0].begin for spans in phases.values() if spans), default=0.0)
+    if began:
+        rows = [(name, _from(began, spans)) for name, spans in phases.items()]
+        yield TimeLine(f"Attempts{of}, from {_utc(began)}", rows)
     yield Table(f"Attempts{of}", ("attempt", "status", "nodes", "steps", "began", "ended", "lost training"), [
         (f"attempt {one.number}", f"{one.status}: {one.why}" if one.why else one.status,
          " ".join(one.hosts[:8]) or MISSING,
@@ -392,14 +388,13 @@ def _phases(one: Try) -> list[Span]:
     return spans
 
 
+def _from(begin: float, spans: Sequence[Span]) -> list[Span]:
+    """The spans in seconds from this time on."""
+    return [Span(span.begin - begin, span.end - begin, span.name) for span in spans]
+
+
 def _utc(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at)) if 0 < at < 1e11 else "unknown"
-
-
-def _happened(event: Event) -> str:
-    if event.get("event") == "slow":
-        return f"rank {figure(number(event, 'rank'))} on {str(event.get('node'))[:100]} is slow"
-    return f"loss {str(event.get('kind'))[:40]} at step {figure(number(event, 'first_step'))}"
 
 
 def _start_up(runs: Sequence[Run]) -> Iterator[Item]:
@@ -411,8 +406,7 @@ def _start_up(runs: Sequence[Run]) -> Iterator[Item]:
             if len(runs) > 1:  # its name may be that of its one attempt
                 name = f"{run.name}, {name}" if len(run.tries) > 1 else run.name
             if one.startup:
-                begin = one.startup[0].begin
-                rows.append((name, [Span(a - begin, b - begin, part) for a, b, part in one.startup]))
+                rows.append((name, _from(one.startup[0].begin, one.startup)))
             nodes = one.nodes.nodes if one.nodes else {}
             if len(nodes) > 1:
                 parts = [part for part in NAMES if any(part in row for row in nodes.values())]
