@@ -1,4 +1,4 @@
-"""What a shell may complete: recipes, their keys and values, runs, sites. What cannot be read completes nothing.
+"""What a shell may complete: recipes, their keys and values, runs, sites, remotes.
 
 Each verb names these functions, and only a TAB calls one: so a function imports what it needs itself.
 """
@@ -6,22 +6,22 @@ Each verb names these functions, and only a TAB calls one: so a function imports
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import typer
 
 from dray.contract.findings import DrayError
-from dray.remote import names
-from dray.runs.store import default_runs, newest_first
 
 # A name with other characters is not offered: a shell would have to quote it.
 _PLAIN = re.compile(r"[\w.,+@%:/~=-]+")
 Completer = Callable[[typer.Context, list[str], str], list[str]]
 
 
-def _quiet(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
-    def complete(context: typer.Context, args: list[str], incomplete: str) -> list[str]:  # noqa: ARG001
+def _quiet(find: Callable[[typer.Context, str], Iterable[str]]) -> Completer:
+    """What cannot be read completes nothing."""
+
+    def complete(context: typer.Context, _args: list[str], incomplete: str) -> list[str]:
         try:
             found = sorted(set(find(context, incomplete)))
         except (DrayError, OSError):
@@ -31,73 +31,77 @@ def _quiet(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
     return complete
 
 
-def _runs(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
-    folder = context.params.get("runs") or default_runs()
-    return (run.name for run in newest_first(Path(folder)))
+def one_of(names: Iterable[str]) -> Completer:
+    """A completer for an option with a few fixed values."""
+    return _quiet(lambda _context, _incomplete: names)
 
 
-def _sites(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+@_quiet
+def runs(context: typer.Context, _incomplete: str) -> Iterable[str]:
+    """The names of runs."""
+    from dray.runs import store  # noqa: PLC0415
+
+    return [run.name for run in store.newest_first(Path(context.params.get("runs") or store.default_runs()))]
+
+
+@_quiet
+def sites(_context: typer.Context, _incomplete: str) -> Iterable[str]:
+    """The names of sites."""
     from dray.config import sites  # noqa: PLC0415
 
-    return iter(sites.files())
+    return sites.files()
 
 
-def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+@_quiet
+def remotes(_context: typer.Context, _incomplete: str) -> Iterable[str]:
+    """The names of remotes."""
+    from dray.remote import names  # noqa: PLC0415
+
+    return names.read()
+
+
+def _recipes(begun: str) -> list[str]:
     """Folders and .toml files, as any shell completes them, and the names of the recipes that come with dray."""
     from dray.config import dray_home  # noqa: PLC0415
 
-    begun = incomplete.rpartition("/")[0] + "/" * ("/" in incomplete)
-    for path in Path(begun or ".").expanduser().iterdir():
-        hidden = path.name.startswith(".")
-        if not hidden and (path.suffix == ".toml" or path.is_dir()):
-            yield begun + path.name + "/" * path.is_dir()
-    if not begun:
-        yield from (path.stem for path in (dray_home.root() / "recipes").glob("*.toml"))
+    folder = begun.rpartition("/")[0] + "/" * ("/" in begun)
+    names = [f"{folder}{path.name}{'/' * path.is_dir()}" for path in Path(folder or ".").expanduser().iterdir()
+             if path.name[0] != "." and (path.suffix == ".toml" or path.is_dir())]  # fmt: skip
+    own = [] if folder else (dray_home.root() / "recipes").glob("*.toml")
+    return [*names, *(path.stem for path in own)]
 
 
-def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+def _keys(begun: str) -> list[str]:
     """Each key with its =; after the =, the key's values if they are few."""
     from dray.config import dray_home  # noqa: PLC0415
     from dray.config.describe_keys import Schema  # noqa: PLC0415
     from dray.config.recipe import Recipe  # noqa: PLC0415
     from dray.images import store  # noqa: PLC0415
 
-    name, equals, _ = incomplete.partition("=")
-    for key, kind, *_ in Schema(Recipe).describe():
-        if "[]" in key or ".NAME" in key:
-            continue
-        if not equals:
-            yield f"{key}=" if not kind.startswith("a table") else f"{key}."
-        elif key == name == "adopted":
-            yield from (f"adopted={adopted}" for adopted in store.adopted_names(dray_home.root()))
-        elif key == name:
-            choices = re.findall(r'"([^"]*)"', kind) + (["true", "false"] if "true or false" in kind else [])
-            yield from (f"{key}={choice}" for choice in choices)
+    name, equals, _ = begun.partition("=")
+    kinds = {key: kind for key, kind, *_ in Schema(Recipe).describe() if "[]" not in key and ".NAME" not in key}
+    if not equals:
+        return [f"{key}." if kind.startswith("a table") else f"{key}=" for key, kind in kinds.items()]
+    if name == "adopted":
+        values = [*store.adopted_names(dray_home.root())]
+    else:
+        kind = kinds.get(name, "")
+        values = re.findall(r'"([^"]*)"', kind) + (["true", "false"] if "true or false" in kind else [])
+    return [f"{name}={value}" for value in values]
 
 
-def _key_names(context: typer.Context, incomplete: str) -> Iterator[str]:
-    for key in _keys(context, incomplete):
-        yield key.rstrip("=.")
-        yield key.partition(".")[0].rstrip("=")
+recipes = _quiet(lambda _context, begun: _recipes(begun))
+keys = _quiet(lambda _context, begun: _keys(begun))
 
 
-def _recipe_or_key(context: typer.Context, incomplete: str) -> Iterator[str]:
+@_quiet
+def key_names(_context: typer.Context, begun: str) -> Iterable[str]:
+    """The names of keys and of their tables."""
+    found = [key.rstrip("=.") for key in _keys(begun)]
+    return [*found, *(key.partition(".")[0] for key in found)]
+
+
+@_quiet
+def recipe_or_key(context: typer.Context, begun: str) -> Iterable[str]:
     """The recipe comes first, and settings after it."""
-    given = context.params.get("arguments") or ()
-    return _keys(context, incomplete) if given or "=" in incomplete else _recipes(context, incomplete)
-
-
-runs, sites, recipes, keys = _quiet(_runs), _quiet(_sites), _quiet(_recipes), _quiet(_keys)
-recipe_or_key, key_names = _quiet(_recipe_or_key), _quiet(_key_names)
-
-
-def one_of(names: Iterable[str]) -> Completer:
-    """A completer for an option with a few fixed values."""
-    return _quiet(lambda context, incomplete: iter(names))  # noqa: ARG005
-
-
-def _remotes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
-    return iter(names.read())
-
-
-remotes = _quiet(_remotes)
+    return _keys(begun) if context.params.get("arguments") or "=" in begun else _recipes(begun)

@@ -17,7 +17,7 @@ from dray.planning.grace import DEFAULT_S
 from dray.runs import stop, webhook
 from dray.runs.finish import finish as conclude
 from dray.runs.result import summary
-from dray.runs.store import RunPaths, last_attempt
+from dray.runs.store import RunPaths, attempt_at
 from dray.runs.write import read
 
 
@@ -32,7 +32,7 @@ def finish(
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
-    paths = last_attempt(folder)
+    paths = attempt_at(folder)
     known = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin and not sys.stdin.isatty() else ""
     told = stop.parse(known, now=time.time(), grace=_grace(paths))
     # Slurm may signal the nodes alone, as in a preemption: then the job's script has heard nothing, and no rank fails.

@@ -344,8 +344,8 @@ def _associated(column: str) -> list[str]:
     except (KeyError, OSError):  # a user id that no passwd knows
         return []
     options = ("--noheader", "--parsable2", "show", "associations", f"format={column}", f"user={user}")
-    words = re.split(r"[\s,]+", _answer("sacctmgr", *options))
-    return sorted({word for word in words if re.fullmatch(r"[\w.@+-]+", word)})
+    names = re.split(r"[\s,]+", _answer("sacctmgr", *options))
+    return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
 
 
 # The allocation around this shell --------------------------------------------------------------------------------

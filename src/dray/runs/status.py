@@ -33,7 +33,6 @@ FRESH_S = 120.0
 """A run whose files changed within this time is alive: the trainer touches its lease every 10 s, and NFS caches a
 file's time for up to a minute."""
 _KILLED_S = 45.0  # the same after SIGTERM: Slurm kills the job after KillWait, 30 s by default
-_TEXT = 400  # letters of a text in a file that another user may have written
 
 
 class Waiting(BaseModel):
@@ -135,10 +134,12 @@ class State(BaseModel):
     process: Annotated[int, Field(exclude=True)] = 0
     """The process that has the run, on this machine."""
 
+    run_path: Annotated[Path | None, Field(exclude=True)] = None
+
     @property
     def path(self) -> Path:
-        """The run folder."""
-        return Path(self.folder)
+        """The run folder; its name in `folder` is printable."""
+        return self.run_path or Path(self.folder)
 
     @property
     def where(self) -> str:
@@ -167,7 +168,7 @@ def status(run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False
     own: Table = {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
     return State(
         **printable(own | fields), kind=look.kind, unclear=look.unclear, slurm_job=look.job, cluster=look.cluster,
-        process=look.process, paths=look.attempt.paths if look.attempt else None,
+        process=look.process, run_path=run.folder, paths=look.attempt.paths if look.attempt else None,
     )  # fmt: skip
 
 
@@ -278,8 +279,7 @@ class _Look:
         if job is None:
             return {"state": NO_RESULT}
         names = [word.partition("=")[2] for word in job.argv if word.startswith("--job-name=")]
-        fields: Table = {"recipe": names[0][:_TEXT] if names else None, "job": job.job, "job_id": job.id}
-        fields["started"] = _utc(job.time)
+        fields: Table = {"recipe": next(iter(names), None), "job": job.job, "job_id": job.id, "started": _utc(job.time)}
         if self.kind == "queued" and self.job:
             return fields | {"state": QUEUED, "waiting": _waiting(self.job)}
         if self.kind == "starting":
@@ -300,7 +300,7 @@ class _Look:
         state, stopped = self._state(attempt)
         plan, job = attempt.plan, self.job
         nodes = dig(plan, "world", "nodes")
-        names = [str(dig(node, "name"))[:_TEXT] for node in nodes] if isinstance(nodes, list) else []
+        names = [str(dig(node, "name")) for node in nodes] if isinstance(nodes, list) else []
         first = written(RunPaths(self.run.folder).plan) if attempt.number > 1 else None
         fields: Table = {
             "state": state,
@@ -372,7 +372,7 @@ def _result(result: Table, run: Run, *, closely: bool) -> Table:
     }
     if closely:
         warnings = result.get("warnings")
-        own = [str(text)[:_TEXT] for text in warnings] if isinstance(warnings, list) else []
+        own = [str(text) for text in warnings] if isinstance(warnings, list) else []
         fields |= {"startup": result.get("startup"), "warnings": [*run.warnings, *own]}
     return fields
 
@@ -415,7 +415,7 @@ def _live(attempt: Attempt, names: list[str], tail: list[metrics.Event], steps: 
         if event.get("event") == "slow" and (times := metrics.number(event, "times")):
             node = str(event.get("node"))
             text = f"slow: rank {event.get('rank')} on {node}, {times:.2f} times the median rank"
-            slow.setdefault(node, []).append(text[:_TEXT])
+            slow.setdefault(node, []).append(text)
     restarts = [path for path in paths.failures.glob(run_folder.restart("*").partition("/")[2]) if path.is_dir()]
     nodes = _nodes(attempt, names, slow)
     ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
@@ -475,7 +475,7 @@ def _nodes(attempt: Attempt, names: list[str], slow: dict[str, list[str]]) -> li
         newest = max(written(attempt.paths.logs / f"{stem}.log") or 0.0 for stem in stems)
         failed = [stem for stem in stems if f"{stem}.json" in failures]
         own = [*slow.get(name, [])]
-        own += [f"failed: {', '.join(failed[:4])}{', ...' * (len(failed) > 4)}"] if failed else []
+        own += [f"failed: {', '.join(failed)}"] if failed else []
         own += ["lost"] if any(re.fullmatch(rf"node-\d+-lost-{number}\.json", file) for file in failures) else []
         quiet = _age(newest) if newest else None
         found.append(Node(name=name, ranks=ranks, quiet_s=quiet, notes=own))
@@ -502,7 +502,7 @@ def _utc(seconds: float | None) -> str | None:
 
 
 def _text(value: object) -> str | None:
-    return value[:_TEXT] if isinstance(value, str) else None
+    return value if isinstance(value, str) else None
 
 
 # Over several attempts -------------------------------------------------------------------------------------------
@@ -535,10 +535,10 @@ class Watched:
         now = time.monotonic()
         if seen.state == NO_RESULT:
             self._unknown = self._unknown or now
-            return now > self._unknown + self.unknown_s
+            return now >= self._unknown + self.unknown_s
         self._unknown = None
         if seen.state in (QUEUED, RUNNING):
             self._ended = None
             return False
         self._ended = self._ended or now
-        return not seen.goes_on or self.slurm.is_absent or now > self._ended + self.next_s
+        return not seen.goes_on or self.slurm.is_absent or now >= self._ended + self.next_s

@@ -36,6 +36,7 @@ VERSION = 1
 Table = dict[str, Any]
 _ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_JOB = re.compile("[0-9]{1,18}")
 _JOB_ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 _DATE = re.compile(r"20\d{6}")
 
@@ -118,7 +119,7 @@ class Queued(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    job: Annotated[int, Field(ge=1, lt=1 << 62)]
+    job: Annotated[int, Field(ge=1)]
     task: Annotated[int, Field(ge=0)] | None = None
     """The task number, if the job is an array."""
     cluster: Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")] = ""
@@ -184,7 +185,9 @@ class Attempt:
     def job(self) -> int:
         """The job's number; 0 without Slurm or if unknown."""
         planned, probed = self.plan.get("job"), self.facts.get("job", "")
-        return planned if isinstance(planned, int) and planned > 0 else int(probed) if probed.isdecimal() else 0
+        if isinstance(planned, int) and 0 < planned < 1 << 62:
+            return planned
+        return int(probed) if _JOB.fullmatch(probed) else 0
 
     @property
     def goes_on(self) -> bool:
@@ -240,7 +243,7 @@ class Run:
         file = self.folder / names.JOB
         if (found := read_json(file, self.warnings)) is not None:
             try:
-                return Queued.model_validate(found)
+                return Queued.model_validate_json(json.dumps(found))
             except ValidationError:
                 self.warnings.append(f"{file} names no job")
         return None
@@ -532,6 +535,12 @@ def _number(name: str) -> int | None:
 def next_attempt(run: Path) -> RunPaths:
     """The attempt after the newest."""
     return RunPaths(run, max(attempts(run), default=0) + 1)
+
+
+def attempt_at(folder: Path) -> RunPaths:
+    """The attempt of this folder, even one that was deleted meanwhile; for a run's folder, the newest planned one."""
+    number = _number(folder.name)
+    return RunPaths(folder.absolute().parent, number) if number else newest_attempt(folder)
 
 
 def last_attempt(folder: Path) -> RunPaths:

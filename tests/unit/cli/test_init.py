@@ -158,7 +158,7 @@ def test_a_controller_that_does_not_answer_is_told(
 ) -> None:
     slurm()
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(commands, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(commands, "_QUICK_S", 0.2)
     verb.init(Path("x"), gpu="cuda", partition="gpu")
     out, err = capsys.readouterr()
     assert err.startswith("dray: warning: sinfo gave no answer in 0.2 s\n")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
@@ -29,6 +28,7 @@ from dray.planning.tune_search import (
     Space,
 )
 from dray.runs import write
+from dray.runs.store import RunPaths
 from helpers import ROOT
 
 RECIPE = ROOT / "recipes" / "smoke-cpu.toml"

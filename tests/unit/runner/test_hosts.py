@@ -9,10 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local
+from dray.runs.store import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 
 

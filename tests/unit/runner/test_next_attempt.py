@@ -11,10 +11,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import run_named
 
 from dray.contract.findings import ConfigError
-from dray.runs import allocation, submit
+from dray.runs import submit
+from dray.runs.slurm import Allocation
+from dray.runs.store import run_named
 from helpers import ROOT
 from slurms import Slurm
 
@@ -109,7 +110,7 @@ def test_a_run_that_goes_on_gets_no_second_job(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_which_shell_is_in_an_allocation(more: dict[str, str], *, taken: bool) -> None:
-    assert bool(allocation.found({**SALLOC, **more})) is taken
+    assert bool(Allocation.of({**SALLOC, **more})) is taken
 
 
 class TestInAnAllocation:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract.findings import Finding
 from dray.facts import Facts
+from dray.runs.store import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract import files
 from dray.facts import Facts
@@ -14,6 +13,7 @@ from dray.runs import stop
 from dray.runs.finish import finish
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from dray.runs.queued import Queued
 from typer.exceptions import TyperException
 
 from dray.cli import scale as scaling
@@ -21,6 +20,7 @@ from dray.cli import sweep as sweeping
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs import arrays, resubmit, study
 from dray.runs.arrays import Common, Size
+from dray.runs.store import Queued
 from helpers import PYTHON, ROOT
 from slurms import Slurm
 
@@ -70,13 +70,13 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
     return made
 
 
-def sweep(queue: Queue, *words: str, **options: object) -> int:
+def sweep(queue: Slurm, *words: str, **options: object) -> int:
     with pytest.raises(typer.Exit) as ended:
         sweeping.sweep(RECIPE, [*words], runs=queue.runs, **options)  # type: ignore[arg-type]
     return ended.value.exit_code
 
 
-def scale(queue: Queue, **options: object) -> int:
+def scale(queue: Slurm, **options: object) -> int:
     with pytest.raises(typer.Exit) as ended:
         scaling.scale(RECIPE, ["train.steps=40"], runs=queue.runs, **options)  # type: ignore[arg-type]
     return ended.value.exit_code
@@ -112,7 +112,7 @@ def test_an_sbatch_that_prints_no_number(printed: str) -> None:
         Queued.of_sbatch(printed, ["sbatch"])
 
 
-def test_a_sweep_is_one_array(queue: Queue, tmp_path: Path, capsys: Capture) -> None:
+def test_a_sweep_is_one_array(queue: Slurm, tmp_path: Path, capsys: Capture) -> None:
     values = ("train.lr=1e-3,4e-3", 'env.X="a b","$(id)"', "train.steps=40", "checkpoint.folder=/c/")
     assert sweep(queue, *values, sbatch=["--time=10", "--qos=a b=c"], at_most=3) == 0
     folder = queue.runs / "20-sweep-smoke-cpu"
@@ -154,7 +154,7 @@ def test_a_sweep_is_one_array(queue: Queue, tmp_path: Path, capsys: Capture) -> 
     assert f"\n4 runs of 4 not ended; again: dray sweep --table {folder}\n" in out
 
 
-def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Queue, tmp_path: Path, capsys: Capture) -> None:
+def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Slurm, tmp_path: Path, capsys: Capture) -> None:
     assert scale(queue, ranks="1,2,4", per_node=2, at_most=1) == 0
     folder = queue.runs / "20-scale-smoke-cpu"
     decided = [f"--image={tmp_path}/i.sif", "--site=", str(RECIPE), "train.steps=40"]
@@ -177,7 +177,7 @@ def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Queue, tmp
     ]  # fmt: skip
 
 
-def test_tasks_of_an_array_need_not_follow_one_another(queue: Queue) -> None:
+def test_tasks_of_an_array_need_not_follow_one_another(queue: Slurm) -> None:
     assert sweep(queue, "train.lr=1e-3,2e-3,4e-3", "nodes=1,2", at_most=10**9) == 0
     found = [(word, argv[-1]) for argv in queue.calls for word in argv if word.startswith("--array")]
     assert found == [("--array=1,3,5", str(RECIPE)), ("--array=2,4,6", str(RECIPE))]
@@ -186,7 +186,7 @@ def test_tasks_of_an_array_need_not_follow_one_another(queue: Queue) -> None:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("largest", "calls"), [("0", 2), ("2", 2), ("3", 1), ("1001", 1), ("(null)", 1)])
-def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Queue, largest: str, calls: int) -> None:
+def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Slurm, largest: str, calls: int) -> None:
     """MaxArraySize is above the largest number of a task; the default allows 1000."""
     (queue.slurm.folder / "scontrol").write_text(f"MaxArraySize            = {largest}\n")
     assert sweep(queue, "train.lr=1e-3,4e-3") == 0
@@ -199,7 +199,7 @@ def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Queue, largest
     )  # fmt: skip
 
 
-def test_a_task_is_what_a_job_for_it_alone_would_be(queue: Queue, tmp_path: Path) -> None:
+def test_a_task_is_what_a_job_for_it_alone_would_be(queue: Slurm, tmp_path: Path) -> None:
     sweep(queue, "train.lr=1e-3,4e-3", site="generic")
     (argv,) = queue.calls
     common = Common(RECIPE, [], "generic")
@@ -211,14 +211,14 @@ def test_a_task_is_what_a_job_for_it_alone_would_be(queue: Queue, tmp_path: Path
         assert as_a_task(argv[argv.index(script) + 1 :], number) == alone[alone.index(script) + 1 :]
 
 
-def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Queue) -> None:
+def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Slurm) -> None:
     queue.refuses(1)
     with pytest.raises(DrayError, match="sbatch"):
         sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
     assert list(queue.runs.iterdir()) == []
 
 
-def test_where_sbatch_prints_no_number_all_stays(queue: Queue) -> None:
+def test_where_sbatch_prints_no_number_all_stays(queue: Slurm) -> None:
     """The tasks may be in the queue, and they read the file of tasks."""
     (queue.folder / "silent").touch()
     with pytest.raises(DrayError, match="sbatch printed no job number"):
@@ -227,7 +227,7 @@ def test_where_sbatch_prints_no_number_all_stays(queue: Queue) -> None:
     assert [(queue.runs / one.run).is_dir() for one in study.load(queue.study).members] == [True, True]
 
 
-def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Queue, capsys: Capture) -> None:
+def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Slurm, capsys: Capture) -> None:
     queue.refuses(2)
     with pytest.raises(DrayError, match="sbatch"):
         scaling.scale(RECIPE, ranks="1,2,4", per_node=2, runs=queue.runs)
@@ -239,7 +239,7 @@ def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Queue, caps
     assert out == f"job 42_1: 1 rank\njob 42_2: 2 ranks\n\nagain: dray scale --table {queue.study}\n"
 
 
-def test_one_that_is_refused_leaves_nothing_of_the_others(queue: Queue) -> None:
+def test_one_that_is_refused_leaves_nothing_of_the_others(queue: Slurm) -> None:
     """All are planned before one is queued."""
     with pytest.raises(ConfigError, match="global batch 16 is not divisible by 6 ranks"):
         sweeping.sweep(RECIPE, ["ranks_per_node=2,3"], runs=queue.runs)
@@ -248,7 +248,7 @@ def test_one_that_is_refused_leaves_nothing_of_the_others(queue: Queue) -> None:
     assert (queue.calls, queue.runs.exists()) == ([], False)
 
 
-def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Queue, capsys: Capture) -> None:
+def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Slurm, capsys: Capture) -> None:
     sweep(queue, "train.lr=1e-3,2e-3,4e-3")
     for number in (1, 2, 3):
         record = queue.runs / f"{queue.study.name}-{number}" / "job.json"
@@ -267,7 +267,7 @@ def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Queue, caps
 @pytest.mark.hostile("arrays")
 @pytest.mark.parametrize("verb", [sweeping.sweep, scaling.scale])
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "2,3", "9" * 5000])
-def test_at_most_is_a_number(queue: Queue, verb: Callable[..., None], value: str) -> None:
+def test_at_most_is_a_number(queue: Slurm, verb: Callable[..., None], value: str) -> None:
     app = typer.Typer()
     app.command()(verb)
     own = "train.lr=1e-3,4e-3" if verb is sweeping.sweep else "--ranks=1,2"
@@ -281,7 +281,7 @@ def test_at_most_is_a_number(queue: Queue, verb: Callable[..., None], value: str
 @pytest.mark.parametrize(("options", "left_out"), [({"at_most": 2}, "--at-most"), ({"sbatch": ["--x"]}, "--sbatch")])
 @pytest.mark.parametrize("inside", [False, True])
 def test_options_of_jobs_without_a_job(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], left_out: str, inside: bool
+    queue: Slurm, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], left_out: str, inside: bool
 ) -> None:
     if inside:
         monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -300,7 +300,7 @@ def test_options_of_jobs_without_a_job(
 
 @pytest.mark.hostile("arrays")
 @pytest.mark.parametrize("option", ["--array=1-3", "-a1-3", "--arr=2", "--nodes=2", "-N2", "--gres=gpu:2", "--time 8"])
-def test_options_of_sbatch_that_a_study_decides(queue: Queue, option: str) -> None:
+def test_options_of_sbatch_that_a_study_decides(queue: Slurm, option: str) -> None:
     with pytest.raises(ConfigError) as refused:
         sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs, sbatch=[option])
     assert refused.value.exit_code == 78
@@ -308,7 +308,7 @@ def test_options_of_sbatch_that_a_study_decides(queue: Queue, option: str) -> No
 
 
 @pytest.mark.hostile("arrays")
-def test_a_study_of_very_many(queue: Queue) -> None:
+def test_a_study_of_very_many(queue: Slurm) -> None:
     values = ",".join(map(str, range(1, 258)))
     for verb, own in ((sweeping.sweep, [f"seed={values}"]), (sweeping.sweep, [f"a={values}", f"b={values}"])):
         with pytest.raises(ConfigError, match="a sweep has too many runs"):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.clients import docker
 from dray.config import sites
@@ -24,6 +23,7 @@ from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
 from dray.render import summary
 from dray.runs import lookup
+from dray.runs.store import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT, golden
 

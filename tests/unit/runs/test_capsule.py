@@ -13,7 +13,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from capsules import begun, nodes, steps
 from dray.contract import hardware, run_folder
@@ -22,6 +21,7 @@ from dray.runner import failure_record
 from dray.runs import capsule, pack, source, verify
 from dray.runs.capsule_schema import Node
 from dray.runs.finish import finish
+from dray.runs.store import RunPaths
 from dray.runs.write import read
 from helpers import PYTHON, ROOT, bash_blocks, golden, section
 

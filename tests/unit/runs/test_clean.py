@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract import node, processes, scratch
 from dray.facts import Facts
 from dray.runs import clean, squeue, study
 from dray.runs.finish import finish
 from dray.runs.leftovers import Item
+from dray.runs.paths import RunPaths
 from dray.runs.study import Member, Study
 from dray.runs.write import read_recipe, write
 from helpers import ROOT, bash_blocks, section

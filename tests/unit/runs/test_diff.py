@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.facts import Facts
 from dray.runs import compared, effect, replay
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
 

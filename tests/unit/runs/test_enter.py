@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray import render
 from dray.contract import processes
@@ -17,6 +16,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import enter, live
 from dray.runs.finish import finish
+from dray.runs.paths import RunPaths
 from dray.runs.write import read, read_recipe, write
 from helpers import ROOT
 from slurms import Slurm

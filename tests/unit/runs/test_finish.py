@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from damage import RECORD
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.result import summary
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 
 pytestmark = pytest.mark.hostile("finish")

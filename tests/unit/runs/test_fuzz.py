@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
-from dray.runs.paths import RunPaths
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
@@ -28,6 +27,7 @@ from dray.facts import Facts
 from dray.images.sif import record
 from dray.planning.plan import plan
 from dray.runs import hosts, write
+from dray.runs.store import RunPaths
 from helpers import ROOT
 
 EACH = int(os.environ.get("DRAY_FUZZ", "0")) or 12

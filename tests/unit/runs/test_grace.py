@@ -9,19 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files, parse, to_text
-from dray.fitness import doctor, slurm_commands
+from dray.fitness import doctor
 from dray.planning import grace as planned
 from dray.planning import rules
 from dray.planning.schema import Plan
 from dray.runs import finish, grace, login, stop, submit
+from dray.runs import slurm as slurm_commands
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import decide, read_recipe, write
 from helpers import PYTHON, ROOT
 
@@ -124,7 +125,7 @@ class TestSlurm:
 
     @pytest.mark.seconds
     def test_a_controller_that_does_not_answer(self, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(slurm_commands, "_ANSWER_S", 0.3)
+        monkeypatch.setattr(slurm_commands, "_QUICK_S", 0.3)
         slurm.tool("scontrol", "exec sleep 60")
         assert (slurm_commands.conf(), slurm_commands.preemption({}), slurm_commands.cluster_name()) == ({}, {}, "")
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dray.runs.paths import RunPaths
-from dray.runs.squeue import Queue
 
 from dray.contract import processes
 from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts
-from dray.runs import halt, live, submit
-from dray.runs import look as shown
+from dray.runs import halt, submit
 from dray.runs.finish import finish
 from dray.runs.result import result_of, summary
+from dray.runs.slurm import Slurm as Queue
+from dray.runs.status import status as look
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths, require_own
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
@@ -131,7 +131,7 @@ def test_a_job_that_has_not_begun_is_cancelled(
     slurm.has(18, state, submitted=stamp(time.time() - 60))
     assert stop(run) == f"{said}\nrun folder: {run}"
     assert slurm.calls == calls
-    seen = shown.look(run, Queue())
+    seen = look(run, Queue())
     assert (seen.state, seen.why) == ("stopped", "dray stop cancelled job 18 in the queue; the run never started")
     assert stop(run) == f"the job is no longer in the queue; the run never started\nrun folder: {run}"
 
@@ -175,19 +175,19 @@ def test_another_cluster_of_the_same_slurm_is_asked(slurm: Slurm, tmp_path: Path
     told = json.loads((run / "job.json").read_text())
     (run / "job.json").write_text(json.dumps(told | {"cluster": "far"}))
     slurm.has(18, "PENDING", submitted=stamp(time.time() - 60))
-    seen = shown.look(run, Queue())
-    assert (seen.state, seen.waiting and seen.waiting.state, live.look(run).kind) == ("queued", "PENDING", "queued")
+    seen = look(run, Queue())
+    assert (seen.state, seen.waiting and seen.waiting.state, look(run).kind) == ("queued", "PENDING", "queued")
     argv = ASKED.replace(" --format=", " --clusters=far --format=")
     assert (slurm.folder / "calls").read_text().splitlines() == [argv] * 2
     slurm.has(19, "PENDING")
-    assert (shown.look(run, Queue()).state, live.look(run).kind) == ("lost", "ended")
+    assert (look(run, Queue()).state, look(run).kind) == ("lost", "ended")
 
 
 @pytest.mark.parametrize(("words", "there"), [("--run={run} a.toml", True), ("--run={run}2 a.toml", False)])
 def test_a_follow_on_job_is_known_by_its_command(slurm: Slurm, paths: RunPaths, words: str, *, there: bool) -> None:
     finish(paths, code=75)
     slurm.has(99, "PENDING", command=f"/my dray/slurm/multinode.sh {words.format(run=paths.run)}")
-    assert (live.look(paths.run).kind == "queued") is there
+    assert (look(paths.run).kind == "queued") is there
 
 
 def test_another_job_that_has_the_number_now_is_left_alone(slurm: Slurm, paths: RunPaths) -> None:
@@ -200,7 +200,7 @@ def test_a_job_that_slurm_itself_has_put_back_is_the_same_one(slurm: Slurm, path
     """As after a node that failed: without a result, and with a new time of submission."""
     slurm.has(17, "PENDING", submitted=stamp(paths.plan.stat().st_mtime + 3600))
     (slurm.folder / "scontrol").write_text("JobId=17 Requeue=1 Restarts=1 BatchFlag=1 ExitCode=0:0\n")
-    assert live.look(paths.run).kind == "queued"
+    assert look(paths.run).kind == "queued"
 
 
 @pytest.mark.parametrize(("there", "kind"), [("elsewhere", "unknown"), ("local", "ended")])
@@ -209,14 +209,14 @@ def test_a_job_of_another_cluster_on_the_same_disk(slurm: Slurm, tmp_path: Path,
     facts = FACTS.model_copy(update={"cluster": there})
     paths = write(read_recipe(None, (), ["sleep", "9"]), facts, runs=tmp_path / "runs", run="there")[1]
     (slurm.folder / "scontrol").write_text("ClusterName             = local\n")
-    seen = live.look(paths.run)
+    seen = look(paths.run)
     assert seen.kind == kind
     if kind == "unknown":
         assert seen.where == "the job is on cluster elsewhere, but Slurm here is local"
         with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
             submit.require_free(paths.run, [])
     finish(paths, code=78)
-    assert live.look(paths.run).kind == "ended"
+    assert look(paths.run).kind == "ended"
 
 
 def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
@@ -286,7 +286,7 @@ class TestHere:
 
     def test_by_its_process(self, tmp_path: Path) -> None:
         paths = self.begun(tmp_path)
-        assert live.look(paths.run).kind == "unknown"
+        assert look(paths.run).kind == "unknown"
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
             mark = processes.mark(running.pid)
             paths.process.write_text(json.dumps(mark))
@@ -294,14 +294,14 @@ class TestHere:
             assert stop(paths.run).splitlines()[0] == asked
             stop(paths.run, now=True)
             assert running.wait(20) == -15
-        assert live.look(paths.run).kind == "ended"
+        assert look(paths.run).kind == "ended"
 
     @pytest.mark.hostile("stop")
     @pytest.mark.parametrize("text", ["", "{", "[]", '["b", "n", 1, "5"]', '["b", "n", -1, "5"]', '["b", "n", 7, "5"]'])
     def test_a_file_that_names_no_process_of_here(self, tmp_path: Path, text: str) -> None:
         paths = self.begun(tmp_path)
         paths.process.write_text(text)
-        assert (live.look(paths.run).kind, live.look(paths.run).process) == ("unknown", 0)
+        assert (look(paths.run).kind, look(paths.run).process) == ("unknown", 0)
 
 
 @pytest.mark.hostile("stop")
@@ -337,7 +337,7 @@ def test_an_attempt_that_is_a_link_to_nowhere(paths: RunPaths) -> None:
     paths.folder.rename(paths.run / "elsewhere")
     paths.folder.symlink_to("nowhere")
     with pytest.raises(ConfigError, match="the run cannot be read"):
-        live.own(paths.run)
+        require_own(paths.run)
 
 
 @pytest.mark.hostile("stop")
@@ -345,9 +345,9 @@ def test_another_user_s_run_and_a_fifo_in_the_place_of_the_file(slurm: Slurm, pa
     slurm.has(17, "RUNNING")
     paths.folder.chmod(0o777)
     with pytest.raises(ConfigError, match="the run belongs to another user, or others may write into it"):
-        live.own(paths.run)
+        require_own(paths.run)
     paths.folder.chmod(0o755)
-    assert live.own(paths.folder) == live.own(paths.run) == paths.run
+    assert require_own(paths.folder) == require_own(paths.run) == paths.run
     paths.stop.unlink()
     os.mkfifo(paths.stop)
     with pytest.raises((ConfigError, OSError)):
@@ -387,7 +387,7 @@ def test_a_stopped_run_that_slurm_has_put_back_is_no_free_one(slurm: Slurm, path
     """As after a preemption: dray did not requeue it, and it waits with its own number."""
     finish(paths, code=75, stopped=Stop("preemption", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
-    assert live.look(paths.run).kind == "queued"
+    assert look(paths.run).kind == "queued"
     with pytest.raises(ConfigError, match="the run is active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
 
@@ -401,10 +401,10 @@ def test_a_job_without_an_attempt_while_slurm_is_silent(tmp_path: Path, monkeypa
 
 def test_another_user_s_job_is_not_taken_for_gone(slurm: Slurm, paths: RunPaths, monkeypatch) -> None:
     """Slurm with PrivateData lists none of them."""
-    assert live.look(paths.run).kind == "ended"
+    assert look(paths.run).kind == "ended"
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    assert live.look(paths.run)[0::6] == ("unknown", f"the job belongs to user {mine}")
+    assert (look(paths.run).kind, look(paths.run).unclear) == ("unknown", f"the job belongs to user {mine}")
 
 
 def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: RunPaths, tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: Run
     told = json.loads(paths.result.read_text()) | {"next": {"requeue": False, "spare": True, "why": "x"}}
     paths.result.write_text(json.dumps(told))
     slurm.has(17, "RUNNING")
-    assert live.look(paths.run).kind == "starting"
+    assert look(paths.run).kind == "starting"
     with pytest.raises(ConfigError, match="the run is active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
     with pytest.raises(ConfigError, match="the run is in your allocation"):
@@ -421,7 +421,7 @@ def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: Run
     (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
     assert stop(paths.run).startswith("the job was cancelled before training began: job 17, RUNNING\n")
     assert slurm.calls == ["scancel 17"]
-    assert live.look(paths.run).kind == "ended"
+    assert look(paths.run).kind == "ended"
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -429,14 +429,14 @@ def test_a_run_that_is_submitted_again(slurm: Slurm, paths: RunPaths, *, silent:
     """It has not ended while Slurm cannot tell of its new job; the attempt that has ended is not asked to end."""
     finish(paths, code=1)
     queued(paths.run, 17, time.time())
-    assert live.look(paths.run).kind == "ended"  # the job that has begun
+    assert look(paths.run).kind == "ended"  # the job that has begun
     queued(paths.run, 60, time.time() - 5)
     if silent:
         (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\necho down >&2\nexit 1\n")
     said = "squeue failed, so dray cannot see your jobs" if silent else (
         "job 60 was submitted a moment ago, so squeue does not list it yet"
     )  # fmt: skip
-    assert live.look(paths.run)[0::6] == ("unknown", said)
+    assert (look(paths.run).kind, look(paths.run).unclear) == ("unknown", said)
     with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
     with pytest.raises(UnfitError, match="this machine cannot tell whether the job has started"):
@@ -444,5 +444,5 @@ def test_a_run_that_is_submitted_again(slurm: Slurm, paths: RunPaths, *, silent:
     assert paths.stop.read_text() == ""
     if not silent:
         queued(paths.run, 60, time.time() - 60)
-        assert live.look(paths.run).kind == "ended"
+        assert look(paths.run).kind == "ended"
         submit.require_free(paths.run, [])

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract import processes
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Layer
 from dray.runs import jupyter, layers, live
+from dray.runs.paths import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm

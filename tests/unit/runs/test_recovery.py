@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.contract import run_folder
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import summary
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 
 FACTS = Facts(scheduler="local", nodelist="n1", nodes=1, engine="bare", image="python3")

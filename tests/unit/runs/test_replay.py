@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from capsules import NODE, begun, nodes, steps
 from dray.contract.findings import ConfigError
@@ -18,6 +17,7 @@ from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
 from dray.runs.finish import finish
+from dray.runs.store import RunPaths
 from dray.runs.write import read, read_recipe
 from helpers import PYTHON, ROOT
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from dray.runs.paths import RunPaths
 
 from capsules import nodes, steps
 from dray.cli import replay as verb
@@ -21,6 +20,7 @@ from dray.facts import Facts
 from dray.runs import resubmit
 from dray.runs.diff import Difference
 from dray.runs.finish import finish
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm

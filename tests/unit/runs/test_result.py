@@ -7,16 +7,16 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from dray.runs.look import look
-from dray.runs.paths import RunPaths
-from dray.runs.squeue import Queue
 
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
 from dray.runs import result, why
 from dray.runs.finish import finish
+from dray.runs.slurm import Slurm
+from dray.runs.status import status as look
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
@@ -98,7 +98,7 @@ def test_one_of_another_version_is_named_and_nothing_of_it_is_believed(
     if version == 1e999:
         version = float("inf")
     wrong = f"{paths.result} cannot be read: result version {ascii(version)[:40]}, but this dray reads 1"
-    seen = look(paths.run, Queue(), closely=True)
+    seen = look(paths.run, Slurm(), closely=True)
     assert seen.state in ("no result", "running")
     assert wrong in seen.warnings
     assert f"warning: {wrong}" in status.text(seen)

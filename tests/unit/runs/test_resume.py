@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from dray.runs.paths import RunPaths
 
 from dray.cli import submit as verb
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
+from dray.runs.store import RunPaths
 from dray.runs.write import last, read, read_recipe, write
 from helpers import ROOT
 from jobs import Job

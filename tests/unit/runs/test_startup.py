@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dray.runs.paths import RunPaths
-from dray.runs.state import State
 
 from dray.cli import runs, status
 from dray.contract import heartbeat, start_times
@@ -19,6 +17,8 @@ from dray.runner.start_timings import StartTimings
 from dray.runs import startup as told
 from dray.runs.cost import Spent
 from dray.runs.result import Result
+from dray.runs.status import State
+from dray.runs.store import RunPaths
 from helpers import ROOT
 from nodes import Start, ended
 

@@ -20,7 +20,7 @@ from dray.cli import tune as verb
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
-from dray.runs import allocation, space, tune, tuned
+from dray.runs import slurm, space, tune, tuned
 from dray.runs.write import read_recipe
 from grids import CAUSAL, MASKED, among_the_best
 from helpers import ROOT
@@ -81,7 +81,7 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    for name in [*allocation._WHOLE, "ENVIRONMENT", "SLURM_STEP_ID", "SLURM_ARRAY_TASK_ID", "DRAY_SITE"]:
+    for name in [*slurm._WHOLE, "ENVIRONMENT", "SLURM_STEP_ID", "SLURM_ARRAY_TASK_ID", "DRAY_SITE"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PLANTED", str(tmp_path / "planted.json"))
     monkeypatch.setenv("DRAY_RUNS", str(tmp_path / "runs"))
@@ -442,7 +442,7 @@ class TestPlace:
         assert (facts.scheduler, facts.nodelist, facts.nodes, facts.gpus_per_node) == ("slurm", "n[1-2]", 2, 4)
         assert (facts.login, facts.job, facts.gpu_memory_gb, found.options) == ("", 17, 40, ())
         # `dray run` in a batch script would be on this machine.
-        assert allocation.found(found.env)
+        assert slurm.Allocation.of(found.env)
         first = found.first(recipe, Path("/runs"))  # its own micro-batch of 4 is too large for 8 ranks
         assert (first.world.size, first.batch and first.batch.per_device) == (8, 2)
         with pytest.raises(ConfigError, match="a run in an allocation uses all of its nodes"):

@@ -15,9 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-from dray.runs.look import look
-from dray.runs.paths import RunPaths
-from dray.runs.squeue import Queue
 
 from damage import RECORD
 from dray.cli import status
@@ -25,7 +22,10 @@ from dray.facts import Facts
 from dray.runs import bundle, causes, why
 from dray.runs.finish import finish
 from dray.runs.result import summary
+from dray.runs.slurm import Slurm as Queue
+from dray.runs.status import status as look
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT, bash_blocks, section
 from slurms import Slurm

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dray.runs.paths import RunPaths
 
 from dray.config import sites
 from dray.runs import login, submit
+from dray.runs.store import RunPaths
 from dray.runs.write import read_recipe
 from helpers import ROOT
 
