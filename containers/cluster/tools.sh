@@ -84,7 +84,7 @@ debian::apt update >&2
 case $1 in
     apptainer) tools::apptainer ;;
     builder) tools::install python3 ;;
-    node) tools::install munge openssh-server slurm-wlm ;;
+    node) tools::install munge openssh-server rsync slurm-wlm ;;
     lock) tools::lock ;;
 esac
 # Nothing of the host's mirrors stays, nor what was fetched.

@@ -296,7 +296,7 @@ READERS: dict[str, Reader] = {
         "image.toml", (ROOT / "containers" / "cpu" / "image.toml").read_bytes(), lambda path: load(Image, path)
     ),
     "mirrors": Reader("mirrors.toml", b'[mirrors]\n"docker.io" = "mirror.example"\n', _mirrors),
-    "remotes": Reader("dray/remotes.toml", b'[box]\nhost = "me@box"\npath = "/scratch/me"\n', _remotes),
+    "remotes": Reader("dray/remotes.toml", b'box = "me@box:/scratch/me"\n', _remotes),
     "hostfile": Reader("hosts", b"box1 slots=2\nbox2 slots=2\n", hosts.read),
     "secret of a hostfile": Reader(
         "secret", b"0123456789abcdef" * 2, hosts.Hosts(Path("hosts"), ("a", "b"), None).secret

@@ -10,7 +10,7 @@ from dray.cli import candidates
 from dray.config import dray_home
 from dray.contract.findings import ConfigError
 from dray.images import store
-from dray.remote import bring, names, parcel, ssh
+from dray.remote import names, ssh, transfer
 
 app = typer.Typer(
     no_args_is_help=True, help="Name clusters that you reach by ssh; submit, runs, logs and others take --on NAME."
@@ -62,11 +62,11 @@ def check(
     dray remote check lumi --image cpu
     """
     remote = names.find(name)
-    file = bring.require_sif(store.named(dray_home.root(), image)) if image else None
+    file = transfer.require_sif(store.named(dray_home.root(), image)) if image else None
     with ssh.connected(remote) as connection:
-        print(ssh.shown(connection.ask("check", remote.path).encode()), end="")
+        print(connection.ask("check"), end="")
         if file:
-            bring.bring(connection, file, print, parcel.dray())
+            transfer.copy_image(connection, file, print)
     print(f"{name} can run jobs: {remote.place}")
 
 

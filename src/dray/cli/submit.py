@@ -62,6 +62,7 @@ def submit(
     as_json: Json = False,
     follow: Annotated[bool, typer.Option("--follow", help="After submitting, watch the run as dray top does.")] = False,
     on: On = "",
+    first: submit_on.First = "",
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options.
 
@@ -69,11 +70,11 @@ def submit(
     dray submit recipes/mine.toml -N4 --gpus-per-node 4 --sbatch=--time=08:00:00
     """
     queue.check(sbatch or [])
-    if on:
+    if remotes := first or on:
         if run and not arguments and not context.obj:
             raise ConfigError(
                 "--on cannot resume a run by --run alone: its plan is at the remote, but its image comes from here",
-                found=f"--on {on} --run={run}",
+                found=f"--on {remotes} --run={run}",
                 fix=f"give the recipe or command again; or, on the login node: dray submit --run={shlex.quote(run)}",
             )
         asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
@@ -83,12 +84,11 @@ def submit(
             "--gpu-memory": gpu_memory,
             "--runs": runs if typed(context, "runs") else None,
         }
-        options["--run"] = run or None
         argv = [f"{name}={value}" for name, value in options.items() if value is not None]
         argv += [f"--sbatch={option}" for option in sbatch or []]
         argv += [name for name, given in (("--dry-run", dry_run), ("--json", as_json), ("--verbose", verbose)) if given]
         site = site if typed(context, "site") else ""
-        raise typer.Exit(submit_on.submit(on, asked, argv, site=site, follow=follow))
+        raise typer.Exit(submit_on.submit(remotes, asked, argv, run=run, site=site, follow=follow))
     runs = (runs or default_runs()).absolute()
     folder = run_named(runs, run)
     # The job has another working directory.

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 from dray.config import dray_home
 from dray.contract import files
-from dray.contract.findings import ConfigError, listed, nearest
+from dray.contract.findings import ConfigError, listed
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-# None of these can be an option of ssh, and none needs quoting in a shell.
-_HOST = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
-_PLACE = re.compile(rf"({_HOST}):(/.*)", re.DOTALL)
-_URL = re.compile(rf"[a-z]+://({_HOST})(/[!-~]*)")
-_WANTED = "USER@HOST:/FOLDER or HOST:/FOLDER, where HOST may be a Host of ~/.ssh/config"
+# No host can be an option of ssh, and none needs quoting in a shell.
+_PLACE = re.compile(r"((?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*):(/(?!/).*)")
 
 
 class Remote(NamedTuple):
@@ -49,24 +45,14 @@ def parse(name: str, place: str) -> Remote:
             wanted="letters, digits, `.`, `_` and `-`, at most 63, the first a letter or a digit",
             found=ascii(name),
         )
-    found = None if "://" in place else _PLACE.fullmatch(place)
-    if not found:
-        url = _URL.fullmatch(place)
+    found = _PLACE.fullmatch(place)
+    path = os.path.normpath(found[2]) if found else "/"
+    # A control character would end a line of a batch script.
+    if not found or path == "/" or ".." in path.split("/") or ".." in found[2].split("/") or not path.isprintable():
         raise ConfigError(
-            "this is not a folder on another machine", wanted=_WANTED, found=ascii(place),
-            fix=f"dray remote add {name} {url[1]}:{shlex.quote(url[2])}" if url else "",
-        )  # fmt: skip
-    path = os.path.normpath(found[2]).replace("//", "/")
-    if path == "/" or ".." in found[2].split("/"):
-        raise ConfigError(
-            "dray needs its own folder on the remote",
-            wanted="a path such as /scratch/USER/dray, without `..`",
-            found=ascii(place),
-        )
-    if not path.isprintable():
-        raise ConfigError(
-            "a path with a control character would end a line of a batch script",
-            wanted="printable characters",
+            "this is not a folder of yours on another machine",
+            wanted="USER@HOST:/FOLDER or HOST:/FOLDER, where HOST may be a Host of ~/.ssh/config, and FOLDER is a path "
+            "such as /scratch/USER/dray, without `..`",
             found=ascii(place),
         )
     return Remote(name, found[1], path)
@@ -91,27 +77,17 @@ def read() -> dict[str, Remote]:
         raise ConfigError(
             "the file of remotes cannot be read", where=path, found=wrong, fix="edit or remove it"
         ) from wrong
-    found = {}
-    for name, entry in table.items():
-        keys = {"host", "path"}
-        if not isinstance(entry, dict) or {*entry} != keys or not all(isinstance(entry[key], str) for key in keys):
-            raise ConfigError(
-                "a remote in the file is malformed", where=f"{path}, [{name}]", wanted="the keys host and path"
-            )
-        found[name] = parse(name, f"{entry['host']}:{entry['path']}")
-    return found
+    return {name: parse(name, str(place)) for name, place in table.items()}
 
 
 def write(remotes: dict[str, Remote]) -> None:
     """Replace the file, which only the user may read and write."""
     path = file()
-    text = "".join(
-        f"[{json.dumps(name)}]\nhost = {_quoted(one.host)}\npath = {_quoted(one.path)}\n\n"
-        for name, one in remotes.items()
-    )
+    # JSON's strings are TOML's.
+    lines = [f"{json.dumps(name)} = {json.dumps(one.place, ensure_ascii=False)}\n" for name, one in remotes.items()]
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.write_atomic(path, text, mode=0o600)
+        files.write_atomic(path, "".join(lines), mode=0o600)
     except OSError as error:
         raise ConfigError("the file of remotes cannot be written", where=path, found=error.strerror or error) from error
 
@@ -120,17 +96,11 @@ def find(name: str) -> Remote:
     """The remote with this name."""
     remotes = read()
     if name not in remotes:
-        near = nearest(name, remotes)
         raise ConfigError(
             "there is no such remote",
             where=file(),
             wanted=f"one of {listed(sorted(remotes))}" if remotes else "a remote that you have added",
             found=ascii(name),
-            fix=f"did you mean {near}?" if near else "dray remote add NAME USER@HOST:/FOLDER",
+            fix="dray remote add NAME USER@HOST:/FOLDER",
         )
     return remotes[name]
-
-
-def _quoted(text: str) -> str:
-    """JSON's strings are TOML's: `parse` lets no DEL pass, which alone differs."""
-    return json.dumps(text, ensure_ascii=False)

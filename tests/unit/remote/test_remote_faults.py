@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from desk import Desk, at
-from dray.cli import on
-from dray.remote import parcel
-from dray.remote.ssh import Brought
+from dray.cli import on, submit_on
+from dray.remote.transfer import Copied
 from helpers import ROOT, until
 
 pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")
 
+GOES_ON = "ended there too; the run goes on, and saves and ends if it was asked to"
 SECRET = "hf_NotForAnybodyElse"
 RECIPE = """
 name = "mine"
@@ -80,25 +80,44 @@ def test_ctrl_c_ends_the_verb_there_too(desk: Desk) -> None:
     with following(desk) as started:
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does it
         _, err = started.communicate(timeout=60)
-    assert (started.returncode, err.splitlines()[-1]) == (0, "the run goes on")
+    assert (started.returncode, err.splitlines()[-1]) == (0, GOES_ON)
     until(lambda: not processes(desk))
 
 
-@pytest.mark.parametrize(
-    ("verb", "code", "said"),
-    [
-        ("logs", 0, "the run goes on"),
-        ("stop", 130, "if the run was asked already, it still saves and ends; dray status --on mine shows it"),
-        ("runs", 130, "ended there too"),
-    ],
-)
-def test_ctrl_c_says_what_is_so_there(verb: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("verb", "code"), [("logs", 0), ("stop", 130), ("runs", 130)])
+def test_ctrl_c_says_what_is_so_there(verb: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
     connection = SimpleNamespace(remote=SimpleNamespace(name="mine", path="/there"), run=interrupted)
-    assert on.run(connection, [verb, "waits"], Brought()) == code
-    assert capsys.readouterr().err == f"\n{said}\n"
+    assert on.run(connection, [verb, "waits"], Copied()) == code
+    assert capsys.readouterr().err == f"\n{GOES_ON}\n"
+
+
+class Cluster:
+    """A connection to a cluster, on which a job is in these states, one after the other."""
+
+    def __init__(self, name: str, *states: str) -> None:
+        self.remote = SimpleNamespace(name=name)
+        self.states, self.asked = [*states], list[list[str]]()
+
+    def run(self, *argv: str, on_out: Callable[[bytes], None], on_err: Callable[[bytes], None]) -> int:
+        assert argv[:5] == ("verb", "", "", "", "")
+        self.asked.append([*argv[5:]])
+        if argv[5] == "status":
+            on_out(json.dumps({"state": self.states.pop(0)}).encode())
+        return 0
+
+
+def test_the_job_that_starts_first_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(submit_on, "_POLL_S", 0)
+    one, other = Cluster("lumi", "queued", "queued"), Cluster("leonardo", "queued", "running")
+    assert submit_on._keep_first([one, other], ["mine", "--runs=/r"]) == 0  # type: ignore[list-item]
+    status = ["status", "--json", "mine", "--runs=/r"]
+    assert one.asked == [status, status, ["stop", "--no-wait", "mine", "--runs=/r"]]
+    assert other.asked == [status, status]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "the job at leonardo is first, and the others are stopped: dray status --on leonardo mine"
 
 
 @pytest.mark.seconds
@@ -170,13 +189,13 @@ def test_a_command_s_folder_and_a_site_s_file_go_along(desk: Desk, tmp_path: Pat
         out, err = desk.dray("submit", "--on=mine", "--run=own", site, f"{folder}/mine.toml", cwd=folder)
     assert (out.splitlines()[0], "Terminated" in err) == ("job 4711 is in the queue", False), err
     called = (desk.folder / "calls").read_text()
-    item = re.search(r"/(recipes/[0-9a-f]{64})/mine\.toml$", called, re.MULTILINE)
-    assert item, called
-    sent = desk.there / item[1]
-    brought = sorted(str(path.relative_to(sent)) for path in sent.rglob("*") if path.is_file())
-    assert brought == [".dray-sums", ".site/harbour.toml", "lib/own.py", "mine.toml", "train.py"]
+    sent = desk.there / "code/own"
+    assert sorted(str(path.relative_to(sent)) for path in sent.rglob("*") if path.is_file()) == [
+        "lib/own.py", "mine.toml", "train.py",
+    ]  # fmt: skip
+    assert {path.stat().st_mode & 0o077 for path in [sent, *sent.rglob("*")]} == {0}
     assert f"--run={desk.there}/runs/own --image={next((desk.there / 'images').glob('*.sif'))} " in called
-    assert f"--site={sent}/.site/harbour.toml {sent}/mine.toml\n" in called
+    assert f"--site={desk.there}/sites/own.toml {sent}/mine.toml\n" in called
 
 
 @pytest.mark.seconds
@@ -186,10 +205,8 @@ def test_no_room(desk: Desk, tmp_path: Path) -> None:
     try:
         desk.dray("remote", "add", "small", f"cluster:{tmp_path}/dray")
         _, err = desk.dray("submit", "--on", "small", "recipes/smoke-cpu.toml", code=69)
-        lines = err.splitlines()
-        assert "dray: the remote's disk has too little free space" in lines
-        assert f"  wanted: {len(parcel.dray().data)} bytes" in lines
-        assert not list(tmp_path.rglob(".arriving-*"))
+        assert "dray: rsync cannot copy to the remote" in err.splitlines()
+        assert "No space left on device" in err
     finally:
         desk.dray("remote", "remove", "small")
         subprocess.run(["umount", tmp_path], check=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-import tracemalloc
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ import typer
 from dray.cli import on
 from dray.contract.findings import ConfigError
 from dray.remote.names import Remote
-from dray.runs import archive
+from dray.runs import bundle
 
+Fetch = Callable[..., None]
 REPORT, WHY = ["report"], ["why", "--bundle"]
 
 
@@ -28,7 +29,7 @@ class Sends:
         self._blocks, self._code = blocks, code
 
     def run(self, function: str, *argv: str, on_out: Callable[[bytes], None], on_err: Callable[[bytes], None]) -> int:
-        assert (function, argv[:5]) == ("verb", ("/there", "", "", "", "1"))
+        assert (function, argv[:4]) == ("verb", ("", "", "", "1"))
         for block in self._blocks:
             on_out(block)
         return self._code
@@ -38,12 +39,19 @@ class Sends:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("mine")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(on.names, "find", lambda _name: Sends.remote)
     return tmp_path
 
 
-def fetch(blocks: Iterable[bytes], argv: list[str], target: Path | None = None, code: int = 0) -> Path:
-    require = archive.require_new if argv == WHY else anything
-    return on.fetch(Sends(blocks, code), argv, target, require)  # type: ignore[arg-type]
+@pytest.fixture
+def fetch(here: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
+    """`bring_back` on a connection on which these blocks come."""
+
+    def call(blocks: Iterable[bytes], argv: list[str], target: Path | None = None, code: int = 0) -> None:
+        monkeypatch.setattr(on.ssh, "connected", lambda _remote: nullcontext(Sends(blocks, code)))
+        on.bring_back("mine", argv, target, None, bundle.require_new if argv == WHY else anything)
+
+    return call
 
 
 def anything(_file: Path) -> None:
@@ -64,12 +72,21 @@ def files_of(folder: Path) -> dict[str, str]:
         ([b"report.html\npage"], REPORT, Path("train.py"), "train.py"),  # the user has typed it
     ],
 )
-def test_a_file_comes(here: Path, blocks: list[bytes], argv: list[str], target: Path | None, name: str) -> None:
-    assert fetch(blocks, argv, target) == Path(name)
+def test_a_file_comes(
+    here: Path,
+    fetch: Fetch,
+    capsys: pytest.CaptureFixture[str],
+    blocks: list[bytes],
+    argv: list[str],
+    target: Path | None,
+    name: str,
+) -> None:
+    fetch(blocks, argv, target)
+    assert capsys.readouterr().out == f"{argv[0]}: {here / name}\n"
     assert files_of(here) == {"train.py": "mine"} | {name: "page"}
 
 
-def test_an_archive_is_for_this_user_alone(here: Path) -> None:
+def test_an_archive_is_for_this_user_alone(here: Path, fetch: Fetch) -> None:
     before = os.umask(0o002)
     try:
         fetch([b"dray-why-first.tar.gz\npage"], WHY)
@@ -79,7 +96,7 @@ def test_an_archive_is_for_this_user_alone(here: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [None, Path("mine.tar.gz")])
-def test_an_archive_that_exists_stays(here: Path, target: Path | None) -> None:
+def test_an_archive_that_exists_stays(here: Path, fetch: Fetch, target: Path | None) -> None:
     for path in (Path("dray-why-first.tar.gz"), Path("mine.tar.gz")):
         path.write_text("mine")
     with pytest.raises(ConfigError, match="the archive already exists"):
@@ -89,10 +106,9 @@ def test_an_archive_that_exists_stays(here: Path, target: Path | None) -> None:
 
 def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "mine.tar.gz").write_text("mine")
-    monkeypatch.setattr(on.names, "find", lambda _name: Sends.remote)
     monkeypatch.setattr(on.ssh, "connected", lambda _remote: pytest.fail("it logs in"))
     with pytest.raises(ConfigError, match="the archive already exists"):
-        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, archive.require_new)
+        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, bundle.require_new)
 
 
 @pytest.mark.parametrize("argv", [REPORT, WHY], ids=["report", "why"])
@@ -104,38 +120,18 @@ def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.Mon
         b"dray-report-a\x1b[m.html\nx", b"dray-why-x.tar.gz.sh\nx", b"dray-why-\xff.tar.gz\nx", b"x" * 100_000,
     ],
 )  # fmt: skip
-def test_a_name_that_the_verb_does_not_give(here: Path, sent: bytes, argv: list[str]) -> None:
+def test_a_name_that_the_verb_does_not_give(here: Path, fetch: Fetch, sent: bytes, argv: list[str]) -> None:
     with pytest.raises(ConfigError, match="the remote's file has an unexpected name"):
         fetch([sent], argv)
     assert files_of(here) == {"train.py": "mine"}
 
 
-def test_the_other_verb_s_name(here: Path) -> None:
+def test_the_other_verb_s_name(here: Path, fetch: Fetch) -> None:
     with pytest.raises(ConfigError, match="the remote's file has an unexpected name"):
         fetch([b"dray-why-first.tar.gz\npage"], REPORT)
 
 
-def test_what_has_no_end_is_stopped_and_never_held_in_memory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on, "_MOST", 64 << 20)
-    block, sent = bytes(1 << 20), []
-
-    def endless() -> Iterable[bytes]:
-        yield b"dray-report-x.html\n"
-        while True:
-            sent.append(1)
-            yield block
-
-    tracemalloc.start()
-    try:
-        with pytest.raises(ConfigError, match="the remote's file is too large"):
-            fetch(endless(), REPORT)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
-    assert (len(sent), files_of(here)) == (65, {"train.py": "mine"})
-
-
-def test_a_verb_that_fails_leaves_nothing(here: Path) -> None:
+def test_a_verb_that_fails_leaves_nothing(here: Path, fetch: Fetch) -> None:
     with pytest.raises(typer.Exit):
         fetch([b"dray-report-x.html\nhalf"], REPORT, code=69)
     with pytest.raises(typer.Exit):
@@ -143,14 +139,14 @@ def test_a_verb_that_fails_leaves_nothing(here: Path) -> None:
     assert files_of(here) == {"train.py": "mine"}
 
 
-def test_a_place_that_cannot_be_written(here: Path) -> None:
+def test_a_place_that_cannot_be_written(here: Path, fetch: Fetch) -> None:
     for target in (Path("none/x.html"), here):
         with pytest.raises(ConfigError, match=r"the file cannot be written\n  where:  .*\n  found:  .*"):
             fetch([b"dray-report-x.html\npage"], REPORT, target)
     assert files_of(here) == {"train.py": "mine"}
 
 
-def test_a_link_under_the_name_is_replaced_and_not_followed(here: Path) -> None:
+def test_a_link_under_the_name_is_replaced_and_not_followed(here: Path, fetch: Fetch) -> None:
     (here / "dray-report-x.html").symlink_to("train.py")
     fetch([b"dray-report-x.html\npage"], REPORT)
     assert files_of(here) == {"train.py": "mine", "dray-report-x.html": "page"}

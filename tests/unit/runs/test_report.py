@@ -16,13 +16,14 @@ import pytest
 
 import browser
 from damage import RECORD
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, duration
 from dray.facts import Facts
-from dray.runs import stages, startup
+from dray.runs import startup
 from dray.runs.prepare import read_recipe, write
-from dray.runs.report import axis, curves, html, numbers, sections
+from dray.runs.report import plots, sections
 from dray.runs.report.data import gather
-from dray.runs.report.document import Document, Item, Series, Spans, Table, Text
+from dray.runs.report.plots import Series, Table, TimeLine
+from dray.runs.report.sections import Document, Item, Text
 from dray.runs.result import Attempt, Cause, Result, SlowRank
 from dray.runs.startup import Startup
 from dray.runs.store import RunPaths
@@ -128,7 +129,7 @@ def told(*folders: Path) -> Document:
 def as_text(item: Item) -> str:
     """What a page says, without what it draws."""
     if isinstance(item, Text):
-        return f"{item.kind}: {item.text}" if item.kind else item.text
+        return f"{item.style}: {item.text}" if item.style else item.text
     if isinstance(item, Table):
         return "\n".join([item.caption, *(" | ".join(row) for row in (item.head, *item.rows))])
     return item.alt
@@ -137,8 +138,8 @@ def as_text(item: Item) -> str:
 def test_the_whole_content(tmp_path: Path) -> None:
     made = told(resumed(tmp_path / "my runs"))
     blocks = [made.title, *map(as_text, made.lead)]
-    for one in made.sections:
-        blocks += [f"## {one.heading}", *map(as_text, one.items)]
+    for heading, items in made.sections:
+        blocks += [f"## {heading}", *map(as_text, items)]
     golden("report.txt", "\n\n".join(blocks).replace(str(tmp_path), "/scratch/me") + "\n")
 
 
@@ -153,25 +154,22 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     spent = {"node_hours": 1.5, "gpu_hours": 6.0, "kwh": 2.5}
     ended(paths, finished="2026-11-18T11:10:25Z", startup={"parts": {"queue": 60.0}}, spent=spent)
     made = told(tmp_path / "mine")
-    (section,) = [one for one in made.sections if one.heading == "Start-up"]
-    spans, table, note, nodes = section.items
-    assert isinstance(spans, Spans)
-    assert isinstance(table, Table)
-    assert isinstance(note, Text)
+    spans, _, nodes = dict(made.sections)["Start-up"]
+    assert isinstance(spans, TimeLine)
     assert isinstance(nodes, Table)
-    assert [row[1:] for row in table.rows] == [
+    assert [(span.name, span.took) for span in spans.rows[0][1]] == [
         ("queue", "60.0 s"), ("container", "2.0 s"), ("rendezvous", "4.0 s"), ("launcher and imports", "20.0 s"),
-        ("compile", "12.0 s"), ("first step", "1.5 s"), ("total", "99.5 s"),
+        ("compile", "12.0 s"), ("first step", "1.5 s"),
     ]  # fmt: skip
-    assert (nodes.caption, nodes.head) == (
+    assert (nodes.caption, tuple(nodes.head)) == (
         "Start-up of each node, attempt 1",
         ("node", "container", "rendezvous", "launcher and imports", "compile", "first step"),
     )
-    assert nodes.rows == (
+    assert nodes.rows == [
         ("n1", "2.0 s", "4.0 s", "20.0 s", "12.0 s", "1.5 s"),
         ("n2", "5.5 s", "500 ms", "22.0 s", "", "250 ms"),
-    )
-    rows = [row for one in made.sections for item in one.items if isinstance(item, Table) for row in item.rows]
+    ]
+    rows = [row for _, items in made.sections for item in items if isinstance(item, Table) for row in item.rows]
     assert ("cost, all attempts", "6.00 GPU-hours, 2.50 kWh") in rows
     assert ("measured peak", "612 TFLOP/s on the slowest GPU (on n2), measured before the launch") in rows
 
@@ -223,7 +221,7 @@ def checked(text: str) -> Page:
 
 
 def test_the_html(tmp_path: Path) -> None:
-    text = html.page(told(resumed(tmp_path)))
+    text = sections.page(told(resumed(tmp_path)))
     page = checked(text)
     assert len(page.named("figure")) == 8
     assert [one["class"] for one in page.named("polyline")].count("curve c0 d0") == 6
@@ -232,7 +230,7 @@ def test_the_html(tmp_path: Path) -> None:
 
 
 def test_several_runs(tmp_path: Path) -> None:
-    page = checked(html.page(told(resumed(tmp_path, "one"), resumed(tmp_path, "two"))))
+    page = checked(sections.page(told(resumed(tmp_path, "one"), resumed(tmp_path, "two"))))
     assert {"curve c0 d0", "curve c1 d0"} <= {one.get("class") for one in page.named("polyline")}
     assert "2 runs compared" in page.text
     assert "Start-up of each node, two, attempt 2" in page.text
@@ -244,7 +242,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path, which: str) -> None:
     folders = (run / "attempt-1", run / "attempt-2")
     if which == "two copies of a run":
         folders = (run, resumed(tmp_path / "copy", "one"))
-    page = checked(html.page(told(*folders)))
+    page = checked(sections.page(told(*folders)))
     assert {"curve c0 d0", "curve c1 d0"} <= {one.get("class") for one in page.named("polyline")}
     legend = [f"one, attempt {n}" for n in (1, 2)] if "attempts" in which else [str(folder) for folder in folders]
     assert all(page.text.count(name) > 1 for name in legend)
@@ -262,8 +260,8 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
           {"event": "checkpoint", "checkpoint": 42, "saved": False, "why": EVIL})  # fmt: skip
     ended(paths, finished="x", status="failed", exit_code=1, cause=cause, warnings=[EVIL], hosts=[EVIL])
     document = told(folder)
-    assert "alert(1)" in checked(html.page(document)).text
-    assert "\x1b" not in html.page(document)
+    assert "alert(1)" in checked(sections.page(document)).text
+    assert "\x1b" not in sections.page(document)
 
 
 @pytest.mark.parametrize(
@@ -278,20 +276,20 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
     ],
 )
 def test_a_time_reads_the_same_in_every_verb(seconds: float, text: str) -> None:
-    assert numbers.seconds(seconds) == text
+    assert plots.seconds(seconds) == text
     assert startup.lines(Startup(parts={"queue": seconds})) == [f"start-up: queue {text}"]
-    assert stages.duration(seconds) == text or seconds < 99.95
+    assert duration(seconds) == text or seconds < 99.95
 
 
 def test_curves_are_reduced_and_lose_no_extreme() -> None:
-    points = [(float(n), math.sin(n / 1000)) for n in range(100_000)]
-    points[54_321], points[77_777] = (54_321.0, 40.0), (77_777.0, -40.0)
-    found = curves.reduced(points)
-    assert len(found) <= curves.MOST
-    assert [*found] == sorted(found)
-    assert (found[0], found[-1]) == (points[0], points[-1])
-    assert {(54_321.0, 40.0), (77_777.0, -40.0)} <= {*found}
-    assert curves.reduced(points[:1000]) == tuple(points[:1000])
+    values = [math.sin(n / 1000) for n in range(100_000)]
+    values[54_321], values[77_777] = 40.0, -40.0
+    found = plots.reduced(range(100_000), values)
+    assert len(found) <= plots.MOST
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == ((0, values[0]), (99_999, values[-1]))
+    assert {(54_321, 40.0), (77_777, -40.0)} <= {*found}
+    assert len(plots.reduced(range(1000), values[:1000])) == 1000
 
 
 @pytest.mark.parametrize(
@@ -307,15 +305,19 @@ def test_curves_are_reduced_and_lose_no_extreme() -> None:
     ],
 )
 def test_axes(values: list[float], labels: list[str] | None) -> None:
-    made = axis.of(values)
+    made = plots.axis(min(values), max(values))
     assert all(0 <= made.share(value) <= 1 for value in values)
     if labels:
         assert [label for _, label in made.ticks] == labels
 
 
 def test_the_numbers_of_several_curves_stand_beside_one_another() -> None:
-    one, two = Series("a", ((1.0, 5.0), (2.0, 4.0))), Series("b", ((2.0, 7.0),))
-    assert axis.sampled([one, two], axis.of([1.0, 2.0]), 40) == [(1.0, (5.0, None)), (2.0, (4.0, 7.0))]
+    lines = plots.Lines(
+        "Loss", "loss", [Series("a", [(1.0, 5.0), (2.0, 4.0)], "c0 d0"), Series("b", [(2.0, 7.0)], "c1 d0")]
+    )
+    assert [*filter(None, lines.places)] == [(1.0, [5.0, None]), (2.0, [4.0, 7.0])]
+    page = Page(sections.page(Document("x", [], [("Loss", [lines])], "")))
+    assert ("step 1: a 5.000" in page.text, "step 2: a 4.0000 b 7.0000" in page.text) == (True, True)
 
 
 def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -389,7 +391,7 @@ def test_the_commands_of_its_page(tmp_path: Path) -> None:
 def test_in_a_browser(tmp_path: Path) -> None:
     """On a phone and on a desk, in light and in dark: all is drawn, nothing is cut off, overlaps or is too faint."""
     page = tmp_path / "page.html"
-    page.write_text(html.page(told(resumed(tmp_path / "runs", "one"), resumed(tmp_path / "runs", "two"))))
+    page.write_text(sections.page(told(resumed(tmp_path / "runs", "one"), resumed(tmp_path / "runs", "two"))))
     for dark in (False, True):
         for found in browser.measured(page, (360, 1440), tmp_path, dark=dark):
             assert found["scrolls"] == found["wide"]

@@ -1,4 +1,4 @@
-"""`dray sync`: what a run has logged goes to a tracker's server, each step once."""
+"""`dray report --sync`: what a run has logged goes to a tracker's server, each step once."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from torch._C._autograd import DeviceType  # noqa: E402
 
-from dray.runs.report import html, sections  # noqa: E402
+from dray.runs.report import sections  # noqa: E402
 from dray.runs.report.data import gather  # noqa: E402
 from dray.train import profiler as module  # noqa: E402
 from dray.train.profiler import Profiler, table  # noqa: E402
@@ -52,7 +52,7 @@ def test_a_run_profiles_steps_and_a_resume_behind_them_says_that_it_does_not(for
     trace = json.loads(gzip.decompress((folder / "profile.trace.json.gz").read_bytes()))
     assert {event.get("name") for event in trace["traceEvents"]} > {"aten::addmm"}
     assert run.said().count("steps 3 to 5 are profiled") == 1
-    report = html.page(sections.document([gather(run.folder)], "Made by a test."))
+    report = sections.page(sections.document([gather(run.folder)], "Made by a test."))
     assert "operators of steps 3 to 5" in report
     assert "aten::addmm" in report
     assert "attempt-1/profile.trace.json.gz" in report

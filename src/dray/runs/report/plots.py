@@ -1,48 +1,193 @@
-"""Curves of metrics, each with a description in words."""
+"""Curves and time lines: what page.html draws."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
-from dray.runs.metrics import number
-from dray.runs.report.curves import reduced
-from dray.runs.report.data import Run
-from dray.runs.report.document import MISSING, Item, Lines, Point, Series, Text
-from dray.runs.report.numbers import figure
+from dray.contract.findings import measured
+
+MOST = 2000
+"""The most points of a curve."""
+MISSING = "not measured"
+_PLACES = 50  # with numbers, under the pointer and in the table
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+Point = tuple[float, float]
 
 
-def curve(runs: Sequence[Run], column: str, title: str, label: str, *, from_zero: bool = False) -> Item:
-    series = tuple(Series(run.name, reduced(points)) for run in runs if (points := run.trace.points(column)))
-    if not series:
-        return Text(f"{title}: {MISSING}. metrics.jsonl has no steps.")
-    return Lines(title, "step", label, series, _marks(runs), from_zero, told(series, title.lower()))
+class Table(NamedTuple):
+    """A table with a header; the first cell of a row is its name."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    folded: bool = False
+    """Whether the page shows only the caption until the reader opens it."""
+    kind: str = "table"
 
 
-def told(series: Sequence[Series], what: str) -> str:
-    """A description of the curves in words."""
-    named = [f" of {one.name}" if len(series) > 1 else "" for one in series]
-    start = f"{what[:1].upper()}{what[1:]}"
-    return " ".join(f"{start}{of}: {_course(one.points)}." for of, one in zip(named, series, strict=True))
+class Series(NamedTuple):
+    """One curve."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str
+
+
+class Span(NamedTuple):
+    """A bar in a time line, in seconds."""
+
+    begin: float
+    end: float
+    name: str
+
+    @property
+    def took(self) -> str:
+        """How long it was."""
+        return measured(self.end - self.begin)
+
+
+class Axis(NamedTuple):
+    """An axis from its lowest to its highest value, with ticks and their labels."""
+
+    least: float
+    most: float
+    ticks: Sequence[tuple[float, str]]
+
+    def share(self, value: float) -> float:
+        """The position of a value, from 0 to 1."""
+        return min(1.0, max(0.0, (value - self.least) / (self.most - self.least)))
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves over steps, with marks for events."""
+
+    title: str
+    y: str
+    series: Sequence[Series]
+    marks: Sequence[tuple[float, str]] = ()
+    from_zero: bool = False
+    dots: bool = False
+    kind: str = "lines"
+
+    @property
+    def across(self) -> Axis:
+        steps = [step for one in self.series for step, _ in one.points]
+        return axis(min(steps), max(steps), tight=True)
+
+    @property
+    def up(self) -> Axis:
+        values = [value for one in self.series for _, value in one.points]
+        return axis(min(values), max(values), from_zero=self.from_zero)
+
+    @property
+    def places(self) -> list[tuple[float, list[float | None]] | None]:
+        """For equal parts of the axis the last step and each curve's last value; None where no curve has a point."""
+        across, found = self.across, dict[int, tuple[float, list[float | None]]]()
+        for column, one in enumerate(self.series):
+            for step, value in one.points:
+                place = min(_PLACES - 1, int(across.share(step) * _PLACES))
+                last, values = found.get(place, (step, [None] * len(self.series)))
+                values[column] = value
+                found[place] = (max(step, last), values)
+        return [found.get(place) for place in range(_PLACES)]
+
+    @property
+    def alt(self) -> str:
+        """The curves in words."""
+        return " ".join(
+            f"{self.title}{f' of {one.name}' if len(self.series) > 1 else ''}: {_course(one.points)}."
+            for one in self.series
+        )
+
+
+@dataclass(frozen=True)
+class TimeLine:
+    """Rows of bars, each with its name."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[Span]]]
+    kind: str = "time line"
+
+    @property
+    def across(self) -> Axis:
+        most = max([0.001, *(span.end for _, row in self.rows for span in row)])
+        unit, name = next(((size, name) for size, name in _UNITS if most >= 2 * size), (1.0, "s"))
+        ticks = axis(0.0, most / unit, tight=True).ticks
+        return Axis(0.0, most, [(tick * unit, f"{label} {name}") for tick, label in ticks])
+
+    @property
+    def colours(self) -> dict[str, str]:
+        """The colour of each part."""
+        names = dict.fromkeys(span.name for _, row in self.rows for span in row)
+        return {name: colour(place) for place, name in enumerate(names)}
+
+    @property
+    def alt(self) -> str:
+        """The bars in words."""
+        rows = (f"{name}: {', '.join(f'{span.name} {span.took}' for span in row)}" for name, row in self.rows)
+        return f"{self.title}. {'; '.join(rows)}."
+
+
+def axis(least: float, most: float, *, from_zero: bool = False, tight: bool = False) -> Axis:
+    """An axis for values between these, which ends at ticks unless `tight`."""
+    least = 0.0 if from_zero else least
+    if not most > least:
+        spread = abs(least) or 1.0
+        least, most = (0.0, spread * 2) if from_zero else (least - spread / 2, least + spread / 2)
+    rough = (most - least) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(times * power for times in (1, 2, 5, 10) if times * power >= rough * (1 - 1e-9))
+    ticks = [place * step for place in range(math.floor(least / step), math.ceil(most / step) + 1)]
+    if tight:
+        ticks = [tick for tick in ticks if least <= tick <= most]
+    else:
+        least, most = ticks[0], ticks[-1]
+    digits = max(0, -math.floor(math.log10(step)))
+    labels = [f"{tick:,.{digits}f}" if digits < 6 and abs(tick) < 1e9 else f"{tick:.3g}" for tick in ticks]
+    return Axis(least, most, [*zip(ticks, labels, strict=True)])
+
+
+def reduced(steps: Sequence[float], values: Sequence[float], most: int = MOST) -> list[Point]:
+    """At most `most` points: from equal parts of the curve the lowest and the highest value, so that peaks remain."""
+    if len(values) <= most:
+        return [*zip(steps, values, strict=True)]
+    parts = most // 2 - 1
+    edges = [1 + (len(values) - 2) * part // parts for part in range(parts + 1)]
+    places = {0, len(values) - 1}
+    for begin, end in pairwise(edges):
+        part = values[begin:end]
+        places |= {begin + part.index(min(part)), begin + part.index(max(part))}
+    return [(steps[place], values[place]) for place in sorted(places)]
 
 
 def _course(points: Sequence[Point]) -> str:
-    (first, begin), (last_x, end) = points[0], points[-1]
     least, most = (choose(points, key=lambda point: point[1]) for choose in (min, max))
-    return (
-        f"{figure(begin, 4)} at step {first:,.0f}, {figure(end, 4)} at step {last_x:,.0f}, minimum "
-        f"{figure(least[1], 4)} at step {least[0]:,.0f}, maximum {figure(most[1], 4)} at step {most[0]:,.0f}"
+    first, last, low, high = (
+        f"{figure(value, 4)} at step {step:,.0f}" for step, value in (points[0], points[-1], least, most)
     )
+    return f"{first}, {last}, minimum {low}, maximum {high}"
 
 
-def _marks(runs: Sequence[Run]) -> tuple[tuple[float, str], ...]:
-    """Where a run resumed, and where its loss jumped."""
-    found = []
-    for run in runs:
-        name = f"{run.name}: " if len(runs) > 1 else ""
-        for start in run.trace.of("start"):
-            if step := number(start, "first_step"):
-                found.append((step, f"{name}attempt {start['attempt']} resumed at step {step:,.0f}"))
-        for jump in run.trace.of("divergence"):
-            if (step := number(jump, "first_step")) is not None:
-                found.append((step, f"{name}loss {str(jump.get('kind'))[:40]} at step {step:,.0f}"))
-    return tuple(found[:60])
+def colour(place: int) -> str:
+    """The CSS classes of a colour: eight colours, then the same dashed and dotted."""
+    return f"c{place % 8} d{place // 8 % 3}"
+
+
+def figure(value: float | None, digits: int = 0) -> str:
+    """The number with at most `digits` decimals; fewer in large numbers, three significant digits in small ones."""
+    if value is None:
+        return MISSING
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 10.0 ** -max(digits, 1):
+        return f"{value:.3g}"
+    return f"{value:,.{max(0, digits - len(f'{size:.0f}') + 1)}f}"
+
+
+def seconds(value: float | None, none: str = MISSING) -> str:
+    """A measured time."""
+    return none if value is None else measured(value)

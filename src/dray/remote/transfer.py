@@ -1,0 +1,104 @@
+"""What a run needs at a remote, copied by rsync: the image, dray's scripts, and the folder of its recipe."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dray.config import dray_home
+from dray.contract.findings import ConfigError
+from dray.images.sif import verify
+from dray.remote.ssh import Connection
+
+FILES, BYTES = 2000, 64 << 20
+"""The most files and bytes that dray copies with a recipe: a command may have been started in the home folder."""
+# What a job and a login node read of a checkout; the rest is in the image.
+_SCRIPTS = ("slurm", "recipes", "containers/environment", "containers/steps")
+_LEFT = {"__pycache__", "runs", "build", "node_modules"}
+
+
+class Copied(NamedTuple):
+    """The scripts, image and code that a verb uses at the remote, by their names there; empty: those copied last."""
+
+    dray: str = ""
+    image: str = ""
+    code: str = ""
+
+
+def copy_image(connection: Connection, image: Path, say: Callable[[str], None]) -> Copied:
+    """Copy the image and dray's scripts, if the remote does not have them. Later verbs use them."""
+    digest = verify.digest(image).removeprefix("sha256:")
+    sif = f"images/{digest}.sif"
+    state = connection.ask("image", sif).strip()
+    root = dray_home.root()
+    scripts = [f"{top}/{name}" for top in _SCRIPTS for name in files_of(root / top)]
+    content = hashlib.sha256()
+    for name in scripts:
+        content.update(f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n".encode())
+    dray = f"dray/{content.hexdigest()}"
+    copy_files(connection, root, scripts, dray)
+    if state != "here":
+        say(f"copying {image.name}, {image.stat().st_size / 1e6:,.1f} MB, to {connection.remote.place}")
+        connection.rsync(str(image.absolute()), f"{sif}.part", "--partial")
+        connection.ask("arrived", sif)
+    connection.ask("keep", dray, sif)
+    return Copied(dray, sif)
+
+
+def copy_files(connection: Connection, folder: Path, names: Sequence[str], item: str) -> None:
+    """Copy these files of a folder. What a job has written beside them stays."""
+    with tempfile.NamedTemporaryFile() as listed:
+        listed.write(os.fsencode("\0".join(names)))
+        listed.flush()
+        # By content, and with the time of now: sites remove files from scratch that look old.
+        options = ("--links", "--copy-unsafe-links", "--checksum", "--from0", f"--files-from={listed.name}")
+        connection.rsync(f"{folder}/", f"{item}/", *options)
+
+
+def files_of(top: Path) -> list[str]:
+    """The files of a folder and its links, which must stay in it; without hidden ones, and what programs and runs
+    leave."""
+    found = list[str]()
+    total = 0
+    for folder, folders, files in os.walk(top):
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name not in _LEFT]
+        for name in [*folders, *sorted(files)]:
+            path = Path(folder, name)
+            is_link = path.is_symlink()
+            if name.startswith(".") or (name in folders and not is_link):
+                continue
+            if is_link and not path.resolve().is_relative_to(top.resolve()):
+                raise ConfigError(
+                    "a link points outside the folder that dray copies to a remote",
+                    where=path,
+                    wanted=f"a link to something in {top}",
+                    found=path.resolve(),
+                    fix="replace it by a copy, or remove it and give an absolute path on the remote",
+                )
+            found.append(str(path.relative_to(top)))
+            total += path.lstat().st_size
+            if len(found) > FILES or total > BYTES:
+                raise ConfigError(
+                    "the recipe's folder has too many files or is too large to copy",
+                    where=top,
+                    wanted=f"at most {FILES} files and {BYTES >> 20} MiB",
+                    fix="put the recipe and its code in a folder of their own; copy data to the remote once, and give "
+                    "its absolute path there",
+                )
+    return found
+
+
+def require_sif(image: Path) -> Path:
+    """The image, if it is a SIF, which dray can copy; else refuse it."""
+    if image.suffix != ".sif" or not image.is_file():
+        raise ConfigError(
+            "dray copies only a SIF to a remote",
+            found=image,
+            wanted="a SIF",
+            fix="set DRAY_IMAGE to a SIF, or make image-cpu",
+        )
+    return image
