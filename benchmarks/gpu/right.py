@@ -241,10 +241,10 @@ def analog(here: Here) -> Iterator[Row]:
 
 
 def generate(here: Here) -> Iterator[Row]:
-    """`dray generate` and `dray eval` of a saved model, where they run by themselves."""
+    """`dray model generate` and `dray model eval` of a saved model, where they run by themselves."""
     made = train(here, "generate", {"train.steps": 2})
     model, plan = made.folder / "checkpoints" / "final", made.folder / "attempt-1" / "plan.json"
-    for job, verb in (("generate", "dray generate"), ("evaluate", "dray eval")):
+    for job, verb in (("generate", "dray model generate"), ("evaluate", "dray model eval")):
         yield from tried("generate", verb, partial(_used, here, job, verb, str(model), str(plan)))
 
 

@@ -308,7 +308,7 @@ def _files(given: Planned) -> Iterator[Finding]:
     if files.missing_on_hub:
         missing = f"not in HF_HOME ({variables.get('HF_HOME', 'not set')}): {', '.join(files.missing_on_hub)}"
         problem = "the job is offline, and files that it needs are not downloaded"
-        yield note(problem, found=missing, fix="dray prefetch RECIPE")
+        yield note(problem, found=missing, fix="dray data prefetch RECIPE")
 
 
 def _memory(given: Planned) -> Iterator[Finding]:

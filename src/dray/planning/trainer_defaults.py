@@ -199,5 +199,5 @@ def _hub(recipe: Recipe) -> str:
         revisions["model.tokenizer_revision"] = model.tokenizer_revision
     loose = [key for key, revision in revisions.items() if not _COMMIT.fullmatch(revision)]
     if loose:
-        return f"not pinned to a commit: {', '.join(loose)}; `dray prefetch` prints the commits"
+        return f"not pinned to a commit: {', '.join(loose)}; `dray data prefetch` prints the commits"
     return "all models and datasets are pinned to commits" if revisions else ""

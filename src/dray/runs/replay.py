@@ -183,7 +183,7 @@ def job(run: Original, runs: Path, more: Sequence[str]) -> queue.Job:
     queue.check(more)
     before, folder = asked(run.paths.run), runs / new_id(run.recipe.name)
     old = before or Asked()
-    wanted = queue.Asked(
+    wanted = queue.Submission(
         [str(folder / f"{_STEM}.toml")], gpus=gpus_of(run.plan), site=old.site, gpu_memory=old.gpu_memory, options=more,
         before=before.options if before else None,
     )  # fmt: skip

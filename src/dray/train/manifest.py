@@ -198,7 +198,7 @@ def check_model(folder: Path, *, weights: bool = True, required: bool = True) ->
             where=folder,
             wanted=f"the files that {NAME} lists",
             found="; ".join(troubles[:3]),
-            fix="export it again: dray export RUN; if you changed it yourself, copy it to a folder without "
+            fix="export it again: dray model export RUN; if you changed it yourself, copy it to a folder without "
             f"{NAME}, and set model.name to that folder",
             code=ConfigError.exit_code,
         )

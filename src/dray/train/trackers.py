@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     offline: dict[str, str]
     """Variables that keep it on this disk, where the user has not set them; {} is a folder of its own."""
     online: dict[str, str]
-    """Variables with which `dray sync` sends."""
+    """Variables with which `dray report --sync` sends."""
     server: tuple[str, ...] = ()
     """Variables, one of which names the user's own server. With neither this nor `online`, it only writes files."""
     own: Callable[..., Any] | None = None
@@ -169,7 +169,8 @@ class Trackers:
         for one in self._all:
             one.join(_PATIENCE_S)
             if one.is_alive():
-                say(f"WARNING: {one.name} did not take all metrics in {_PATIENCE_S:.0f} s: send them with dray sync")
+                late = f"{one.name} did not take all metrics in {_PATIENCE_S:.0f} s"
+                say(f"WARNING: {late}: send them with dray report --sync")
         self._all = []
 
 

@@ -257,7 +257,7 @@ def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: 
 def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
     gone = dray("plan", "-v", "recipes/opt125m-yelp.toml", "--gpus-per-node", "8", HF_HOME=str(home))
     assert (
-        "\nmemory: not estimated: facebook/opt-125m is not downloaded; dray prefetch RECIPE downloads it\n"
+        "\nmemory: not estimated: facebook/opt-125m is not downloaded; dray data prefetch RECIPE downloads it\n"
         in gone.stdout
     )
     wanted = ("model.name=", "model.type=mamba", "--gpus-per-node", "8", "--gpu-memory", "40")

@@ -42,7 +42,7 @@ def of(root: Path, *overrides: str) -> str | None:
     ],
 )
 def test_what_is_not_pinned_is_told(root: Path, overrides: list[str], loose: str) -> None:
-    assert of(root, *overrides) == f"not pinned to a commit: {loose}; `dray prefetch` prints the commits"
+    assert of(root, *overrides) == f"not pinned to a commit: {loose}; `dray data prefetch` prints the commits"
 
 
 @pytest.mark.parametrize(

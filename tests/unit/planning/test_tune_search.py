@@ -1,4 +1,4 @@
-"""What `dray tune` may change, and the search among it, with planted figures."""
+"""What `dray study tune` may change, and the search among it, with planted figures."""
 
 from __future__ import annotations
 

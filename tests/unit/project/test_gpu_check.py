@@ -247,8 +247,8 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         ["resume", "steps 4 to 6 again", ok],
         ["deterministic", "a run twice", ok],
         ["analog", "aihwkit-lightning", missing],
-        ["generate", "dray generate", ok],
-        ["generate", "dray eval", ok],
+        ["generate", "dray model generate", ok],
+        ["generate", "dray model eval", ok],
         ["two", "ddp, two ranks", ok],
         ["two", "fsdp, two ranks", ok],
     ])  # fmt: skip

@@ -14,7 +14,7 @@ import typer
 from dray.cli import on
 from dray.contract.findings import ConfigError
 from dray.remote.names import Remote
-from dray.runs import bundle
+from dray.runs import archive
 
 Fetch = Callable[..., None]
 REPORT, WHY = ["report"], ["why", "--bundle"]
@@ -49,7 +49,7 @@ def fetch(here: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
 
     def call(blocks: Iterable[bytes], argv: list[str], target: Path | None = None, code: int = 0) -> None:
         monkeypatch.setattr(on.ssh, "connected", lambda _remote: nullcontext(Sends(blocks, code)))
-        on.bring_back("mine", argv, target, None, bundle.require_new if argv == WHY else anything)
+        on.bring_back("mine", argv, target, None, archive.require_new if argv == WHY else anything)
 
     return call
 
@@ -108,7 +108,7 @@ def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.Mon
     (here / "mine.tar.gz").write_text("mine")
     monkeypatch.setattr(on.ssh, "connected", lambda _remote: pytest.fail("it logs in"))
     with pytest.raises(ConfigError, match="the archive already exists"):
-        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, bundle.require_new)
+        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, archive.require_new)
 
 
 @pytest.mark.parametrize("argv", [REPORT, WHY], ids=["report", "why"])

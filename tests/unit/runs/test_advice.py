@@ -116,7 +116,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     (note,) = notes(name="gpt2-wikitext-ddp", home=tmp_path)
     assert (note.problem, note.fix) == (
         "the job is offline, and files that it needs are not downloaded",
-        "dray prefetch RECIPE",
+        "dray data prefetch RECIPE",
     )
     assert note.found == f"not in HF_HOME ({tmp_path}): Salesforce/wikitext"
     (note,) = notes(name="gpt2-wikitext-ddp")

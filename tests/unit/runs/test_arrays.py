@@ -14,10 +14,10 @@ import pytest
 import typer
 from typer.exceptions import TyperException
 
+from dray.cli import app as commands
 from dray.cli import study as studies
-from dray.cli import usage
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import resubmit, slurm, study
+from dray.runs import replay, slurm, study
 from helpers import PYTHON, ROOT
 from slurms import Slurm
 
@@ -140,7 +140,7 @@ def test_a_sweep_is_one_array(queue: Queue, tmp_path: Path, capsys: Capture) -> 
         )  # fmt: skip
         assert stat.S_IMODE(run.stat().st_mode) == 0o700
     kept = ("--job-name=smoke-cpu", "--ntasks-per-node=1", "--time=10", "--qos=a b=c")
-    assert resubmit.asked(run) == resubmit.Asked(kept)
+    assert replay.asked(run) == replay.Asked(kept)
     members = study.load(folder).members
     assert [(one.job_id, one.run) for one in members] == [
         (f"42_{number}", f"{folder.name}-{number}") for number in range(1, 5)
@@ -238,7 +238,7 @@ def test_at_most_is_a_number(queue: Queue, verb: Callable[..., None], value: str
     own = "train.lr=1e-3,4e-3" if verb is studies.sweep else "--ranks=1,2"
     with pytest.raises(TyperException) as wrong:
         app([str(RECIPE), own, f"--runs={queue.runs}", f"--at-most={value}"], standalone_mode=False)
-    told = usage.error(wrong.value)
+    told = commands._error(wrong.value)
     assert (told.exit_code, told.problem, queue.calls) == (78, "--at-most has a wrong value", [])
 
 

@@ -1,4 +1,4 @@
-"""`dray scale` and `dray sweep`: which runs they start, and what they make of what those have left."""
+"""`dray study scale` and `dray study sweep`: which runs they start, and what they make of what those have left."""
 
 from __future__ import annotations
 

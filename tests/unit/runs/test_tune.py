@@ -1,4 +1,4 @@
-"""`dray tune`: its runs, its table and the recipe that it writes. Most runs are planted, by support/tuned.py."""
+"""`dray study tune`: its runs, its table and the recipe that it writes. Most runs are planted, by support/tuned.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dray generate`: what a run's model makes of a prompt."""
+"""`dray model generate`: what a run's model makes of a prompt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def runs(tmp_path_factory, forks: Forks) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def generate(runs, forks: Forks) -> Callable[..., tuple[int, str]]:
-    """The job of `dray generate`, by a process that has imported what it needs."""
+    """The job of `dray model generate`, by a process that has imported what it needs."""
 
     def made(prompt: str, tokens: int = 0, temperature: float = 0.0, seed: int = 0) -> tuple[int, str]:
         model = str(runs["causal"] / "checkpoints" / "final")

@@ -144,7 +144,7 @@ def test_a_file_with_a_class_of_its_program_is_trusted_or_refused(written: Path,
 
 @pytest.mark.slow
 def test_the_verb(written: Path, tmp_path: Path) -> None:
-    """One process starts another, as `dray generate` does; the model is one to generate with."""
+    """One process starts another, as `dray model generate` does; the model is one to generate with."""
     argv = [sys.executable, "-m", "dray", "model", "import", str(written / "trainer" / "checkpoint-3")]
     env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
     (tmp_path / "my models").mkdir()

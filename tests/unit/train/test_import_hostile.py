@@ -301,7 +301,7 @@ def test_what_is_not_resumed(
         ((), "an empty folder", "name another folder"),
         (("checkpoint-5/", "checkpoint-40/"), "checkpoint-40, checkpoint-5", "name one of them: {}/checkpoint-40"),
         (("adapter_config.json",), "a LoRA adapter alone", "merge it with peft"),
-        (("manifest.json", "rank-0.safetensors"), "a checkpoint of dray's own", "dray export RUN"),
+        (("manifest.json", "rank-0.safetensors"), "a checkpoint of dray's own", "dray model export RUN"),
     ],
 )
 def test_what_is_no_checkpoint(tmp_path: Path, made: tuple[str, ...], found: str, fix: str) -> None:

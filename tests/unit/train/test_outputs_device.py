@@ -1,4 +1,4 @@
-"""`dray generate` and `dray eval` use the GPU where there is one: which device, with which batch, and who sees it."""
+"""`dray model generate` and `dray model eval` use the GPU where there is one: which, and with which batch."""
 
 from __future__ import annotations
 

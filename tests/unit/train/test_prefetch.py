@@ -1,4 +1,4 @@
-"""`dray prefetch`: after it, a run finds all of its recipe without a network."""
+"""`dray data prefetch`: after it, a run finds all of its recipe without a network."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> No
     assert "done: 2 steps" in ended.stdout
     empty = dray("run", recipe, "ranks_per_node=1", "--runs", runs, HF_HOME=f"{tmp_path}/other", HF_ENDPOINT=hub)
     assert empty.returncode == 78
-    assert "dray prefetch RECIPE, on a machine that reaches the hub" in empty.stdout + empty.stderr
+    assert "dray data prefetch RECIPE, on a machine that reaches the hub" in empty.stdout + empty.stderr
 
 
 @pytest.mark.parametrize(

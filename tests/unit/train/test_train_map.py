@@ -203,7 +203,7 @@ def test_the_ranks_run_what_was_planned(forks: Forks, tmp_path: Path) -> None:
     assert '\ndata.map = "prep.py:clean"\n' in text
     assert "SPACES" not in text
     assert run.plan.recipe.data.map == f"prep.py:clean\n{CLEAN}"
-    again = over(run.plan.recipe, ["train.lr=1"])  # as `dray eval` and `dray export` read a run's own recipe
+    again = over(run.plan.recipe, ["train.lr=1"])  # as `dray model eval` reads a run's own recipe
     assert again.data.map == run.plan.recipe.data.map
 
 

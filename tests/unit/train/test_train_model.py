@@ -458,7 +458,7 @@ class TestHub:
                 ("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN", marks=pytest.mark.slow
             ),
             (("model", "me/none"), {}, "model me/none is missing"),
-            pytest.param(("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE", marks=pytest.mark.slow),
+            pytest.param(("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray data prefetch", marks=pytest.mark.slow),
             (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and "),
         ],
     )

@@ -143,7 +143,7 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
     memory, model = limit(site, facts), model_shape.known(files)
     if model is None:
         name = recipe.model.name or recipe.model.tokenizer or "the model"
-        missing = f"{name} is not downloaded; dray prefetch RECIPE downloads it"
+        missing = f"{name} is not downloaded; dray data prefetch RECIPE downloads it"
         if files.configuration:
             missing = f"the size of model type {recipe.model.name or recipe.model.type} is not known"
         elif name.startswith(("/", ".")):

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # What it raises where no hub answers is of the library beneath, which had another name before.
 _HTTP = import_module("httpx2" if find_spec("httpx2") else "httpx")
 FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, _HTTP.HTTPError)
-_PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
+_PREFETCH = "dray data prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
 
 
 def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str, tuple[str, ...]]]:

@@ -18,7 +18,8 @@ def find(path: Path, *, trust: bool) -> Source:
         return trainer.bare(path, trust=trust)
     found = names(path)
     if "manifest.json" in found and any(name.startswith("rank-") for name in found):
-        _refuse(path, "a checkpoint of dray's own", "set checkpoint.folder to it in the recipe, or: dray export RUN")
+        fix = "set checkpoint.folder to it in the recipe, or: dray model export RUN"
+        _refuse(path, "a checkpoint of dray's own", fix)
     if folder := zero.folder(path, found):
         return zero.read(folder, trust=trust)
     if parts := distributed.folders(path, found):

@@ -50,7 +50,7 @@ def run(job: Generate) -> None:
 
 def _reading(job: Generate) -> AbstractContextManager[None]:
     """Its files may be somebody else's."""
-    wanted, fix = "files that transformers reads, with weights as safetensors", "export it again: dray export RUN"
+    wanted, fix = "files that transformers reads, with weights as safetensors", "export it again: dray model export RUN"
     return errors.refusing("the model cannot be read", where=job.model, wanted=wanted, fix=fix)
 
 

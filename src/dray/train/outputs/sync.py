@@ -97,5 +97,5 @@ class _Sending:
         return DrayError(
             f"the metrics cannot be sent to {self._name}",
             found=secrets.redacted(" ".join(str(error).split()))[:400] or type(error).__name__,
-            fix="check the network and its variables, then run dray sync again; nothing is lost",
+            fix="check the network and its variables, then run dray report --sync again; nothing is lost",
         )
