@@ -700,6 +700,6 @@ def _of_job(word: str, known: Sequence[Path]) -> Path | None:
             where=newest.parent,
             wanted=f"one task: {listed(sorted(tasks, key=lambda task: (len(task), task)))}",
             found=word,
-            fix="dray study scale --table STUDY shows all tasks",
+            fix="dray study show STUDY shows all tasks",
         )
     return newest
