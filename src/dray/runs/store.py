@@ -14,7 +14,7 @@ import secrets
 import shlex
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -636,11 +636,6 @@ def newest_first(runs: Path) -> list[Path]:
             if not entry.name.startswith(".") and (began := _began(entry.path)) is not None:
                 found.append((began, entry.path))
     return [Path(folder) for _, folder in sorted(found, reverse=True)]
-
-
-def every(runs: Path) -> Iterator[Path]:
-    """The folders of all runs."""
-    return iter(newest_first(runs))
 
 
 def find(word: str = "", runs: Path | None = None) -> Path:
