@@ -386,6 +386,21 @@ def test_the_commands_of_its_page(tmp_path: Path) -> None:
         report(Mock(), [str(tmp_path / f"run-{number}") for number in range(25)])
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ({"to": ["mlflow"]}, "--to and --follow belong to --sync"),
+        ({"follow": True}, "--to and --follow belong to --sync"),
+        ({"named": ["a", "b"], "sync": True}, "--sync takes one run"),
+    ],
+)
+def test_options_of_sync(words: dict[str, object], problem: str) -> None:
+    from dray.cli.report import report
+
+    with pytest.raises(ConfigError, match=problem):
+        report(Mock(), **words)
+
+
 @pytest.mark.seconds
 @pytest.mark.chromium
 def test_in_a_browser(tmp_path: Path) -> None:
