@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,7 +227,11 @@ def none_ran(folder: Path, rows: Sequence[Row]) -> DrayError:
     if not begun:
         return ConfigError("no candidate fits", found=why, fix="use more nodes, a smaller model or [lora]")
     return DrayError(
-        "no candidate runs", where=folder, found=why, fix=f"dray why {folder / begun[0]}", code=exit_codes.FAILED
+        "no candidate runs",
+        where=folder,
+        found=why,
+        fix=f"dray why {shlex.quote(str(folder / begun[0]))}",
+        code=exit_codes.FAILED,
     )
 
 
