@@ -327,7 +327,7 @@ READERS: dict[str, Reader] = {
     "earlier runs": _of_run(
         "attempt-1/result.json", lambda path: grace.slowest(path.parents[2], [path.parents[1].name]), refuses=False
     ),
-    "job.json": _of_run("job.json", lambda path: replay.asked(path.parent), refuses=False),
+    "job.json": _of_run("job.json", lambda path: replay.job_options(path.parent), refuses=False),
     "startup.json": _of_run(
         "attempt-1/startup.json", lambda path: startup.read(_attempt(path), ["n1", "n2"]), refuses=False
     ),

@@ -59,7 +59,11 @@ def report(
     dray report 4711 4712 --out compared.html
     dray report 4711 --sync --to mlflow
     """
+    if (to or follow) and not sync:
+        raise ConfigError("--to and --follow belong to --sync", fix="add --sync")
     if sync:
+        if named and len(named) > 1:
+            raise ConfigError("--sync takes one run", found=" ".join(map(ascii, named)), fix="name one RUN")
         hand_over(on)
         raise typer.Exit(_sync(find(named[0] if named else "", runs), to or [], follow=follow))
     if out and out.suffix != ".html":

@@ -95,7 +95,7 @@ def submit(
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node, folder)
     recipe = asked.recipe()
-    before = replay.asked(folder) if folder and asked.last else None
+    before = replay.job_options(folder) if folder and asked.last else None
     asked.say(before.options if before else ())
     if before:
         site, gpu_memory = site or before.site, before.gpu_memory if gpu_memory is None else gpu_memory

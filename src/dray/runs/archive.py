@@ -9,6 +9,7 @@ import json
 import os
 import pwd
 import re
+import shlex
 import tarfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -183,7 +184,8 @@ def _write(out: Path, folder: str, content: dict[str, str]) -> None:
 def require_new(out: Path) -> None:
     """Refuse an existing FILE, and a folder that does not exist."""
     if not out.parent.is_dir():
-        raise ConfigError("the archive's folder does not exist", where=out, fix=f"mkdir -p {out.parent}")
+        fix = f"mkdir -p {shlex.quote(str(out.parent))}"
+        raise ConfigError("the archive's folder does not exist", where=out, fix=fix)
     if os.path.lexists(out):
         raise ConfigError("the archive already exists", where=out, fix="name another FILE, or remove this one")
 

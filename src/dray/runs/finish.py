@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import ValidationError
+
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.control_characters import printable
 from dray.planning import grace
@@ -213,7 +215,8 @@ class _Ended:
             if kind == "step" and step is None:
                 continue
             if kind == "slow":
-                slow.append(SlowRank.model_validate(event))
+                with suppress(ValidationError):  # a damaged line does not hide the other lines
+                    slow.append(SlowRank.model_validate(event))
             first.setdefault(kind, event)
             last[kind] = event
             time = number(event, "time") or time

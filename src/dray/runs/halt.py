@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def _wait(state: State, paths: RunPaths, grace: float, *, now: bool, say: Say) -
             gone = status(state.path).kind in ("ended", "queued")
             # On a shared disk the result may appear after Slurm shows the job's end.
             if gone and before and result_of(paths) is None:
-                return f"it ended without a result; dray why {state.path} shows more\nrun folder: {state.path}"
+                return f"it ended without a result; {_why(state)} shows more\nrun folder: {state.path}"
     return summary(result, paths)
 
 
@@ -186,4 +187,8 @@ def _ending(state: State) -> str:
     if state.paths is None:
         return f"the run never started\nrun folder: {state.path}"
     result = result_of(state.paths)
-    return summary(result, state.paths) if result else f"it left no result; dray why {state.path} shows more"
+    return summary(result, state.paths) if result else f"it left no result; {_why(state)} shows more"
+
+
+def _why(state: State) -> str:
+    return f"dray why {shlex.quote(str(state.path))}"

@@ -29,6 +29,7 @@ from dray.runs import capsule, grace, layers, local_inputs
 from dray.runs.store import (
     Run,
     RunPaths,
+    dig,
     new_id,
     newest_attempt,
     next_attempt,
@@ -133,9 +134,11 @@ def last(run: Path) -> Last:
     plan = plan_of(paths)
     seen = probed.parse(files.text(paths.facts, "the run's facts"), where=str(paths.facts))
     # A job that lost a node continues with fewer (min_nodes); the next job gets all nodes again.
-    of_job = [attempt.plan for attempt in Run(paths.run).attempts if attempt.job == plan.job]
-    nodes = max(len(planned["world"]["nodes"]) for planned in of_job if planned)
-    recipe = plan.recipe.model_copy(update={"nodes": nodes})
+    nodes = [len(plan.world.nodes)]
+    for attempt in Run(paths.run).attempts:
+        if plan.job and attempt.job == plan.job:
+            nodes.append(len(dig(attempt.plan, "world", "nodes") or ()))
+    recipe = plan.recipe.model_copy(update={"nodes": max(nodes)})
     return Last(plan, recipe, seen.gpus_per_node, plan.image if seen.image_given else "")
 
 

@@ -17,8 +17,7 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import capsule, compare, status, trust
-from dray.runs import submit as queue
+from dray.runs import capsule, compare, status, submit, trust
 from dray.runs.capsule import Capsule
 from dray.runs.compare import ABSENT, Difference, LossComparison
 from dray.runs.store import Run, RunPaths, is_run, last_attempt, new_id, plan_of
@@ -155,7 +154,7 @@ def same(found: LossComparison) -> bool:
 # As a job.
 
 
-class Asked(NamedTuple):
+class JobOptions(NamedTuple):
     """The options of the run's own job."""
 
     options: tuple[str, ...] = ()
@@ -164,7 +163,7 @@ class Asked(NamedTuple):
     gpu_memory: float | None = None
 
 
-def asked(run: Path) -> Asked | None:
+def job_options(run: Path) -> JobOptions | None:
     """The options from the run's job.json. None if it is missing, as after a plain sbatch, or if others may have
     written it: options of sbatch name files that the job would overwrite."""
     submitted = Run(run).job
@@ -175,19 +174,19 @@ def asked(run: Path) -> Asked | None:
     options = [word for word in argv[1:script] if word.partition("=")[0] not in _OWN and not word.startswith(_SHORT)]
     decided = dict(re.findall("^--(site|gpu-memory)=(.+)$", "\n".join(argv[script:]), re.MULTILINE))
     memory = float(decided["gpu-memory"]) if "gpu-memory" in decided else None
-    return Asked(tuple(options), decided.get("site", ""), memory)
+    return JobOptions(tuple(options), decided.get("site", ""), memory)
 
 
-def job(run: Original, runs: Path, more: Sequence[str]) -> queue.Job:
+def job(run: Original, runs: Path, more: Sequence[str]) -> submit.Job:
     """The replay with its sbatch command: the same GPUs, nodes and options; options in `more` win."""
-    queue.check(more)
-    before, folder = asked(run.paths.run), runs / new_id(run.recipe.name)
-    old = before or Asked()
-    wanted = queue.Submission(
+    submit.check(more)
+    before, folder = job_options(run.paths.run), runs / new_id(run.recipe.name)
+    old = before or JobOptions()
+    wanted = submit.Submission(
         [str(folder / f"{_STEM}.toml")], gpus=gpus_of(run.plan), site=old.site, gpu_memory=old.gpu_memory, options=more,
         before=before.options if before else None,
     )  # fmt: skip
-    planned = queue.planned(run.recipe, RunPaths(folder), wanted)
+    planned = submit.planned(run.recipe, RunPaths(folder), wanted)
     recipe = planned.plan.recipe
     store.required(dray_home.root(), recipe.image_name, recipe.image_digest, planned.plan.engine)
     return planned
@@ -198,11 +197,11 @@ def gpus_of(plan: Plan) -> int:
     return plan.world.ranks_per_node if plan.variant != "cpu" else 0
 
 
-def start(run: Original, made: queue.Job) -> int:
+def start(run: Original, made: submit.Job) -> int:
     """Submit the replay, with its recipe in its folder; the job's number."""
     recipe = run.recipe
     code = Path(recipe.command.folder) if recipe.command else dray_home.root()
-    return queue.submit(made.argv, Path(made.plan.run_folder), recipe.runs.share, code, as_files(recipe, _STEM))
+    return submit.submit(made.argv, Path(made.plan.run_folder), recipe.runs.share, code, as_files(recipe, _STEM))
 
 
 def require_ended(folder: Path) -> None:

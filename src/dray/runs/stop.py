@@ -83,16 +83,6 @@ def of_state(state: str) -> str:
     return _BY_STATE.get(state.partition(" ")[0], "")
 
 
-def of_job(text: str) -> str:
-    """What stopped a job, from `scontrol show job`, which knows an ended job for some minutes."""
-    return of_state(slurm.end_state(slurm.fields(text)))
-
-
-def of_a_batch_job(text: str) -> bool:
-    """Whether Slurm can requeue the job: a batch job, not an salloc allocation."""
-    return slurm.is_batch(slurm.fields(text))
-
-
 def asked(attempt: Path) -> list[str]:
     """Who asked an attempt to end: `dray stop`, or the signals that its batch script received."""
     with suppress(OSError):

@@ -14,7 +14,7 @@ import secrets
 import shlex
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -638,11 +638,6 @@ def newest_first(runs: Path) -> list[Path]:
     return [Path(folder) for _, folder in sorted(found, reverse=True)]
 
 
-def every(runs: Path) -> Iterator[Path]:
-    """The folders of all runs."""
-    return iter(newest_first(runs))
-
-
 def find(word: str = "", runs: Path | None = None) -> Path:
     """The folder of a run by its path, name, the beginning of its name, or its job; the newest without a word.
 
@@ -700,6 +695,6 @@ def _of_job(word: str, known: Sequence[Path]) -> Path | None:
             where=newest.parent,
             wanted=f"one task: {listed(sorted(tasks, key=lambda task: (len(task), task)))}",
             found=word,
-            fix="dray study scale --table STUDY shows all tasks",
+            fix="dray study show STUDY shows all tasks",
         )
     return newest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,7 @@ from dray.facts import Engine, Facts
 from dray.planning import tune_search
 from dray.planning.schema import Plan
 from dray.planning.tune_search import Candidate, Figure, Space
-from dray.runs import local, login, replay, status, study
-from dray.runs import prepare as write
+from dray.runs import local, login, prepare, replay, status, study
 from dray.runs.slurm import Allocation
 from dray.runs.store import RunPaths
 from dray.runs.study import LAST, Member, Row, Study
@@ -42,7 +42,7 @@ class Place:
 
     def plan(self, recipe: Recipe, folder: Path) -> Plan:
         """The plan of a candidate, with its findings."""
-        return write.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
+        return prepare.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
 
     def first(self, recipe: Recipe, folder: Path) -> Plan:
         """The plan of the recipe's own setting; if its micro-batch does not fit the ranks, of the largest that does."""
@@ -101,7 +101,7 @@ def place(
         recipe, engine=engine, image=local.image_of(engine, recipe), nodes=nodes, gpus_per_node=gpus_per_node,
         site=site,
     )  # fmt: skip
-    facts, choice = write.at_site(facts.model_copy(update={"gpu_memory_gb": gpu_memory}))
+    facts, choice = prepare.at_site(facts.model_copy(update={"gpu_memory_gb": gpu_memory}))
     size = (f"--nodes={facts.nodes}", f"--gpus-per-node={gpus_per_node}", f"--engine={engine}")
     return Place(facts=facts, choice=choice, options=(*size, *options))
 
@@ -227,7 +227,11 @@ def none_ran(folder: Path, rows: Sequence[Row]) -> DrayError:
     if not begun:
         return ConfigError("no candidate fits", found=why, fix="use more nodes, a smaller model or [lora]")
     return DrayError(
-        "no candidate runs", where=folder, found=why, fix=f"dray why {folder / begun[0]}", code=exit_codes.FAILED
+        "no candidate runs",
+        where=folder,
+        found=why,
+        fix=f"dray why {shlex.quote(str(folder / begun[0]))}",
+        code=exit_codes.FAILED,
     )
 
 
@@ -244,7 +248,7 @@ def require_writable(file: Path) -> None:
 
 def write_best(folder: Path, found: Study, row: Row, file: Path, lines: Sequence[str]) -> None:
     """Write the row's setting as a recipe, under these lines as comments, and the files that it names."""
-    recipe = write.read_recipe(folder / "recipe.toml")
+    recipe = prepare.read_recipe(folder / "recipe.toml")
     start, candidate = (Candidate(tuple(member.values.items())) for member in (found.members[0], row))
     applied = tune_search.applied(recipe, candidate, start, ranks=found.ranks)
     table = applied.model_dump(mode="json", exclude_unset=True)

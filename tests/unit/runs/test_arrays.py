@@ -140,7 +140,7 @@ def test_a_sweep_is_one_array(queue: Queue, tmp_path: Path, capsys: Capture) -> 
         )  # fmt: skip
         assert stat.S_IMODE(run.stat().st_mode) == 0o700
     kept = ("--job-name=smoke-cpu", "--ntasks-per-node=1", "--time=10", "--qos=a b=c")
-    assert replay.asked(run) == replay.Asked(kept)
+    assert replay.job_options(run) == replay.JobOptions(kept)
     members = study.load(folder).members
     assert [(one.job_id, one.run) for one in members] == [
         (f"42_{number}", f"{folder.name}-{number}") for number in range(1, 5)

@@ -145,7 +145,7 @@ def test_a_job_that_slurm_put_back_after_a_node_died_is_cancelled(slurm: Slurm, 
     """Its attempt has left no result."""
     slurm.has(17, "PENDING")
     assert stop(paths.run).splitlines() == [
-        "the job was cancelled: job 17, PENDING", f"it left no result; dray why {paths.run} shows more",
+        "the job was cancelled: job 17, PENDING", f"it left no result; dray why '{paths.run}' shows more",
     ]  # fmt: skip
 
 
@@ -358,7 +358,7 @@ def test_a_job_that_is_gone_without_a_result(slurm: Slurm, paths: RunPaths, monk
 
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     assert stop(paths.run, wait=True).splitlines()[1:] == [
-        f"it ended without a result; dray why {paths.run} shows more",
+        f"it ended without a result; dray why '{paths.run}' shows more",
         f"run folder: {paths.run}",
     ]
     assert len(sleeps) == 2

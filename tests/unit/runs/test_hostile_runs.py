@@ -42,11 +42,11 @@ replay RUN --verify
 replay RUN --pack OUT.tar.gz
 replay RUN --recipe OUT.toml
 replay RUN --compare OTHER
-sync RUN
+report RUN --sync
 clean --dry-run
-eval RUN
-generate RUN a
-export RUN
+model eval RUN
+model generate RUN a
+model export RUN
 enter RUN -- true
 """.strip().splitlines()
 )
@@ -100,7 +100,7 @@ def dray_says(
             out, err = capfd.readouterr()
             bad = [word for word in (unexpected.DEFECT, "send a bug report with", "Traceback") if word in err]
             bad += ["an escape sequence"] if "\x1b" in (err if verb[0] == "logs" else out + err) else []
-            bad += ["no line"] if not (out + err).strip() and verb[0] not in ("logs", "enter", "export") else []
+            bad += ["no line"] if not (out + err).strip() and verb[0] not in ("logs", "enter", "model") else []
             if code not in CODES or bad:
                 wrong.append(f"{' '.join(verb)}: {code} {bad} {err[-400:]}")
         return wrong

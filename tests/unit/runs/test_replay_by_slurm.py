@@ -262,19 +262,19 @@ def test_what_is_refused(slurm: Slurm, tmp_path: Path, words: tuple[str, ...], t
 )  # fmt: skip
 def test_a_damaged_file_of_the_submission_has_no_options(tmp_path: Path, content: str) -> None:
     (tmp_path / "job.json").write_text(content)
-    assert replays.asked(tmp_path) is None
+    assert replays.job_options(tmp_path) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
 def test_options_that_others_may_have_written_are_not_taken(tmp_path: Path) -> None:
     submitted(tmp_path, "--error=/home/me/.bashrc")
-    assert replays.asked(tmp_path) == replays.Asked(("--error=/home/me/.bashrc",))
+    assert replays.job_options(tmp_path) == replays.JobOptions(("--error=/home/me/.bashrc",))
     (tmp_path / "job.json").chmod(0o666)
-    assert replays.asked(tmp_path) is None
+    assert replays.job_options(tmp_path) is None
     (tmp_path / "job.json").chmod(0o600)
     for path in (tmp_path / "job.json", tmp_path):
         os.chown(path, 65534, 65534)
-        assert replays.asked(tmp_path) is None
+        assert replays.job_options(tmp_path) is None
         os.chown(path, 0, 0)
 
 
@@ -294,4 +294,4 @@ def test_options_that_others_may_have_written_are_not_taken(tmp_path: Path) -> N
 )
 def test_which_options_are_the_run_s_own(tmp_path: Path, option: tuple[str, ...], kept: tuple[str, ...]) -> None:
     submitted(tmp_path, *option)
-    assert replays.asked(tmp_path) == replays.Asked(kept)
+    assert replays.job_options(tmp_path) == replays.JobOptions(kept)

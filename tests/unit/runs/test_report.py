@@ -277,7 +277,7 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
 )
 def test_a_time_reads_the_same_in_every_verb(seconds: float, text: str) -> None:
     assert plots.seconds(seconds) == text
-    assert startup.lines(Startup(parts={"queue": seconds})) == [f"start-up: queue {text}"]
+    assert list(startup.lines(Startup(parts={"queue": seconds}))) == [f"start-up: queue {text}"]
     assert duration(seconds) == text or seconds < 99.95
 
 
@@ -384,6 +384,21 @@ def test_the_commands_of_its_page(tmp_path: Path) -> None:
     assert {"dray-report-mine.html", "compared.html"} <= {path.name for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match="too many runs"):
         report(Mock(), [str(tmp_path / f"run-{number}") for number in range(25)])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ({"to": ["mlflow"]}, "--to and --follow belong to --sync"),
+        ({"follow": True}, "--to and --follow belong to --sync"),
+        ({"named": ["a", "b"], "sync": True}, "--sync takes one run"),
+    ],
+)
+def test_options_of_sync(words: dict[str, object], problem: str) -> None:
+    from dray.cli.report import report
+
+    with pytest.raises(ConfigError, match=problem):
+        report(Mock(), **words)
 
 
 @pytest.mark.seconds

@@ -9,7 +9,7 @@ import pytest
 
 from dray.contract import files
 from dray.facts import Facts
-from dray.runs import stop
+from dray.runs import slurm
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import Result, summary
@@ -132,8 +132,8 @@ def test_what_nobody_asked_for_is_not_done_but_said(root: Path, tmp_path: Path) 
 def test_outside_a_batch_job_there_is_no_queue(root: Path, tmp_path: Path) -> None:
     result, paths = Run(root, tmp_path, "max_requeues=3").attempt(stopped=LIMIT, saved=20, batch=False)
     assert (asked(paths), result.next) == (None, None)
-    assert not stop.of_a_batch_job("JobId=17 BatchFlag=0\n")
-    assert stop.of_a_batch_job("at=1\nJobId=17 BatchFlag=1 Reboot=0\n")
+    assert not slurm.is_batch(slurm.fields("JobId=17 BatchFlag=0\n"))
+    assert slurm.is_batch(slurm.fields("at=1\nJobId=17 BatchFlag=1 Reboot=0\n"))
 
 
 class TestUnfit:

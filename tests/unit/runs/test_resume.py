@@ -129,6 +129,14 @@ def test_a_job_that_lost_nodes_gets_as_many_as_it_had(tmp_path: Path) -> None:
     assert last(paths.run).recipe.nodes == 3
 
 
+def test_without_a_job_the_last_size_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for nodes in (4, 2):
+        paths = ran(tmp_path, nodes=nodes, scheduler="local", job=0)
+    assert last(paths.run).recipe.nodes == 2
+
+
 def test_gpus_are_asked_for_again(tmp_path: Path) -> None:
     paths = ran(tmp_path, "image=cuda", gpus_per_node=4, image_variant="cuda")
     assert (last(paths.run).gpus, last(paths.run).recipe.image) == (4, "cuda")

@@ -260,7 +260,7 @@ def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None
     assert summary(command, paths, again="dray run --run=r -- t.py") == (
         f"{stopped}\n  safe:   what the command itself saved\n  again:  dray run --run=r -- t.py\n{folder}"
     )
-    kept = {"checkpoint": "/a b/checkpoints/step-50", "steps": 57}
+    kept = {"checkpoint": "/a b/checkpoints/step-50", "saved_step": 50, "steps": 57}
     left = f"  safe:   all up to step 50, in /a b/checkpoints/step-50\n  resume: dray run x --run=r\n{folder}"
     assert summary(result.model_copy(update=kept), paths, again="dray run x --run=r") == (
         f"{stopped}, after step 57\n{left}"

@@ -126,10 +126,10 @@ def test_what_is_unclear(runs: Path, word: str, problem: str, found: str, fix: s
 @pytest.mark.hostile("runs")
 def test_a_link_hides_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that leads nowhere, in a circle, to where this user may not look, or to a disk that is gone."""
-    before = sorted(store.every(runs))
+    before = sorted(store.newest_first(runs))
     (runs / "dangling").symlink_to(runs / "nothing")
     (runs / "circle").symlink_to(runs / "circle")
-    assert sorted(store.every(runs)) == before
+    assert sorted(store.newest_first(runs)) == before
     failing = [Mock(path=str(runs / "closed"))]
     for error in (errno.EACCES, errno.ESTALE):
         failing[0].is_dir.side_effect = OSError(error, os.strerror(error))
@@ -137,7 +137,7 @@ def test_a_link_hides_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         scanned.__enter__.return_value = [*failing, *os.scandir(runs)]
         with monkeypatch.context() as patched:
             patched.setattr(store.os, "scandir", lambda _folder, scanned=scanned: scanned)
-            assert sorted(store.every(runs)) == before
+            assert sorted(store.newest_first(runs)) == before
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
