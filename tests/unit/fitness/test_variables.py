@@ -130,7 +130,7 @@ def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
 class TestCommand:
     def run(self, root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         given = {**PYTHON, "DRAY_HOME": str(root), "HOME": "/none", **env}
-        argv = [sys.executable, "-m", "dray", "env", "check", *arguments]
+        argv = [sys.executable, "-m", "dray", "site", "env", *arguments]
         return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
 
     @pytest.mark.seconds
