@@ -19,9 +19,8 @@ from dray.contract.control_characters import printable
 from dray.contract.files import write_new
 from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
-from dray.runs import archive, capsule, local, trust
+from dray.runs import archive, capsule, local, prepare, trust
 from dray.runs import compare as comparing
-from dray.runs import prepare as write
 from dray.runs import replay as replays
 from dray.runs.replay import Original
 from dray.runs.result import result_of
@@ -124,7 +123,7 @@ def _start(before: Original, runs: Path, engine: str) -> NoReturn:
         recipe, engine=engine, image=local.image_of(engine, recipe), nodes=recipe.nodes,
         gpus_per_node=replays.gpus_of(plan), site="" if plan.by_slurm else before.capsule.site,
     )  # fmt: skip
-    made, paths = write.write(recipe, facts, runs=runs)
+    made, paths = prepare.write(recipe, facts, runs=runs)
     _announce(before, paths, made)
     conduct(made, paths, again=shlex.join(again))
     _compare(before, paths.run)

@@ -37,8 +37,7 @@ from dray.fitness import host
 from dray.planning import tune_search
 from dray.planning.tune_search import KEYS, Value
 from dray.planning.world import divide
-from dray.runs import local_inputs, status, tune
-from dray.runs import prepare as write
+from dray.runs import local_inputs, prepare, status, tune
 from dray.runs import study as studies
 from dray.runs.store import default_runs, new_id
 from dray.runs.study import MOST, Member, Study
@@ -129,7 +128,7 @@ def scale(
     counts = sorted({int(count) for count in text.split(",")})
     per_node = per_node or (host.site(site).site.gpus_per_node if gpus else 0) or max(counts)
     settings, members = overrides or [], list[Member]()
-    batch = write.read_recipe(recipe, settings).batch
+    batch = prepare.read_recipe(recipe, settings).batch
     for count in counts:
         # A node is full before there is a second.
         nodes, each = divmod(count, per_node) if count > per_node else (1, count)
@@ -256,7 +255,7 @@ def tune_recipe(
             given[key] = tune_search.values(text)
         else:
             settings.append(override)
-    read = write.read_recipe(recipe, [*settings, *([f"ranks_per_node={ranks}"] if ranks else [])])
+    read = prepare.read_recipe(recipe, [*settings, *([f"ranks_per_node={ranks}"] if ranks else [])])
     if read.train is None:
         raise ConfigError(
             "dray study tune is for dray's own trainer", where=recipe, wanted="a recipe with [train] and [batch]",

@@ -19,8 +19,7 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted, listed
 from dray.images import store as images
-from dray.runs import compare, login, metrics, source, status, store
-from dray.runs import prepare as write
+from dray.runs import compare, login, metrics, prepare, source, status, store
 from dray.runs import submit as queue
 from dray.runs.slurm import Slurm
 from dray.runs.store import Run, RunPaths, dig, is_run, make_run_folder, new_id
@@ -111,7 +110,7 @@ class Study(BaseModel):
         return folder
 
     def _recipe(self, settings: Sequence[str]) -> Recipe:
-        return write.read_recipe(Path(self.recipe), [*self.settings, *settings])
+        return prepare.read_recipe(Path(self.recipe), [*self.settings, *settings])
 
     def run(self, folder: Path, member: Member, program: Sequence[str]) -> int:
         """Run one member on this machine, by `dray run`; its exit code."""

@@ -19,8 +19,7 @@ from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import login, refusal, slurm, source, status
-from dray.runs import prepare as write
+from dray.runs import login, prepare, refusal, slurm, source, status
 from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
@@ -92,7 +91,7 @@ def planned(recipe: Recipe, attempt: RunPaths, submission: Submission, known: lo
         recipe, submission.nodes, submission.gpus, submission.site, ranks=submission.ranks or None,
         options=(*(submission.before or ()), *submission.options), gpu_memory=submission.gpu_memory, known=known,
     )  # fmt: skip
-    plan = write.decide(recipe, facts, choice, attempt)
+    plan = prepare.decide(recipe, facts, choice, attempt)
     plan.refuse()
     defaults = options(recipe, choice.site, facts.gpus_per_node, submission.nodes)
     if recipe.requeue == "expedite":

@@ -17,8 +17,7 @@ from dray.facts import Engine, Facts
 from dray.planning import tune_search
 from dray.planning.schema import Plan
 from dray.planning.tune_search import Candidate, Figure, Space
-from dray.runs import local, login, replay, status, study
-from dray.runs import prepare as write
+from dray.runs import local, login, prepare, replay, status, study
 from dray.runs.slurm import Allocation
 from dray.runs.store import RunPaths
 from dray.runs.study import LAST, Member, Row, Study
@@ -42,7 +41,7 @@ class Place:
 
     def plan(self, recipe: Recipe, folder: Path) -> Plan:
         """The plan of a candidate, with its findings."""
-        return write.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
+        return prepare.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
 
     def first(self, recipe: Recipe, folder: Path) -> Plan:
         """The plan of the recipe's own setting; if its micro-batch does not fit the ranks, of the largest that does."""
@@ -101,7 +100,7 @@ def place(
         recipe, engine=engine, image=local.image_of(engine, recipe), nodes=nodes, gpus_per_node=gpus_per_node,
         site=site,
     )  # fmt: skip
-    facts, choice = write.at_site(facts.model_copy(update={"gpu_memory_gb": gpu_memory}))
+    facts, choice = prepare.at_site(facts.model_copy(update={"gpu_memory_gb": gpu_memory}))
     size = (f"--nodes={facts.nodes}", f"--gpus-per-node={gpus_per_node}", f"--engine={engine}")
     return Place(facts=facts, choice=choice, options=(*size, *options))
 
@@ -244,7 +243,7 @@ def require_writable(file: Path) -> None:
 
 def write_best(folder: Path, found: Study, row: Row, file: Path, lines: Sequence[str]) -> None:
     """Write the row's setting as a recipe, under these lines as comments, and the files that it names."""
-    recipe = write.read_recipe(folder / "recipe.toml")
+    recipe = prepare.read_recipe(folder / "recipe.toml")
     start, candidate = (Candidate(tuple(member.values.items())) for member in (found.members[0], row))
     applied = tune_search.applied(recipe, candidate, start, ranks=found.ranks)
     table = applied.model_dump(mode="json", exclude_unset=True)
