@@ -20,6 +20,7 @@ from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.remote import names, ssh, transfer
 from dray.remote.ssh import Connection
+from dray.runs.status import LOST, NO_RESULT, QUEUED
 from dray.runs.store import new_id
 
 First = Annotated[
@@ -83,7 +84,7 @@ def _keep_first(connections: Sequence[Connection], run: Sequence[str]) -> int:
             code = connection.run(
                 "verb", "", "", "", "", "status", "--json", *run, on_out=answer.extend, on_err=lambda _: None
             )
-            if code or json.loads(answer)["state"] == "queued":
+            if code or json.loads(answer)["state"] in (QUEUED, LOST, NO_RESULT):
                 continue
             name = connection.remote.name
             _say(f"the job at {name} is first, and the others are stopped: dray status --on {name} {run[0]}")

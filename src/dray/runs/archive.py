@@ -66,15 +66,16 @@ def make(run: Path, out: Path, *, why: str = "") -> Archive:
     require_new(out)
     content, left_out = dict[str, str](), list[str]()
     clean = cleaner(run, homes=bool(why))
-    for attempt in Run(run).attempts:
-        paths = attempt.paths
-        for path in _chosen(paths):
-            end = path.suffix == ".log" or (bool(why) and path.suffix == ".jsonl")
-            name = path.relative_to(run).as_posix()
-            try:
-                content[name] = clean(_text(path, run, end=end))
-            except OSError as error:
-                left_out.append(printable(f"{name}: {error.strerror}"))
+    attempts = [attempt.paths for attempt in Run(run).attempts]
+    chosen = [path for paths in attempts for path in _chosen(paths)]
+    for path in [*chosen, *sorted(run.glob("job-*.log"))]:
+        end = path.suffix == ".log" or (bool(why) and path.suffix == ".jsonl")
+        name = path.relative_to(run).as_posix()
+        try:
+            content[name] = clean(_text(path, run, end=end))
+        except OSError as error:
+            left_out.append(printable(f"{name}: {error.strerror}"))
+    for paths in attempts:
         try:
             content[f"{paths.folder.name}/{paths.capsule.name}"] = clean(_capsule(paths, content))
         except DrayError as error:
@@ -95,7 +96,7 @@ def _chosen(paths: RunPaths) -> list[Path]:
     found = [path for path in sorted(paths.folder.rglob("*")) if path.name not in capsule.NOT_RECORDED]
     failed = [path.stem for path in paths.failures.glob("*.json")]
     logs = sorted(paths.logs.glob("*.log"), key=lambda log: log.stem not in failed)
-    return [*(path for path in found if path.suffix in _TEXTS), *logs[:_LOGS], *sorted(paths.run.glob("job-*.log"))]
+    return [*(path for path in found if path.suffix in _TEXTS), *logs[:_LOGS]]
 
 
 def _text(path: Path, run: Path, *, end: bool) -> str:

@@ -128,20 +128,20 @@ def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
 
 
 class TestCommand:
-    def run(self, root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, root: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
         given = {**PYTHON, "DRAY_HOME": str(root), "HOME": "/none", **env}
-        argv = [sys.executable, "-m", "dray", "env", "check", *arguments]
+        argv = [sys.executable, "-m", "dray", "site", "env", "recipes/smoke-cpu.toml", *options]
         return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
 
     @pytest.mark.seconds
     def test_a_clean_one_is_zero(self, root: Path) -> None:
-        ended = self.run(root, "recipes/smoke-cpu.toml")
+        ended = self.run(root)
         assert (ended.returncode, ended.stderr) == (0, "")
         assert ended.stdout.splitlines()[-1].endswith(" variables inside: 0 errors, 0 warnings, 0 notes")
 
     @pytest.mark.seconds
     def test_an_error_is_78_with_its_fix_and_source(self, root: Path) -> None:
-        ended = self.run(root, "recipes/smoke-cpu.toml", "env.FI_MR_CACHE_MONITOR=memhooks")
+        ended = self.run(root, "env.FI_MR_CACHE_MONITOR=memhooks")
         assert ended.returncode == 78
         first, where, fix, source, *_ = ended.stdout.splitlines()
         assert first == "error   FI_MR_CACHE_MONITOR=memhooks: deadlocks with the NCCL plugin"

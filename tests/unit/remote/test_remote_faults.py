@@ -111,7 +111,7 @@ class Cluster:
 
 def test_the_job_that_starts_first_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(submit_on, "_POLL_S", 0)
-    one, other = Cluster("lumi", "queued", "queued"), Cluster("leonardo", "queued", "running")
+    one, other = Cluster("lumi", "queued", "lost"), Cluster("leonardo", "queued", "running")
     assert submit_on._keep_first([one, other], ["mine", "--runs=/r"]) == 0  # type: ignore[list-item]
     status = ["status", "--json", "mine", "--runs=/r"]
     assert one.asked == [status, status, ["stop", "--no-wait", "mine", "--runs=/r"]]

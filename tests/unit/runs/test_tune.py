@@ -92,17 +92,11 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 @pytest.fixture
-def dray(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def dray(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Types a line; the exit code and both streams."""
 
     def typed(*words: object) -> tuple[int, str, str]:
-        import typer
-
-        app = typer.Typer()
-        app.add_typer(verb.app, name="study")
         capfd.readouterr()
-        monkeypatch.setattr(cli, "app", app)
-        monkeypatch.setattr(cli, "_register", lambda _: None)
         verbs = ["study"] if words[:1] == ("show",) else ["study", "tune"]
         code = cli._code([*verbs, *map(str, words)])
         return code, *capfd.readouterr()
