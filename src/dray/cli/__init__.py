@@ -44,7 +44,7 @@ VERBS = {
     "Several runs and machines": {
         "study": "Run a recipe several times, and print a table",
         "remote": "Name clusters that you reach by ssh",
-        "clean": "Show old runs, studies, tokens, images and left-over files",
+        "clean": "Show old runs, tokens of datasets and left-over files of builds",
     },
 }
 HIDDEN = {
