@@ -42,9 +42,9 @@ VERBS = {
         "model": "Evaluate, export or push a model, or generate text with it",
     },
     "Several runs and machines": {
-        "study": "Run a recipe several times, and print a table",
+        "study": "Run one recipe several times, and compare",
         "remote": "Name clusters that you reach by ssh",
-        "clean": "Show old runs, studies, tokens, images and left-over files",
+        "clean": "Show old runs, tokens of datasets and left-over files of builds",
     },
 }
 HIDDEN = {

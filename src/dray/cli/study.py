@@ -69,7 +69,7 @@ def sweep(
     a job, the runs follow one another here.
 
     dray study sweep recipes/smoke-cpu.toml train.lr=1e-3,4e-3 train.steps=20
-    dray study sweep recipes/gpt2-wikitext-ddp.toml train.lr=1e-4,3e-4,1e-3 --at-most 2
+    dray study sweep gpt2-wikitext-ddp train.lr=1e-4,3e-4,1e-3 --at-most 2
     """
     require_gpus(ranks, gpus_per_node)
     values = [_values(setting) for setting in overrides or []]
@@ -244,7 +244,7 @@ def tune_recipe(
 
     dray study tune recipes/smoke-cpu.toml --nodes 1 --out tuned.toml
     dray study tune recipes/smoke-cpu.toml --keys strategy,loss --all
-    dray study tune recipes/smoke-cpu.toml batch.per_device=2,4,8 train.compile=false
+    dray study tune smoke-cpu batch.per_device=2,4,8 train.compile=false
     """
     if out:
         tune.require_writable(out)
