@@ -25,6 +25,7 @@ from dray.runner.plan import Endpoint, Plan, names
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
+_SHORTEST_SECRET = 32
 _LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
 _ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
@@ -46,11 +47,14 @@ class StoppedError(DrayError):
 def secret_of(folder: str) -> bytes:
     """The run's secret, which was written beside plan.json."""
     path = f"{folder}/{run_folder.SECRET}"
-    return (
-        files.text(path, "the run's secret", wanted="the file that was written with plan.json", own=True)
-        .strip()
-        .encode()
-    )
+    try:
+        secret = files.read(path, limit=_LONGEST, own=True).strip()
+        if len(secret) < _SHORTEST_SECRET:  # a disk was full: one that is short, anybody guesses
+            raise OSError(f"{len(secret)} characters")
+    except OSError as found:
+        wanted = "the file that was written with plan.json"
+        raise ConfigError("the run's secret cannot be read", where=path, wanted=wanted, found=found) from found
+    return secret
 
 
 def meet(
