@@ -239,7 +239,7 @@ def test_code_in_a_run_of_theirs_is_not_run(cluster, sif: Path, root: Path, othe
     planted = other("apptainer", "exec", checkout, str(sif), "python3", "-c", RUN, str(root))
     assert planted.code == 0, planted.err
     pwned = cluster.shared / "home" / "pwned"
-    inside = [str(sif), "python3", "-m", "dray", verb[0], "/tmp/theirs/runs/theirs", *verb[1:]]
+    inside = [str(sif), "python3", "-m", "dray", "model", verb[0], "/tmp/theirs/runs/theirs", *verb[1:]]
     words = ["apptainer", "exec", checkout, f"--env=DRAY_HOME={root},HF_HUB_OFFLINE=1", *inside]
     ended = cluster.exec(words, node="n2", workdir="/tmp/theirs")
     assert ended.code != 0

@@ -60,10 +60,10 @@ def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: di
         mine = f"evaluate.mine.dataset={root}/recipes/tiny/validation.jsonl"
         for words, said in {
             "docker": [
-                (("generate", folder, "one: the", "--tokens", "4"), "one: the"),
-                (("eval", folder, mine), "evaluation mine loss"),
+                (("model", "generate", folder, "one: the", "--tokens", "4"), "one: the"),
+                (("model", "eval", folder, mine), "evaluation mine loss"),
             ],
-            "podman": [(("export", folder, "--to", tmp_path / "made" / "model"), f"{tmp_path}/made/model: ")],
+            "podman": [(("model", "export", folder, "--to", tmp_path / "made" / "model"), f"{tmp_path}/made/model: ")],
         }[engine]:
             after = subprocess.run(
                 [sys.executable, "-m", "dray", *words, "--engine", engine],

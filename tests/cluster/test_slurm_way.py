@@ -32,6 +32,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
     (board,) = [path for path in found if path.startswith("trackers/tensorboard/events.out.tfevents.")]
     assert {path for path in found if not path.startswith("checkpoints/")} == {
         board,
+        "summary.json",
         *(
             f"attempt-1/{name}"
             for name in (

@@ -46,7 +46,7 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
     if beat.time:
         found = found._replace(step=beat.step, phase=heartbeat.PHASES[beat.phase])
     parts = {"stacks of all threads (faulthandler)": ""}
-    if beat.program > 0:
+    if _is_below(beat.program):
         pythons = _pythons(beat.program)
         process = pythons[0] if pythons else beat.program
         found = found._replace(state=_state(process))
@@ -83,6 +83,17 @@ def entered_last(entries: list[dict[str, Any]]) -> list[Entered]:
             name = entry["profiling_name"].rpartition(":")[2]
             last[group] = Entered(group, entry["collective_seq_id"], name, waits=entry.get("retired") is False)
     return list(last.values())
+
+
+def _is_below(process: int) -> bool:
+    """Whether this runner has started it: a program may write anything into its heartbeat."""
+    look = [os.getpid()]
+    for parent in look:
+        below = children.below(parent)
+        if process in below:
+            return True
+        look += below
+    return False
 
 
 def _pythons(program: int) -> list[int]:

@@ -137,4 +137,4 @@ def test_the_verb_prints_the_script_and_dray_answers_a_shell(tmp_path: Path) -> 
         program, capture_output=True, text=True, check=True, cwd=tmp_path,
         env={**PYTHON, **asked, "_TYPER_COMPLETE_ARGS": "dray wh"},
     )  # fmt: skip
-    assert (answer.stdout, answer.stderr) == ("watch\nwhy\n", "")
+    assert (answer.stdout, answer.stderr) == ("why\n", "")

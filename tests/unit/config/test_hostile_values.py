@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -124,15 +123,6 @@ class TestControlCharacters:
         ended = dray("plan", SMOKE, "--facts=facts.txt", "--format=bash", cwd=tmp_path)
         assert (ended.returncode, ended.stdout) == (78, "")
         assert "a value has a control character" in ended.stderr
-
-    @pytest.mark.seconds
-    def test_dray_s_own_colours_are_left(self, tmp_path: Path) -> None:
-        """On a terminal the help has some."""
-        env = {**os.environ, **PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT), "TERM": "xterm-256color"}
-        words = ["script", "--quiet", "--return", "--command", f"{sys.executable} -m dray plan --help", "/dev/null"]
-        ended = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-        assert "\x1b[" in ended.stdout
-        assert "\\u001b" not in ended.stdout
 
     def test_they_are_found_wherever_they_are(self) -> None:
         values = {"a": [{"b": "x"}, {"b": "x\n", "c\n": None}], "d": 3}
