@@ -368,11 +368,11 @@ replay RUN --verify: all capsule.json plan.json facts.txt metrics.jsonl node.sh 
 replay RUN --pack OUT.tar.gz: all capsule.json secret logs logs/rank-0.log
 replay RUN --recipe OUT.toml: all capsule.json plan.json facts.txt
 replay RUN --compare OTHER: all metrics.jsonl
-sync RUN: plan.json ../checkpoints
+report RUN --sync: plan.json ../checkpoints
 clean --dry-run: all attempt
-eval RUN: plan.json ../checkpoints
-generate RUN a: plan.json
-export RUN: plan.json ../checkpoints
+model eval RUN: plan.json ../checkpoints
+model generate RUN a: plan.json
+model export RUN: plan.json ../checkpoints
 enter RUN -- true: plan.json
 enter GOING -- true: plan.json process.json
 finish ATTEMPT --code 1: all plan.json facts.txt metrics.jsonl capsule.json failures \

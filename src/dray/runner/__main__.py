@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
-from dray.contract.findings import DrayError, Finding
+from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.contract.start_times import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
@@ -47,7 +47,9 @@ _FILES = 65_536
 
 def main(path: str) -> int:
     """This node's exit code: the launcher's, or that of the failure which kept it from starting."""
-    plan = json.loads(files.text(path, "the plan", own=True))
+    plan = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
+    if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
+        raise ConfigError("the plan is damaged", where=path, fix="submit the run again")
     environment.merge(plan)
     os.environ[redact.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     allow_files()

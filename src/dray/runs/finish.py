@@ -58,11 +58,23 @@ def finish(
         return result
     if wrong := capsule.ended(paths, plan, result):
         result.warnings.append(wrong)
+    if result.status == "done":
+        with suppress(OSError):
+            _tidy(paths)
     if then and (then.requeue or then.spare):
         line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
         with suppress(OSError):  # the job then stays out of the queue
             files.write_atomic(paths.next, line)
     return result
+
+
+def _tidy(paths: RunPaths) -> None:
+    """Remove files that a good run does not need: the preflight's rank files, and an empty log of srun."""
+    for left in paths.preflight.glob("rank-*"):
+        left.unlink()
+    log = paths.logs / records.SRUN_LOG
+    if log.exists() and not log.stat().st_size:
+        log.unlink()
 
 
 class Failure(NamedTuple):

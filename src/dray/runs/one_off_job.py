@@ -84,7 +84,14 @@ def hub_variables() -> tuple[str, ...]:
     """
     file = os.environ.get("HF_TOKEN_PATH")
     if file and not os.environ.get("HF_TOKEN"):
-        os.environ["HF_TOKEN"] = files.text(file, "the file with the hub's token").strip("\0 \t\r\n")
+        token = files.text(file, "the file with the hub's token").strip("\0 \t\r\n")  # NULs: after a crash
+        if not token:
+            raise ConfigError(
+                "the file with the hub's token is empty",
+                where=f"HF_TOKEN_PATH={file}",
+                fix="write the token into the file",
+            )
+        os.environ["HF_TOKEN"] = token
         mode = Path(file).stat().st_mode & 0o777
         if mode & 0o077:
             raise ConfigError(
