@@ -126,7 +126,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(Watched, "unknown_s", 0.0)
         patch.setattr(Watched, "next_s", 0.0)
         patch.setattr(time, "sleep", lambda _seconds: None)
-        whole = app.command(*cli.SHOWN)
+        whole = app.command(*cli.SHOWN, "finish")
         patch.setattr(app, "command", lambda *_: whole)
         make_run(home / "runs", "other")
         yield home
