@@ -44,7 +44,7 @@ from dray.runs.study import MOST, Member, Study
 from dray.runs.tune import Tuner
 
 app = typer.Typer(help="Run one recipe several times, and compare: sweep, scale and tune.", no_args_is_help=True)
-AtMost = Annotated[
+AtOnce = Annotated[
     int | None,
     typer.Option(metavar="M", min=1, help="With Slurm: run at most this many tasks of a job array at once."),
 ]
@@ -61,7 +61,7 @@ def sweep(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-    at_most: AtMost = None,
+    at_most: AtOnce = None,
 ) -> None:
     """Run a recipe once for each combination of values, such as train.lr=1e-3,4e-3, and print a table.
 
@@ -109,7 +109,7 @@ def scale(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-    at_most: AtMost = None,
+    at_most: AtOnce = None,
 ) -> None:
     """Run a recipe on several numbers of GPUs, and compare speed, efficiency and losses; exit code 1 if losses differ.
 
