@@ -90,6 +90,7 @@ there::check() { # FOLDER: what a run needs here
 }
 
 there::main() { # MARK FUNCTION [ARGUMENT...]: what the profile has printed stands before the mark
+  local status
   set -euo pipefail
   # 255 is ssh's own, of a connection that is lost.
   trap 'status=$?; ((status != 255)) || status=1; exit "$status"' EXIT

@@ -51,6 +51,7 @@ def test_a_run_that_uses_tokens_makes_them_younger(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     for file in folder.iterdir():
         os.utime(file, (time.time() - 9 * 86400,) * 2)
+    os.utime(folder, (time.time() - 9 * 86400,) * 2)
     assert [round(item.days) for item in tokens_in(tmp_path)] == [9]
     made(tmp_path)
     assert [round(item.days) for item in tokens_in(tmp_path)] == [0]
