@@ -91,6 +91,8 @@ def is_gone() -> bool:
 def settle() -> None:
     """Drop what cannot be written: else Python tries again at its end, and exits with 120."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if stream is None:  # closed by whoever has started dray
+            continue
         try:
             stream.flush()
         except OSError:  # a full disk or a closed pipe
