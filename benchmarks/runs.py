@@ -20,6 +20,7 @@ from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.stop import Stop
+from dray.runs.store import RunPaths, write_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = Facts(
@@ -47,6 +48,7 @@ def make(folder: Path, count: int) -> None:
                 os.link(paths.folder / name, attempt / name)
             queued = {"job": 17, "cluster": "", "time": 1.0, "argv": ["sbatch"]}
             (attempt.parent / "job.json").write_text(json.dumps(queued))
+            write_summary(RunPaths(attempt.parent))
 
 
 def slurm(folder: Path) -> Path:

@@ -129,7 +129,7 @@ class Stranger(Caller):
 
     def __init__(self, crowd: Crowd, number: int) -> None:
         super().__init__(crowd, "127.0.0.10")
-        self.rubbish = (b"", b"x", b"x" * 40, os.urandom(connections.GREETING), bytes(100_000))[number % 5]
+        self.rubbish = (b"", b"x", b"x" * 40, os.urandom(connections.NONCE), bytes(100_000))[number % 5]
         crowd.later(self, 0)
 
     def act(self) -> None:
