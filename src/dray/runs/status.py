@@ -325,7 +325,7 @@ class _Look:
             fields |= {"why": stopped.reason, "finished": stopped.at}
         tail = list[metrics.Event]()
         try:
-            tail = metrics.tail(attempt.paths.metrics)
+            tail = metrics.tail(attempt.paths.metrics) if closely else metrics.tail(attempt.paths.metrics, 4096)
             if fields["steps"] is None:  # it counts epochs
                 fields["steps"] = metrics.whole(metrics.first(attempt.paths.metrics), "steps")
         except OSError as wrong:
