@@ -12,10 +12,9 @@ import typer
 
 from dray import process
 from dray.cli.args import Run, Runs, program
-from dray.contract import files
+from dray.contract import exit_codes, files
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs import webhook
-from dray.runs.result import Result
 from dray.runs.status import DONE, FAILED, STOPPED, State
 from dray.runs.store import find, require_own
 from dray.runs.watch import Watcher
@@ -56,7 +55,8 @@ def watch(
     except KeyboardInterrupt:
         print("\nthe run goes on")
         return
-    raise typer.Exit(seen.exit_code or 0)
+    lost = exit_codes.FAILED if seen.state != DONE else exit_codes.DONE
+    raise typer.Exit(lost if seen.exit_code is None else seen.exit_code)
 
 
 def _webhook() -> str:
@@ -79,9 +79,6 @@ def _mail(address: str, seen: State, line: str) -> None:
 
 
 def _post(url: str, seen: State, line: str) -> None:
-    told = Result(
-        run=seen.run, status=seen.state, exit_code=seen.exit_code or 0, finished=seen.finished or "",
-        world_size=seen.ranks, hosts=seen.nodes, steps=seen.step, reason=line,
-    )  # fmt: skip
-    if failed := webhook.tell(url, told, line):
+    told = f"{seen.run}: {line}"
+    if failed := webhook.post(url, told, run=seen.run, status=seen.state, exit_code=seen.exit_code, steps=seen.step):
         print(f"dray: warning: {failed}")

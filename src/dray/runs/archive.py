@@ -94,6 +94,7 @@ def make(run: Path, out: Path, *, why: str = "") -> Archive:
 def _chosen(paths: RunPaths) -> list[Path]:
     """What dray wrote into the attempt's folder as text, without secrets; of logs first those of what failed."""
     found = [path for path in sorted(paths.folder.rglob("*")) if path.name not in capsule.NOT_RECORDED]
+    found = [path for path in found if not path.relative_to(paths.folder).parts[0].startswith("jupyter-")]  # a token
     failed = [path.stem for path in paths.failures.glob("*.json")]
     logs = sorted(paths.logs.glob("*.log"), key=lambda log: log.stem not in failed)
     return [*(path for path in found if path.suffix in _TEXTS), *logs[:_LOGS]]

@@ -176,8 +176,13 @@ def _builds(build: Path | None) -> Iterator[Item]:
 def _is_locked(file: Path) -> bool:
     """Whether a process on this machine holds the lock of a file."""
     try:
-        with files.open_regular(file, link=False) as log:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        log = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # NFS locks no file read-only
     except OSError:
         return file.exists()
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(log)
     return False

@@ -45,7 +45,7 @@ def active_plan(state: State) -> tuple[Plan, RunPaths]:
         raise ConfigError(problem, where=state.path, wanted="an active run", found=state.where, fix=fix)
     plan = plan_of(state.paths)
     if engines.get(plan.engine).private_network:
-        containers = f"$({plan.engine} ps --quiet --filter label={LABEL}={plan.run})"
+        containers = f"$({plan.engine} ps --quiet --filter label={LABEL}={plan.run} | head -n1)"
         raise ConfigError(
             f"dray enter opens no container of {plan.engine}",
             where=state.path,

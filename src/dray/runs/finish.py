@@ -140,9 +140,9 @@ class _Ended:
             figures.pop("lost_s", None)
         elif checkpoint:
             fields |= {"checkpoint": str(checkpoint), "saved_step": saved}
-        folders = sorted(paths.failures.glob("restart-*/"), key=lambda folder: int(folder.name[8:]))
-        restarts = [self.failure(folder) for folder in folders]
-        attempts = history(paths)
+        folders = [folder for folder in paths.failures.glob("restart-*/") if folder.name[8:].isdecimal()]
+        restarts = [self.failure(folder) for folder in sorted(folders, key=lambda folder: int(folder.name[8:]))]
+        attempts = self.tried(paths.run, history, paths) or []
         costs = [(attempt.attempt, attempt.cost) for attempt in attempts]
         unfit = ",".join(files.tail(paths.failing_nodes)).split(",")
         return Result(
@@ -156,7 +156,7 @@ class _Ended:
             preflight=self.tried(paths.preflight_report, self.preflight),
             recoveries=self.tried(paths.metrics, self.recoveries, restarts) or [],
             history=attempts,
-            startup=startup.read(paths, fields["hosts"], cost.queue_s(known)),
+            startup=self.tried(paths.startup, startup.read, paths, fields["hosts"], cost.queue_s(known)),
             cost=spent,
             spent=cost.spent([*costs, (paths.attempt, spent)]),
             **fields,
@@ -176,7 +176,7 @@ class _Ended:
         why = "no rank left a record: the node, the container or the launcher failed, or the job was stopped"
         if not folder.exists():
             why = f"the folder of the attempt is gone: {folder}"
-        elif (disk := os.statvfs(folder)).f_bavail * disk.f_frsize < _FULL:
+        elif (disk := self.tried(folder, os.statvfs, folder)) and disk.f_bavail * disk.f_frsize < _FULL:
             code, why = exit_codes.UNFIT, f"the disk is full, so logs and records are incomplete: {folder}"
         lines = [line for log in sorted(logs.glob("node-*.log")) for line in files.tail(log)]
         return Cause(node="", rank=None, code=code, why=why, log=str(logs), last_lines=lines[-20:])

@@ -75,7 +75,10 @@ def _cancel(state: State) -> bool:
     """Cancel the job of a run, unless it is an allocation by salloc; False if it waited and started meanwhile."""
     job = state.slurm_job
     assert job
-    if state.paths and not job.waits and not slurm.is_batch(slurm.show(job.id)):
+    shown = {} if job.waits or not state.paths else slurm.show(job.id)
+    if state.paths and not job.waits and not shown:
+        raise UnfitError("Slurm does not tell what kind of job this is", where=state.where, fix="try again in a minute")
+    if shown and not slurm.is_batch(shown):
         raise ConfigError(
             "the run is in your allocation, which would end with it",
             where=state.where,

@@ -72,7 +72,8 @@ def _sized(message: str, argv: Sequence[str]) -> ConfigError:
         own_gpus = counted(partition.gpus, "GPU") if partition.gpus else "no GPUs"
         size = f"{counted(partition.nodes, 'node')} with {counted(partition.cpus, 'CPU')}"
         rows.append(f"{partition.name}: {size}, {own_gpus}")
-    chosen = _value(argv, "--partition=", "-p").split(",")
+    default = partitions[0].name if partitions else ""
+    chosen = (_value(argv, "--partition=", "-p") or default).split(",")
     fix = "request what nodes above have: --nodes N, --gpus-per-node N, --sbatch=--cpus-per-task=N, --sbatch=--mem=SIZE"
     for partition in partitions:
         if partition.nodes >= nodes and partition.gpus >= gpus and partition.name not in chosen:
@@ -88,7 +89,7 @@ def _sized(message: str, argv: Sequence[str]) -> ConfigError:
 def _value(argv: Sequence[str], *names: str) -> str:
     """The last value on the command line of the option with these names (`--nodes=`, `-N`), or in sbatch's
     environment."""
-    value = os.environ.get(f"SBATCH_{names[0].strip('-=').upper()}", "")
+    value = os.environ.get(f"SBATCH_{names[0].strip('-=').replace('-', '_').upper()}", "")
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         for name in names:
             if word.startswith(name):

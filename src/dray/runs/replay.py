@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ _OWN = (
     "--parsable", "--output", "--nodes", "--gpus-per-node", "--dependency", "--no-kill", "--begin", "--deadline",
     "--array", "--wait", "--hold", "--test-only", "--quiet",
 )  # fmt: skip
-_SHORT = ("-o", "-N", "-d", "-k", "-b", "-a", "-W", "-H", "-Q", "--gres=gpu")
+_SHORT = ("-o", "-N", "-d", "-k", "-b", "-a", "-W", "-H", "-Q")
 # What the replay itself sets or removes.
 _SET = ("checkpoint.", "spares", "max_requeues", "train.trackers")
 # Facts about nodes that are known before the start.
@@ -171,10 +172,23 @@ def job_options(run: Path) -> JobOptions | None:
         return None
     argv = submitted.argv
     script = next((place for place, word in enumerate(argv) if word.endswith(_SCRIPTS)), len(argv))
-    options = [word for word in argv[1:script] if word.partition("=")[0] not in _OWN and not word.startswith(_SHORT)]
-    decided = dict(re.findall("^--(site|gpu-memory)=(.+)$", "\n".join(argv[script:]), re.MULTILINE))
+    ours = takewhile(lambda word: word.startswith("--") and word != "--", argv[script + 1 :])
+    decided = dict(re.findall("^--(site|gpu-memory)=(.+)$", "\n".join(ours), re.MULTILINE))
     memory = float(decided["gpu-memory"]) if "gpu-memory" in decided else None
-    return JobOptions(tuple(options), decided.get("site", ""), memory)
+    return JobOptions(tuple(_kept(argv[1:script])), decided.get("site", ""), memory)
+
+
+def _kept(options: Sequence[str]) -> Iterator[str]:
+    """The options that concern the replay, too. sbatch takes the beginning of a name, and a value as its own word."""
+    dropped = False
+    for option in options:
+        if option.startswith("-") or not dropped:
+            name = option.partition("=")[0]
+            long = len(name) > len("--") and any(own.startswith(name) for own in _OWN)
+            dropped = long if name.startswith("--") else name.startswith(_SHORT)
+            dropped = dropped or option.startswith("--gres=gpu")
+            if not dropped:
+                yield option
 
 
 def job(run: Original, runs: Path, more: Sequence[str]) -> submit.Job:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from dray import hostlist
 from dray.contract import exit_codes
+from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
 from dray.planning.world import fewer
 from dray.runs.result import Next, Result
@@ -77,7 +80,10 @@ def _unfit(result: Result) -> list[str]:
         return []
     why = cause.head.replace(cause.node, "")
     for attempt in result.history:
-        names = hostlist.expand(attempt.hosts) if attempt.exit_code == exit_codes.UNFIT else []
+        names: list[str] = []
+        if attempt.exit_code == exit_codes.UNFIT:
+            with suppress(DrayError):  # its plan could not be read
+                names = hostlist.expand(attempt.hosts)
         if attempt.why and why in (attempt.why.replace(name, "") for name in names):
             return []
     return nodes

@@ -190,9 +190,9 @@ def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
         raise DrayError("scancel failed", where=f"job {job.id}", found=(done.err or done.out).strip()[-300:])
 
 
-def release(job: Job) -> None:
+def release(job: Job, cluster: str = "") -> None:
     """Let a held job start. DrayError if Slurm refuses."""
-    process.run(["scontrol", "release", job.id], seconds=_ANSWER_S)
+    process.run(["scontrol", *_on(cluster), "release", job.id], seconds=_ANSWER_S)
 
 
 def show(job: int | str) -> dict[str, str]:

@@ -285,7 +285,7 @@ def write_summary(paths: RunPaths) -> None:
         "began": attempt.began,
         "cluster": attempt.run.cluster,
         "job_id": attempt.job_id,
-        "jobs": [*(dig(read_json(file, []), "jobs") or []), attempt.job_id, str(attempt.job)],
+        "jobs": sorted({*(dig(read_json(file, []), "jobs") or []), attempt.job_id, str(attempt.job)} - {"", "0"}),
         "plan": {name: plan.get(name) for name in ("job", "run_folder", "scratch")}
         | {"recipe": recipe, "world": world},
         "ended": attempt.ended,
@@ -681,7 +681,8 @@ def _job_ids(folder: Path) -> set[str]:
     found = set(dig(read_json(folder / names.SUMMARY, []), "jobs") or [])
     if not found:
         found = {word for attempt in run.attempts for word in (str(attempt.job), attempt.job_id)}
-    return found | ({str(run.job.job), run.job.id} if run.job else set())
+    found |= {str(run.job.job), run.job.id} if run.job else set()
+    return found - {"", "0"}  # without Slurm
 
 
 def _of_job(word: str, known: Sequence[Path]) -> Path | None:

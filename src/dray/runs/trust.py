@@ -39,7 +39,7 @@ def code_keys(recipe: Recipe) -> list[str]:
         "command": recipe.command,
         "model.trust_remote_code": recipe.model.trust_remote_code,
         "layer": recipe.layer,
-        "env": recipe.env,
+        **{f"env.{name}": True for name in recipe.env if not name.endswith("_NUM_THREADS")},
         **recipe.maps(),
     }
     return sorted(key for key, value in keys.items() if value)

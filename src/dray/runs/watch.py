@@ -90,18 +90,21 @@ class Watcher:
     def may_start(self, seen: State) -> bool:
         """Whether the recipe's `max_requeues` allows another attempt."""
         newest = Run(seen.path).newest
-        most = whole(dig(newest.plan, "recipe"), "max_requeues") if newest else 0
-        return seen.attempts + self._released <= (most or 0)
+        if newest is None:  # its job was held or cancelled before it began
+            return False
+        return seen.attempts + self._released <= (whole(dig(newest.plan, "recipe"), "max_requeues") or 0)
 
     def _release(self, seen: State) -> None:
         assert seen.slurm_job
-        if self.may_start(seen):
-            with suppress(DrayError):  # an administrator's hold; it was said
-                slurm.release(seen.slurm_job)
+        if self.may_start(seen) and not seen.slurm_job.reason.startswith("JobHeld"):  # somebody holds it on purpose
+            with suppress(DrayError):
+                slurm.release(seen.slurm_job, seen.cluster)
                 self._released += 1
                 self._tell(f"released job {seen.slurm_job.id}, as max_requeues allows", seen)
 
     def _start(self, seen: State) -> bool:
+        if slurm.last_state(seen.job_id or "", seen.cluster).startswith("CANCELLED"):
+            return False
         try:
             self._submit()
         except DrayError as refused:
