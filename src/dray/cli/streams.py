@@ -91,7 +91,7 @@ def is_gone() -> bool:
 def settle() -> None:
     """Drop what cannot be written: else Python tries again at its end, and exits with 120."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        if stream is None:  # closed by whoever has started dray
+        if stream is None:  # dray was started with it closed
             continue
         try:
             stream.flush()

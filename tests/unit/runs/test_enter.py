@@ -148,7 +148,7 @@ def test_a_container_of_docker_is_entered_by_docker(tmp_path: Path) -> None:
     paths.process.write_text(json.dumps(processes.mark(os.getpid())))
     with pytest.raises(ConfigError, match="dray enter opens no container of docker") as refused:
         enter.active_plan(status(paths.run))
-    fix = "docker exec -it $(docker ps --quiet --filter label=dray.run=mine) bash"
+    fix = "docker exec -it $(docker ps --quiet --filter label=dray.run=mine | head -n1) bash"
     assert refused.value.finding.fix == fix
 
 

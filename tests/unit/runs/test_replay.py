@@ -174,7 +174,7 @@ def test_a_copy_of_a_run_is_written_and_not_started(tmp_path: Path) -> None:
         f"  found:  {copy}, a copy without secret",
         f"  fix:    dray replay {copy} --recipe again.toml; read it; then dray submit again.toml",
     ]
-    assert "keys that run code: env, model.trust_remote_code" in verb(copy, "--recipe", again)
+    assert "keys that run code: env.LD_PRELOAD, model.trust_remote_code" in verb(copy, "--recipe", again)
     assert read_recipe(again).env["LD_PRELOAD"] == "/tmp/evil.so"
 
 
