@@ -209,11 +209,11 @@ def _read_all(stream: IO[bytes], on_block: Callable[[bytes], None]) -> None:
         on_block(block)
 
 
-def in_front(argv: Sequence[str]) -> int:
+def in_front(argv: Sequence[str], errors: IO[bytes] | None = None) -> int:
     """Run to the end with this program's terminal; return the exit code, 128 + number after a signal.
 
     A terminal's Ctrl-C reaches both, and the command answers it. SIGTERM reaches this process alone,
-    which passes it on.
+    which passes it on. With `errors`, its standard error goes there.
     """
     heard: list[int] = []
     begun: list[subprocess.Popen[bytes]] = []
@@ -229,7 +229,7 @@ def in_front(argv: Sequence[str]) -> int:
     before = {number: signal.signal(number, hear) for number in caught}
     sys.stdout.flush()
     try:
-        begun.append(subprocess.Popen(list(argv)))  # noqa: S603  a list, never a shell
+        begun.append(subprocess.Popen(list(argv), stderr=errors))  # noqa: S603  a list, never a shell
         if signal.SIGTERM in heard:  # before there was a command
             begun[0].send_signal(signal.SIGTERM)
         code = begun[0].wait()

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     steps = []
     last = recipe["train"]["steps"] - sum(int(str(missing)) for missing in of("unlogged").values())
     for step in range(1, last + 1):
-        seconds = 512 / speed * (50 if step == 1 else 1.02 if step % 2 else 0.98)
+        seconds = 512 / speed * (50 if step <= 3 else 1.02 if step % 2 else 0.98)
         loss = (5 - step / 10) * (1 + (wrong if step > 2 else 0))
         steps.append(
             {"event": "step", "step": step, "loss": loss, "step_s": seconds, "tokens_per_s": 512 / seconds,

@@ -284,7 +284,7 @@ def tune_recipe(
     about += f"{counted(len(plan.world.nodes), 'node')} ({plan.engine}, {plan.site})"
     study = Study(
         kind="tune", recipe=str(recipe), options=list(place.options), about=about, ranks=plan.world.size,
-        tolerance=tolerance, reason=reason,
+        warm_up=tune.WARM_UP, tolerance=tolerance, reason=reason,
     )  # fmt: skip
     folder = (runs or default_runs()).absolute() / new_id(f"tune-{read.name}")
     print(f"{about}\n{folder}", flush=True)

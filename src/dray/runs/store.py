@@ -264,6 +264,9 @@ class Run:
 def write_summary(paths: RunPaths) -> None:
     """Write the run's summary.json, for `dray runs`: of plan and result what decides and shows its state. Its time is
     when the attempt began, so that a list is sorted before any file is opened."""
+    numbers = attempts(paths.run)
+    if numbers[-1:] != [paths.attempt]:  # `dray finish` of an attempt can come after the next one began
+        return
     attempt = Attempt(Run(paths.run), paths.attempt)
     plan, result, file = attempt.plan, attempt.result, paths.run / names.SUMMARY
     nodes = dig(plan, "world", "nodes")
@@ -281,7 +284,7 @@ def write_summary(paths: RunPaths) -> None:
         result = {name: result.get(name) for name in _SUMMARY_RESULT}
         result["cause"] = {"why": dig(attempt.result, "cause", "why")}
     summary = {
-        "attempts": attempts(paths.run),
+        "attempts": numbers,
         "began": attempt.began,
         "cluster": attempt.run.cluster,
         "job_id": attempt.job_id,

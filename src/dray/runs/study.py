@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal
+from typing import IO, Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -82,6 +82,8 @@ class Study(BaseModel):
     about: str = ""
     """With tune: the number of candidates, and where they were measured."""
     ranks: int = 0
+    warm_up: int = 1
+    """The first logged lines of an attempt, which the speed leaves out."""
     tolerance: float = PARITY
     """The largest relative difference of losses that must agree, and why."""
     reason: str = "the recipe is fp32 and the global batch is the same"
@@ -112,14 +114,14 @@ class Study(BaseModel):
     def _recipe(self, settings: Sequence[str]) -> Recipe:
         return prepare.read_recipe(Path(self.recipe), [*self.settings, *settings])
 
-    def run(self, folder: Path, member: Member, program: Sequence[str]) -> int:
-        """Run one member on this machine, by `dray run`; its exit code."""
+    def run(self, folder: Path, member: Member, program: Sequence[str], errors: IO[bytes] | None = None) -> int:
+        """Run one member on this machine, by `dray run`; its exit code. `errors` is for its standard error."""
         print(f"\n== {member}", flush=True)
         size = {"nodes": member.nodes, "ranks": member.ranks_per_node, "gpus-per-node": member.gpus_per_node}
         options = [f"--{name}={value}" for name, value in {**size, "site": self.site}.items() if value]
         options += [f"--runs={self.path(folder, member).parent}", *self.options]
         settings = [*self.settings, *member.settings, *member.more]
-        return process.in_front([*program, "run", f"--run={member.run}", *options, self.recipe, *settings])
+        return process.in_front([*program, "run", f"--run={member.run}", *options, self.recipe, *settings], errors)
 
     def run_here(self, folder: Path, program: Sequence[str]) -> int:
         """Start one run after another, by `dray run`; the exit code of one that ended the study, else 0."""
@@ -140,7 +142,7 @@ class Study(BaseModel):
         return code if code in LAST else 0
 
     def submit(self, folder: Path) -> None:
-        """Submit all runs: those with the same nodes and options as one job array.
+        """Submit all runs: those with the same nodes and options as one job array, if the cluster allows such an array.
 
         All are planned before the first is submitted, so that a refused one leaves nothing.
         """
@@ -153,9 +155,11 @@ class Study(BaseModel):
         # A line for each task, as slurm/lib.sh reads it; control characters were refused before.
         lines = ["\t".join([job.plan.run, *job.submission.own]) for job in jobs]
         files.write_atomic(folder / run_folder.TASKS, "\n".join(lines) + "\n", mode=0o600)
+        largest = known.conf.get("MaxArraySize", "")
+        alone = largest.isdecimal() and int(largest) <= len(jobs)  # Slurm's task numbers stay below it
         arrays: dict[tuple[str, ...], list[int]] = {}
         for number, job in enumerate(jobs, 1):
-            arrays.setdefault(tuple(job.array(folder)), []).append(number)
+            arrays.setdefault(tuple(job.argv if alone else job.array(folder)), []).append(number)
         try:
             for numbers in arrays.values():
                 self._enqueue(folder, jobs[numbers[0] - 1], numbers, code)
@@ -220,20 +224,22 @@ def load(folder: Path) -> Study:
     """The study in a folder."""
     tuned = folder / run_folder.TUNE
     file = tuned if tuned.exists() else folder / run_folder.STUDY
-    return store.load(Study, file, "study", fix="dray study show STUDY names a folder with such a file")
+    fix = f"dray study show FOLDER, with {run_folder.STUDY} or {run_folder.TUNE} in this folder"
+    return store.load(Study, file, "study", fix=fix)
 
 
 def find(word: str, runs: Path) -> Path:
     """The folder of a study or of a table of `dray study tune`, by its path, its name or the beginning of it."""
-    if "/" in word or Path(word).is_dir():
+    both = (run_folder.STUDY, run_folder.TUNE)
+    if "/" in word or any(Path(word, file).is_file() for file in both):
         return Path(word).absolute()
-    names = [path.parent.name for file in (run_folder.STUDY, run_folder.TUNE) for path in runs.glob(f"*/{file}")]
+    names = [path.parent.name for file in both for path in runs.glob(f"*/{file}")]
     fitting = [name for name in names if name == word] or [name for name in names if name.startswith(word)]
     if len(fitting) == 1:
         return runs / fitting[0]
     raise ConfigError(
-        "no study, or several, begin with this name", where=runs, found=ascii(word), wanted=listed(sorted(names)[::-1]),
-        fix="--runs=FOLDER names another folder",
+        "several studies begin with this name" if fitting else "there is no such study", where=runs,
+        wanted=listed(sorted(fitting or names)[::-1]), found=ascii(word), fix="--runs=FOLDER names another folder",
     )  # fmt: skip
 
 
@@ -250,7 +256,7 @@ class Row(Member):
     seconds: float | None = None
     """Seconds of training."""
     step_s: float | None = None
-    """Median step time of all logged lines except the first, which has the warm-up; so is the speed of all ranks."""
+    """Median step time of the last attempt's logged lines after the warm-up; so is the speed of all ranks."""
     tokens_per_s: float | None = None
     spread: float = 0.0
     """Median deviation from the step time, relative to it; one slow step in ten does not change it."""
@@ -272,7 +278,7 @@ class Row(Member):
 def look(folder: Path, study: Study) -> list[Row]:
     """The current rows, in order of ranks."""
     slurm = Slurm()
-    rows = [_row(study.path(folder, member), member, slurm) for member in study.members]
+    rows = [_row(study.path(folder, member), member, slurm, study.warm_up) for member in study.members]
     if study.kind in ("strong", "weak"):
         rows.sort(key=lambda row: row.ranks)
         first = next((row for row in rows if row.tokens_per_s), None)
@@ -283,11 +289,14 @@ def look(folder: Path, study: Study) -> list[Row]:
     if study.kind == "strong":
         _compare([row for row in rows if row.losses], study)
     if study.kind == "tune":
-        _compare([row for row in rows if row.state == status.DONE], study)
+        for row in rows:
+            if row.state == status.DONE and None in row.losses.values():
+                row.state, row.why = status.FAILED, "the loss of a step is not finite"
+        _compare([row for row in rows if row.state == status.DONE and row.losses], study)
     return rows
 
 
-def _row(folder: Path, member: Member, slurm: Slurm) -> Row:
+def _row(folder: Path, member: Member, slurm: Slurm, warm_up: int) -> Row:
     run, row = Run(folder), Row.model_validate(member.model_dump())
     if is_run(folder):
         state = status.status(run, slurm)
@@ -296,26 +305,33 @@ def _row(folder: Path, member: Member, slurm: Slurm) -> Row:
         row.state, row.why = "left out", member.refused
     elif member.job:
         row.state = status.QUEUED
-    seconds, speeds = list[float](), list[float]()
+    lines: list[metrics.Event] = []
     for attempt in run.attempts:
-        is_first, row.is_fp32 = True, dig(attempt.plan, "recipe", "train", "precision") == "fp32"
-        for event in metrics.Metrics(attempt.paths.metrics):
-            kind, step = event.get("event"), metrics.whole(event, "step")
-            if kind == "step" and step:
-                row.loss = row.losses[step] = metrics.number(event, "loss")
-                row.memory_gb = max(row.memory_gb or 0.0, metrics.number(event, "memory_gb") or 0.0) or None
-                if not is_first:
-                    seconds.append(metrics.number(event, "step_s") or 0.0)
-                    speeds.append(metrics.number(event, "tokens_per_s") or 0.0)
-                is_first = False
-            elif kind == "eval":
-                row.eval_loss = metrics.number(event, "loss")
-            elif kind == "end":
-                row.seconds = metrics.number(event, "train_seconds")
-    if seconds:
+        row.is_fp32 = dig(attempt.plan, "recipe", "train", "precision") == "fp32"
+        lines = []
+        try:
+            for event in metrics.Metrics(attempt.paths.metrics):
+                kind, step = event.get("event"), metrics.whole(event, "step")
+                if kind == "step" and step:
+                    row.loss = row.losses[step] = metrics.number(event, "loss")
+                    row.memory_gb = max(row.memory_gb or 0.0, metrics.number(event, "memory_gb") or 0.0) or None
+                    lines.append(event)
+                elif kind == "eval":
+                    row.eval_loss = metrics.number(event, "loss")
+                elif kind == "end":
+                    row.seconds = metrics.number(event, "train_seconds")
+        except OSError as error:
+            row.why = row.why or f"{attempt.paths.metrics} cannot be read: {store.reason(error)}"
+    lines = lines[warm_up:] or lines
+    seconds, speeds = _numbers(lines, "step_s"), _numbers(lines, "tokens_per_s")
+    if seconds and speeds:
         row.step_s, row.tokens_per_s = median(seconds), median(speeds)
         row.spread = median(abs(one - row.step_s) for one in seconds) / (row.step_s or 1.0)
     return row
+
+
+def _numbers(lines: Sequence[metrics.Event], name: str) -> list[float]:
+    return [value for line in lines if (value := metrics.number(line, name)) is not None]
 
 
 def _compare(rows: Sequence[Row], study: Study) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from dray import engines
 from dray.config.recipe import Recipe
@@ -61,6 +63,13 @@ def _reason(finding: Finding) -> str:
         if value:
             told.append(f"{name} {value.splitlines()[0]}")
     return "; ".join(told)
+
+
+def _refused(told: str) -> str:
+    """The refusal that `dray run` printed last, likewise."""
+    problem, *more = f"\n{told}".rpartition("\ndray: ")[2].split("\n")
+    lines = [line.replace(":", "", 1).split() for line in more if line.startswith(("  found:", "  wanted:"))]
+    return "; ".join([problem or "dray run refused it", *map(" ".join, lines)])
 
 
 def place(
@@ -161,7 +170,7 @@ class Tuner:
             raise none_ran(self.folder, study.look(self.folder, self.study))
         settings = tune_search.settings(self.recipe, candidate, self.start, ranks=self.study.ranks)
         changes = [f"{key}={str(value).lower()}" for key, value in candidate.differences(self.start)]
-        member = Member(run=f"{len(begun) + 1:03}", values=dict(candidate.values), settings=changes)
+        member = Member(run=f"{len(self.study.members) + 1:03}", values=dict(candidate.values), settings=changes)
         member.more = [setting for setting in settings if setting not in changes]
         if begun:
             member.more.append("preflight.when=never")
@@ -186,9 +195,13 @@ class Tuner:
 
     def _run(self, member: Member) -> str:
         """Run the candidate; why it was refused or ended too late. KeyboardInterrupt if it was stopped."""
-        code = self.study.run(self.folder, member, self.program)
+        with TemporaryFile() as errors:
+            code = self.study.run(self.folder, member, self.program, errors)
+            errors.seek(0)
+            told = errors.read().decode(errors="replace")
+        sys.stderr.write(told)
         if code == exit_codes.CONFIG:
-            return "dray run refused it"
+            return _refused(told)
         if code in LAST:
             self.study.save(self.folder)
             raise KeyboardInterrupt

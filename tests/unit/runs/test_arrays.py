@@ -176,6 +176,20 @@ def test_tasks_of_an_array_need_not_follow_one_another(queue: Queue) -> None:
     assert found == [("--array=1,3,5", str(RECIPE)), ("--array=2,4,6", str(RECIPE))]
 
 
+@pytest.mark.parametrize(("largest", "calls"), [("0", 2), ("2", 2), ("3", 1), ("(null)", 1)])
+def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Queue, largest: str, calls: int) -> None:
+    """MaxArraySize is above the largest number of a task; the default allows 1000."""
+    (queue.slurm.folder / "scontrol").write_text(f"MaxArraySize            = {largest}\n")
+    assert sweep(queue, "train.lr=1e-3,4e-3") == 0
+    runs = [queue.runs / f"{queue.study.name}-{number}" for number in (1, 2)]
+    assert [[word for word in argv if word.startswith(("--run=", "--tasks="))] for argv in queue.calls] == (
+        [[f"--run={run}"] for run in runs] if calls == 2 else [[f"--tasks={queue.study}/tasks"]]
+    )
+    assert [member.job_id for member in study.load(queue.study).members] == (
+        ["42", "43"] if calls == 2 else ["42_1", "42_2"]
+    )  # fmt: skip
+
+
 def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Queue) -> None:
     queue.refuses(1)
     with pytest.raises(DrayError, match="sbatch"):

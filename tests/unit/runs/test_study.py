@@ -14,7 +14,7 @@ from dray import process
 from dray.cli import study as studies
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.runs import study
+from dray.runs import study, tune
 from dray.runs.prepare import read_recipe, write
 from dray.runs.study import Member, Study
 from helpers import ROOT
@@ -144,6 +144,53 @@ again: dray study show {folder}
         assert shown(folder, capsys)[0] == 1
 
     @pytest.mark.parametrize(
+        ("attempts", "step_s"),
+        [
+            ([[9.0]], 9.0),
+            ([[9.0, 1.0, 3.0]], 2.0),
+            ([[9.0, 1.0, 1.0, 1.0], [8.0, 2.0]], 2.0),
+            ([[9.0, None, 2.0]], 2.0),
+            ([[None, None]], None),
+        ],
+    )
+    def test_step_time_of_the_last_attempt(
+        self, attempts: list[list[float | None]], step_s: float | None, tmp_path: Path
+    ) -> None:
+        folder = made(tmp_path, "strong", 1)
+        for seconds in attempts:
+            _, paths = write(read_recipe(RECIPE, ["nodes=1"]), FACTS, runs=tmp_path, run="r1")
+            events = [
+                {"event": "step", "step": step, "loss": 1.0, "step_s": one, "tokens_per_s": one and 10 / one}
+                for step, one in enumerate(seconds, 1)
+            ]
+            paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+        (row,) = study.look(folder, study.load(folder))
+        assert row.step_s == step_s
+        assert (row.tokens_per_s is None) == (step_s is None)
+
+    def test_metrics_that_cannot_be_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "strong", 1, 2)
+        for name in ("r1", "r2"):
+            ran(tmp_path, name, [5.0, 4.0])
+        metrics = tmp_path / "r2/attempt-1/metrics.jsonl"
+        metrics.unlink()
+        metrics.mkdir()
+        code, out = shown(folder, capsys)
+        assert (code, f"\n2 ranks: {metrics} cannot be read: a folder\n" in out) == (0, True), out
+
+    def test_a_first_candidate_whose_metrics_cannot_be_read(self, tmp_path: Path) -> None:
+        members = [Member(run="001", values={"train.loss": "full"}), Member(run="002", values={"train.loss": "chunked"})]
+        found = Study(kind="tune", recipe=str(RECIPE), members=members)
+        for member in members:
+            ran(tmp_path, member.run, [5.0, 4.0])
+        metrics = tmp_path / "001/attempt-1/metrics.jsonl"
+        metrics.unlink()
+        metrics.mkdir()
+        best = tune.best(study.look(tmp_path, found))
+        assert best
+        assert best.run == "002"
+
+    @pytest.mark.parametrize(
         ("content", "problem"),
         [
             ('{"version": 1, "kind": "x"}', "the study is damaged"),
@@ -155,14 +202,27 @@ again: dray study show {folder}
         with pytest.raises(ConfigError, match=problem):
             study.load(tmp_path)
 
+    def test_a_folder_without_a_study(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError) as refused:
+            study.load(tmp_path)
+        assert refused.value.finding.fix == "dray study show FOLDER, with study.json or tune.json in this folder"
+
     def test_a_study_by_the_beginning_of_its_name(self, tmp_path: Path) -> None:
         for name in ("20-a", "20-b"):
             Study(kind="sweep", recipe="x").save(tmp_path / name)
         (tmp_path / "20-run").mkdir()
         assert study.find("20-a", tmp_path) == tmp_path / "20-a"
-        for named in ("20", "30"):
-            with pytest.raises(ConfigError, match="stud"):
+        for named, problem in (("20", "several studies begin with this name"), ("30", "there is no such study")):
+            with pytest.raises(ConfigError, match=problem):
                 study.find(named, tmp_path)
+
+    def test_a_study_beside_a_folder_of_its_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        Study(kind="sweep", recipe="x").save(tmp_path / "runs" / "20-a")
+        (tmp_path / "20-a").mkdir()
+        monkeypatch.chdir(tmp_path)
+        assert study.find("20-a", tmp_path / "runs") == tmp_path / "runs" / "20-a"
+        monkeypatch.chdir(tmp_path / "runs")
+        assert study.find("20-a", tmp_path) == tmp_path / "runs" / "20-a"
 
 
 class TestStart:
@@ -171,7 +231,7 @@ class TestStart:
         """The command lines of all that would be started."""
         found: list[list[str]] = []
 
-        def run(argv: list[str]) -> int:
+        def run(argv: list[str], errors: object) -> int:
             argv = argv[argv.index("run") + 1 :]
             found.append(argv)
             ran(tmp_path, argv[0].partition("=")[2], [5.0])
@@ -203,7 +263,7 @@ class TestStart:
         self, code: int, begun: int, ended_with: int, asked: list[list[str]], tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
-        def run(argv: list[str]) -> int:
+        def run(argv: list[str], errors: object) -> int:
             asked.append(argv)
             (tmp_path / argv[argv.index("run") + 1].partition("=")[2]).mkdir()
             return code

@@ -193,7 +193,9 @@ again: dray study show {folder}
             ({"fail": {"train.loss=chunked": [137, "signal 9 (SIGKILL)", "out of memory on the host"]}},
              "\ntrain.loss=chunked: signal 9 (SIGKILL)\nbest: the recipe's own: 1,000"),
             ({"refuse": {"train.loss=chunked": "the disk is full"}},
-             "\ntrain.loss=chunked: dray run refused it\nbest: the recipe's own: 1,000"),
+             "\ntrain.loss=chunked: the disk is full; found it\nbest: the recipe's own: 1,000"),
+            ({"loss": {"train.loss=full": "nan"}},
+             "\nthe recipe's own: the loss of a step is not finite\nbest: train.loss=chunked: 3,001"),
         ],
     )  # fmt: skip
     def test_a_candidate_that_fails_or_has_other_losses(
@@ -202,6 +204,15 @@ again: dray study show {folder}
         desk.plant(**{"speed": {"train.loss=chunked": 3.0}, **planted})
         code, out, _ = dray(desk.recipe, "--keys=loss", "--all")
         assert (code, told in out) == (0, True), out
+
+    def test_a_refused_candidate_takes_no_figures_of_another(self, desk: Desk, dray: Any) -> None:
+        desk.plant(refuse={"batch.per_device=8": "the model does not fit"}, speed={"batch.per_device=2": 2.0})
+        code, out, _ = dray(desk.recipe, "batch.per_device=8,2", "--keys=per_device", "--all")
+        assert (code, "\nbest: batch.per_device=2: 2,001 tokens/s" in out) == (0, True), out
+        rows = study.look(desk.study(), study.load(desk.study()))
+        assert [(row.run, row.state, row.tokens_per_s is None) for row in rows] == [
+            ("001", "done", False), ("002", "done", False), ("003", "left out", True),
+        ]  # fmt: skip
 
     @pytest.mark.slow
     @pytest.mark.seconds
@@ -342,7 +353,7 @@ class TestWrong:
         assert "leave out srun" in dray(desk.recipe)[2]
 
     def test_a_table_that_is_not_there(self, desk: Desk, dray: Any) -> None:
-        assert "no study, or several, begin with this name" in dray("show", "20-x")[2]
+        assert "there is no such study" in dray("show", "20-x")[2]
 
 
 def test_ctrl_c_keeps_the_table_and_leaves_no_process(desk: Desk) -> None:

@@ -359,6 +359,13 @@ def test_a_list_opens_one_file_for_each_row(
     assert all(name.endswith("summary.json") for name in opened[1:])
 
 
+def test_a_late_end_of_an_earlier_attempt_changes_no_summary(tmp_path: Path) -> None:
+    first, second = begun(tmp_path, 51), begun(tmp_path, 52)
+    assert (first.attempt, second.attempt) == (1, 2)
+    write_summary(first)
+    assert json.loads((second.run / "summary.json").read_text())["plan"]["job"] == 52
+
+
 @pytest.mark.parametrize(
     ("make", "stage"),
     [
