@@ -40,7 +40,7 @@ from dray.runs import (
 )
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
-from dray.runs.store import RunPaths
+from dray.runs.store import RunPaths, summary_of
 from dray.runs.store import plan_of as read
 from dray.train import manifest
 from helpers import ROOT
@@ -327,6 +327,7 @@ READERS: dict[str, Reader] = {
     "earlier runs": _of_run(
         "attempt-1/result.json", lambda path: grace.slowest(path.parents[2], [path.parents[1].name]), refuses=False
     ),
+    "summary.json": _of_run("summary.json", lambda path: summary_of(path.parent), refuses=False),
     "job.json": _of_run("job.json", lambda path: replay.job_options(path.parent), refuses=False),
     "startup.json": _of_run(
         "attempt-1/startup.json", lambda path: startup.read(_attempt(path), ["n1", "n2"]), refuses=False
@@ -347,7 +348,7 @@ READERS: dict[str, Reader] = {
 }  # fmt: skip
 
 VERBS = """
-runs -n 0: all attempt plan.json result.json ../job.json
+runs -n 0: all attempt plan.json result.json ../summary.json ../job.json
 status RUN: all attempt plan.json result.json facts.txt ../job.json
 status RUN --json: all
 status GOING: plan.json metrics.jsonl process.json stop failures failures/rank-3.json logs rendezvous.json ../job.json
@@ -383,6 +384,7 @@ failing_nodes.txt
 PLAIN = (
     "plan.json", "result.json", "metrics.jsonl", "capsule.json", "facts.txt", "process.json", "stop",
     "failures/rank-3.json", "logs/rank-0.log", "nodes/node-0.json", "preflight/report.json", "../job.json",
+    "../summary.json",
 )  # fmt: skip
 JSON = tuple(name for name in PLAIN if ".json" in name and name != "process.json")
 VALUES_OF = ("status", "why", "report", "finish")

@@ -17,10 +17,12 @@ from dray.config.image_definition import Image
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed, nearest
 from dray.images import inputs
+from dray.images.locks import lock
 from dray.images.rootfs import squashfs
 
 _PROC, _APPARMOR = Path("/proc/sys"), Path("/etc/apparmor.d")
 _DEBIAN_MB = 115  # the base and Debian's packages, which all variants share
+_SMALL_MB = 50
 _PRUNED_MB = 1000  # what the tree holds until 70-prune.sh removes it: measured for cpu and cuda
 # As stat names them. A build writes tens of thousands of small files.
 _NETWORK_DISKS = ("lustre", "nfs", "gpfs", "ceph", "panfs", "afs", "cifs", "smb2")
@@ -91,7 +93,8 @@ def _processor(image: Image) -> Finding:
 
 
 def _room(build: Build, image: Image) -> Iterator[Finding]:
-    """The free space on the disk of the SIF, and whether it is a network disk."""
+    """The free space on the disks of what is fetched and of the SIF, and whether the latter is a network disk."""
+    fetched = next(path for path in (build.checkout / "build", build.checkout) if path.is_dir())
     folder = next(path for path in build.sif.parents if path.is_dir())
     if image.size:
         fetch = 0 if build.bundled else max(0, image.size.wheels_mb + _DEBIAN_MB - _fetched_mb(build))
@@ -99,16 +102,22 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
         packed = 2 * image.size.sif_mb if "sif" in build.formats else 0
         if list(build.formats) != ["sif"]:
             packed += image.size.unpacked_mb
-        needed = (fetch + image.size.unpacked_mb + max(_PRUNED_MB, packed)) / 1000
-        free = shutil.disk_usage(folder).free / 1e9
-        found = f"a build needs {needed:.1f} GB of disk in {folder}, which has {free:.1f} GB free"
-        room = Finding(f"image {build.variant}", found=found, kind="ok")
-        if free < needed:
-            # An image that exists may be built from the same inputs, and nothing is to do.
-            code = exit_codes.DONE if build.sif.exists() else exit_codes.UNFIT
-            fix = f"make room; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
-            room = room._replace(fix=fix, code=code, kind="note")
-        yield room
+        work = image.size.unpacked_mb + max(_PRUNED_MB, packed)
+        two_disks = fetched.stat().st_dev != folder.stat().st_dev
+        needs = {fetched: fetch, folder: work} if two_disks else {folder: fetch + work}
+        # A SIF that exists may be built from the same inputs, and nothing is to do.
+        may_be_done = build.sif.exists() and fetch < _SMALL_MB and list(build.formats) == ["sif"]
+        for disk, needed in needs.items():
+            free = shutil.disk_usage(disk).free / 1e6
+            found = f"a build needs {needed / 1000:.1f} GB of disk in {disk}, which has {free / 1000:.1f} GB free"
+            room = Finding(f"image {build.variant}", found=found, kind="ok")
+            if free < needed:
+                fix = "make room"
+                if disk == folder:
+                    fix += f"; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
+                code = exit_codes.DONE if may_be_done else exit_codes.UNFIT
+                room = room._replace(fix=fix, code=code, kind="note")
+            yield room
     kind = process.run(["stat", "--file-system", "--format=%T", folder], check=False).out.strip()
     if kind in _NETWORK_DISKS:
         fix = f"dray image build {build.variant} --out /tmp/{build.sif.name}, then move it and its .json here"
@@ -117,11 +126,19 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
 
 
 def _fetched_mb(build: Build) -> int:
-    """The MB of the wheels and of Debian's packages that were fetched or brought before."""
+    """The MB of this image's wheels and of Debian's packages that were fetched or brought before."""
     folder = build.checkout / "build"
-    files = [*folder.glob("wheels/*"), *folder.glob("debs/*/*"), *(build.wheels.glob("*") if build.wheels else ())]
-    size = sum(file.stat().st_size for file in files)
+    locks = (build.checkout / "containers" / build.variant).glob("*.lock")
+    pins = tuple(_one_spelling(f"{pin.name}-{pin.version}-") for path in locks for pin in lock.read(path))
+    wheels = [*folder.glob("wheels/*"), *(build.wheels.glob("*") if build.wheels else ())]
+    files = [wheel for wheel in wheels if _one_spelling(wheel.name).startswith(pins)]
+    size = sum(file.stat().st_size for file in (*files, *folder.glob("debs/*/*")))
     return int(size // 1_000_000)
+
+
+def _one_spelling(name: str) -> str:
+    """A lock and a wheel spell the same name and version differently."""
+    return re.sub(r"[-_.+]+", "-", name).lower()
 
 
 def _builder(build: Build) -> Iterator[Finding]:

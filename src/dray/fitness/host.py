@@ -23,5 +23,5 @@ def devices(root: Path = Path("/")) -> list[str]:
 
 
 def interfaces(root: Path = Path("/")) -> list[str]:
-    """The names of all network interfaces."""
-    return sorted(path.name for path in (root / "sys/class/net").glob("*"))
+    """The network interfaces with a device of their own: no bridges, and no links of containers."""
+    return sorted(path.parent.name for path in (root / "sys/class/net").glob("*/device"))

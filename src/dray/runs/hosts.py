@@ -54,9 +54,7 @@ class Hosts:
     def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int, site: str) -> Facts:
         """The facts for the plan, which must be the same on each machine."""
         gpus = gpus_per_node or self.slots or 0
-        here = local.facts(
-            recipe, engine=engine, image=image, nodes=len(self.names), gpus_per_node=gpus, site=site
-        )  # fmt: skip
+        here = local.facts(recipe, engine=engine, image=image, nodes=len(self.names), gpus_per_node=gpus, site=site)
         shared = {
             "scheduler": "hosts",
             "nodelist": ",".join(self.names),

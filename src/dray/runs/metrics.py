@@ -88,6 +88,13 @@ WARNED_OF = (*_UNSAVED, "divergence")
 
 def result_warnings(events: Sequence[Event]) -> list[str]:
     """Warnings in metrics: each kind of failed save, and the first loss jumps."""
+    jumps = [str(event.get("why"))[:600] for event in events if event.get("event") == "divergence"]
+    more = [f"and {counted(len(jumps) - 5, 'time')} more"] if len(jumps) > 5 else []
+    return [*unsaved(events), *jumps[:5], *more]
+
+
+def unsaved(events: Sequence[Event]) -> list[str]:
+    """A warning for each kind of failed save."""
     found = []
     for kind, what in _UNSAVED.items():
         saves = [event for event in events if event.get("event") == kind and isinstance(event.get("checkpoint"), int)]
@@ -97,6 +104,4 @@ def result_warnings(events: Sequence[Event]) -> list[str]:
             text = f"{count} {what}, the first of step {step}: {failed[0].get('why')}"[:600]
             mended = f"; step {saves[-1]['checkpoint']} was saved again" if saves[-1].get("saved") is True else ""
             found.append(text + mended)
-    jumps = [str(event.get("why"))[:600] for event in events if event.get("event") == "divergence"]
-    more = [f"and {counted(len(jumps) - 5, 'time')} more"] if len(jumps) > 5 else []
-    return [*found, *jumps[:5], *more]
+    return found

@@ -91,7 +91,6 @@ def hub_variables() -> tuple[str, ...]:
                 where=f"HF_TOKEN_PATH={file}",
                 fix="write the token into the file",
             )
-        os.environ["HF_TOKEN"] = token
         mode = Path(file).stat().st_mode & 0o777
         if mode & 0o077:
             raise ConfigError(
@@ -101,6 +100,7 @@ def hub_variables() -> tuple[str, ...]:
                 found=f"mode {mode:o}",
                 fix=f"chmod 600 {shlex.quote(file)}",
             )
+        os.environ["HF_TOKEN"] = token
     return tuple(name for name in ("HF_TOKEN", *_NETWORK) if name in os.environ)
 
 

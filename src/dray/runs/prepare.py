@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shlex
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -222,7 +223,7 @@ def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) ->
     """The run that this job began before Slurm requeued it; the job may have runs of other recipes too."""
     for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
         # The first plan has the recipe as decided; a later attempt may have had fewer nodes.
-        planned = [attempt.paths for attempt in Run(runs / name).attempts if attempt.plan]
+        planned = [attempt.paths for attempt in Run(runs / name).attempts if attempt.paths.plan.is_file()]
         if planned and plan_of(planned[0]).recipe == decide(recipe, facts, choice, planned[0]).recipe:
             return name
     return None
@@ -233,9 +234,13 @@ def _make_cache(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if why := files.open_to_others(folder, folder=True):
+        status = folder.lstat()
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
         raise ConfigError(
             "another user may write the cache folder",
             where=folder,
             found=why,
-            fix="remove it, or set DRAY_RUNS to a folder of your own",
+            fix=shlex.join(["chmod", "go-w", str(folder)])
+            if is_own
+            else "remove it, or set DRAY_RUNS to a folder of your own",
         )

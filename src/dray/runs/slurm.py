@@ -173,11 +173,13 @@ class Slurm:
         return min(found, key=lambda job: job.waits, default=None)
 
     def _existed(self, job: Job, at: float) -> bool:
-        """Whether the job existed at this time; else Slurm reused its number."""
+        """Whether the job existed at this time; else Slurm reused its number. DrayError if Slurm does not answer."""
         if job.submitted <= at + _LATE_S:
             return True
         if job.id not in self._restarted:  # a requeue changes the time of submission
-            self._restarted[job.id] = show(job.id).get("Restarts", "0") != "0"
+            # Not `show`: taken for "no", silence would let a second job write into the run.
+            shown = process.run(["scontrol", "show", "job", "--oneliner", job.id], seconds=_ANSWER_S).out
+            self._restarted[job.id] = fields(shown).get("Restarts", "0") != "0"
         return self._restarted[job.id]
 
 

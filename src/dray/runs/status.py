@@ -32,6 +32,9 @@ Kind = Literal["queued", "starting", "running", "ended", "unknown"]
 FRESH_S = 120.0
 """A run whose files changed within this time is alive: the trainer touches its lease every 10 s, and NFS caches a
 file's time for up to a minute."""
+AT_STEP = "at step "
+"""With what the note of a loss that jumped or is not finite begins."""
+_MOST_NOTES = 16  # a run of thousands of ranks may name each
 _KILLED_S = 45.0  # the same after SIGTERM: Slurm kills the job after KillWait, 30 s by default
 
 
@@ -411,18 +414,21 @@ def _live(attempt: Attempt, names: list[str], tail: list[metrics.Event], steps: 
     """The stage of a running attempt and the state of its nodes."""
     paths = attempt.paths
     slow: dict[str, list[str]] = {}
+    noted: list[str] = []
     for event in tail:
         if event.get("event") == "slow" and (times := metrics.number(event, "times")):
             node = str(event.get("node"))
-            text = f"slow: rank {event.get('rank')} on {node}, {times:.2f} times the median rank"
-            slow.setdefault(node, []).append(text)
+            noted.append(f"slow: rank {event.get('rank')} on {node}, {times:.2f} times the median rank")
+            slow.setdefault(node, []).append(noted[-1])
+        elif event.get("event") == "divergence":
+            noted.append(f"{AT_STEP}{metrics.whole(event, 'last_step')}: {str(event.get('why'))[:600]}")
     restarts = [path for path in paths.failures.glob(run_folder.restart("*").partition("/")[2]) if path.is_dir()]
     nodes = _nodes(attempt, names, slow)
     ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
     if at := written(paths.metrics):
         ages.append(_age(at))
     quiet = min(ages, default=None)
-    notes = [*(note for notes in slow.values() for note in notes), *metrics.result_warnings(tail)]
+    notes = [*noted[-_MOST_NOTES:], *metrics.unsaved(tail)]
     asked = stop.asked(paths.folder)
     notes += [f"asked to save and end ({asked[0][:40]})"] if asked else []
     if quiet is not None and quiet > FRESH_S:
@@ -474,7 +480,7 @@ def _nodes(attempt: Attempt, names: list[str], slow: dict[str, list[str]]) -> li
         stems = [f"node-{number}", *(f"rank-{rank}" for rank in ranks)]
         newest = max(written(attempt.paths.logs / f"{stem}.log") or 0.0 for stem in stems)
         failed = [stem for stem in stems if f"{stem}.json" in failures]
-        own = [*slow.get(name, [])]
+        own = slow.get(name, [])[-_MOST_NOTES:]
         own += [f"failed: {', '.join(failed)}"] if failed else []
         own += ["lost"] if any(re.fullmatch(rf"node-\d+-lost-{number}\.json", file) for file in failures) else []
         quiet = _age(newest) if newest else None

@@ -114,6 +114,9 @@ class RunPaths:
             inner.mkdir(mode=0o755, exist_ok=True)
 
 
+_Cluster = Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")]
+
+
 class Queued(BaseModel):
     """The content of job.json: the job that `dray submit` put into the queue."""
 
@@ -122,7 +125,7 @@ class Queued(BaseModel):
     job: Annotated[int, Field(ge=1)]
     task: Annotated[int, Field(ge=0)] | None = None
     """The task number, if the job is an array."""
-    cluster: Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")] = ""
+    cluster: _Cluster = ""
     """The cluster's name, if sbatch knows several."""
     time: float
     argv: list[str]
@@ -207,15 +210,13 @@ class Run:
     def from_summary(cls, folder: Path) -> Run:
         """The run as its summary tells it, which is one file: enough for a list. Without a summary, as `Run`."""
         run = cls(folder)
-        summary = read_json(folder / names.SUMMARY, []) or {}
-        with suppress(KeyError, TypeError, ValueError):  # a damaged summary; the files themselves tell more
-            run.attempts = [Attempt(run, int(number)) for number in summary["attempts"]]
+        if summary := summary_of(folder):
+            run.attempts = [Attempt(run, number) for number in summary.attempts]
             last = run.attempts[-1]
-            last.plan, last.job_id, last.began = summary["plan"], str(summary["job_id"]), float(summary["began"])
-            if summary["ended"]:
-                last._ended, last._result = float(summary["ended"]), summary["result"]
+            last.plan, last.job_id, last.began = summary.plan, summary.job_id, summary.began
+            last._ended, last._result = summary.ended, summary.result
             if (written(folder / names.JOB) or 0.0) <= last.began:  # else a job was submitted later
-                run.job, run.cluster = None, str(summary["cluster"])
+                run.job, run.cluster = None, summary.cluster
         return run
 
     @property
@@ -261,12 +262,39 @@ class Run:
         return os.geteuid()
 
 
+_Time = Annotated[float, Field(ge=0, lt=1 << 36)]
+
+
+class Summary(BaseModel):
+    """The content of summary.json."""
+
+    attempts: Annotated[list[Annotated[int, Field(ge=1, lt=10**9)]], Field(min_length=1)]
+    began: _Time
+    cluster: _Cluster
+    job_id: str
+    jobs: list[str]
+    plan: Table
+    ended: _Time | None
+    result: Table | None
+
+
+def summary_of(run: Path) -> Summary | None:
+    """The run's summary.json; None if it is missing, damaged or of another version: the files themselves tell more."""
+    with suppress(OSError, ValueError):
+        summary = Summary.model_validate_json(files.read(run / names.SUMMARY))
+        if summary.result is not None:
+            require_version(summary.result, run / names.SUMMARY)
+        return summary
+    return None
+
+
 def write_summary(paths: RunPaths) -> None:
-    """Write the run's summary.json, for `dray runs`: of plan and result what decides and shows its state. Its time is
-    when the attempt began, so that a list is sorted before any file is opened."""
+    """Write the run's summary.json, for `dray runs`: of the last attempt's plan and result what decides and shows its
+    state. Its time is when the attempt began, so that a list is sorted before any file is opened."""
     numbers = attempts(paths.run)
-    if numbers[-1:] != [paths.attempt]:  # `dray finish` of an attempt can come after the next one began
+    if paths.attempt < max(numbers, default=0):  # a late `dray finish`
         return
+    before = summary_of(paths.run)
     attempt = Attempt(Run(paths.run), paths.attempt)
     plan, result, file = attempt.plan, attempt.result, paths.run / names.SUMMARY
     nodes = dig(plan, "world", "nodes")
@@ -281,14 +309,14 @@ def write_summary(paths: RunPaths) -> None:
         "nodes": [{"name": dig(node, "name")} for node in nodes] if isinstance(nodes, list) else [],
     }
     if result is not None:
-        result = {name: result.get(name) for name in _SUMMARY_RESULT}
+        result = {name: result[name] for name in _SUMMARY_RESULT if name in result}
         result["cause"] = {"why": dig(attempt.result, "cause", "why")}
     summary = {
         "attempts": numbers,
         "began": attempt.began,
         "cluster": attempt.run.cluster,
         "job_id": attempt.job_id,
-        "jobs": sorted({*(dig(read_json(file, []), "jobs") or []), attempt.job_id, str(attempt.job)} - {"", "0"}),
+        "jobs": sorted({*(before.jobs if before else ()), attempt.job_id, str(attempt.job)} - {"", "0"}),
         "plan": {name: plan.get(name) for name in ("job", "run_folder", "scratch")}
         | {"recipe": recipe, "world": world},
         "ended": attempt.ended,
@@ -300,7 +328,7 @@ def write_summary(paths: RunPaths) -> None:
 
 
 _SUMMARY_RESULT = (
-    "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "next", "spent",
+    "version", "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "next", "spent",
 )  # fmt: skip
 
 
@@ -308,10 +336,13 @@ def plan_of(paths: RunPaths) -> Plan:
     """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
     from dray.planning.schema import Plan  # noqa: PLC0415  half a second, for which no list of runs waits
 
-    again = f"dray run RECIPE --runs={paths.run.parent} --run={paths.run.name}"
-    fix = f"use that version of dray, or start an attempt with this one: {again}"
+    again = shlex.join(["dray", "run", "RECIPE", f"--runs={paths.run.parent}", f"--run={paths.run.name}"])
     return load(
-        Plan, paths.plan, "run's plan", other_version="this run was planned by another version of dray", fix=fix
+        Plan,
+        paths.plan,
+        "run's plan",
+        other_version="this run was planned by another version of dray",
+        version_fix=f"use that version of dray, or start an attempt with this one: {again}",
     )
 
 
@@ -346,9 +377,12 @@ def require_version(found: object, path: Path | str) -> None:
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def load(model: type[Model], path: Path, noun: str, *, fix: str, other_version: str = "") -> Model:
-    """The content of a file of dray's own; ConfigError if it is missing, damaged or of another version."""
-    text = files.text(path, f"the {noun}", fix="" if other_version else fix)
+def load(
+    model: type[Model], path: Path, noun: str, *, fix: str = "", other_version: str = "", version_fix: str = ""
+) -> Model:
+    """The content of a file of dray's own; ConfigError if it is missing (`fix`), damaged or of another version
+    (`version_fix`)."""
+    text = files.text(path, f"the {noun}", fix=fix)
     version = dig(files.parse_json(text, f"the {noun}", path), "version")
     known = model.model_fields["version"].default
     if version != known:
@@ -357,7 +391,7 @@ def load(model: type[Model], path: Path, noun: str, *, fix: str, other_version: 
             where=path,
             wanted=f"version {known}",
             found=f"version {version!r:.40}",
-            fix=fix if other_version else "",
+            fix=version_fix,
         )
     try:
         return model.model_validate_json(text)
@@ -442,9 +476,12 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
     found = []
     for run in runs.glob(f"*-{name}-{job}*"):
-        with suppress(OSError):  # a broken link
+        try:
             if pattern.fullmatch(run.name) and run.stat().st_uid == os.geteuid():
                 found.append(run.name)
+        except OSError as error:  # a broken link; but a disk that does not answer may hold the run
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
+                raise
     return sorted(found, reverse=True)
 
 
@@ -681,8 +718,9 @@ def find(word: str = "", runs: Path | None = None) -> Path:
 def _job_ids(folder: Path) -> set[str]:
     """The jobs of a run: their numbers, and 12_3 for array tasks."""
     run = Run(folder)
-    found = set(dig(read_json(folder / names.SUMMARY, []), "jobs") or [])
-    if not found:
+    if summary := summary_of(folder):
+        found = {*summary.jobs}
+    else:
         found = {word for attempt in run.attempts for word in (str(attempt.job), attempt.job_id)}
     found |= {str(run.job.job), run.job.id} if run.job else set()
     return found - {"", "0"}  # without Slurm

@@ -174,8 +174,8 @@ def require_free(run: Path, options: Sequence[str]) -> None:
         return
     state = status.status(run)
     # A job that Slurm here does not know may be on another cluster with the same disk.
-    is_gone = state.kind == "unknown" and state.paths and not state.job
-    if state.kind == "ended" or is_gone:
+    without_slurm = state.kind == "unknown" and state.paths and not state.job_id
+    if state.kind == "ended" or without_slurm:
         return
     after = f"; or wait for it: --sbatch=--dependency=afterany:{state.slurm_job.id}" if state.slurm_job else ""
     raise ConfigError(
@@ -205,9 +205,10 @@ def enqueue(
     new: list[Path] = []
     try:
         for run in runs:
-            if not run.exists():
+            is_new = not run.exists()
+            make_run_folder(run, new=is_new, share=share)
+            if is_new:
                 new.append(run)
-            make_run_folder(run, new=run in new, share=share)
             for name, text in beside.items():
                 files.write_atomic(run / name, text)
         job = slurm.sbatch(argv)

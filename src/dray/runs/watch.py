@@ -13,7 +13,7 @@ from pathlib import Path
 from dray.contract.findings import DrayError, duration
 from dray.runs import slurm
 from dray.runs.metrics import whole
-from dray.runs.status import LOST, QUEUED, State, Watched
+from dray.runs.status import AT_STEP, LOST, QUEUED, State, Watched
 from dray.runs.store import Run, dig
 
 Tell = Callable[[str, State], None]
@@ -43,7 +43,7 @@ def news(seen: State) -> dict[str, str]:
                 if note == "lost" or note.startswith("failed"):
                     found[f"{node.name} {note}"] = f"{attempt}node {node.name} {note}"
         for note in seen.live.notes:
-            if note.startswith("at step "):  # a loss that jumped or is not finite
+            if note.startswith(AT_STEP):  # a loss that jumped or is not finite
                 found[note] = f"{attempt}{note}"
     return found
 

@@ -278,10 +278,35 @@ class TestRoom:
         (note,) = self.check(build())
         assert (note.code, note.kind) == (0, "note")
 
-    def test_wheels_of_another_variant_take_nothing_off(self, build: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_image_that_is_there_is_in_no_other_format(self, build: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(builds, "_fetched_mb", lambda _: 9000)
+        space(monkeypatch, lambda _: 0)
+        build().sif.parent.mkdir()
+        build().sif.touch()
+        (error,) = self.check(build(formats=["docker"]))
+        assert error.code == 69
+
+    def test_what_is_fetched_is_on_the_disk_of_the_checkout(
+        self, build: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out = tmp_path / "scratch"
+        out.mkdir()
+        real = os.stat
+        other = SimpleNamespace(st_dev=-1, st_mode=real(out).st_mode)
+        monkeypatch.setattr(Path, "stat", lambda path, **options: other if path == out else real(path, **options))
+        space(monkeypatch, lambda folder: (9.0 if folder == out else 0.5) * GB)
+        error, ok = self.check(build(out=out / "x.sif"))
+        assert (error.code, error.fix) == (69, "make room")
+        assert error.found == f"a build needs 0.6 GB of disk in {tmp_path}/work, which has 0.5 GB free"
+        assert (ok.level, ok.found) == ("ok", f"a build needs 2.6 GB of disk in {out}, which has 9.0 GB free")
+
+    def test_wheels_of_another_image_take_nothing_off(self, build: Make) -> None:
+        wheels = build().checkout / "build/wheels"
+        wheels.mkdir(parents=True)
+        with (wheels / "torch-0.1-cp311-cp311-manylinux_2_28_x86_64.whl").open("wb") as file:
+            file.truncate(900_000_000)
         (finding,) = self.check(build())
-        assert finding.found.startswith("a build needs 2.6 GB")
+        assert finding.found.startswith("a build needs 3.2 GB")
 
     def test_wheels_that_were_brought_count(self, build: Make, tmp_path: Path) -> None:
         lock = (build().checkout / "containers/cpu/requirements.lock").read_text()

@@ -17,7 +17,7 @@ from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts
-from dray.fitness import doctor, site_file
+from dray.fitness import doctor, host, site_file
 from dray.images import store
 from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
@@ -46,6 +46,12 @@ def dray(folder: Path, *words: str, **env: str) -> tuple[int, str, str]:
     argv = [sys.executable, "-m", "dray", *words]
     ended = subprocess.run(argv, cwd=folder, env={**base, **env}, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_interfaces_of_containers_are_not_the_machine_s(tmp_path: Path) -> None:
+    for name in ("lo", "docker0", "veth1a2b", "hsn0/device", "ib0/device"):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+    assert host.interfaces(tmp_path) == ["hsn0", "ib0"]
 
 
 class TestV100:

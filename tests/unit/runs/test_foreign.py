@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -23,7 +24,7 @@ from dray.facts import Facts
 from dray.planning.plan import plan
 from dray.runner import __main__ as runner
 from dray.runner import rendezvous
-from dray.runs import one_off_job
+from dray.runs import one_off_job, prepare
 from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths, make_run_folder, of_job
 from dray.train import config, manifest
@@ -144,6 +145,31 @@ class TestFolders:
         (tmp_path / "20261122-200000-smoke-cpu-17").mkdir()
         (tmp_path / "20261122-200001-smoke-cpu-17").symlink_to("nowhere")
         assert of_job(tmp_path, "smoke-cpu", 17) == ["20261122-200000-smoke-cpu-17"]
+
+    def test_a_disk_that_does_not_answer_may_hold_the_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = tmp_path / "20261122-200000-smoke-cpu-17"
+
+        def stale(*_: object, **__: object) -> None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(Path, "glob", lambda *_: [run])
+        monkeypatch.setattr(Path, "stat", stale)
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            of_job(tmp_path, "smoke-cpu", 17)
+
+    def test_my_own_cache_that_others_may_write(self, tmp_path: Path) -> None:
+        cache = tmp_path / "my cache"
+        cache.mkdir()
+        cache.chmod(0o770)
+        with pytest.raises(ConfigError, match="another user may write the cache folder") as refused:
+            prepare._make_cache(cache)
+        assert refused.value.finding.fix == f"chmod go-w '{cache}'"
+        (tmp_path / "link").symlink_to(cache)
+        with pytest.raises(ConfigError, match="another user may write the cache folder") as refused:
+            prepare._make_cache(tmp_path / "link")
+        assert refused.value.finding.fix == "remove it, or set DRAY_RUNS to a folder of your own"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")

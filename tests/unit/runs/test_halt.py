@@ -23,7 +23,7 @@ from dray.runs.result import result_of, summary
 from dray.runs.slurm import Slurm as Known
 from dray.runs.status import status
 from dray.runs.stop import Stop
-from dray.runs.store import RunPaths, require_own
+from dray.runs.store import RunPaths, make_run_folder, require_own
 from helpers import ROOT
 from slurms import Slurm
 
@@ -182,6 +182,37 @@ def test_a_job_that_slurm_itself_has_put_back_is_the_same_one(slurm: Slurm, path
     slurm.has(17, "PENDING", submitted=stamp(paths.plan.stat().st_mtime + 3600))
     (slurm.folder / "scontrol").write_text("JobId=17 Requeue=1 Restarts=1 BatchFlag=1 ExitCode=0:0\n")
     assert status(paths.run).kind == "queued"
+
+
+def test_a_job_of_which_slurm_tells_no_restarts_may_be_the_same_one(slurm: Slurm, paths: RunPaths) -> None:
+    slurm.has(17, "PENDING", submitted=stamp(paths.plan.stat().st_mtime + 3600))
+    (slurm.folder / "bin" / "scontrol").write_text("#!/bin/sh\necho slurmctld is busy >&2\nexit 1\n")
+    assert status(paths.run).unclear == "scontrol failed with exit code 1"
+    with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
+        submit.require_free(paths.run, [])
+
+
+def test_a_job_whose_plan_is_damaged_is_known_by_its_facts(slurm: Slurm, paths: RunPaths) -> None:
+    paths.plan.write_text("half of")
+    (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):
+        submit.require_free(paths.run, [])
+
+
+def test_of_two_submissions_of_one_name_the_loser_removes_nothing(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "both"
+
+    def other_is_first(run: Path, **_: object) -> None:
+        make_run_folder(run)
+        (run / "notes").write_text("the other's")
+        raise FileExistsError
+
+    monkeypatch.setattr(submit, "make_run_folder", other_is_first)
+    with pytest.raises(FileExistsError):
+        submit.enqueue(["sbatch", "x.sh"], {run: None}, "none", None, {"notes": "mine"})
+    assert (run / "notes").read_text() == "the other's"
 
 
 @pytest.mark.parametrize(("there", "kind"), [("elsewhere", "unknown"), ("local", "ended")])

@@ -123,6 +123,28 @@ class TestAttempts:
         plan = write(recipe(root), FACTS.model_copy(update={"restarts": 1}), runs=tmp_path)[0]
         assert (plan.run, plan.attempt) == (newest, 2)
 
+    def test_a_requeued_job_whose_first_plan_is_damaged(self, root: Path, tmp_path: Path) -> None:
+        """The plan of a later attempt may be for fewer nodes, and so is not compared."""
+        first, paths = write(recipe(root), FACTS, runs=tmp_path)
+        write(recipe(root), FACTS, runs=tmp_path, run=first.run)
+        paths.plan.write_text("half of")
+        with pytest.raises(ConfigError, match="the run's plan is not valid JSON"):
+            write(recipe(root), FACTS.model_copy(update={"restarts": 1}), runs=tmp_path)
+
+    def test_a_late_end_does_not_hide_the_next_attempt(self, root: Path, tmp_path: Path) -> None:
+        paths = write(recipe(root), FACTS, runs=tmp_path, run="mine")[1]
+        write(recipe(root), FACTS.model_copy(update={"job": 18}), runs=tmp_path, run="mine")
+        before = (paths.run / "summary.json").read_bytes()
+        finish(paths, code=1)
+        assert (paths.run / "summary.json").read_bytes() == before
+
+    def test_the_fix_for_a_plan_of_another_version_can_be_typed(self, root: Path, tmp_path: Path) -> None:
+        paths = write(recipe(root), FACTS, runs=tmp_path / "my runs", run="mine")[1]
+        paths.plan.write_text('{"version": 99}')
+        with pytest.raises(ConfigError, match="planned by another version of dray") as refused:
+            read(paths)
+        assert refused.value.finding.fix.endswith(f": dray run RECIPE '--runs={tmp_path}/my runs' --run=mine")
+
     def test_each_has_a_secret_of_its_own_that_nobody_else_reads(self, root: Path, tmp_path: Path) -> None:
         paths = [write(recipe(root), FACTS, runs=tmp_path, run="mine")[1] for _ in range(2)]
         secrets = [bytes.fromhex(one.secret.read_text()) for one in paths]

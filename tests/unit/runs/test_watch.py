@@ -29,7 +29,7 @@ from dray.runs.slurm import Slurm, meaning
 from dray.runs.status import State, Watched
 from dray.runs.status import status as look
 from dray.runs.stop import Stop
-from dray.runs.store import RunPaths, write_summary
+from dray.runs.store import RunPaths, find, write_summary
 from helpers import PYTHON, ROOT, bash_blocks, section
 
 NOW = 1795570000.0
@@ -327,6 +327,27 @@ def test_no_name_makes_a_row_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert r"x\nfirst  done\t\u2028\u202eenod" in row
     assert r"x\nfirst  done\t\u2028\u202eenod" in status.text(look(paths.run, Slurm()))[0]
     assert "\u202e" not in dray_runs(tmp_path, capsys, as_json=True).encode().decode("unicode-escape")
+
+
+@pytest.mark.hostile("damage")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attempts": []}, {"attempts": [0]}, {"began": float("inf")}, {"cluster": "--x"}, {"ended": 1e300},
+        {"jobs": 5}, {"plan": ["x"]}, {"result": "x"}, {"result": {"version": 99, "status": "failed"}},
+    ],
+)  # fmt: skip
+def test_a_damaged_summary_is_not_read(
+    changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    paths = begun(tmp_path)
+    stopped(paths)
+    before = dray_runs(tmp_path, capsys)
+    file = paths.run / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert dray_runs(tmp_path, capsys) == before
+    assert find("51", tmp_path) == paths.run
 
 
 def test_a_list_opens_one_file_for_each_row(

@@ -14,6 +14,7 @@ from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Job
 from dray.runs.status import Live, Node, State, Waiting, Watched
+from dray.runs.status import status as look
 from dray.runs.store import RunPaths
 from dray.runs.watch import Watcher, news
 from helpers import ROOT
@@ -60,6 +61,27 @@ LOST = Live(stage="training", nodes=[Node(name="n2", ranks=[1], notes=["failed: 
 )  # fmt: skip
 def test_what_there_is_to_say(state: State, lines: list[str]) -> None:
     assert [*news(state).values()] == lines
+
+
+def test_a_run_that_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    paths = begun(tmp_path, 0)
+    event = {"event": "divergence", "last_step": 7, "why": "the loss jumped at step 7: 9.0000"}
+    paths.metrics.write_text(json.dumps(event) + "\n")
+    live = look(paths.run, closely=True).live
+    assert "attempt 1: at step 7: the loss jumped at step 7: 9.0000" in news(seen(live=live)).values()
+
+
+def test_of_many_slow_ranks_the_last_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    paths = begun(tmp_path, 0)
+    events = [{"event": "slow", "rank": rank, "node": "n1", "times": 1.5} for rank in range(40)]
+    paths.metrics.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    live = look(paths.run, closely=True).live
+    assert live
+    for notes in (live.notes, live.nodes[0].notes):
+        slow = [note for note in notes if note.startswith("slow")]
+        assert [note.partition(" on ")[0] for note in slow] == [f"slow: rank {rank}" for rank in range(24, 40)]
 
 
 def watcher(run: Path = Path("/runs/mine"), submit: object = lambda: None) -> tuple[Watcher, list[str]]:
