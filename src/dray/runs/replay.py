@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,10 +172,26 @@ def job_options(run: Path) -> JobOptions | None:
         return None
     argv = submitted.argv
     script = next((place for place, word in enumerate(argv) if word.endswith(_SCRIPTS)), len(argv))
-    options = [word for word in argv[1:script] if word.partition("=")[0] not in _OWN and not word.startswith(_SHORT)]
-    decided = dict(re.findall("^--(site|gpu-memory)=(.+)$", "\n".join(argv[script:]), re.MULTILINE))
-    memory = float(decided["gpu-memory"]) if "gpu-memory" in decided else None
-    return JobOptions(tuple(options), decided.get("site", ""), memory)
+    # The user's own words follow the recipe or `--`.
+    own = takewhile(lambda word: word.startswith("--") and word != "--", argv[script + 1 :])
+    decided = {name: value for name, _, value in (word.partition("=") for word in own)}
+    memory = decided.get("--gpu-memory")
+    return JobOptions(tuple(_kept(argv[1:script])), decided.get("--site", ""), float(memory) if memory else None)
+
+
+def _kept(options: Sequence[str]) -> Iterator[str]:
+    """The options without those in `_OWN`, which sbatch takes by the beginning of their names, and without their
+    values."""
+    dropped = False
+    for option in options:
+        if dropped and not option.startswith("-"):
+            continue
+        name = option.partition("=")[0]
+        dropped = option.startswith(_SHORT)
+        if name.startswith("--") and len(name) > len("--"):
+            dropped = dropped or any(own.startswith(name) for own in _OWN)
+        if not dropped:
+            yield option
 
 
 def job(run: Original, runs: Path, more: Sequence[str]) -> submit.Job:
