@@ -205,6 +205,9 @@ def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
     (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=0 ExitCode=0:0\n")
     with pytest.raises(ConfigError, match="the run is in your allocation"):
         stop(paths.run, now=True)
+    (slurm.folder / "scontrol").write_text("")  # as when the controller does not answer
+    with pytest.raises(UnfitError, match="Slurm does not tell whether the job is your allocation"):
+        stop(paths.run, now=True)
     finish(paths, code=75)
     assert stop(paths.run, now=True).startswith("mine has already ended\n")
     assert slurm.calls == []
