@@ -75,15 +75,20 @@ def _cancel(state: State) -> bool:
     """Cancel the job of a run, unless it is an allocation by salloc; False if it waited and started meanwhile."""
     job = state.slurm_job
     assert job
-    shown = {} if job.waits or not state.paths else slurm.show(job.id)
-    if state.paths and not job.waits and not shown:
-        raise UnfitError("Slurm does not tell what kind of job this is", where=state.where, fix="try again in a minute")
-    if shown and not slurm.is_batch(shown):
-        raise ConfigError(
-            "the run is in your allocation, which would end with it",
-            where=state.where,
-            fix="press Ctrl-C where you started the run; scancel ends the whole allocation",
-        )
+    if state.paths and not job.waits:
+        shown = slurm.show(job.id, state.cluster)
+        if not shown:
+            raise UnfitError(
+                "Slurm does not tell whether the job is your allocation, which would end with the run",
+                where=state.where,
+                fix=f"run dray stop again; scancel {job.id} ends all of the job",
+            )
+        if not slurm.is_batch(shown):
+            raise ConfigError(
+                "the run is in your allocation, which would end with it",
+                where=state.where,
+                fix="press Ctrl-C where you started the run; scancel ends the whole allocation",
+            )
     slurm.cancel(job, state.cluster, waiting=job.waits)
     if job.waits and job.id in {other.id for other in slurm.jobs(state.cluster)}:
         return False

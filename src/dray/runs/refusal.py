@@ -29,6 +29,7 @@ _NAMES = {  # sbatch's message, the option that it is about, and the values that
     "Invalid qos": ("qos", "q", slurm.qualities),
     "Invalid feature": ("constraint", "C", slurm.features),
 }
+_SHOWN = 6  # partitions
 _SIZES = (
     "Requested node configuration is not available", "Node count specification invalid", "Invalid generic resource",
     "More processors requested than permitted", "Requested partition configuration not available",
@@ -68,22 +69,35 @@ def _sized(message: str, argv: Sequence[str]) -> ConfigError:
     """Explain the refusal of nodes and GPUs that the partition does not have."""
     nodes, gpus = _number(argv, "--nodes=", "-N"), _number(argv, "--gpus-per-node=", "--gres=")
     partitions, rows = _partitions(), []
-    for partition in partitions:
+    for partition in partitions[:_SHOWN]:
         own_gpus = counted(partition.gpus, "GPU") if partition.gpus else "no GPUs"
         size = f"{counted(partition.nodes, 'node')} with {counted(partition.cpus, 'CPU')}"
         rows.append(f"{partition.name}: {size}, {own_gpus}")
-    default = partitions[0].name if partitions else ""
-    chosen = (_value(argv, "--partition=", "-p") or default).split(",")
-    fix = "request what nodes above have: --nodes N, --gpus-per-node N, --sbatch=--cpus-per-task=N, --sbatch=--mem=SIZE"
-    for partition in partitions:
-        if partition.nodes >= nodes and partition.gpus >= gpus and partition.name not in chosen:
-            fix = f"--sbatch=--partition={partition.name}"
+    names = _value(argv, "--partition=", "-p").split(",")
+    chosen = [partition for partition in partitions if partition.name in names]
+    chosen = chosen or [partition for partition in partitions if partition.default]
     return ConfigError(
         "no nodes of the partition match what this job requests",
         wanted="\n".join(rows),
         found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{message}",
-        fix=fix,
+        fix=_fix(nodes, gpus, chosen, partitions),
     )
+
+
+def _fix(nodes: int, gpus: int, chosen: Sequence[Partition], partitions: Sequence[Partition]) -> str:
+    """Another partition that is large enough, or else less of what the chosen one has too little of."""
+    for partition in partitions:
+        if partition not in chosen and partition.nodes >= nodes and partition.gpus >= gpus:
+            return f"--sbatch=--partition={partition.name}"
+    most_gpus = max((partition.gpus for partition in chosen), default=0)
+    most_nodes = max((partition.nodes for partition in chosen), default=0)
+    if chosen and gpus and not most_gpus:
+        return "these nodes have no GPUs: leave out --gpus-per-node and set image=cpu"
+    if most_gpus and gpus > most_gpus:
+        return f"--gpus-per-node {most_gpus}"
+    if most_nodes and nodes > most_nodes:
+        return f"--nodes {most_nodes}"
+    return "request less, for example --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
 
 
 def _value(argv: Sequence[str], *names: str) -> str:

@@ -33,10 +33,10 @@ _WAITING = _HELD | {"PENDING", "EXPEDITING", "REQUEUED"}
 _COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last column may contain any character
 
 
-def _answer(*argv: str) -> str:
+def _answer(*argv: str, seconds: float | None = None) -> str:
     """What the command prints; empty without Slurm, or if its controller is busy, for which nobody must wait."""
     with suppress(DrayError, OSError):
-        return process.run(argv, check=False, seconds=_QUICK_S).out
+        return process.run(argv, check=False, seconds=seconds or _QUICK_S).out
     return ""
 
 
@@ -89,6 +89,11 @@ class Job(NamedTuple):
     def held(self) -> bool:
         """Whether it starts only when somebody releases it."""
         return self.state in _HELD or self.reason.startswith(("JobHeld", "launch failed requeued held"))
+
+    @property
+    def held_by_hand(self) -> bool:
+        """Whether its user or an administrator wants it to wait."""
+        return self.reason.startswith("JobHeld")
 
     @property
     def by_salloc(self) -> bool:
@@ -197,9 +202,11 @@ def release(job: Job, cluster: str = "") -> None:
     process.run(["scontrol", *_on(cluster), "release", job.id], seconds=_ANSWER_S)
 
 
-def show(job: int | str) -> dict[str, str]:
-    """What `scontrol show job` tells of a job, and for some minutes after its end; empty if Slurm does not know it."""
-    return fields(_answer("scontrol", "show", "job", "--oneliner", str(job)))
+def show(job: int | str, cluster: str = "") -> dict[str, str]:
+    """What `scontrol show job` tells of a job, and for some minutes after its end; empty if Slurm does not know it, or
+    does not answer."""
+    argv = ["scontrol", *_on(cluster), "show", "job", "--oneliner", str(job)]
+    return fields(_answer(*argv, seconds=_ANSWER_S))
 
 
 def fields(shown: str) -> dict[str, str]:
@@ -226,7 +233,7 @@ def last_state(job: int | str, cluster: str = "") -> str:
     """The state of an ended job, such as `CANCELLED by 1000`, from sacct or else from scontrol; empty if neither
     knows it."""
     argv = ["sacct", "-X", "-n", "-P", f"--jobs={job}", *_on(cluster), "--format=State"]
-    lines = _answer(*argv).strip().splitlines()
+    lines = _answer(*argv, seconds=_ANSWER_S).strip().splitlines()
     if lines:
         return lines[-1][:100]
     return end_state(show(job)) if cluster in ("", cluster_name()) else ""
@@ -277,6 +284,7 @@ class Partition:
     nodes: int
     cpus: int
     gres: str
+    default: bool = False
 
     @property
     def gpus(self) -> int:
@@ -315,11 +323,11 @@ def partitions() -> list[Partition]:
     """Slurm's partitions, in its own order; none without Slurm. DrayError if Slurm does not answer in time."""
     if not process.which("sinfo"):
         return []
-    printed = process.run(["sinfo", "--noheader", "--format=%R|%D|%c|%G"], seconds=_QUICK_S).out
-    rows = re.findall(r"^([^|\n]+)\|(\d+)[^|\n]*\|(\d+)[^|\n]*\|([^|\n]*)$", printed, re.MULTILINE)
+    printed = process.run(["sinfo", "--noheader", "--format=%P|%D|%c|%G"], seconds=_QUICK_S).out
+    rows = re.findall(r"^([^|\n*]+)(\*?)\|(\d+)[^|\n]*\|(\d+)[^|\n]*\|([^|\n]*)$", printed, re.MULTILINE)
     return [
-        Partition(name=name, nodes=int(nodes), cpus=int(cpus), gres=gres)
-        for name, nodes, cpus, gres in dict.fromkeys(rows)
+        Partition(name=name, nodes=int(nodes), cpus=int(cpus), gres=gres, default=bool(star))
+        for name, star, nodes, cpus, gres in dict.fromkeys(rows)
     ]
 
 

@@ -12,7 +12,7 @@ from dray.runs import submit as queue
 
 SINFO = r"""#!/bin/bash
 case "$*" in
-  *'%R|%D|%c|%G'*) printf '%s\n' 'main|2|8|(null)' 'gpu|4|64|gpu:a100:4' 'gpu|1|64|gpu:a100:8' ;;
+  *'%P|%D|%c|%G'*) printf '%s\n' 'main*|2|8|(null)' 'gpu|4|64|gpu:a100:4' 'gpu|1|64|gpu:a100:8' ;;
   *'%R|%l'*) printf '%s\n' 'main|infinite' 'gpu|2-00:00:00' ;;
   *%f*) printf '%s\n' '(null)' 'a100,nvme' ;;
 esac
@@ -25,7 +25,8 @@ esac
 """
 SAYS = "sbatch: error: Batch job submission failed: {}"
 TABLE = "main: 2 nodes with 8 CPUs, no GPUs\ngpu: 4 nodes with 64 CPUs, 4 GPUs\ngpu: 1 node with 64 CPUs, 8 GPUs"
-LESS = "request what nodes above have: --nodes N, --gpus-per-node N, --sbatch=--cpus-per-task=N, --sbatch=--mem=SIZE"
+LESS = "request less, for example --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
+NO_GPUS = "these nodes have no GPUs: leave out --gpus-per-node and set image=cpu"
 NOT_AVAILABLE = "Requested node configuration is not available"
 
 
@@ -82,10 +83,12 @@ def test_a_name_that_is_not_there(says: str, options: tuple[str, ...], problem: 
     [
         (NOT_AVAILABLE, ("--gpus-per-node=4",), "--sbatch=--partition=gpu"),
         (NOT_AVAILABLE, ("--gres=gpu:4",), "--sbatch=--partition=gpu"),
-        (NOT_AVAILABLE, ("--partition=gpu", "--nodes=1", "--gpus-per-node=16"), LESS),
-        (NOT_AVAILABLE, ("--gpus-per-node=16",), LESS),
+        (NOT_AVAILABLE, ("--partition=gpu", "--nodes=1", "--gpus-per-node=16"), "--gpus-per-node 8"),
+        (NOT_AVAILABLE, ("--gpus-per-node=16",), NO_GPUS),
+        (NOT_AVAILABLE, ("--partition=main,gpu", "--mem=999G"), LESS),
+        (NOT_AVAILABLE, ("--mem=999G",), "--sbatch=--partition=gpu"),  # the default partition has refused
         ("Node count specification invalid", ("--nodes=3",), "--sbatch=--partition=gpu"),
-        ("Node count specification invalid", ("--nodes=9",), LESS),
+        ("Node count specification invalid", ("--nodes=9",), "--nodes 2"),
         ("More processors requested than permitted", ("--cpus-per-task=99", "--nodes=1", "--partition=main,gpu"),
          LESS),
     ],
@@ -97,6 +100,19 @@ def test_a_size_that_no_partition_has(says: str, options: tuple[str, ...], fix: 
         TABLE,
         fix,
     )
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_size_that_sbatch_s_environment_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_GPUS_PER_NODE", "4")
+    assert told(NOT_AVAILABLE)[3] == "--sbatch=--partition=gpu"
+    monkeypatch.setenv("SBATCH_GPUS_PER_NODE", "16")
+    assert told(NOT_AVAILABLE)[3] == NO_GPUS
+
+
+def test_no_more_than_six_partitions_are_listed(cluster: Path) -> None:
+    (cluster / "sinfo").write_text("#!/bin/bash\nprintf '%s\\n' p{1..9}'|2|8|(null)'\n")
+    assert [line.partition(":")[0] for line in told(NOT_AVAILABLE)[2].splitlines()] == [f"p{n}" for n in range(1, 7)]
 
 
 def test_without_an_answer_the_words_of_sbatch_stay(cluster: Path) -> None:

@@ -236,6 +236,9 @@ def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
     (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=0 ExitCode=0:0\n")
     with pytest.raises(ConfigError, match="the run is in your allocation"):
         stop(paths.run, now=True)
+    (slurm.folder / "scontrol").write_text("")  # as when the controller does not answer
+    with pytest.raises(UnfitError, match="Slurm does not tell whether the job is your allocation"):
+        stop(paths.run, now=True)
     finish(paths, code=75)
     assert stop(paths.run, now=True).startswith("mine has already ended\n")
     assert slurm.calls == []
@@ -428,6 +431,7 @@ def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: Run
     assert status(paths.run).kind == "starting"
     with pytest.raises(ConfigError, match="the run is active: two jobs would write into its folder"):
         submit.require_free(paths.run, [])
+    (slurm.folder / "scontrol").write_text("BatchFlag=0\n")
     with pytest.raises(ConfigError, match="the run is in your allocation"):
         stop(paths.run)
     (slurm.folder / "scontrol").write_text("BatchFlag=1\n")

@@ -278,6 +278,12 @@ def test_options_that_others_may_have_written_are_not_taken(tmp_path: Path) -> N
         os.chown(path, 0, 0)
 
 
+def test_the_words_of_the_user_s_command_decide_nothing(tmp_path: Path) -> None:
+    command = ("--site=a", "--gpu-memory=80", "--", "python", "t.py", "--site=b", "--gpu-memory=80G")
+    submitted(tmp_path, "--nodes=1", after=command)
+    assert replays.job_options(tmp_path) == replays.JobOptions((), "a", 80.0)
+
+
 @pytest.mark.parametrize(
     ("option", "kept"),
     [
@@ -285,6 +291,8 @@ def test_options_that_others_may_have_written_are_not_taken(tmp_path: Path) -> N
         (("-dafterok:3",), ()),
         (("--begin=now+1hour", "-Ap1"), ("-Ap1",)),
         (("-A", "p1"), ("-A", "p1")),
+        (("--depend=afterany:3", "--arr=1-3", "--time=9"), ("--time=9",)),  # sbatch takes the beginning of a name
+        (("-N", "2", "--begin", "now+1hour", "-A", "p1"), ("-A", "p1")),
         (("--gres=gpu:4", "--gres=nvme:1"), ("--gres=nvme:1",)),
         (("--wait",), ()),
         (("--wait-all-nodes=1",), ("--wait-all-nodes=1",)),
