@@ -69,7 +69,8 @@ login::here() { # VERB [WORD...]: sets `runs`, `image`, `given_image`, `folders`
     [[ ! -e "$word" ]] || folders+=("$(readlink -- "$word")")
   done
   for word in "${words[@]#*=}"; do # a recipe's folder has what the recipe names
-    [[ "$word" != *.toml ]] || word="$(dirname -- "$word")"
+    # And a new file's folder is written.
+    [[ "$word" != *.toml && (-e "$word" || "$word" != */*) ]] || word="$(dirname -- "$word")"
     [[ ! -e "$word" || "$(realpath -- "$word")" == / ]] || folders+=("$(realpath -s -- "$word")")
   done
   ! adopt::is "$image" || [[ " ${words[*]} " != *" adopted="* && "$recipe" == "" ]] || given_image="$image"

@@ -63,6 +63,9 @@ def write(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError("the folder is not empty", where=folder, fix="give the name of a new folder")
     source = _INSTALLED if _INSTALLED.is_dir() else _CLONE
+    if not (source / "pyproject.toml").is_file():  # an image holds the package alone
+        fix = "copy your clone of dray; or type dray init where dray is installed by pip or uv"
+        raise ConfigError("this dray has no files to write a checkout from", where=_PACKAGE, fix=fix)
     hook = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
     new = not folder.exists()
     try:

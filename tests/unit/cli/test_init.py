@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dray.cli import init as verb
+from dray.config import dray_home
 from dray.config.load_toml import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, DrayError
@@ -177,4 +178,13 @@ def test_what_is_wrong_is_said_before_anything_is_written(wrong: dict[str, str],
     slurm()
     with pytest.raises(ConfigError, match=problem):
         verb.init(Path("x"), **wrong)
+    assert list(Path().iterdir()) == []
+
+
+def test_in_an_image_there_is_nothing_to_write(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm()
+    monkeypatch.setattr(dray_home, "_CLONE", Path().absolute())
+    monkeypatch.setenv("DRAY_HOME", str(ROOT))
+    with pytest.raises(ConfigError, match="this dray has no files to write a checkout from"):
+        verb.init(Path("x"))
     assert list(Path().iterdir()) == []

@@ -226,6 +226,18 @@ def test_without_a_verb_it_shows_how_it_is_used(job: Job) -> None:
     assert ended.stderr.startswith("slurm/dray image adopt FILE [--name NAME] [--force]\nslurm/dray submit|")
 
 
+@pytest.mark.parametrize("words", [("--out", "my reports/a.html"), ("--out=my reports/a.html",)])
+def test_the_folder_of_a_new_file_is_mounted(words: tuple[str, ...], tmp_path: Path) -> None:
+    job, folder = Job(tmp_path), tmp_path / "my reports"
+    job.tool("apptainer", '#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    folder.mkdir()
+    argv = ["bash", job.home / "slurm" / "dray", "report", "mine", *words]
+    ended = subprocess.run(
+        argv, env=job.env, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert f'--mount=type=bind,"src={folder}","dst={folder}"' in ended.stdout.splitlines(), ended
+
+
 def test_ctrl_c_ends_the_verb_in_the_image(tmp_path: Path) -> None:
     """It has a process group of its own there, where no terminal's signal comes."""
     job, begun, told = Job(tmp_path), tmp_path / "begun", tmp_path / "told"
