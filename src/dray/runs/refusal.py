@@ -64,7 +64,7 @@ def _named(message: str, option: str, given: str, known: list[str]) -> ConfigErr
     near = nearest(given, known) or next(iter(known), option.upper())
     return ConfigError(
         f"Slurm refuses this {option}" if given else f"Slurm needs --{option}",
-        wanted=f"one of {listed(known)}" if known else f"the name of a {option} of this cluster",
+        wanted=f"one of {listed(known)}" if known else f"a value of --{option} on this cluster",
         found=f"--{option}={given}\n{message}" if given else message,
         fix=f"--sbatch=--{option}={near}",
     )
