@@ -46,8 +46,6 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
     _write(paths, now=now)
     how = "is being ended now" if now else "was asked to save and end"
     say(f"{state.run}, attempt {paths.attempt} {how}: {state.where}")
-    if not now and state.kind == "unknown":
-        say("this machine cannot tell whether it still runs; dray stop --no-wait does not wait for its end")
     if wait:
         say(_wait(state, paths, now=now, say=say))
 

@@ -38,8 +38,7 @@ def _without(plan: Plan, failed: int) -> str:
     """How the job continues at once without that many nodes; empty if it cannot."""
     world, recipe = plan.world, plan.recipe
     if failed <= len(world.spares):
-        spares = " ".join(world.spares[:failed])
-        return f"spare node: {spares} takes its place" if failed == 1 else f"spare nodes: {spares} take their place"
+        return f"spare nodes take over: {' '.join(world.spares[:failed])}"
     count = fewer(recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
     return f"fewer nodes: {count} of {len(world.nodes)} continue (min_nodes = {recipe.min_nodes})" if count else ""
 

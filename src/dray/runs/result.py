@@ -194,8 +194,8 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
             if not any(line.startswith("  fix:") for line in [*cause.why.splitlines(), *cause.last_lines]):
                 lines.append(f"  fix: {cause.fix}")
         if result.failing_nodes:
-            file = shlex.quote(str(paths.failing_nodes))
-            lines.append(f'failing nodes: {compress(result.failing_nodes)} (sbatch --exclude="$(cat {file})")')
+            names = compress(result.failing_nodes)
+            lines.append(f"failing nodes: {names} (sbatch --exclude={shlex.quote(names)})")
     elif result.status == "stopped":
         step = f"after step {result.steps}" if result.steps else "before the first step was logged"
         lines.append(f"stopped by {result.reason} at {result.at}{'' if result.command else f', {step}'}")

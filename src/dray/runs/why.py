@@ -148,9 +148,9 @@ def text(report: Report) -> str:
         lines += ["evidence:", *(f"  {line}" for line in report.evidence)]
     lines += report.notes
     for earlier in report.history:
-        why = f", {earlier.why}" if earlier.why else ""
-        steps = f", step {earlier.steps}" if earlier.steps else ""
-        lines.append(f"attempt {earlier.attempt}: {earlier.status}{why}{steps}")
+        steps = f"step {earlier.steps}" if earlier.steps else None
+        known = [part for part in (earlier.status, earlier.why, steps) if part]
+        lines.append(f"attempt {earlier.attempt}: {', '.join(known)}")
     lines += [f"warning: {warning}" for warning in report.warnings]
     lines.append(f"run folder: {report.folder}")
     lines = "\n".join(lines).split("\n")
