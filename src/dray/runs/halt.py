@@ -93,7 +93,8 @@ def _wait(state: State, paths: RunPaths, *, now: bool, say: Say) -> str:
         time.sleep(_LOOK_S)
         at = time.monotonic()
         if at > deadline and now:
-            return f"it has not ended within {_NOW_S:g} s: end it by scancel or kill ({state.where})"
+            fix = "end its job by scancel, or its process by kill"
+            raise UnfitError(f"the run has not ended within {_NOW_S:g} s", where=state.where, fix=fix)
         if at > deadline:
             say(f"it did not end within {grace:g} s and is being ended now")
             now, deadline = True, at + _NOW_S

@@ -71,8 +71,7 @@ def _before(run: Run) -> Report:
     seen = states.status(run)
     job = run.job if seen.state == states.LOST else None
     evidence = _by_slurm(slurm.last_state(job.id, job.cluster), job.id) if job else []
-    names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
-    values = secrets.passed(names, os.environ)
+    values = secrets.of_environment()
     for log in sorted(run.folder.glob("job-*.log"), key=os.path.getmtime)[-1:]:
         evidence += [f"{log.name}: {secrets.redacted(line, values)}" for line in files.tail(log, _LINES)]
     fields = {"run": run.name, "attempt": 0, "folder": str(run.folder), "status": seen.state}
