@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dray.contract import files, run_folder
-from dray.contract.findings import UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.runs import slurm
 from dray.runs.metrics import number
 from dray.runs.result import result_of, summary
@@ -75,10 +75,15 @@ def _cancel(state: State) -> bool:
 def _write(paths: RunPaths, *, now: bool) -> None:
     """Write the stop file, which the first node's runner reads each second; with `now` it ends the ranks at once."""
     lines = f"{run_folder.BY_USER}\n{run_folder.NOW}\n" if now else f"{run_folder.BY_USER}\n"
-    # In the place of the file may be a FIFO, which would wait for ever, or a link.
-    file = os.open(paths.stop, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    os.write(file, lines.encode())
-    os.close(file)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would wait for ever
+    try:
+        file = os.open(paths.stop, flags, 0o600)
+        os.write(file, lines.encode())
+        os.close(file)
+    except OSError as refused:
+        fix = "repair the folder's permissions, or cancel the job with scancel"
+        problem = "the stop file cannot be written"
+        raise ConfigError(problem, where=paths.stop, found=refused.strerror, fix=fix) from refused
 
 
 def _wait(state: State, paths: RunPaths, *, now: bool, say: Say) -> str:

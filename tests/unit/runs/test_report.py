@@ -101,7 +101,7 @@ def resumed(runs: Path, name: str = "mine") -> Path:
     }
     (first.failures / "node-1.json").write_text(json.dumps(lost))
     cause = Cause(node="n2", rank=None, code=75, why="node 1 (n2) is gone", log=None, last_lines=[])
-    before = {"status": "failed", "exit_code": 75, "steps": 44}
+    before = {"status": "failed", "exit_code": 75, "steps": 44, "first_step": 0}
     ended(first, finished="2026-11-18T11:10:25Z", cause=cause, **before)
     second = begin(runs, name)
     lines(
