@@ -113,7 +113,7 @@ def test_a_run_that_is_stopped_now(sbatch, cluster, login, folder: Path, words) 
         code, out, err = login.dray("stop", f"/shared/runs/{run.name}", "--now")
         ended = job.result()
     assert (code, "stopped by dray stop at " in out) == (0, True), out + err
-    assert "did not end within" not in out
+    assert "has not ended within" not in out
     assert (ended.result()["status"], ended.result()["reason"]) == ("stopped", "dray stop")
     assert left(cluster, mark) == []
 

@@ -37,7 +37,7 @@ def test_a_spare_node_takes_its_place(sbatch, small: None, short) -> None:
     assert (ended.folder / "attempt-1/failing_nodes.txt").read_text() == "n1\n"
     assert first["cause"]["why"].splitlines()[0] == "/dev/shm is too small"
     assert (second["status"], second["hosts"]) == ("done", ["n2"])
-    assert "spare node: n2 takes its place, without n1\n" in ended.output
+    assert "spare nodes take over: n2, without n1\n" in ended.output
 
 
 def test_the_other_node_hears_of_it_at_once(sbatch, small: None, short) -> None:

@@ -27,7 +27,7 @@ def test_a_job_is_told_why_it_failed(sbatch) -> None:
     argv = [sys.executable, "-m", "dray", "why", str(ended.folder)]
     page = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert page.splitlines()[1].startswith("first to fail: rank 1 on n2: exit code 1")
-    assert f"\ncause: {NAME}\n" in page
+    assert f"\n  cause: {NAME}\n" in page
 
 
 @pytest.mark.slow
@@ -50,4 +50,4 @@ def test_a_cancelled_run_that_left_no_result(sbatch, login, cluster) -> None:
     assert ended.folder is not None, ended.output
     _, page, _ = login.dray("why", f"/shared/runs/{ended.folder.name}")
     assert page.startswith(f"{ended.folder.name}, attempt 1: stopped by scancel at ")
-    assert "\ncause: cancelled\n  fix:    " in page
+    assert "\n  cause: cancelled\n  fix: " in page

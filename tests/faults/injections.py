@@ -78,7 +78,7 @@ def switch_off(run: Running) -> None:
     run.injected = time.time()
     machine.kill()
     goes_on = {
-        "spares=1": "spare node: n3 takes its place, without n2",
+        "spares=1": "spare nodes take over: n3, without n2",
         "min_nodes=1": "fewer nodes: 1 of 2 continue (min_nodes = 1), without n2",
     }
     for word, line in goes_on.items():

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.streams import show
 from dray.planning.grace import DEFAULT_S
 from dray.runs import slurm, stop, webhook
 from dray.runs.finish import finish as conclude
@@ -42,7 +41,6 @@ def finish(
     result = conclude(paths, code=code, stopped=why, batch=slurm.is_batch(fields), known=known)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-        sys.stdout = show(sys.stdout)  # a webhook's server may answer anything
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
         print(text := summary(result, paths))
         url = fields.get("webhook")

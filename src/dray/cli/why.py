@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.args import Run, Runs, typed
+from dray.cli.args import Json, Run, Runs, typed
 from dray.cli.on import On, bring_back, hand_over
 from dray.contract.findings import ConfigError
 from dray.runs import archive
@@ -25,7 +25,7 @@ def why(
     bundle: Annotated[
         bool, typer.Option("--bundle", help="Pack plan, result, failures and the ends of logs, without secrets.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
@@ -36,9 +36,10 @@ def why(
     """
     if file and not bundle:
         raise ConfigError("FILE needs --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
+    if bundle and as_json:
+        raise ConfigError("--json and --bundle exclude each other", fix="leave out one of them")
     if on and bundle:
-        asked = ["why", run, "--bundle"]
-        bring_back(on, asked, file, runs if typed(context, "runs") else None, archive.require_new)
+        bring_back(on, ["why", run, "--bundle"], file, runs if typed(context, "runs") else None, archive.require_new)
         return
     hand_over(on)
     paths, report = reasons.of(find(run, runs))
@@ -47,4 +48,4 @@ def why(
         return
     out = file or Path(f"dray-why-{paths.run.name}.tar.gz")
     made = archive.make(paths.run, out, why=reasons.text(report))
-    print(made.model_dump_json(indent=1) if as_json else archive.text(made))
+    print(archive.text(made))

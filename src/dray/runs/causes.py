@@ -26,10 +26,12 @@ _LOGGED = re.compile(
 """Lines that torch and Python only log or warn with."""
 
 
-class Sign(BaseModel):
-    """A sign of a cause: every given field must match."""
-
+class _Known(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Sign(_Known):
+    """A sign of a cause: every given field must match."""
 
     why: Pattern[str] | None = None
     """Matches the reason in the failure's record, which is dray's own text."""
@@ -43,10 +45,8 @@ class Sign(BaseModel):
     """The program or document that the text comes from."""
 
 
-class Known(BaseModel):
+class Known(_Known):
     """A cause that causes.toml names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     fix: str
@@ -62,40 +62,38 @@ def known() -> tuple[Known, ...]:
 
 
 def explained(cause: Cause) -> Cause:
-    """The cause with its name, fix and source; its last lines begin where the failure shows."""
+    """The cause with its name and fix; its last lines begin where the failure shows."""
     lines = [line for text in (cause.why, *cause.last_lines) for line in text.splitlines()]
     for one in known():
         for sign in one.sign:
             if not sign.reason and _fits(sign, cause, lines):
-                named = {"name": one.name, "fix": one.fix, "source": sign.source}
                 code = exit_codes.RETRY if one.again else cause.code
-                last_lines = _from_cause(cause.last_lines, sign.lines)
-                return cause.model_copy(update={**named, "code": code, "last_lines": last_lines})
-    return cause.model_copy(update={"last_lines": _from_cause(cause.last_lines, None)})
+                last_lines = _from_failure(cause.last_lines, sign)
+                return cause.model_copy(
+                    update={"name": one.name, "fix": one.fix, "code": code, "last_lines": last_lines}
+                )
+    return cause.model_copy(update={"last_lines": _from_failure(cause.last_lines)})
 
 
 def of_reason(reason: str | None) -> dict[str, str]:
-    """The name, fix and source for this reason of a stopped run; empty if it has none."""
+    """The name and fix for this reason of a stopped run; empty if it has none."""
     for one in known():
-        for sign in one.sign:
-            if reason in sign.reason:
-                return {"name": one.name, "fix": one.fix, "source": sign.source}
+        if any(reason in sign.reason for sign in one.sign):
+            return {"name": one.name, "fix": one.fix}
     return {}
 
 
 def _fits(sign: Sign, cause: Cause, lines: list[str]) -> bool:
     texts = ((sign.why, cause.why.splitlines()), (sign.lines, lines), (sign.evidence, cause.evidence))
-    return (not sign.codes or cause.code in sign.codes) and all(_any(pattern, where) for pattern, where in texts)
+    return (not sign.codes or cause.code in sign.codes) and all(
+        any(pattern.search(line[:_LONGEST]) for line in where) for pattern, where in texts if pattern
+    )
 
 
-def _any(pattern: Pattern[str] | None, lines: list[str]) -> bool:
-    return pattern is None or any(pattern.search(line[:_LONGEST]) for line in lines)
-
-
-def _from_cause(lines: list[str], sign: Pattern[str] | None) -> list[str]:
-    """The lines from the first traceback or finding, or from a `sign` before it; else without torch's log lines."""
+def _from_failure(lines: list[str], sign: Sign | None = None) -> list[str]:
+    """The lines from the first traceback, finding or sign; else without torch's log lines."""
     for number, (line, below) in enumerate(pairwise([*lines, ""])):
-        if _TRACEBACK.match(line) or (line[:1].strip() and _DETAIL.match(below)):
-            signs = (earlier for earlier in range(number) if sign and sign.search(lines[earlier][:_LONGEST]))
-            return lines[next(signs, number) :]
+        is_finding = line[:1].strip() and _DETAIL.match(below)
+        if is_finding or _TRACEBACK.match(line) or (sign and sign.lines and sign.lines.search(line[:_LONGEST])):
+            return lines[number:]
     return list(dropwhile(_LOGGED.match, lines)) or lines

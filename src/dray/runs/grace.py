@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dray.runs.result import result_of
-from dray.runs.store import RunPaths, attempts
+from dray.runs.metrics import number
+from dray.runs.store import Run
 
 _RUNS = 8  # the newest ones
 
@@ -26,8 +26,8 @@ def slowest(runs: Path, names: Sequence[str]) -> tuple[float, str] | None:
     """Seconds of the slowest checkpoint, and the run's name, from the first of these runs that recorded it."""
     for name in names[:_RUNS]:
         with suppress(OSError):
-            results = [result_of(RunPaths(runs / name, number)) for number in attempts(runs / name)]
-            seconds = [result.save_s for result in results if result and result.save_s is not None]
-            if seconds and (runs / name).lstat().st_uid == os.geteuid():
-                return max(seconds), name
+            run = Run(runs / name)
+            saves = [number(attempt.result, "save_s") or 0.0 for attempt in run.attempts]
+            if any(saves) and run.owner == os.geteuid():
+                return max(saves), name
     return None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from dray import hostlist
 from dray.contract import exit_codes
-from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
 from dray.planning.world import fewer
 from dray.runs.result import Next, Result
@@ -29,15 +25,12 @@ def decide(result: Result, plan: Plan, *, batch: bool) -> Next | None:
         return None
     limit, used = plan.recipe.max_requeues, sum(attempt.requeued for attempt in result.history)
     saved = result.command or (result.saved_step or 0) > (result.first_step or 0)
-    refused = ""
     if not limit:
-        refused = "set max_requeues=3 in the recipe, and dray requeues such a job"
-    elif used >= limit:
-        refused = f"max_requeues = {limit} is used up"
-    elif not unfit and not saved:
-        refused = "this attempt saved no checkpoint, so the next would repeat it"
-    if refused:
-        return Next(requeue=False, why=refused)
+        return Next(requeue=False, why="set max_requeues=3 in the recipe, and dray requeues such a job")
+    if used >= limit:
+        return Next(requeue=False, why=f"max_requeues = {limit} is used up")
+    if not unfit and not saved:
+        return Next(requeue=False, why="this attempt saved no checkpoint, so the next would repeat it")
     return Next(requeue=True, exclude=unfit, why=f"{used + 1} of {limit}")
 
 
@@ -45,8 +38,7 @@ def _without(plan: Plan, failed: int) -> str:
     """How the job continues at once without that many nodes; empty if it cannot."""
     world, recipe = plan.world, plan.recipe
     if failed <= len(world.spares):
-        spares = " ".join(world.spares[:failed])
-        return f"spare node: {spares} takes its place" if failed == 1 else f"spare nodes: {spares} take their place"
+        return f"spare nodes take over: {' '.join(world.spares[:failed])}"
     count = fewer(recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
     return f"fewer nodes: {count} of {len(world.nodes)} continue (min_nodes = {recipe.min_nodes})" if count else ""
 
@@ -68,22 +60,9 @@ def _lost(result: Result) -> list[str]:
 
 
 def _unfit(result: Result) -> list[str]:
-    """The nodes found unfit; none if all nodes are, or if another node failed earlier for the same reason.
-
-    In both cases the nodes are not the reason.
-    """
+    """The nodes found unfit; none if all nodes are, because then the nodes are not the reason."""
     cause, hosts = result.cause, result.hosts
     if not cause or cause.code != exit_codes.UNFIT or cause.name in _NO_NODE_S or cause.node not in hosts:
         return []
     nodes = result.failing_nodes or [cause.node]
-    if 1 < len(nodes) == len(hosts):
-        return []
-    why = cause.head.replace(cause.node, "")
-    for attempt in result.history:
-        names: list[str] = []
-        if attempt.exit_code == exit_codes.UNFIT:
-            with suppress(DrayError):  # its plan could not be read
-                names = hostlist.expand(attempt.hosts)
-        if attempt.why and why in (attempt.why.replace(name, "") for name in names):
-            return []
-    return nodes
+    return [] if 1 < len(nodes) == len(hosts) else nodes

@@ -48,45 +48,11 @@ class Cause(_Part):
     """The cause's name in runs/causes.toml, or unknown."""
     fix: str = ""
     """What to do, if the cause is known."""
-    source: str = ""
-    """The program or document that the matched text comes from."""
 
     @property
     def head(self) -> str:
         """The first line of what happened."""
         return self.why.partition("\n")[0]
-
-
-class Recovery(_Part):
-    """One failure from which the run recovered. Times are in seconds."""
-
-    why: str
-    """What failed."""
-    step: int
-    """The first step logged after it."""
-    detect_s: float
-    """From the last logged step to the record of the failure; it was noticed within this time."""
-    stop_s: float
-    """Until all ranks had ended."""
-    queue_s: float = 0.0
-    """Until Slurm started the next attempt; 0 if the ranks restarted within the job."""
-    start_s: float
-    """Until the model was built: container, rendezvous, imports and datasets."""
-    load_s: float
-    """Reading the checkpoint, not part of another time."""
-    step_s: float
-    """Until the first step was logged."""
-
-    @property
-    def total_s(self) -> float:
-        """From the record of the failure to the next logged step."""
-        return self.stop_s + self.queue_s + self.start_s + self.load_s + self.step_s
-
-    def __str__(self) -> str:
-        queue = f"queue {self.queue_s:.1f}, " if self.queue_s else ""
-        rest = f"start {self.start_s:.1f}, load {self.load_s:.1f}, step {self.step_s:.1f}"
-        why = self.why.partition("\n")[0]
-        return f"step {self.step} {self.total_s:.1f} s after {why} (stop {self.stop_s:.1f}, {queue}{rest})"
 
 
 class Next(_Part):
@@ -109,22 +75,10 @@ class Attempt(_Part):
     """The number of the attempt; the first is 1."""
     status: str
     """How it ended, as in result.json."""
-    exit_code: int | None = None
-    """Its exit code."""
     why: str | None = None
     """The first line of its cause, or what stopped it."""
-    hosts: str = ""
-    """The names of its nodes, as Slurm writes a list: n[1-3,7]."""
-    first_step: int | None = None
-    """The step from which it resumed; 0 from the beginning."""
     steps: int | None = None
     """The last step that it logged."""
-    saved_step: int | None = None
-    """The step of its newest checkpoint."""
-    lost_s: float | None = None
-    """Seconds of training after that checkpoint, which are lost."""
-    finished: str | None = None
-    """When it ended, in UTC."""
     requeued: bool = False
     """Whether dray requeued the job after it."""
     cost: Cost | None = None
@@ -135,26 +89,11 @@ class Attempt(_Part):
         """The summary of the attempt with this result; None if a node died before it could write one."""
         if result is None:
             return cls(attempt=number, status=UNKNOWN, why="it left no result")
-        fields = result.model_dump() | {
-            "attempt": number,
-            "why": result.cause.head if result.cause else result.reason,
-            "hosts": compress(result.hosts),
-            "requeued": result.next is not None and result.next.requeue,
-        }
-        return cls(**fields)
-
-
-class SlowRank(_Part):
-    """A rank that was steadily slower than the others."""
-
-    rank: Annotated[int, Field(ge=0)]
-    """The rank."""
-    node: str
-    """The name of its node."""
-    times: float
-    """The rank's own time in a step, divided by the median rank's."""
-    step: int | None
-    """The step at which it was reported."""
+        why = result.cause.head if result.cause else result.reason
+        requeued = result.next is not None and result.next.requeue
+        return cls(
+            attempt=number, status=result.status, why=why, steps=result.steps, requeued=requeued, cost=result.cost
+        )
 
 
 class Result(_Part):
@@ -190,8 +129,6 @@ class Result(_Part):
     """Seconds of all training steps."""
     sample: str | None = None
     """Text that the model wrote after the training."""
-    slow_ranks: list[SlowRank] = []
-    """Ranks that were steadily slower than the others."""
     preflight: str | None = None
     """The preflight's result in one line."""
     cause: Cause | None = None
@@ -209,14 +146,8 @@ class Result(_Part):
     """The newest checkpoint of a stopped or failed run."""
     saved_step: int | None = None
     """The step of that checkpoint."""
-    lost_s: float | None = None
-    """Seconds of training after that checkpoint, which are lost."""
-    recoveries: list[Recovery] = []
-    """The recoveries from failures; the first may be from the previous attempt's failure."""
     save_s: float | None = None
     """Seconds that the slowest checkpoint took until it was complete."""
-    grace_s: float | None = None
-    """Grace in seconds: measured if the run was signalled, else as planned."""
     next: Next | None = None
     """Whether the job continues by itself; null if the run ended or another attempt would not help."""
     history: list[Attempt] = []
@@ -230,7 +161,7 @@ class Result(_Part):
     command: bool = False
     """Whether a command ran instead of dray's trainer; dray does not know what it saves."""
     warnings: list[str] = []
-    """Unreadable files, warnings in the metrics, and a grace that is too short."""
+    """Unreadable files, warnings in the metrics, and slow ranks."""
 
 
 def read(path: Path | str) -> Result:
@@ -255,7 +186,29 @@ def history(paths: RunPaths) -> list[Attempt]:
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
     """The summary that a run prints last. `again` is the command for its next attempt; rank `shown` was on screen."""
-    return "\n".join(_lines(result, paths, again or next_command(paths), shown))
+    lines = list[str]()
+    if cause := result.cause:
+        lines += failed(cause, "failed", shown)
+        if cause.name != UNKNOWN:
+            lines.append(f"  cause: {cause.name}")
+            if not any(line.startswith("  fix:") for line in [*cause.why.splitlines(), *cause.last_lines]):
+                lines.append(f"  fix: {cause.fix}")
+        if result.failing_nodes:
+            names = compress(result.failing_nodes)
+            lines.append(f"failing nodes: {names} (sbatch --exclude={shlex.quote(names)})")
+    elif result.status == "stopped":
+        step = f"after step {result.steps}" if result.steps else "before the first step was logged"
+        lines.append(f"stopped by {result.reason} at {result.at}{'' if result.command else f', {step}'}")
+    else:
+        lines += _done(result)
+    if result.checkpoint or result.status == "stopped":
+        lines += _left(result, again or next_command(paths))
+    lines += notes(result)
+    lines += [f"warning: {warning}" for warning in result.warnings]
+    lines.append(f"run folder: {paths.run}")
+    if result.cause:
+        lines.append(f"exit code: {result.exit_code}")
+    return "\n".join(lines)
 
 
 def next_command(paths: RunPaths) -> str:
@@ -272,56 +225,27 @@ def who(cause: Cause) -> str:
     return f"{rank} on {cause.node}" if cause.node else rank
 
 
-def _lines(result: Result, paths: RunPaths, again: str, shown: int | None) -> Iterator[str]:
-    if result.cause:
-        yield from _failed(result, result.cause, paths, shown)
-        if result.checkpoint:
-            yield from left(result, again)
-    elif result.status == "stopped":
-        step = f"after step {result.steps}" if result.steps else "before the first step was logged"
-        yield f"stopped by {result.reason} at {result.at}{'' if result.command else f', {step}'}"
-        yield from left(result, again)
-    else:
-        yield from _done(result)
-    yield from notes(result)
-    for slow in result.slow_ranks:
-        yield f"slow: rank {slow.rank} on {slow.node}, {slow.times:.2f} times the median rank"
-    yield from (f"warning: {warning}" for warning in result.warnings)
-    yield f"run folder: {paths.run}"
-    if result.cause:
-        yield f"exit code: {result.exit_code}"
-
-
-def _failed(result: Result, cause: Cause, paths: RunPaths, shown: int | None) -> Iterator[str]:
-    yield f"failed: {who(cause)}: {cause.why}"
-    known = cause.why.splitlines()
+def failed(cause: Cause, head: str, shown: int | None = None) -> Iterator[str]:
+    """Who failed, how, and the end of its log, unless rank `shown` was on screen."""
+    yield f"{head}: {who(cause)}: {cause.why}"
     if cause.rank is None or cause.rank != shown:
+        known = cause.why.splitlines()
         yield from (f"  | {line}" for line in cause.last_lines[-12:] if line not in known)
     if cause.log:
         yield f"  log: {cause.log}"
-    if cause.name != UNKNOWN:
-        yield f"  cause: {cause.name}"
-        if cause.fix and not any(line.startswith("  fix:") for line in known + cause.last_lines):
-            yield f"  fix: {cause.fix}"
-    if result.failing_nodes:
-        names = compress(result.failing_nodes)
-        yield f'failing nodes: {names} (sbatch --exclude="$(cat {shlex.quote(str(paths.failing_nodes))})")'
 
 
 def _done(result: Result) -> Iterator[str]:
-    head = counted(result.steps, "step") if result.steps else "exit code 0"
-    if result.steps and result.first_step == result.steps:
-        head = f"nothing left to do: step {result.first_step} of {result.steps}"
-    figures = [head]
+    parts = [counted(result.steps, "step") if result.steps else "exit code 0"]
     if result.loss_first is not None and result.loss_last is not None:
-        figures.append(f"loss {result.loss_first:.3f} -> {result.loss_last:.3f}")
+        parts.append(f"loss {result.loss_first:.3f} -> {result.loss_last:.3f}")
     if result.perplexity is not None:
-        figures.append(f"perplexity {result.perplexity:.2f}")
+        parts.append(f"perplexity {result.perplexity:.2f}")
     if result.tokens_per_s:
-        figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"{result.tokens_per_s:,.0f} tokens/s")
     if result.world_size:
-        figures.append(f"{counted(result.world_size, 'rank')} on {' '.join(result.hosts)}")
-    yield "done: " + ", ".join(figures)
+        parts.append(f"{counted(result.world_size, 'rank')} on {' '.join(result.hosts)}")
+    yield f"done: {', '.join(parts)}"
     if result.preflight:
         yield f"preflight: {result.preflight}"
     if result.sample:
@@ -329,18 +253,17 @@ def _done(result: Result) -> Iterator[str]:
 
 
 def notes(result: Result) -> Iterator[str]:
-    """Restarts, recoveries, and whether the job continues by itself."""
+    """Restarts, and whether the job continues by itself."""
     if result.restarts:
         first = result.restart_cause
         yield f"restarts: {result.restarts}" + (f", first after {who(first)}: {first.head}" if first else "")
-    yield from (f"recovered: {recovery}" for recovery in result.recoveries)
     if then := result.next:
         without = f", without {' '.join(then.exclude)}" if then.exclude else ""
         head = "" if then.spare else "requeue: " if then.requeue else "requeue: no; "
         yield f"{head}{then.why}{without}"
 
 
-def left(result: Result, again: str) -> Iterator[str]:
+def _left(result: Result, again: str) -> Iterator[str]:
     """What is saved, and how to resume."""
     if result.checkpoint:
         yield f"  safe:   all up to step {result.saved_step}, in {result.checkpoint}"

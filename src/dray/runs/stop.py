@@ -42,8 +42,6 @@ class Stop(NamedTuple):
 
     reason: str
     at: str
-    left_s: int | None = None
-    """Seconds from SIGUSR1 to the time limit."""
 
     @property
     def by_wish(self) -> bool:
@@ -64,18 +62,17 @@ def parse(text: str, *, now: float, grace: int) -> Stop:
     fields = slurm.fields(text)
     numbers = {name: int(value) for name, value in fields.items() if re.fullmatch("[0-9]{1,11}", value)}
     at, end = numbers.get("at") or now, numbers.get("end", math.inf)
-    asked = fields.get("signal") == "USR1"
-    state = slurm.end_state(fields)
-    reason = _BY_STATE.get(state, "")
-    if not reason and (at >= end - 1 or (asked and end - at <= grace + _EARLY_S)):
+    name, state = fields.get("signal") or "TERM", slurm.end_state(fields)
+    if state in _BY_STATE:
+        reason = _BY_STATE[state]
+    elif at >= end - 1 or (name == "USR1" and end - at <= grace + _EARLY_S):
         reason = TIME_LIMIT
-    if not reason and numbers.get("Restarts", 0) > numbers.get("restarts", math.inf):
+    elif numbers.get("Restarts", 0) > numbers.get("restarts", math.inf):
         reason = REQUEUE
-    if not reason:
+    else:
         # An ending job without another reason was cancelled; a job that still runs only got a signal.
-        reason = "scancel" if state == "COMPLETING" else f"SIG{fields.get('signal') or 'TERM'}"
-    left_s = int(end - at) if asked and reason == TIME_LIMIT and at <= end < math.inf else None
-    return Stop(reason, utc(at), left_s)
+        reason = "scancel" if state == "COMPLETING" else f"SIG{name}"
+    return Stop(reason, utc(at))
 
 
 def of_state(state: str) -> str:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
+import re
 import urllib.error
 import urllib.request
 from http.client import responses
 from threading import Thread
-from urllib.parse import urlsplit
 
 from dray.runs.result import Result
 
+# Plain HTTP would show the URL, a secret, to the whole network.
+_PRIVATE = re.compile(r"https://\S+|http://(?:localhost|127\.0\.0\.1)[:/]\S*")
 _SECONDS = 5  # Slurm kills a job soon after its time limit
 
 
 def tell(url: str, result: Result, text: str) -> str | None:
     """Send the result and the first line of its summary; why that failed, or None."""
-    return post(
-        url,
-        f"{result.run}: {text.partition(chr(10))[0]}",
-        run=result.run,
-        status=result.status,
-        exit_code=result.exit_code,
-        steps=result.steps,
-        reason=result.reason,
-        requeue=result.next is not None and result.next.requeue,
-    )
+    fields = result.model_dump(include={"run", "status", "exit_code", "steps", "reason"})
+    requeue = result.next is not None and result.next.requeue
+    return post(url, f"{result.run}: {text.splitlines()[0]}", **fields, requeue=requeue)
 
 
 def post(url: str, line: str, **fields: object) -> str | None:
@@ -49,28 +43,16 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _post(url: str, body: bytes) -> str | None:
-    if not _is_private(url):
+    if not _PRIVATE.fullmatch(url):
         return "the webhook was not called: the file has no https URL"
     headers = {"Content-Type": "application/json", "User-Agent": "dray"}
-    request = urllib.request.Request(url, body, headers)  # noqa: S310  _is_private has looked at it
+    request = urllib.request.Request(url, body, headers)  # noqa: S310  https, or http on loopback
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=_SECONDS):
             return None
     except urllib.error.HTTPError as error:  # without the answer's own text
         return f"the webhook answered {error.code} {responses.get(error.code, '')}".rstrip()
-    except Exception as error:  # the run's end does not depend on it
-        inner = getattr(error, "reason", None) or error
-        reason = getattr(inner, "strerror", None) or type(inner).__name__
-        return f"the webhook cannot be reached from this node: {reason}"
-
-
-def _is_private(url: str) -> bool:
-    """Whether only the server sees the URL: plain HTTP would show this secret to the whole network."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        if parts.scheme == "http":
-            return host == "localhost" or ipaddress.ip_address(host).is_loopback
-        return parts.scheme == "https"
-    except ValueError:  # no URL, or a name in place of an address
-        return False
+    except Exception as error:  # the run's end does not depend on it, and another error's text may hold the URL
+        reason = getattr(error, "reason", error)
+        told = getattr(reason, "strerror", None) or type(reason).__name__
+        return f"the webhook cannot be reached from this node: {told}"

@@ -24,9 +24,8 @@ case "$*" in
 esac
 """
 SAYS = "sbatch: error: Batch job submission failed: {}"
-TABLE = "main: 2 nodes with 8 CPUs, no GPUs\ngpu: 4 nodes with 64 CPUs, 4 GPUs\ngpu: 1 node with 64 CPUs, 8 GPUs"
-LESS = "request less, for example --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
-NO_GPUS = "these nodes have no GPUs: leave out --gpus-per-node and set image=cpu"
+TABLE = "main: 2 nodes with 8 CPUs, 0 GPUs\ngpu: 4 nodes with 64 CPUs, 4 GPUs\ngpu: 1 node with 64 CPUs, 8 GPUs"
+LESS = "request less: --nodes, --gpus-per-node, --sbatch=--cpus-per-task=N or --sbatch=--mem=SIZE"
 NOT_AVAILABLE = "Requested node configuration is not available"
 
 
@@ -58,11 +57,11 @@ def told(says: str, *options: str) -> tuple[int, str, str, str]:
          "--sbatch=--partition=gpu"),
         ("Invalid partition name specified", ("--partition=mainx",), "Slurm refuses this partition", "one of main, gpu",
          "--sbatch=--partition=main"),
-        ("No partition specified or system default partition", (), "Slurm needs a partition", "one of main, gpu",
+        ("No partition specified or system default partition", (), "Slurm needs --partition", "one of main, gpu",
          "--sbatch=--partition=main"),
         ("Invalid account or account/partition combination specified", ("-Ap12",), "Slurm refuses this account",
          "one of p123, p124", "--sbatch=--account=p124"),
-        ("Invalid account or account/partition combination specified", (), "Slurm needs an account",
+        ("Invalid account or account/partition combination specified", (), "Slurm needs --account",
          "one of p123, p124", "--sbatch=--account=p123"),
         ("Invalid qos specification", ("--qos=lang",), "Slurm refuses this qos", "one of long, normal",
          "--sbatch=--qos=long"),
@@ -83,12 +82,12 @@ def test_a_name_that_is_not_there(says: str, options: tuple[str, ...], problem: 
     [
         (NOT_AVAILABLE, ("--gpus-per-node=4",), "--sbatch=--partition=gpu"),
         (NOT_AVAILABLE, ("--gres=gpu:4",), "--sbatch=--partition=gpu"),
-        (NOT_AVAILABLE, ("--partition=gpu", "--nodes=1", "--gpus-per-node=16"), "--gpus-per-node 8"),
-        (NOT_AVAILABLE, ("--gpus-per-node=16",), NO_GPUS),
+        (NOT_AVAILABLE, ("--partition=gpu", "--nodes=1", "--gpus-per-node=16"), LESS),
+        (NOT_AVAILABLE, ("--gpus-per-node=16",), LESS),
         (NOT_AVAILABLE, ("--partition=main,gpu", "--mem=999G"), LESS),
         (NOT_AVAILABLE, ("--mem=999G",), "--sbatch=--partition=gpu"),  # the default partition has refused
         ("Node count specification invalid", ("--nodes=3",), "--sbatch=--partition=gpu"),
-        ("Node count specification invalid", ("--nodes=9",), "--nodes 2"),
+        ("Node count specification invalid", ("-N", "9"), LESS),
         ("More processors requested than permitted", ("--cpus-per-task=99", "--nodes=1", "--partition=main,gpu"),
          LESS),
     ],
@@ -107,7 +106,7 @@ def test_a_size_that_sbatch_s_environment_sets(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SBATCH_GPUS_PER_NODE", "4")
     assert told(NOT_AVAILABLE)[3] == "--sbatch=--partition=gpu"
     monkeypatch.setenv("SBATCH_GPUS_PER_NODE", "16")
-    assert told(NOT_AVAILABLE)[3] == NO_GPUS
+    assert told(NOT_AVAILABLE)[3] == LESS
 
 
 def test_no_more_than_six_partitions_are_listed(cluster: Path) -> None:
@@ -119,10 +118,10 @@ def test_without_an_answer_the_words_of_sbatch_stay(cluster: Path) -> None:
     for name in ("sinfo", "sacctmgr"):
         (cluster / name).write_text("#!/bin/bash\nexit 1\n")
     assert told("Invalid account or account/partition combination specified", "--account=x") == (
-        78, "Slurm refuses this account", "an account of this cluster", "--sbatch=--account=ACCOUNT",
+        78, "Slurm refuses this account", "a value of --account on this cluster", "--sbatch=--account=ACCOUNT",
     )  # fmt: skip
     assert told("Invalid partition name specified", "--partition=x")[2:] == (
-        "a partition of this cluster", "--sbatch=--partition=PARTITION",
+        "a value of --partition on this cluster", "--sbatch=--partition=PARTITION",
     )  # fmt: skip
     assert told(NOT_AVAILABLE)[1] == "no nodes of the partition match what this job requests"
     refused = DrayError("sbatch failed with exit code 1", found="sbatch: error: Access/permission denied")

@@ -147,7 +147,7 @@ def test_the_job_goes_on_with_a_spare_node(two: Job) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (first["exit_code"], first["hosts"], first["next"]["exclude"]) == (69, ["n1"], ["n1"])
     assert (second["status"], second["hosts"]) == ("done", ["n2"])
-    assert "spare node: n2 takes its place, without n1\n" in done.stdout
+    assert "spare nodes take over: n2, without n1\n" in done.stdout
     (log,) = two.runs.glob("*/attempt-2/logs/rank-0.log")
     assert log.read_text() == "here is n2\n"
 

@@ -109,8 +109,7 @@ def test_the_last_one_has_the_array_s_number(slurm: Slurm, tmp_path: Path) -> No
     slurm.lists((13, "12_1", "RUNNING"), (12, "12_3", "RUNNING"))
     assert [look(one.run).where for one in (first, last)] == ["job 12_1, RUNNING", "job 12_3, RUNNING"]
     halt.stop(last.run, now=True, wait=False, say=lambda _: None)
-    assert slurm.calls == ["scancel 12_3"]
-    assert (slurm.folder / "calls").read_text().splitlines()[-2] == "scontrol show job --oneliner 12_3"
+    assert [one.stop.read_text() for one in (first, last)] == ["", "dray stop\ndray stop --now\n"]
     assert look(first.run).kind == "running"
 
 

@@ -302,32 +302,9 @@ class TestAfter:
         result = finish.finish(paths, code=code, stopped=stopped)
         return result, summary(result, paths)
 
-    def test_a_grace_that_was_long_enough(self, tmp_path: Path) -> None:
-        stopped = Stop("the time limit", "2026-11-24T05:00:00Z", 170)
-        result, said = self.ended(tmp_path, code=75, stopped=stopped)
-        assert (result.save_s, result.grace_s, result.lost_s, result.warnings) == (80.0, 170, 0.0, [])
-        assert "warning" not in said
-
-    def test_one_that_is_shorter_than_twice_the_slowest_checkpoint(self, tmp_path: Path) -> None:
-        stopped = Stop("the time limit", "2026-11-24T05:00:00Z", 110)
-        _, said = self.ended(tmp_path, code=75, stopped=stopped)
-        assert (
-            "warning: the grace of 110 s is shorter than twice the slowest checkpoint: the slowest checkpoint took "
-            "80.0 s; set grace_s=160 with dray submit, or --signal=B:USR1@160 with sbatch"
-        ) in said.splitlines()
-        result, said = self.ended(tmp_path, code=1)  # as planned, where no signal came
-        assert (result.grace_s, "the grace of 120 s is shorter" in said) == (120, True)
-
-    def test_one_that_was_too_short(self, tmp_path: Path) -> None:
-        stopped = Stop("the time limit", "2026-11-24T05:00:00Z", 110)
-        _, said = self.ended(tmp_path, code=138, stopped=stopped)
-        assert (
-            "warning: the grace of 110 s before the time limit was too short: the slowest checkpoint took 80.0 s; "
-            in said
-        )
-        assert "grace_s=220 with dray submit" in said
-        _, said = self.ended(tmp_path, code=138, stopped=stopped, saves=())
-        assert "110 s before the time limit was too short: no checkpoint was completed; set grace_s=220" in said
+    def test_the_slowest_checkpoint(self, tmp_path: Path) -> None:
+        result, said = self.ended(tmp_path, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"))
+        assert (result.save_s, result.warnings, "warning" in said) == (80.0, [], False)
 
     @pytest.mark.parametrize("seconds", [None, "80", True, [], 1e999, float("nan")])
     def test_no_number(self, tmp_path: Path, seconds: object) -> None:
@@ -341,7 +318,7 @@ class TestAfter:
     def test_the_signal_is_the_time_limit_s(self, grace_s: int, left: int, reason: str) -> None:
         text = f"signal=USR1 at=1000 end={1000 + left}\nJobId=17 JobState=RUNNING Reason=None\n"
         seen = stop.parse(text, now=0, grace=grace_s)
-        assert (seen.reason, seen.left_s) == (reason, left if reason == "the time limit" else None)
+        assert seen.reason == reason
 
     @pytest.mark.seconds
     def test_dray_finish_knows_the_plan_s(self, tmp_path: Path) -> None:
@@ -351,7 +328,7 @@ class TestAfter:
         text = b"signal=USR1 at=1000 end=1650\nJobId=17 JobState=RUNNING Reason=None\n"
         subprocess.run(argv, input=text, env=PYTHON, capture_output=True, check=False)
         result = json.loads(paths.result.read_text())
-        assert (result["reason"], result["grace_s"]) == ("the time limit", 650)
+        assert result["reason"] == "the time limit"
 
 
 def test_a_site_says_it() -> None:

@@ -46,7 +46,7 @@ def test_what_is_written_is_valid(tmp_path: Path) -> None:
     """After a stop, a restart and a failure, a success, and with nothing left; each attempt with those before it."""
     stopped = begun(tmp_path)
     (stopped.checkpoints / "step-20").mkdir()
-    finish(stopped, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z", 120), batch=True)
+    finish(stopped, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
     failed = begun(tmp_path)
     restart = failed.failures / "restart-1"
     restart.mkdir()
@@ -68,7 +68,7 @@ def test_what_is_written_is_valid(tmp_path: Path) -> None:
     assert [len(one["history"]) for one in written] == [0, 1, 2, 3]
     assert written[0]["next"]["requeue"]
     assert written[1]["restart_cause"]
-    assert written[2]["slow_ranks"]
+    assert written[2]["warnings"] == ["slow: rank 1 on n1, 1.50 times the median rank"]
     for one in written:
         jsonschema.validate(one, schema(), jsonschema.Draft202012Validator)
         assert next(iter(one.items())) == ("version", 1)

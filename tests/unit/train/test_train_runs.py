@@ -160,7 +160,7 @@ def test_a_run_that_has_nothing_left_to_do_says_so(run: BEGUN) -> None:
     assert "nothing left to do: step 2 of 2\n" in again.said()
     result = finish(again.paths, code=0)
     assert (result.status, result.first_step, result.steps) == ("done", 2, 2)
-    assert summary(result, again.paths).startswith("done: nothing left to do: step 2 of 2, perplexity ")
+    assert summary(result, again.paths).startswith("done: 2 steps, perplexity ")
     fewer.end(78)
     assert "the newest checkpoint is past the run's last step\n" in fewer.said()
     assert "  fix:    train.steps=2, or another checkpoint.folder\n" in fewer.said()

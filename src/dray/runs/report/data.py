@@ -169,7 +169,6 @@ class Try:
     trained: tuple[float, float]
     """When it logged its first and its last step; 0 if it logged none."""
     steps: tuple[int | None, int | None]
-    lost_s: float | None
     startup: Sequence[Span]
     """The parts of the start, up to the first step."""
     nodes: Startup | None
@@ -240,11 +239,10 @@ def _attempt(paths: RunPaths, plan: Plan | None, trace: Trace, earlier: result.A
     trained = number(first, "time") or 0.0, number(last, "time") or 0.0
     if 0 < trained[0] < began:  # the folder is a copy, with new file times
         began = 0.0
-    known = own or earlier
     reason = earlier.why if earlier else ""
     if own:
         reason = own.cause.why if own.cause else own.reason
-    finished = known.finished if known else None
+    finished = own.finished if own else None
     names = [node.name for node in plan.world.nodes] if plan else []
     kept = own.startup if own else None
     nodes = startup.read(paths, names, kept.parts.get("queue") if kept else None) or kept
@@ -253,15 +251,14 @@ def _attempt(paths: RunPaths, plan: Plan | None, trace: Trace, earlier: result.A
         profile = {**json.loads(files.read(paths.profile)), "trace": paths.profile_trace}
     return Try(
         number=paths.attempt,
-        status=known.status if known else "no result",
+        status=own.status if own else earlier.status if earlier else "no result",
         why=(reason or "").partition("\n")[0][:200],
         hosts=(own.hosts if own else None) or names,
         began=began,
         ended=_seconds(finished) if finished else trained[1],
         trained=trained,
-        steps=(known.first_step if known and known.first_step is not None else whole(first, "step"),
-               (known and known.steps) or whole(last, "step")),
-        lost_s=known.lost_s if known else None,
+        steps=(own.first_step if own and own.first_step is not None else whole(first, "step"),
+               (own and own.steps) or whole(last, "step")),
         startup=_spans(nodes.parts if nodes else {}, began, trained[0]),
         nodes=nodes,
         failures=_failures(paths),

@@ -357,20 +357,17 @@ def _attempts(run: Run, of: str) -> Iterator[Item]:
     if began:
         rows = [(name, _from(began, spans)) for name, spans in phases.items()]
         yield TimeLine(f"Attempts{of}, from {_utc(began)}", rows)
-    yield Table(f"Attempts{of}", ("attempt", "status", "nodes", "steps", "began", "ended", "lost training"), [
+    yield Table(f"Attempts{of}", ("attempt", "status", "nodes", "steps", "began", "ended"), [
         (f"attempt {one.number}", f"{one.status}: {one.why}" if one.why else one.status,
          " ".join(one.hosts[:8]) or MISSING,
          f"{figure(one.steps[0])} to {figure(one.steps[1])}" if one.steps[1] is not None else "none",
-         _utc(one.began), _utc(one.ended), seconds(one.lost_s or None, "nothing"))
+         _utc(one.began), _utc(one.ended))
         for one in run.tries
     ])  # fmt: skip
     failures = [(_utc(at), f"attempt {one.number}", what) for one in run.tries for at, what in one.failures]
     if failures:
         head = ("when", "attempt", "what failed")
         yield Table(f"First failures of attempts and restarts{of}", head, failures[-200:])
-    for one in run.tries:
-        for recovery in one.result.recoveries if one.result else ():
-            yield Text(f"Recovered in attempt {one.number}{of}: {recovery}")
 
 
 def _phases(one: Try) -> list[Span]:
