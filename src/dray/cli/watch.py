@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -64,9 +65,10 @@ def _webhook() -> str:
     config = os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config"
     file = Path(os.environ.get("DRAY_WEBHOOK_FILE") or f"{config}/dray/webhook")
     with suppress(OSError, UnicodeDecodeError):
-        status = file.stat()
-        if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-            return files.read(file).decode().partition("\n")[0]
+        if file.stat().st_mode & 0o077:
+            print(f"dray: warning: {file} is not used: chmod 600 it, since its URL is a secret", file=sys.stderr)
+        else:
+            return files.read(file, own=True).decode().partition("\n")[0]
     return ""
 
 
