@@ -28,7 +28,7 @@ def active_plan(state: State) -> tuple[Plan, RunPaths]:
             "no attempt of the run is active on this machine or cluster",
             where=state.path,
             found=f"{state.state} ({state.where})" if state.where else state.state,
-            fix="dray status shows when it starts; of a run that has ended, dray submit --run=NAME starts the next attempt",
+            fix="dray status shows when it starts; dray submit --run=NAME continues a run that has ended",
         )
     plan = plan_of(state.paths)
     if engines.get(plan.engine).private_network:

@@ -179,10 +179,8 @@ again: dray study show {folder}
         assert (code, f"\n2 ranks: {metrics} cannot be read: a folder\n" in out) == (0, True), out
 
     def test_a_first_candidate_whose_metrics_cannot_be_read(self, tmp_path: Path) -> None:
-        members = [
-            Member(run="001", values={"train.loss": "full"}),
-            Member(run="002", values={"train.loss": "chunked"}),
-        ]
+        losses = {"001": "full", "002": "chunked"}
+        members = [Member(run=run, values={"train.loss": loss}) for run, loss in losses.items()]
         found = Study(kind="tune", recipe=str(RECIPE), members=members)
         for member in members:
             ran(tmp_path, member.run, [5.0, 4.0])
