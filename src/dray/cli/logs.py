@@ -52,11 +52,19 @@ def logs(
     hand_over(on)
     watched = Watched(find(run, runs))
     seen = watched.look()
+    if rank is not None and seen.ranks and rank >= seen.ranks:
+        raise ConfigError(
+            "the run has no such rank", where="--rank", wanted=f"a number from 0 to {seen.ranks - 1}", found=str(rank)
+        )
     view = View(node, rank)
     view.add(seen)
-    never = rank is not None and seen.ranks is not None and rank >= seen.ranks
-    if not view.logs and (never or not follow):
-        raise _no_log(seen, node, rank)
+    if not view.logs and not follow:
+        raise ConfigError(
+            "there is no such log",
+            where=seen.paths.logs if seen.paths else seen.folder,
+            found=status.head(seen),
+            fix="dray logs without --node and --rank shows all logs; with -f it waits for one",
+        )
     view.print(last, whole=not follow)
     if follow:
         try:
@@ -132,17 +140,3 @@ class View:
             colour = _COLOURS[log.number % len(_COLOURS)] if log.kind == "rank" else 2
             name = f"\x1b[{colour}m{name}\x1b[0m"
         print(name + shown(line), file=self._out)
-
-
-def _no_log(seen: State, node: str, rank: int | None) -> ConfigError:
-    options = [f"--node {node}"] if node else []
-    if rank is not None:
-        options.append(f"--rank {rank}")
-    fix = "leave out " + " and ".join(options)
-    return ConfigError(
-        "there is no such log",
-        where=seen.paths.logs if seen.paths else seen.folder,
-        wanted=" ".join(["a log", *options]),
-        found=status.head(seen),
-        fix=fix if options else "dray why shows how the run ended; dray logs -f waits for the log of a run that waits",
-    )
