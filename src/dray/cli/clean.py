@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 import typer
 
@@ -20,35 +20,28 @@ _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
 
 def clean(
-    kinds: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(disk.KINDS)}. Default: all.")
-    ] = None,
-    older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Only what was unchanged for this long, such as 30d, 12h or 4w.")
-    ] = "30d",
-    checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Remove also runs that have checkpoints or a model.")
-    ] = False,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help=f"The recipes' data.cache_dir, for tokens. Default: {node.TOKENS}UID."),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    kind: Literal["runs", "tokens"] | None = None,
+    older_than: str = "30d",
+    checkpoints: bool = False,
+    cache_dir: Path | None = None,
+    yes: bool = False,
     runs: Runs = None,
 ) -> None:
-    """Show old runs and tokens of datasets, and remove them if you agree.
+    """Show old runs and tokens of datasets; with --yes remove them.
 
-    dray clean runs --older-than 60d --dry-run
-    dray clean tokens --cache-dir /scratch/me/tokens
+    KIND: Only these. Default: both.
+    --older-than AGE: Only what was unchanged for this long, such as 30d, 12h or 4w.
+    --checkpoints: Remove also runs that have checkpoints or a model.
+    --cache-dir FOLDER: The recipes' data.cache_dir, for tokens. Default: /tmp/dray-tokens-UID.
+    --yes: Remove them.
+
+    dray clean runs --older-than 60d
+    dray clean tokens --cache-dir /scratch/me/tokens --yes
     """
-    for kind in kinds or ():
-        if kind not in disk.KINDS:
-            raise ConfigError("KIND has a wrong value", wanted=", ".join(disk.KINDS), found=ascii(kind))
     if not re.fullmatch(r"[0-9]{1,5}[hdw]", older_than):
         raise ConfigError("--older-than has a wrong value", wanted="30d, 12h or 4w", found=ascii(older_than))
     items = disk.items(
-        kinds or disk.KINDS,
+        [kind] if kind else ["runs", "tokens"],
         runs=(runs or default_runs()).absolute(),
         tokens=(cache_dir or Path(f"{node.TOKENS}{os.getuid()}")).absolute(),
         days=int(older_than[:-1]) * _DAYS[older_than[-1]],
@@ -59,25 +52,16 @@ def clean(
         why = f"kept: {item.kept}" if item.kept else item.holds
         print(f"{_size(item.bytes):>10}  {item.days:6.1f} days  {item.kind:<8}{item.path}  {why}")
     print(f"to remove: {counted(len(old), 'folder')}, {_size(sum(item.bytes for item in old))}")
-    if dry_run or not old:
+    if not yes:
+        if old:
+            print("dray clean --yes, with the same options, removes them")
         return
-    if not yes and not _agreed():
-        print("nothing was removed")
-        raise typer.Exit(exit_codes.FAILED)
-    failed = False
+    code = exit_codes.DONE
     for item in old:
         if why := disk.remove(item):
-            failed = True
             print(f"dray: warning: {item.path} was not removed: {why}", file=sys.stderr)
-    raise typer.Exit(exit_codes.FAILED if failed else exit_codes.DONE)
-
-
-def _agreed() -> bool:
-    if not sys.stdin.isatty():
-        raise ConfigError(
-            "confirmation needs a terminal", found="standard input is not a terminal", fix="add --yes, or --dry-run"
-        )
-    return typer.confirm("remove them?")
+            code = exit_codes.FAILED
+    raise typer.Exit(code)
 
 
 def _size(size: float) -> str:

@@ -20,18 +20,17 @@ from dray.runs.store import find, require_own
 def enter(
     context: typer.Context,
     run: Run = "",
-    node: Annotated[
-        str, typer.Option(metavar="N", help="A node's name, or its number from 0. Default: the first node.")
-    ] = "",
-    jupyter: Annotated[
-        bool, typer.Option("--jupyter", help="Start JupyterLab there, and print how to reach it.")
-    ] = False,
+    node: str = "",
+    jupyter: bool = False,
     port: Annotated[int, typer.Option(min=1, max=65535, help="With --jupyter: its port on the node.")] = 8888,
     runs: Runs = None,
 ) -> None:
     """Open a shell, or run a COMMAND, in the container of a run that is still running.
 
     The shell has the run's mounts and environment. The run continues when you leave.
+
+    --node N: A node's name, or its number from 0. Default: the first node.
+    --jupyter: Start JupyterLab there, and print how to reach it.
 
     dray enter 4711 --node 1
     dray enter 4711 -- nvidia-smi

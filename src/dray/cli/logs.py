@@ -29,9 +29,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 def logs(
     run: Run = "",
-    node: Annotated[
-        str, typer.Option(metavar="N", help="Only this node and its ranks: its name, or its number from 0.")
-    ] = "",
+    node: str = "",
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow until the run ends, through its next attempts too.")
@@ -45,7 +43,9 @@ def logs(
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """Show the logs of all nodes, then of all ranks.
+    """Show the logs of all nodes and ranks, one after another.
+
+    --node N: Only this node and its ranks: its name, or its number from 0.
 
     dray logs 4711 --rank 3 -n 50 -f
     """

@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -25,7 +24,7 @@ _SENDMAIL = 'PATH=$PATH:/usr/sbin:/usr/lib; printf "%s\\n" "$1" | sendmail -t'
 
 def watch(
     run: Run = "",
-    mail: Annotated[str, typer.Option(metavar="ADDRESS", help="Mail each line, too, by this machine's sendmail.")] = "",
+    mail: str = "",
     runs: Runs = None,
 ) -> None:
     """Watch a run from outside its job, through its attempts, and print a line when something happens to it.
@@ -33,6 +32,8 @@ def watch(
     It runs on a login node, and says when the run starts, stalls, loses a node, diverges, is requeued, is held by
     Slurm, or ends. A job that Slurm holds is released, and a run whose job died is submitted again, as often as the
     recipe's max_requeues allows.
+
+    --mail ADDRESS: Mail each line, too, by this machine's sendmail.
 
     dray watch 4711 --mail me@example.org
     """

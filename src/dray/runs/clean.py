@@ -21,7 +21,6 @@ from dray.runs.slurm import Slurm
 from dray.runs.status import LOST, NO_RESULT, State, status
 from dray.runs.store import dig, newest_first, plan_of, read_json
 
-KINDS = ("runs", "tokens")
 _DAY = 86400.0
 _HOUR = 1 / 24
 _QUIET_DAYS = 1.0  # a run without a result may be active on another cluster that shares this disk
