@@ -15,7 +15,7 @@ from dray.cluster.config import CONTROLLER
 from dray.cluster.health import Health
 from dray.cluster.local import LocalCluster
 from dray.cluster.machines import USER
-from dray.contract.findings import ConfigError, UnfitError
+from dray.contract.findings import UnfitError
 
 app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")
 
@@ -75,8 +75,6 @@ def shell() -> None:
 
     dray cluster shell
     """
-    if not sys.stdin.isatty():
-        raise ConfigError("a shell needs a terminal", fix="dray cluster exec -- COMMAND")
     with _cluster() as cluster:
         container = cluster.machine(CONTROLLER)
     argv = ["docker", "--host", endpoint().url, "exec", "--interactive", "--tty", "--user", USER]

@@ -47,7 +47,9 @@ def watch(
         if mail:
             _mail(mail, seen, line)
         if url and seen.state not in (DONE, FAILED, STOPPED):  # the job itself tells its end
-            _post(url, seen, line)
+            text = f"{seen.run}: {line}"
+            if failed := webhook.post(url, text, run=seen.run, status=seen.state, steps=seen.step):
+                print(f"dray: warning: {failed}")
 
     def submit() -> None:
         process.run([*program(), "submit", f"--run={folder}"])
@@ -57,8 +59,10 @@ def watch(
     except KeyboardInterrupt:
         print("\nthe run goes on")
         return
-    lost = exit_codes.FAILED if seen.state != DONE else exit_codes.DONE
-    raise typer.Exit(lost if seen.exit_code is None else seen.exit_code)
+    code = seen.exit_code
+    if code is None:
+        code = exit_codes.DONE if seen.state == DONE else exit_codes.FAILED
+    raise typer.Exit(code)
 
 
 def _webhook() -> str:
@@ -79,9 +83,3 @@ def _mail(address: str, seen: State, line: str) -> None:
         process.run(["bash", "-c", _SENDMAIL, "sendmail", text], seconds=60)
     except DrayError as failed:
         print(f"dray: warning: the mail was not sent: {failed.problem}")
-
-
-def _post(url: str, seen: State, line: str) -> None:
-    told = f"{seen.run}: {line}"
-    if failed := webhook.post(url, told, run=seen.run, status=seen.state, exit_code=seen.exit_code, steps=seen.step):
-        print(f"dray: warning: {failed}")
