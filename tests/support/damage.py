@@ -370,7 +370,7 @@ replay RUN --pack OUT.tar.gz: all capsule.json secret logs logs/rank-0.log
 replay RUN --recipe OUT.toml: all capsule.json plan.json facts.txt
 replay RUN --compare OTHER: all metrics.jsonl
 report RUN --sync: plan.json ../checkpoints
-clean --dry-run: all attempt
+clean: all attempt
 model eval RUN: plan.json ../checkpoints
 model generate RUN a: plan.json
 model export RUN: plan.json ../checkpoints

@@ -17,7 +17,6 @@ from rich.text import Text
 import browser
 from dray.cli.top import screen
 from dray.runs.status import Watched
-from dray.runs.store import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAY = (sys.executable, "-m", "dray")
@@ -46,8 +45,7 @@ def live(out: Path, runs: Path) -> Path:
             watched = Watched(run)
             while ((seen := watched.look(closely=True)).step or 0) < _STEP:
                 _wait(training, deadline)
-            console = Console(width=110, force_terminal=True)
-            terminal("dray top", screen(seen, RunPaths(run, seen.attempt or 1), console), out / "top")
+            terminal("dray top", screen(seen), out / "top")
             if training.wait(timeout=_ALONE_S):
                 sys.exit("the run failed: .venv/bin/dray why")
         finally:

@@ -44,7 +44,7 @@ VERBS = {
     "Several runs and machines": {
         "study": "Run one recipe several times, and compare",
         "remote": "Name clusters that you reach by ssh",
-        "clean": "Show old runs, tokens of datasets and left-over files of builds",
+        "clean": "Show old runs and tokens of datasets; with --yes remove them",
     },
 }
 HIDDEN = {

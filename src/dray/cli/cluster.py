@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import typer
@@ -15,7 +15,7 @@ from dray.cluster.config import CONTROLLER
 from dray.cluster.health import Health
 from dray.cluster.local import LocalCluster
 from dray.cluster.machines import USER
-from dray.contract.findings import ConfigError, UnfitError
+from dray.contract.findings import UnfitError
 
 app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")
 
@@ -24,6 +24,12 @@ _USAGE = """\
   sbatch --wait slurm/multinode.sh recipes/smoke-cpu.toml  train on two of its nodes
   dray cluster exec -- dray submit recipes/smoke-cpu.toml  any verb of dray, as at a login node
   dray cluster status | down                               show its health; remove it"""
+
+
+@contextmanager
+def _cluster() -> Iterator[LocalCluster]:
+    with closing(client()) as engine:
+        yield LocalCluster(engine)
 
 
 @app.command()
@@ -43,9 +49,8 @@ def up(
 
     dray cluster up --nodes 2
     """
-    with closing(client()) as engine:
-        health = LocalCluster(engine).up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=_say)
-    _show(health)
+    with _cluster() as cluster:
+        _show(cluster.up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=_say))
     print(_USAGE)
 
 
@@ -55,8 +60,8 @@ def status() -> None:
 
     dray cluster status
     """
-    with closing(client()) as engine:
-        health = LocalCluster(engine).health()
+    with _cluster() as cluster:
+        health = cluster.health()
     if health is None:
         raise UnfitError("there is no cluster", fix="dray cluster up")
     _show(health)
@@ -70,16 +75,10 @@ def shell() -> None:
 
     dray cluster shell
     """
-    if not sys.stdin.isatty():
-        raise ConfigError("a shell needs a terminal", fix="dray cluster exec -- COMMAND")
-    docker = process.which("docker")
-    if not docker:
-        raise UnfitError("a shell needs Docker's command line client", fix="dray cluster exec -- COMMAND")
-    with closing(client()) as engine:
-        container = LocalCluster(engine).machine(CONTROLLER)
-    argv = [docker, "--host", endpoint().url, "exec", "--interactive", "--tty", "--user", USER]
-    argv += ["--workdir", container.labels["dray.checkout"], str(container.name), "bash", "--login"]
-    os.execv(docker, argv)  # noqa: S606  the shell takes this program's place, terminal and all
+    with _cluster() as cluster:
+        container = cluster.machine(CONTROLLER)
+    argv = ["docker", "--host", endpoint().url, "exec", "--interactive", "--tty", "--user", USER]
+    process.replace([*argv, "--workdir", container.labels["dray.checkout"], str(container.name), "bash", "--login"])
 
 
 @app.command(name="exec")
@@ -99,8 +98,8 @@ def exec_(
     """
     if command[0] == "dray":
         command = ["bash", "slurm/dray", *command[1:]]
-    with closing(client()) as engine:
-        ended = LocalCluster(engine).exec(command, node=node, user=user, show=True)
+    with _cluster() as cluster:
+        ended = cluster.exec(command, node=node, user=user, show=True)
     raise typer.Exit(ended.code)
 
 
@@ -110,8 +109,8 @@ def down() -> None:
 
     dray cluster down
     """
-    with closing(client()) as engine:
-        removed = LocalCluster(engine).down()
+    with _cluster() as cluster:
+        removed = cluster.down()
     _say(f"removed {', '.join(removed)}" if removed else "there was no cluster")
 
 

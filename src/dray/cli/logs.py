@@ -12,53 +12,60 @@ from typing import Annotated, TextIO
 
 import typer
 
-from dray.cli import status, times
+from dray.cli import status
 from dray.cli.args import Run, Runs
 from dray.cli.on import On, hand_over
 from dray.cli.streams import is_gone, shown
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError
 from dray.runs import logs as files
 from dray.runs.logs import Log
-from dray.runs.status import NO_RESULT, QUEUED, RUNNING, State, Watched
-from dray.runs.store import RunPaths, dig, find, node_number, read_json
+from dray.runs.status import State, Watched
+from dray.runs.store import find, node_number
 
-_POLL_S, _LOOK_EVERY = 0.2, 5
+_POLL_S, _POLLS_PER_LOOK = 0.2, 5
 _STATS = 2000  # a second, which a shared disk can serve
-_COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+_COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def logs(
     run: Run = "",
-    node: Annotated[
-        str, typer.Option(metavar="N", help="Only this node and its ranks: its name, or its number from 0.")
-    ] = "",
+    node: str = "",
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow until the run ends, through its next attempts too.")
     ] = False,
-    since: Annotated[
-        str, typer.Option(metavar="WHEN", help="Only lines since then: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
-    ] = "",
     last: Annotated[
         int | None,
-        typer.Option("--last", "-n", min=0, metavar="N", help="Only the last N lines; with -f also all new ones."),
+        typer.Option(
+            "--last", "-n", min=0, metavar="N", help="Only the last N lines of each log; with -f all new ones."
+        ),
     ] = None,
     runs: Runs = None,
     on: On = "",
 ) -> None:
-    """Show the logs of all nodes and ranks, sorted by time if their lines have one.
+    """Show the logs of all nodes and ranks, one after another.
+
+    --node N: Only this node and its ranks: its name, or its number from 0.
 
     dray logs 4711 --rank 3 -n 50 -f
     """
     hand_over(on)
     watched = Watched(find(run, runs))
     seen = watched.look()
+    if rank is not None and seen.ranks and rank >= seen.ranks:
+        raise ConfigError(
+            "the run has no such rank", where="--rank", wanted=f"a number from 0 to {seen.ranks - 1}", found=str(rank)
+        )
     view = View(node, rank)
     view.add(seen)
-    too_high = rank is not None and seen.ranks is not None and rank >= seen.ranks
-    if not view.logs and (too_high or not follow):
-        raise _no_log(seen, node, rank, never=too_high)
-    view.begin(seen, times.since(since), last, whole=not follow)
+    if not view.logs and not follow:
+        raise ConfigError(
+            "there is no such log",
+            where=seen.paths.logs if seen.paths else seen.folder,
+            found=status.head(seen),
+            fix="dray logs without --node and --rank shows all logs; with -f it waits for one",
+        )
+    view.print(last, whole=not follow)
     if follow:
         try:
             view.follow(watched, seen)
@@ -74,7 +81,6 @@ class View:
 
     def __init__(self, node: str = "", rank: int | None = None) -> None:
         self._out: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-        self._terminal = sys.stdout.isatty()
         self._node, self._rank = node, rank
         self._attempt: int | None = None
         self._width = 0
@@ -85,49 +91,48 @@ class View:
         if seen.attempt != self._attempt:
             self._attempt = seen.attempt
             self.logs.clear()
-        if seen.attempt is None:
-            found = files.of_job(Path(seen.folder))
+        if seen.paths is None:
+            found = files.in_folder(seen.path)
         else:
-            paths = RunPaths(Path(seen.folder), seen.attempt)
-            each = dig(read_json(paths.plan, []), "world", "ranks_per_node")
             node = node_number(seen.nodes, self._node) if self._node else None
-            found = files.of(paths, node=node, rank=self._rank, each=each if isinstance(each, int) and each > 0 else 1)
+            each = (seen.ranks or 0) // max(1, len(seen.nodes))
+            found = files.of(seen.paths, node=node, rank=self._rank, each=max(1, each))
         for log in found:
             self.logs.setdefault(log.path, log)
         self._width = max((len(log.label) for log in self.logs.values()), default=0)
 
-    def begin(self, seen: State, since: float, last: int | None, *, whole: bool) -> None:
-        """Print the present lines, sorted by time, or only the `last` of them."""
-        paths = RunPaths(Path(seen.folder), seen.attempt or 1)
-        lines = files.joined([*self.logs.values()], paths, since=since, whole=whole)
-        for log, line in lines if last is None else deque(lines, last):
-            self.line(log, line)
-            if is_gone():
-                break
+    def print(self, last: int | None = None, *, whole: bool = False) -> None:
+        """Print the new lines of each log, or only the `last` of them."""
+        for log in self.logs.values():
+            lines = log.new(whole=whole)
+            for line in lines if last is None else deque(lines, last):
+                self.line(log, line)
+                if is_gone():
+                    return
 
     def follow(self, watched: Watched, seen: State, wait: Callable[[float], None] = time.sleep) -> None:
         """Print new lines until the run has ended."""
         shown_state = ""
         while not is_gone():
             over = watched.over(seen)
-            self._new()
+            self.print()
             if (state := status.head(seen)) != shown_state:
                 sys.stdout.flush()
                 print(f"dray: {state}", file=sys.stderr, flush=True)
                 shown_state = state
             if over:
                 return
-            for _ in range(_LOOK_EVERY):
+            for _ in range(_POLLS_PER_LOOK):
                 sys.stdout.flush()
                 wait(max(_POLL_S, len(self.logs) / _STATS))
-                self._new()
+                self.print()
             seen = watched.look()
             self.add(seen)
 
     def line(self, log: Log, line: bytes) -> None:
         """Print one line of a log."""
         name = f"{log.label:<{self._width}} | " if len(self.logs) > 1 else ""
-        if not self._terminal:
+        if not sys.stdout.isatty():
             self._out.flush()
             self._out.buffer.write(name.encode() + line + b"\n")
             return
@@ -135,23 +140,3 @@ class View:
             colour = _COLOURS[log.number % len(_COLOURS)] if log.kind == "rank" else 2
             name = f"\x1b[{colour}m{name}\x1b[0m"
         print(name + shown(line), file=self._out)
-
-    def _new(self) -> None:
-        for log, line in files.new(self.logs.values()):
-            self.line(log, line)
-
-
-def _no_log(seen: State, node: str, rank: int | None, *, never: bool) -> ConfigError:
-    options = [f"--node {node}"] if node else []
-    options += [] if rank is None else [f"--rank {rank}"]
-    fix = f"choose another {' or '.join(options)}" if options else "dray why shows how the run ended"
-    if seen.state in (QUEUED, RUNNING) and not never:
-        fix = "dray logs -f waits for the log; dray status shows what the run waits for"
-    ranks = f"{counted(seen.ranks or 0, 'rank')} on {counted(len(seen.nodes), 'node')}"
-    return ConfigError(
-        "there is no such log",
-        where=seen.paths.logs if seen.paths else seen.folder,
-        wanted=" ".join(["a log", *options]),
-        found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}, with {ranks}",
-        fix=fix,
-    )

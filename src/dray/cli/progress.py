@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from dray.contract.control_characters import printable
 from dray.contract.findings import counted
 from dray.planning.schema import Plan
-from dray.runs.follow import Growing, Output
+from dray.runs.logs import Growing, Output
 from dray.runs.metrics import LONGEST, Event, number, parsed, whole
 from dray.runs.store import RunPaths
 
-_EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
+_FIGURES = {
+    "loss": "loss {:.3f}",
+    "perplexity": "perplexity {:.2f}",
+    "accuracy": "accuracy {:.3f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "seconds_left": "{:.0f} s left",
+}
 
 
 class Progress:
@@ -34,9 +39,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.update()
         self._view.close()
 
@@ -53,8 +56,8 @@ class Progress:
 class Steps:
     """Prints a line for each logged step and for each evaluation."""
 
-    def __init__(self, metrics: Path, position: int = 0) -> None:
-        self._file = Growing(metrics, position)
+    def __init__(self, metrics: Path) -> None:
+        self._file = Growing(metrics)
 
     def look(self) -> None:
         """Print what has come since the last look."""
@@ -74,19 +77,13 @@ def described(event: Event) -> str:
         first = whole(event, "first_step")
         return f"resumed at step {first} of {whole(event, 'steps')}" if first else ""
     if kind == "step":
-        parts = [f"step {step}", _figure(event, "loss", ".3f")]
-        if speed := number(event, "tokens_per_s"):
-            parts.append(f"{speed:,.0f} tokens/s")
-        if (left := number(event, "seconds_left")) is not None:
-            parts.append(f"{left:.0f} s left")
-        return "  ".join(parts)
-    if "perplexity" not in event:
+        parts = [f"step {step}"]
+    elif "perplexity" in event:
+        parts = [f"{kind.replace('eval', 'evaluation', 1).replace('-', ' ', 1)} at step {step}"]
+    else:
         return ""
-    what = kind.replace("eval", "evaluation", 1).replace("-", " ", 1)
-    figures = "  ".join(_figure(event, name, form) for name, form in _EVALUATED.items())
-    return f"{what} at step {step}  {figures}"
-
-
-def _figure(event: Event, name: str, form: str) -> str:
-    value = number(event, name)
-    return f"{name} not finite" if value is None else f"{name} {value:{form}}"
+    for name, form in _FIGURES.items():
+        if name in event:
+            value = number(event, name)
+            parts.append(f"{name} not finite" if value is None else form.format(value))
+    return "  ".join(parts)

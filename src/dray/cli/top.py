@@ -11,8 +11,6 @@ from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from dray.cli import status
@@ -22,12 +20,12 @@ from dray.cli.streams import is_gone, shown
 from dray.contract import files
 from dray.contract.control_characters import printable
 from dray.runs import metrics
-from dray.runs.status import RUNNING, State, Watched
-from dray.runs.store import RunPaths, find
+from dray.runs.status import State, Watched
+from dray.runs.store import find
 
 _LOOK_S = 1.0
-_MANY, _SLOWLY_S = 64, 15.0  # each look asks for the state of all logs: those of many nodes are read less often
-_LINES, _TAIL = 6, 1 << 14
+_NODES_PER_S = 64  # each look asks the shared disk for the state of all logs
+_LINES, _WIDTH = 6, 60
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -51,14 +49,14 @@ def watch(run: Path, wait: Callable[[float], None] = time.sleep) -> None:
         ) as drawn:
             seen = watched.look(closely=True)
             while not watched.over(seen) and not is_gone():
-                paths = RunPaths(Path(seen.folder), seen.attempt or 1)
                 if console.is_interactive:
-                    drawn.update(screen(seen, paths, console), refresh=True)
+                    drawn.update(screen(seen), refresh=True)
                 else:
-                    lines.show(seen, paths)
-                wait(_LOOK_S if len(seen.nodes) <= _MANY else _SLOWLY_S)
+                    lines.show(seen)
+                wait(max(_LOOK_S, len(seen.nodes) / _NODES_PER_S))
                 seen = watched.look(closely=True)
-            lines.steps()
+            if lines.steps:
+                lines.steps.look()
     except KeyboardInterrupt:
         print("\nthe run goes on; dray top shows it again", flush=True)
         return
@@ -66,50 +64,36 @@ def watch(run: Path, wait: Callable[[float], None] = time.sleep) -> None:
 
 
 class _Lines:
-    """For a pipe: a line for each step, and for each change of state or stage."""
+    """For a pipe: a line for each step, and for each change of state."""
 
     def __init__(self) -> None:
-        self._printed: list[str] = []
-        self._steps: Steps | None = None
-        self._metrics: Path | None = None
+        self.steps: Steps | None = None
+        self._attempt: int | None = None
+        self._state = ""
 
-    def show(self, seen: State, paths: RunPaths) -> None:
+    def show(self, seen: State) -> None:
         """Print what is new."""
-        lines = [status.head(seen), *status.waiting(seen)[:1]]
-        if seen.live and seen.state == RUNNING:
-            lines.append(f"stage: {seen.live.stage}")
-        for line in lines:
-            if line not in self._printed:
-                print(line, flush=True)
-        self._printed = lines
-        if seen.attempt and self._metrics != paths.metrics:
-            size = paths.metrics.stat().st_size if paths.metrics.exists() else 0
-            self._metrics, self._steps = paths.metrics, Steps(paths.metrics, max(0, size - _TAIL))
-        self.steps()
-
-    def steps(self) -> None:
-        """Print new steps."""
-        if self._steps:
-            self._steps.look()
+        state = "\n".join([status.head(seen), *status.waiting(seen)[:1]])
+        if state != self._state:
+            print(state, flush=True)
+            self._state = state
+        if seen.paths and seen.attempt != self._attempt:
+            self._attempt, self.steps = seen.attempt, Steps(seen.paths.metrics)
+        if self.steps:
+            self.steps.look()
 
 
-def screen(seen: State, paths: RunPaths, console: Console) -> RenderableType:
+def screen(seen: State) -> RenderableType:
     """What the terminal shows of a run."""
-    width, parts = max(10, min(60, console.width - 40)), list[RenderableType]()
-    parts.append(_text(status.head(seen), "bold"))
+    parts = [_text(status.head(seen), "bold")]
     parts += [_text(line) for line in [*status.waiting(seen), *status.running(seen)]]
-    if seen.step is not None and seen.steps:
-        bar = Table.grid(padding=(0, 1))
-        done = min(1.0, seen.step / seen.steps)
-        bar.add_row("", ProgressBar(total=1.0, completed=done, width=width), f"{done:.0%}")
-        parts.append(bar)
-    if seen.attempt:
+    if seen.paths:
         with suppress(OSError):
-            steps = [event for event in metrics.tail(paths.metrics) if event.get("event") == "step"]
+            steps = [event for event in metrics.tail(seen.paths.metrics) if event.get("event") == "step"]
             losses = [loss for step in steps if (loss := metrics.number(step, "loss")) is not None]
             if len(losses) > 1:
-                parts.append(_text(f"  loss {sparkline(losses, width)}"))
-        parts += [_text(f"  | {shown(line.encode())}", "dim") for line in files.tail(paths.rank_log(0), _LINES)]
+                parts.append(_text(f"  loss {sparkline(losses, _WIDTH)}"))
+        parts += [_text(f"  | {shown(line.encode())}", "dim") for line in files.tail(seen.paths.rank_log(0), _LINES)]
     return Group(*parts)
 
 

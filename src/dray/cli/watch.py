@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -24,7 +24,7 @@ _SENDMAIL = 'PATH=$PATH:/usr/sbin:/usr/lib; printf "%s\\n" "$1" | sendmail -t'
 
 def watch(
     run: Run = "",
-    mail: Annotated[str, typer.Option(metavar="ADDRESS", help="Mail each line, too, by this machine's sendmail.")] = "",
+    mail: str = "",
     runs: Runs = None,
 ) -> None:
     """Watch a run from outside its job, through its attempts, and print a line when something happens to it.
@@ -32,6 +32,8 @@ def watch(
     It runs on a login node, and says when the run starts, stalls, loses a node, diverges, is requeued, is held by
     Slurm, or ends. A job that Slurm holds is released, and a run whose job died is submitted again, as often as the
     recipe's max_requeues allows.
+
+    --mail ADDRESS: Mail each line, too, by this machine's sendmail.
 
     dray watch 4711 --mail me@example.org
     """
@@ -45,7 +47,9 @@ def watch(
         if mail:
             _mail(mail, seen, line)
         if url and seen.state not in (DONE, FAILED, STOPPED):  # the job itself tells its end
-            _post(url, seen, line)
+            text = f"{seen.run}: {line}"
+            if failed := webhook.post(url, text, run=seen.run, status=seen.state, steps=seen.step):
+                print(f"dray: warning: {failed}")
 
     def submit() -> None:
         process.run([*program(), "submit", f"--run={folder}"])
@@ -55,8 +59,10 @@ def watch(
     except KeyboardInterrupt:
         print("\nthe run goes on")
         return
-    lost = exit_codes.FAILED if seen.state != DONE else exit_codes.DONE
-    raise typer.Exit(lost if seen.exit_code is None else seen.exit_code)
+    code = seen.exit_code
+    if code is None:
+        code = exit_codes.DONE if seen.state == DONE else exit_codes.FAILED
+    raise typer.Exit(code)
 
 
 def _webhook() -> str:
@@ -64,9 +70,10 @@ def _webhook() -> str:
     config = os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config"
     file = Path(os.environ.get("DRAY_WEBHOOK_FILE") or f"{config}/dray/webhook")
     with suppress(OSError, UnicodeDecodeError):
-        status = file.stat()
-        if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-            return files.read(file).decode().partition("\n")[0]
+        if file.stat().st_mode & 0o077:
+            print(f"dray: warning: {file} is not used: chmod 600 it, since its URL is a secret", file=sys.stderr)
+        else:
+            return files.read(file, own=True).decode().partition("\n")[0]
     return ""
 
 
@@ -76,9 +83,3 @@ def _mail(address: str, seen: State, line: str) -> None:
         process.run(["bash", "-c", _SENDMAIL, "sendmail", text], seconds=60)
     except DrayError as failed:
         print(f"dray: warning: the mail was not sent: {failed.problem}")
-
-
-def _post(url: str, seen: State, line: str) -> None:
-    told = f"{seen.run}: {line}"
-    if failed := webhook.post(url, told, run=seen.run, status=seen.state, exit_code=seen.exit_code, steps=seen.step):
-        print(f"dray: warning: {failed}")

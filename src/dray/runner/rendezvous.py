@@ -27,7 +27,6 @@ from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
 _LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
-_ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _TRY_S = 10.0  # to connect, and then to prove the secret to a first node that thousands reach at once
 _LATER_S = 5.0  # for the first node's answer, whose own deadline may be later
@@ -112,8 +111,6 @@ def join(plan: Plan, own: Hello, key: bytes) -> Connection:
     nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
     deadline, wanted = time.monotonic() + limit, "the address of the first node"
     reason: Exception | None = None
-    if nodes > _ONE_WAVE:
-        time.sleep(pause(nodes) / 2)
     while True:
         try:
             address, port = published(plan)

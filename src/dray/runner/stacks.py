@@ -50,7 +50,6 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
         pythons = _pythons(beat.program)
         process = pythons[0] if pythons else beat.program
         found = found._replace(state=_state(process))
-        parts["threads"] = _threads(process)
         for handler in _HANDLERS:
             with suppress(OSError, ValueError, LookupError, TypeError, HTTPException):
                 entries = _entries(heartbeat.socket(heartbeat.path(scratch, rank)), handler)
@@ -117,16 +116,6 @@ def _state(process: int) -> str:
         time.sleep(_SAMPLE_S)
     ends = {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended", "": "ended"}
     return ends.get(states[-1], "runs" if states.count("R") > _SAMPLES / 2 else "sleeps")
-
-
-def _threads(process: int) -> str:
-    """What the kernel says of each thread: its name, and where it waits."""
-    lines = ""
-    with suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{process}/task"):
-            name, place = (proc_text(f"/proc/{process}/task/{thread}/{file}").strip() for file in ("comm", "wchan"))
-            lines += f"{thread} {name} {place}\n"
-    return lines
 
 
 def _entries(path: str, handler: str) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ Files that an active run needs and other users' files are never removed, and no 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -17,39 +16,36 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dray.contract import files, run_folder
-from dray.contract.findings import DrayError, counted
+from dray.contract.findings import DrayError
 from dray.runs.slurm import Slurm
 from dray.runs.status import LOST, NO_RESULT, State, status
 from dray.runs.store import dig, newest_first, plan_of, read_json
 
-KINDS = ("runs", "tokens", "builds")
 _DAY = 86400.0
 _HOUR = 1 / 24
 _QUIET_DAYS = 1.0  # a run without a result may be active on another cluster that shares this disk
-_TEMPORARY = re.compile(r"\.(dray-[a-z0-9._-]+|debs|lock|pull|wheels)-[a-z0-9_]{8}")
 _TOKENS = re.compile(r"[0-9a-f]{24}(\.part-[0-9a-f]{16})?")
 
 
 class Item(NamedTuple):
-    """A file or folder that dray may remove."""
+    """A folder that dray may remove."""
 
     kind: str
     path: Path
     holds: str
-    removes: Path
-    """What would be removed: the path, or a part of it."""
     bytes: int
-    days: float
-    """Days since anything in it changed."""
-    seen: tuple[int, float]
-    """Bytes and last change of the whole path."""
-    kept: str
+    changed: float
+    """When anything in it changed."""
+    kept: str = ""
     """Why it is kept; empty if it may go."""
 
+    @property
+    def days(self) -> float:
+        """Days since anything in it changed."""
+        return (time.time() - self.changed) / _DAY
 
-def items(
-    kinds: Iterable[str], *, runs: Path, tokens: Path, build: Path | None, days: float, checkpoints: bool
-) -> list[Item]:
+
+def items(kinds: Iterable[str], *, runs: Path, tokens: Path, days: float, checkpoints: bool) -> list[Item]:
     """All items of these kinds, the largest first; those that changed within so many days are kept."""
     slurm = Slurm()
     tuned = [folder for folder in _inside(runs) if (folder / run_folder.TUNE).exists()]
@@ -61,15 +57,13 @@ def items(
         found += [_run(state, checkpoints=checkpoints) for state in states]
     if "tokens" in kinds:
         found += tokens_in(tokens)
-    if "builds" in kinds:
-        found += _builds(build)
     checked = []
     for item in found:
         why = item.kept
-        if not why and any(path == item.removes or item.removes in path.parents for path in needed):
+        if not why and any(path == item.path or item.path in path.parents for path in needed):
             why = "an active run needs it"
         if not why and item.days < days:
-            why = f"younger than {counted(round(days), 'day') if days >= 1 else counted(round(days * 24), 'hour')}"
+            why = "changed since --older-than"
         checked.append(item._replace(kept=why))
     return sorted(checked, key=lambda item: item.bytes, reverse=True)
 
@@ -77,9 +71,9 @@ def items(
 def remove(item: Item) -> str:
     """Remove an item unless it changed since it was listed; what went wrong, or an empty text."""
     try:
-        if _measured(item.path) != item.seen:
+        if _measured(item.path) != (item.bytes, item.changed):
             return "it changed since it was listed"
-        shutil.rmtree(item.removes)
+        shutil.rmtree(item.path)
     except OSError as refused:
         return refused.strerror or str(refused)
     return ""
@@ -93,12 +87,6 @@ def _measured(path: Path) -> tuple[int, float]:
             about = part.lstat()
             size, changed = size + about.st_blocks * 512, max(changed, about.st_mtime)
     return size, changed
-
-
-def _item(kind: str, path: Path, holds: str, removes: Path | None = None, kept: str = "") -> Item:
-    seen = _measured(path)
-    size, changed = _measured(removes) if removes else seen
-    return Item(kind, path, holds, removes or path, size, (time.time() - changed) / _DAY, seen, kept)
 
 
 def _own(folder: Path) -> bool:
@@ -115,20 +103,17 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _run(state: State, *, checkpoints: bool) -> Item:
-    """A run folder; of one with a model only the compiled code."""
-    item = _item("runs", state.path, state.state)
+    item = Item("runs", state.path, state.state, *_measured(state.path))
+    kept = ""
     if state.kind == "unknown":
-        return item._replace(kept="active, or this machine cannot tell")
-    if state.kind != "ended":
-        return item._replace(kept=f"active: {state.where}")
-    if state.attempt and state.state in (LOST, NO_RESULT) and item.days < _QUIET_DAYS:
-        return item._replace(kept="has no result and changed today")
-    if _has_model(state.path) and not checkpoints:
-        compiled = state.path / run_folder.COMPILED
-        if not _own(compiled):
-            return item._replace(kept="has checkpoints or a model (--checkpoints)")
-        return _item("runs", state.path, "compiled code; checkpoints and model stay", compiled)
-    return item
+        kept = "active, or this machine cannot tell"
+    elif state.kind != "ended":
+        kept = f"active: {state.where}"
+    elif state.attempt and state.state in (LOST, NO_RESULT) and item.days < _QUIET_DAYS:
+        kept = "has no result and changed today"
+    elif not checkpoints and _has_model(state.path):
+        kept = "has checkpoints or a model (--checkpoints)"
+    return item._replace(kept=kept)
 
 
 def _has_model(run: Path) -> bool:
@@ -154,35 +139,11 @@ def _needs(state: State) -> Iterator[str]:
 def tokens_in(cache: Path) -> Iterator[Item]:
     """The tokens of datasets in a cache, each in a folder of its own."""
     if os.path.lexists(cache) and (why := files.open_to_others(cache, folder=True)):
-        yield _item("tokens", cache, "tokens of datasets", kept=why)
+        yield Item("tokens", cache, "tokens of datasets", 0, 0.0, kept=why)
         return
     for folder in _inside(cache):
         if _TOKENS.fullmatch(folder.name):
             dataset = dig(read_json(folder / "manifest.json", []), "dataset") or "(incomplete)"
-            item = _item("tokens", folder, str(dataset))
+            item = Item("tokens", folder, str(dataset), *_measured(folder))
             written = ".part-" in folder.name and item.days < _HOUR
             yield item._replace(kept="is being written") if written else item
-
-
-def _builds(build: Path | None) -> Iterator[Item]:
-    """Folders that killed builds left, and folders that failed builds kept for inspection."""
-    if build:
-        kept = "a build is running" if any(map(_is_locked, (build / "logs").glob("*.log"))) else ""
-        killed = [path for path in _inside(build) if _TEMPORARY.fullmatch(path.name)]
-        for path in [*killed, *_inside(build / "failed")]:
-            yield _item("builds", path, "left by a killed or failed build", kept=kept)
-
-
-def _is_locked(file: Path) -> bool:
-    """Whether a process on this machine holds the lock of a file."""
-    try:
-        log = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # NFS locks no file read-only
-    except OSError:
-        return file.exists()
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(log)
-    return False

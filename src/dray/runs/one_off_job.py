@@ -19,7 +19,7 @@ from dray.facts import Engine
 from dray.planning.schema import Plan
 from dray.runs import local, prepare, store
 from dray.runs.finish import finish
-from dray.runs.follow import Output
+from dray.runs.logs import Output
 from dray.runs.store import RunPaths, new_id, newest_attempt
 from dray.runs.trust import foreign
 

@@ -339,7 +339,6 @@ def test_what_only_a_node_knows_replaces_whole_words_of_the_launcher_only() -> N
 
 
 _GONE = "the program is not in the container"
-_SHEBANG = "the first line of the program names an interpreter that is not in the container: ./tool"
 
 
 @pytest.mark.seconds
@@ -363,11 +362,9 @@ def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp
 @pytest.mark.parametrize(
     ("command", "content", "mode", "said"),
     [
-        ("/gone/mytool", None, 0, [f"{_GONE}: /gone/mytool", "  wanted: a file /gone/mytool"]),
+        ("/gone/mytool", None, 0, [f"{_GONE}: /gone/mytool", "  wanted: an executable file /gone/mytool"]),
         ("mytool", None, 0, [f"{_GONE}: mytool", "  wanted: mytool on PATH (/usr/bin:/bin)"]),
-        ("./tool", "true", 0o600, ["the program is not executable: ./tool", None, None, "  fix:    chmod +x {}"]),
-        ("./tool", "#!/opt/none/python3 -u\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/opt/none/python3'"]),
-        ("./tool", "#!/bin/sh\r\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/bin/sh\\r'"]),
+        ("./tool", "true", 0o600, [f"{_GONE}: ./tool", "  wanted: an executable file {}"]),
     ],
 )
 def test_a_command_that_cannot_start_is_named_before_the_preflight(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -35,7 +34,6 @@ def ended(runs: Path, name: str, *, model: bool = False, days: float = 90) -> Ru
     finish(paths, code=1)
     if model:
         (paths.checkpoints / "final").mkdir()
-        (paths.run / "compiled" / "a").mkdir(parents=True)
     return aged(paths, days)
 
 
@@ -51,22 +49,16 @@ def old(folder: Path, days: float) -> bool:
 
 
 def looked(
-    runs: Path, kind: str = "runs", *, days: float = 30, build: Path | None = None, tokens: Path = Path("/none"),
-    checkpoints: bool = False,
-) -> dict[str, Item]:  # fmt: skip
-    found = clean.items([kind], runs=runs, tokens=tokens, build=build, days=days, checkpoints=checkpoints)
+    runs: Path, kind: str = "runs", *, days: float = 30, tokens: Path = Path("/none"), checkpoints: bool = False
+) -> dict[str, Item]:
+    found = clean.items([kind], runs=runs, tokens=tokens, days=days, checkpoints=checkpoints)
     return {item.path.name: item for item in found}
-
-
-@pytest.mark.parametrize(("days", "age"), [(30, "30 days"), (1, "1 day"), (12 / 24, "12 hours"), (1 / 24, "1 hour")])
-def test_what_is_too_young_is_told_in_days_or_hours(tmp_path: Path, days: float, age: str) -> None:
-    ended(tmp_path, "young", days=0.01)
-    assert looked(tmp_path, days=days)["young"].kept == f"younger than {age}"
 
 
 def test_which_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "my runs"
-    failed, trained, young = ended(runs, "failed"), ended(runs, "trained", model=True), ended(runs, "young", days=1)
+    failed, young = ended(runs, "failed"), ended(runs, "young", days=1)
+    ended(runs, "trained", model=True)
     going = begun(runs, "going")
     going.process.write_text(json.dumps(processes.mark(os.getpid())))
     aged(begun(runs, "elsewhere"), 90)
@@ -76,17 +68,16 @@ def test_which_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aged(begun(runs, "live", job=17, **job), 0.5)
     lost, _ = aged(begun(runs, "lost", job=18, **job), 90), aged(begun(runs, "killed", job=19, **job), 0.5)
     found = looked(runs, days=0)
-    assert {name: item.removes for name, item in found.items() if not item.kept} == {
-        "failed": failed.run, "trained": trained.run / "compiled", "young": young.run, "lost": lost.run,
-    }  # fmt: skip
+    assert {item.path for item in found.values() if not item.kept} == {failed.run, young.run, lost.run}
     assert {name: item.kept for name, item in found.items() if item.kept} == {
         "going": f"active: process {os.getpid()}",
         "elsewhere": "active, or this machine cannot tell",
         "live": "active: job 17, RUNNING",
         "killed": "has no result and changed today",
+        "trained": "has checkpoints or a model (--checkpoints)",
     }
-    assert looked(runs)["young"].kept == "younger than 30 days"
-    assert looked(runs, checkpoints=True)["trained"].removes == trained.run
+    assert looked(runs)["young"].kept == "changed since --older-than"
+    assert looked(runs, checkpoints=True)["trained"].kept == ""
     assert (slurm.folder / "calls").read_text().count("squeue") == 3
 
 
@@ -137,22 +128,6 @@ def test_what_has_changed_since_stays(tmp_path: Path) -> None:
     assert (clean.remove(item), paths.run.exists()) == ("it changed since it was listed", True)
 
 
-def test_left_by_builds(tmp_path: Path) -> None:
-    build = tmp_path / "build"
-    for name in (".dray-cpu.sif-ilah5dpf", "failed/cuda/rootfs", "inputs", ".fetch", "logs", ".debs-abcd1234"):
-        (build / name).mkdir(parents=True)
-    (build / "logs" / "cpu.log").touch()
-    (build / ".lock-abcd1234").symlink_to(tmp_path)
-    old(build, 90)
-    found = looked(tmp_path, "builds", build=build)
-    assert {name: item.kept for name, item in found.items()} == dict.fromkeys(
-        (".dray-cpu.sif-ilah5dpf", ".debs-abcd1234", "cuda"), ""
-    )
-    with (build / "logs" / "cpu.log").open() as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-        assert {item.kept for item in looked(tmp_path, "builds", build=build).values()} == {"a build is running"}
-
-
 def tokens(cache: Path, name: str, days: float) -> Path:
     folder = cache / name
     folder.mkdir(parents=True)
@@ -171,7 +146,7 @@ def test_tokens_of_datasets(tmp_path: Path) -> None:
     found = looked(tmp_path, "tokens", tokens=cache)
     assert {name[0]: (item.holds, item.kept) for name, item in found.items()} == {
         "a": ("/data/a.txt", ""),
-        "b": ("/data/b.txt", "younger than 30 days"),
+        "b": ("/data/b.txt", "changed since --older-than"),
         "c": ("/data/c.txt", "is being written"),
     }
     assert clean.remove(found["a" * 24]) == ""
@@ -183,11 +158,11 @@ def test_tokens_of_datasets(tmp_path: Path) -> None:
 
 def test_the_runs_of_a_tuning_are_runs(tmp_path: Path) -> None:
     """They are in the folder of its table."""
-    done, model = ended(tmp_path / "tuning", "001"), ended(tmp_path / "tuning", "002", model=True)
+    done = ended(tmp_path / "tuning", "001")
     (tmp_path / "tuning" / "tune.json").write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "tuning")
     found = looked(tmp_path)
-    assert {item.removes for item in found.values()} == {done.run, model.run / "compiled"}
+    assert {item.path: item.kept for item in found.values()} == {done.run: ""}
 
 
 def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -196,21 +171,21 @@ def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.seconds
-def test_it_asks_first(tmp_path: Path) -> None:
-    """The whole verb: nobody agrees, then --yes does."""
+def test_it_shows_first(tmp_path: Path) -> None:
+    """The whole verb: it removes with --yes alone."""
     paths, kept = ended(tmp_path / "runs", "failed"), ended(tmp_path / "runs", "trained", model=True)
-    shown = dray("runs", "--dry-run", cwd=tmp_path)
+    shown = dray("runs", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    first, second, last = shown.stdout.splitlines()
-    assert first.split()[2:] == ["90.0", "days", "runs", str(paths.run), "failed"]
-    assert second.split()[2:7] == ["90.0", "days", "runs", str(kept.run / "compiled"), "compiled"]
-    assert last.startswith("to remove: 2 things, ")
-    asked = dray("runs", cwd=tmp_path)
-    assert (asked.returncode, asked.stderr.splitlines()[0]) == (78, "dray: confirmation needs a terminal")
-    assert json.loads(dray("runs", "--json", cwd=tmp_path).stdout)[0]["removes"] == str(paths.run)
+    *lines, total, last = shown.stdout.splitlines()
+    assert sorted(line.split()[2:7] for line in lines) == [
+        ["90.0", "days", "runs", str(paths.run), "failed"],
+        ["90.0", "days", "runs", str(kept.run), "kept:"],
+    ]
+    assert total.startswith("to remove: 1 folder, ")
+    assert last == "dray clean --yes, with the same options, removes them"
     assert paths.run.exists()
     assert dray("runs", "--yes", cwd=tmp_path).returncode == 0
-    assert (paths.run.exists(), kept.final_model.is_dir(), (kept.run / "compiled").exists()) == (False, True, False)
+    assert (paths.run.exists(), kept.final_model.is_dir()) == (False, True)
 
 
 @pytest.mark.seconds
@@ -218,8 +193,7 @@ def test_tokens_go_only_after_a_yes(tmp_path: Path) -> None:
     folder = tokens(tmp_path / "cache", "a" * 24, 9)
     folder.parent.chmod(0o700)
     words = ("tokens", "--cache-dir", "cache", "--older-than", "7d")
-    asked = dray(*words, cwd=tmp_path)
-    assert (asked.returncode, asked.stderr.splitlines()[0]) == (78, "dray: confirmation needs a terminal")
+    assert dray(*words, cwd=tmp_path).returncode == 0
     assert folder.exists()
     assert (dray(*words, "--yes", cwd=tmp_path).returncode, folder.exists()) == (0, False)
     tokens(tmp_path / "cache", "b" * 24, 9)

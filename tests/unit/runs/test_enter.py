@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,20 +152,21 @@ def test_a_container_of_docker_is_entered_by_docker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "problem"),
+    ("state", "found"),
     [
-        ("PENDING", "the run has not started yet"),
-        ("CONFIGURING", "the run has not started yet"),
-        ("", "the run has ended"),
+        ("PENDING", "queued (job 18, PENDING)"),
+        ("CONFIGURING", "running (job 18, CONFIGURING)"),
+        ("", "failed"),
     ],
 )
-def test_no_run_that_goes_on(slurm: Slurm, tmp_path: Path, state: str, problem: str) -> None:
+def test_no_run_that_goes_on(slurm: Slurm, tmp_path: Path, state: str, found: str) -> None:
     paths = begun(tmp_path)
     finish(paths, code=75)
     if state:
         slurm.has(18, state, command=f"multinode.sh --run={paths.run} x.toml")
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match="no attempt of the run is active") as refused:
         enter.active_plan(status(paths.run))
+    assert refused.value.finding.found == found
 
 
 @pytest.mark.parametrize(("word", "node"), [("", "n1"), ("1", "n2"), ("n2", "n2")])
@@ -203,13 +203,11 @@ def test_a_bare_run_and_no_terminal(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, "dray: a shell needs a terminal")
 
 
-# As the real one: it writes down how it is reached, and waits.
+# It writes down how it is started.
 SERVER = """
-import json, os, signal, sys
+import json, os, stat, sys
 folder = os.environ["JUPYTER_RUNTIME_DIR"]
-json.dump(sys.argv[1:] + [os.environ["HOME"]], open(os.environ["SEEN"], "w"))
-json.dump({"port": 8889, "token": "x"}, open(folder + "/jpserver-7.json", "w"))
-signal.pause()
+json.dump([*sys.argv[1:], folder, os.environ["HOME"], oct(os.stat(folder).st_mode)], open(os.environ["SEEN"], "w"))
 """
 
 
@@ -220,76 +218,49 @@ def here(runs: Path) -> RunPaths:
     return paths
 
 
-def lab(*words: str | Path, **env: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "dray", "enter", "--jupyter", *words]
-    pipe = subprocess.PIPE
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-    try:
-        return subprocess.Popen(argv, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.seconds
-def test_jupyterlab_runs_until_ctrl_c(tmp_path: Path) -> None:
+def test_jupyterlab_on_a_terminal(tmp_path: Path) -> None:
     paths = here(tmp_path / "my runs")
     module = tmp_path / "modules" / "jupyterlab"
     module.mkdir(parents=True)
     (module / "__init__.py").touch()
     (module / "__main__.py").write_text(SERVER)
-    with lab(paths.run, PYTHONPATH=str(module.parent), SEEN=str(tmp_path / "seen")) as started:
-        assert started.stdout
-        said = [started.stdout.readline().rstrip("\n") for _ in range(4)]
-        (folder,) = paths.folder.glob("jupyter-*")
-        token = (folder / "token").read_text()
-        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, folder / "token", folder / "server.log")}
-        started.send_signal(signal.SIGINT)
-        rest = started.communicate(timeout=30)
-    assert re.fullmatch(r"on your own machine: ssh -N -L 8889:127\.0\.0\.1:8889 \S+@\S+", said[1])
-    assert [said[0], *said[2:]] == [
-        "JupyterLab runs on this machine; Ctrl-C here ends it",
-        "and open:            http://127.0.0.1:8889/lab",
-        f"the token is in {folder}/token, which only you can read",
-    ]
-    # A signal between the write of a line and its end has the line written again.
-    assert (rest[0].splitlines()[-1], rest[1]) == ("JupyterLab has ended", "")
-    *argv, home = json.loads((tmp_path / "seen").read_text())
-    allow = ["--allow-root"] if os.geteuid() == 0 else []
-    assert argv == ["--no-browser", "--ip=127.0.0.1", "--port=8888", f"--ServerApp.root_dir={paths.run}", *allow]
-    assert home == str(folder)
-    assert len(token) > 40
-    assert (modes[folder.name], modes["token"]) == (0o700, 0o600)
-    assert not folder.exists()
+    ours, theirs = os.openpty()
+    env = {**os.environ, "PYTHONPATH": str(module.parent), "SEEN": str(tmp_path / "seen")}
+    argv = [sys.executable, "-m", "dray", "enter", "--jupyter", "--port=8889", str(paths.run)]
+    ended = subprocess.run(argv, env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    tunnel, url, missing = os.read(ours, 4096).decode().splitlines()
+    os.close(ours)
+    os.close(theirs)
+    assert re.fullmatch(r"on your own machine: ssh -N -L 8889:127\.0\.0\.1:8889 \S+@\S+", tunnel)
+    assert url == "then open the last URL that JupyterLab prints here; Ctrl-C ends it"
+    assert missing == f"if JupyterLab is missing: {sys.executable} -m pip install jupyterlab"
+    *words, folder, home, mode = json.loads((tmp_path / "seen").read_text())
+    assert words[:4] == ["--no-browser", "--ip=127.0.0.1", "--port=8889", "--ServerApp.port_retries=0"]
+    assert f"--ServerApp.root_dir={paths.run}" in words
+    assert (folder, home, mode) == (f"{paths.folder}/jupyter-8889",) * 2 + ("0o40700",)
 
 
 @pytest.mark.seconds
-def test_an_image_without_jupyterlab(tmp_path: Path) -> None:
+def test_no_token_goes_into_a_file(tmp_path: Path) -> None:
+    """JupyterLab prints it, and others may read the file: they would have a shell as this user."""
     paths = here(tmp_path)
-    with lab(paths.run) as started:
-        out, told = started.communicate(timeout=30)
-    assert (started.returncode, out) == (78, "")
-    assert told.splitlines() == [
-        "dray: JupyterLab is not in the image",
-        "  wanted: jupyterlab",
-        "  found:  not installed",
-        f"  fix:    {sys.executable} -m pip install jupyterlab",
-    ]
-    assert not list(paths.folder.glob("jupyter-*"))
+    argv = [sys.executable, "-m", "dray", "enter", "--jupyter", str(paths.run)]
+    ended = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    problem = "dray: JupyterLab, whose token only you may see, needs a terminal"
+    assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[0]) == (78, "", problem)
 
 
 def test_the_layer_with_jupyterlab(slurm: Slurm, tmp_path: Path) -> None:
-    """It is bound where the run has none; the run's own script stays what it is."""
+    """It is bound where the run has none."""
     slurm.has(17, "RUNNING")
     paths = begun(tmp_path)
     layer = Layer(file="/b/dray-cpu-jupyterlab.sif", digest=f"sha256:{'a' * 64}", variant="cpu", packages={})
     argv = enter.argv(status(paths.run), "n2", ["python3"], terminal=False, layer=layer)
-    script = paths.folder / "enter-aaaaaaaaaaaa.sh"
-    assert argv[-2:] == [str(script), "python3"]
-    assert 'src=/b/dray-cpu-jupyterlab.sif","dst=/opt/layer",image-src=/' in script.read_text()
+    assert argv[-2:] == [str(paths.enter_script), "python3"]
+    assert 'src=/b/dray-cpu-jupyterlab.sif","dst=/opt/layer",image-src=/' in paths.enter_script.read_text()
 
 
 def test_the_tunnel_of_a_node() -> None:
-    first, way, url = enter.jupyter_lines("n2", 8888, "t0k")
-    assert first == "JupyterLab runs on n2; Ctrl-C here ends it"
-    assert re.fullmatch(r"on your own machine: ssh -N -L 8888:127\.0\.0\.1:8888 -J (\S+)@\S+ \1@n2", way)
-    assert url == "and open:            http://127.0.0.1:8888/lab?token=t0k"
+    assert re.fullmatch(r"ssh -N -L 8888:127\.0\.0\.1:8888 -J (\S+)@\S+ \1@n2", enter.tunnel("n2", 8888))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dray.facts import Facts
-from dray.runs.follow import Growing
-from dray.runs.logs import Log, new
+from dray.runs.logs import Growing, Log
 from dray.runs.metrics import tail
 from dray.runs.prepare import read_recipe, write
 from dray.runs.status import Watched
@@ -85,7 +84,8 @@ def test_what_may_have_become_of_a_file(
 
 def test_a_disk_that_fails_leaves_no_file_open(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a\n")
-    file = Growing(tmp_path / "file", position=-1)
+    file = Growing(tmp_path / "file")
+    file.position = -1
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises((OSError, ValueError)) as failed:
         list(file.lines(100))
@@ -108,14 +108,14 @@ def test_a_line_that_is_half_written(tmp_path: Path) -> None:
 def test_a_log_that_is_cut_is_shown_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_text("a long first line\nb\n")
-    log = Log("rank 0", path, "rank", 0)
-    assert [line for _, line in new([log])] == [b"a long first line", b"b"]
+    log = Log(path, "rank", "0", 0)
+    assert list(log.new()) == [b"a long first line", b"b"]
     path.write_text("c\n")
-    assert [line for _, line in new([log])] == [b"c"]
+    assert list(log.new()) == [b"c"]
     again(path, "d\n")
     with path.open("a") as more:
         more.write("e\n")
-    assert [line for _, line in new([log])] == [b"d", b"e"]
+    assert list(log.new()) == [b"d", b"e"]
 
 
 @pytest.mark.parametrize("nodes", [2, 1000, 50_000])

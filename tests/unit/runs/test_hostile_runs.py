@@ -43,7 +43,7 @@ replay RUN --pack OUT.tar.gz
 replay RUN --recipe OUT.toml
 replay RUN --compare OTHER
 report RUN --sync
-clean --dry-run
+clean
 model eval RUN
 model generate RUN a
 model export RUN

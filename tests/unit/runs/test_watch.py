@@ -22,7 +22,7 @@ from dray.cli import logs, runs, status, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs.finish import finish
-from dray.runs.logs import joined, new, of
+from dray.runs.logs import of
 from dray.runs.metrics import tail
 from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm, meaning
@@ -491,10 +491,6 @@ def test_reasons_in_plain_words(reason: str, text: str) -> None:
     assert meaning(reason) == text
 
 
-def read(paths: RunPaths, **options: float) -> list[str]:
-    return [f"{log.label}: {line.decode()}" for log, line in joined(of(paths), paths, **options)]
-
-
 @pytest.fixture
 def talks(tmp_path: Path) -> RunPaths:
     """An attempt of two nodes, whose steps were logged from 01:27:00 on."""
@@ -507,52 +503,24 @@ def talks(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_logs_are_joined_in_the_order_of_time(talks: RunPaths) -> None:
-    assert read(talks) == [
-        "node 0: dray: cores",
-        "rank 0: loads",
-        "rank 1: [W1125 01:26:55.5 x.cpp:1] listens",
-        "node 1: slurmstepd: error: *** STEP 1 CANCELLED AT 2026-11-25T01:27:05 ***",
-        "rank 0: step 1/60  loss 5",
-        "rank 1: step 1/60  loss 5",
-        "node 0: E1125 01:27:15.25 7 api.py] failed",
-        "node 0: Traceback",
-        "rank 0: step 2/60  loss 4",
-        "rank 0: saved",
-        "rank 1: step 3/60  loss 3",
+def test_the_logs_of_all_nodes_then_of_all_ranks(
+    talks: RunPaths, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    talks.rank_log(1).write_bytes(b"step 1/60\nhal\xff")  # of a rank that was killed
+    logs.logs(str(talks.run))
+    assert capsysbinary.readouterr().out.splitlines() == [
+        b"node 0 | dray: cores",
+        b"node 0 | E1125 01:27:15.25 7 api.py] failed",
+        b"node 0 | Traceback",
+        b"node 1 | slurmstepd: error: *** STEP 1 CANCELLED AT 2026-11-25T01:27:05 ***",
+        b"rank 0 | loads",
+        b"rank 0 | step 1/60  loss 5",
+        b"rank 0 | step 2/60  loss 4",
+        b"rank 0 | saved",
+        b"rank 1 | step 1/60",
+        b"rank 1 | hal\xff",
     ]
-    assert read(talks, since=NOW + 40) == ["rank 0: step 2/60  loss 4", "rank 0: saved", "rank 1: step 3/60  loss 3"]
-
-
-def test_a_zone_that_is_not_this_machine_s(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image has UTC, the login node may have another."""
-    before = read(talks)
-    monkeypatch.setenv("TZ", "Asia/Taipei")
-    time.tzset()
-    assert read(talks) == before
-
-
-def test_a_run_that_goes_back_has_its_steps_twice(talks: RunPaths) -> None:
-    steps(talks, 1, 2)
-    with talks.metrics.open("a") as file:
-        file.write(STEP.format(time=NOW + 90, step=1, loss=5) + STEP.format(time=NOW + 99, step=2, loss=4))
-    talks.rank_log(0).write_text("step 1/60\nstep 2/60\nback\nstep 1/60\nstep 2/60\n")
-    (log,) = of(talks, rank=0)
-    assert [line for _, line in joined([log], talks, since=NOW + 90)] == [b"step 1/60", b"step 2/60"]
-
-
-def test_a_time_never_goes_back_within_a_log(talks: RunPaths) -> None:
-    """As where a program prints an older date: such a line stays behind the one before it."""
-    talks.rank_log(1).write_text("step 3/60  loss 3\n2026-11-25 01:27:01 older\n")
-    assert read(talks, since=NOW + 45) == ["rank 1: step 3/60  loss 3", "rank 1: 2026-11-25 01:27:01 older"]
-
-
-def test_a_time_that_no_line_of_the_attempt_can_have(talks: RunPaths) -> None:
-    """As the date at which a token ends, in the first line of a rank."""
-    talks.rank_log(1).write_text("2099-01-01T00:00:00Z the token ends\nstep 3/60  loss 3\n2026-11-25T01:27:50Z saves\n")
-    assert read(talks)[2] == "rank 1: 2099-01-01T00:00:00Z the token ends"
-    since = read(talks, since=NOW + 45)
-    assert since == ["rank 1: step 3/60  loss 3", "rank 1: 2026-11-25T01:27:50Z saves"]
 
 
 def test_a_run_that_goes_on_is_waited_for(
@@ -601,14 +569,14 @@ def test_one_node_or_one_rank(talks: RunPaths) -> None:
 
 def test_what_is_new_is_whole_lines(talks: RunPaths) -> None:
     (log,) = of(talks, rank=0)
-    assert len(list(joined([log], talks, whole=False))) == 4
+    assert len(list(log.new())) == 4
     with talks.rank_log(0).open("a") as file:
         file.write("one\nhal")
         file.flush()
-        assert [line for _, line in new([log])] == [b"one"]
+        assert list(log.new()) == [b"one"]
         file.write("f\n")
-    assert [line for _, line in new([log])] == [b"half"]
-    assert list(new([log])) == []
+    assert list(log.new()) == [b"half"]
+    assert list(log.new()) == []
 
 
 def test_logs_follow_into_the_next_attempt(
@@ -648,7 +616,7 @@ def test_logs_follow_into_the_next_attempt(
     view = logs.View(rank=0)
     view.add(seen)
     looking_again(watched)
-    view.begin(seen, 0.0, None, whole=False)
+    view.print()
     view.follow(watched, seen, wait)
     out, err = capsysbinary.readouterr()
     assert out == b"loads\nstep 1/60  loss 5\nstep 2/60  loss 4\nsaved\nasked to end\nresumed\n"
@@ -723,43 +691,28 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     for log in (talks.rank_log(0), talks.rank_log(1), talks.node_log(0), talks.node_log(1)):
         log.unlink()
     seen = look(talks.run, Slurm())
-    waits = "dray logs -f waits for the log; dray status shows what the run waits for"
-    world = ", with 2 ranks on 2 nodes"
-    for state, options, wanted, found, fix in (
-        ("no result", {"rank": 1}, "a log --rank 1", "has no result", "choose another --rank 1"),
-        ("failed", {"node": "0"}, "a log --node 0", "is failed", "choose another --node 0"),
-        ("failed", {"node": "0", "rank": 1}, "a log --node 0 --rank 1", "is failed",
-         "choose another --node 0 or --rank 1"),
-        ("failed", {}, "a log", "is failed", "dray why shows how the run ended"),
-        ("running", {"rank": 1}, "a log --rank 1", "is running", waits),
-        ("running", {"rank": 7}, "a log --rank 7", "is running", "choose another --rank 7"),
-        ("running", {"rank": 7, "follow": True}, "a log --rank 7", "is running", "choose another --rank 7"),
-        ("queued", {"node": "0"}, "a log --node 0", "is queued", waits),
-    ):  # fmt: skip
-        changed = seen.model_copy(update={"state": state})
-        monkeypatch.setattr(logs.Watched, "look", lambda _watched, changed=changed: changed)
+    for options in ({}, {"rank": 1}, {"node": "0", "rank": 1}):
         with pytest.raises(ConfigError, match="there is no such log") as refused:
             logs.logs(str(talks.run), **options)
-        finding = refused.value.finding
-        assert (finding.wanted, finding.found, finding.fix) == (wanted, f"the run {found}{world}", fix)
+        assert refused.value.finding.found == status.head(seen)
+    for options in ({"rank": 7}, {"rank": 7, "follow": True}):  # it never comes
+        with pytest.raises(ConfigError, match="the run has no such rank"):
+            logs.logs(str(talks.run), **options)
 
 
-@pytest.mark.parametrize(("last", "lines"), [(2, 2), (0, 0), (99, 11)])
-def test_the_last_lines(
+@pytest.mark.parametrize(("last", "lines"), [(1, 4), (0, 0), (99, 11)])
+def test_the_last_lines_of_each_log(
     talks: RunPaths, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes], last: int, lines: int
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    logs.logs(str(talks.run))
-    whole = capsysbinary.readouterr().out.splitlines()
-    assert len(whole) == 11
     logs.logs(str(talks.run), last=last)
-    assert capsysbinary.readouterr().out.splitlines() == whole[11 - lines :]
+    assert len(capsysbinary.readouterr().out.splitlines()) == lines
 
 
 def drawn(paths: RunPaths, width: int = 72) -> list[str]:
     console = Console(file=StringIO(), width=width)
     with console.capture() as capture:
-        console.print(top.screen(look(paths.run, Slurm(), closely=True), paths, console))
+        console.print(top.screen(look(paths.run, Slurm(), closely=True)))
     return capture.get().splitlines()
 
 
@@ -769,16 +722,13 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
     monkeypatch.setattr(time, "time", lambda: NOW + 53)
     (talks.failures / "rank-1.json").write_text("{}")
     lines = [line.rstrip() for line in drawn(talks)]
-    assert lines[:6] == [
+    assert lines == [
         "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
         "  stage: training",
         "  step 3 of 60  loss 5.7000  1,000 tokens/s  1 min 27 s left",
         "  began 2026-11-25 01:27",
         "  last sign of life: 3 s ago",
         "  n2: failed: rank-1",
-    ]
-    assert lines[6].endswith(" 5%")
-    assert lines[7:] == [
         "  loss █▄▁  5.900 to 5.700",
         "  | loads",
         "  | step 1/60  loss 5",
@@ -819,15 +769,14 @@ def test_in_a_pipe_it_is_lines(
 
     top.watch(talks.run, wait)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:6] == [
+    assert lines[:5] == [
         "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
-        "stage: training",
         "step 1  loss 5.900  1,000 tokens/s  90 s left",
         "step 2  loss 5.800  1,000 tokens/s  90 s left",
         "step 3  loss 5.700  1,000 tokens/s  90 s left",
         "step 4  loss not finite  1,000 tokens/s  90 s left",
     ]
-    assert lines[6] == "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)"
+    assert lines[5] == "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)"
     assert lines[-1] == f"run folder: {talks.run}"
 
 

@@ -171,7 +171,9 @@ def test_a_run_whose_job_died_is_submitted_again(
     assert len(submitted) == ("was submitted" in said)
 
 
-def test_a_webhook_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_webhook_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "hook"
     monkeypatch.setenv("DRAY_WEBHOOK_FILE", str(file))
     assert verb._webhook() == ""
@@ -179,6 +181,7 @@ def test_a_webhook_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     for mode, url in ((0o644, ""), (0o600, "https://example.org/x")):
         file.chmod(mode)
         assert verb._webhook() == url
+    assert capsys.readouterr().err == f"dray: warning: {file} is not used: chmod 600 it, since its URL is a secret\n"
 
 
 def test_a_mail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
