@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 
@@ -97,6 +98,11 @@ def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
         if is_variable(name, value) or not _PLAIN.match(value):
             lines |= dict.fromkeys([value, *value.splitlines()], name)
     return {line: lines[line] for line in sorted(lines, key=len, reverse=True) if len(line) >= _SHORTEST}
+
+
+def of_environment(more: Iterable[str] = ()) -> dict[str, str]:
+    """The secret values of this process's environment, and the values of `more` variables, as `passed` gives them."""
+    return passed([*(name for name, value in os.environ.items() if is_variable(name, value)), *more], os.environ)
 
 
 def redacted_code(text: str, values: Mapping[str, str] | None = None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.runs.store import RunPaths
 
@@ -31,18 +30,6 @@ def require(code: Sequence[str], where: str) -> None:
             found="\n".join(code),
             fix="add --trust-run to the command",
         )
-
-
-def code_keys(recipe: Recipe) -> list[str]:
-    """The keys of a recipe that run code, or can make programs run code."""
-    keys = {
-        "command": recipe.command,
-        "model.trust_remote_code": recipe.model.trust_remote_code,
-        "layer": recipe.layer,
-        **{f"env.{name}": True for name in recipe.env if not name.endswith("_NUM_THREADS")},
-        **recipe.maps(),
-    }
-    return sorted(key for key, value in keys.items() if value)
 
 
 def functions(maps: Iterable[tuple[str, str]]) -> list[str]:
