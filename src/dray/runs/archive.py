@@ -35,8 +35,6 @@ Replaced:
 Not replaced: names of nodes and projects, other paths, the command, other output of programs.
 Left out: checkpoints, models, datasets, compiled code, secrets, files that git does not track; of logs all but the end.
 Read the files before you send them.
-
-{names}
 """
 
 Clean = Callable[[str], str]
@@ -68,8 +66,7 @@ def make(run: Path, out: Path, *, why: str) -> Archive:
             left_out.append(printable(f"{name}: {error.strerror}"))
     if run.stat().st_uid == os.geteuid():  # else links in the run may have led it to your files
         content["why.txt"] = clean(why)
-    names = sorted([*content, *(f"({line}, left out)" for line in left_out)])
-    content["README"] = _README.format(run=run.name, dray=__version__, names="\n".join(names))
+    content["README"] = _README.format(run=run.name, dray=__version__)
     try:
         files.write_new(out, _packed(f"dray-why-{run.name}", content), mode=0o600)
     except OSError as error:
@@ -165,7 +162,9 @@ def require_new(out: Path) -> None:
 
 
 def text(made: Archive) -> str:
-    """List the archive's files, and say what to do before sending it."""
-    lines = [f"{made.file}: {made.size:,} bytes, {len(made.names)} files:", *(f"  {name}" for name in made.names)]
-    lines += [f"left out: {line}" for line in made.left_out]
+    """What was packed and what was not, and what to do before sending it."""
+    lines = [
+        f"{made.file}: {made.size:,} bytes, {len(made.names)} files",
+        *(f"left out: {line}" for line in made.left_out),
+    ]
     return "\n".join([*lines, "Read it before you send it: its README lists what was replaced and what was not."])

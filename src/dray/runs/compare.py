@@ -176,8 +176,8 @@ def _walk(kind: str, name: str, a: object, b: object) -> Iterator[Difference]:
         for key in {**a, **b}:
             yield from _walk(kind, f"{name}.{key}" if name else key, a.get(key), b.get(key))
     elif kind and a != b:
-        shown = name.removeprefix("recipe.").removeprefix("capsule.").removeprefix("env.")
-        yield Difference(kind=kind, name=str(printable(shown)), a=_text(a), b=_text(b))
+        shown = printable(re.sub(r"^(recipe|capsule|env)\.", "", name))
+        yield Difference(kind=kind, name=shown, a=_text(a), b=_text(b))
 
 
 def _text(value: object) -> str:
@@ -234,9 +234,8 @@ def compare(a: Losses, b: Losses, tolerance: float = 0.0) -> LossComparison:
 def losses_text(found: LossComparison) -> Iterator[str]:
     """Lines that say whether losses are identical, and if not, where and how far they differ."""
     if not found.steps:
-        yield f"losses: no common step: A logged {found.only_a}, B logged {found.only_b}"
-        return
-    if found.first is None:
+        yield "losses: no common step"
+    elif found.first is None:
         yield f"losses are identical to the last bit in {counted(found.steps, 'step')}"
     else:
         yield f"losses first differ at step {found.first}: {' and '.join(pair(found.first_a, found.first_b))}"

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ def engine_here(plan: Plan, named: str) -> str:
     engine = named or ("" if plan.by_slurm else plan.engine)
     if engine not in engines.names("local"):
         raise ConfigError(
-            "this run cannot be repeated on this machine as it was", where=plan.run,
+            "this run cannot be repeated on this machine as it was",
             wanted="sbatch, for a run of Slurm; else an engine of this machine", found=named or plan.engine,
             fix=f"dray replay {plan.run} --engine docker; or --recipe again.toml, to submit it elsewhere",
         )  # fmt: skip
@@ -116,7 +116,7 @@ def same(found: LossComparison) -> bool:
 class JobOptions(NamedTuple):
     """The options of the run's own job."""
 
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...]
     """Options of sbatch, without those for that job alone."""
     site: str = ""
     gpu_memory: float | None = None
@@ -128,13 +128,13 @@ def job_options(run: Path) -> JobOptions | None:
     submitted = Run(run).job
     if submitted is None or not files.is_own(run) or not files.is_own(run / run_folder.JOB):
         return None
-    argv = submitted.argv
-    script = next((place for place, word in enumerate(argv) if word.endswith(_SCRIPTS)), len(argv))
+    words = submitted.argv[1:]
+    options = list(takewhile(lambda word: not word.endswith(_SCRIPTS), words))
     # The user's command, after --, may have options of the same name.
-    ours = takewhile(lambda word: word.startswith("--") and word != "--", argv[script + 1 :])
+    ours = takewhile(lambda word: word.startswith("--") and word != "--", words[len(options) + 1 :])
     decided = dict(word.split("=", 1) for word in ours)
     memory = decided.get("--gpu-memory")
-    return JobOptions(tuple(_kept(argv[1:script])), decided.get("--site", ""), float(memory) if memory else None)
+    return JobOptions(tuple(_kept(options)), decided.get("--site", ""), float(memory) if memory else None)
 
 
 def _kept(options: Sequence[str]) -> Iterator[str]:
@@ -154,11 +154,10 @@ def job(run: Original, runs: Path, more: Sequence[str]) -> submit.Job:
     """The replay with its sbatch command: the same GPUs, nodes and options; options in `more` win."""
     submit.check(more)
     recipe, before = run.recipe, job_options(run.paths.run)
-    folder, old = runs / new_id(recipe.name), before or JobOptions()
-    wanted = submit.Submission(
-        [str(folder / f"{_STEM}.toml")], gpus=run.gpus, site=old.site, gpu_memory=old.gpu_memory, options=more,
-        before=before.options if before else None,
-    )  # fmt: skip
+    folder = runs / new_id(recipe.name)
+    wanted = submit.Submission([str(folder / f"{_STEM}.toml")], gpus=run.gpus, options=more)
+    if before:
+        wanted = replace(wanted, before=before.options, site=before.site, gpu_memory=before.gpu_memory)
     planned = submit.planned(recipe, RunPaths(folder), wanted)
     store.required(dray_home.root(), recipe.image_name, recipe.image_digest, planned.plan.engine)
     return planned
@@ -166,8 +165,8 @@ def job(run: Original, runs: Path, more: Sequence[str]) -> submit.Job:
 
 def start(run: Original, made: submit.Job) -> int:
     """Submit the replay, with its recipe in its folder; the job's number."""
-    recipe = run.recipe
-    code = Path(recipe.command.folder) if recipe.command else dray_home.root()
+    recipe, source = run.recipe, run.capsule.source
+    code = Path(source.folder) if source else run.folder
     return submit.submit(made.argv, Path(made.plan.run_folder), recipe.runs.share, code, as_files(recipe, _STEM))
 
 
@@ -202,4 +201,4 @@ def _toml(table: dict[str, Any], above: str = "") -> Iterator[str]:
 
 def _json(value: object) -> str:
     """The value as TOML, which writes numbers, lists and strings of one line as JSON does."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False)

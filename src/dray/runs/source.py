@@ -51,9 +51,9 @@ def look(folder: Path) -> tuple[Source, str] | None:
         found = Source(folder=root, commit=commit, branch=branch)
         diff = secrets.redacted_code(_git(root, *_DIFF), secrets.of_environment())
         digest = hashlib.sha256(diff.encode("utf-8", "replace")).hexdigest() if diff else ""
-        found = found.model_copy(update={"diff_sha256": digest})
         names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1][:_UNTRACKED]
-        found = found.model_copy(update={"untracked": tuple(printable([secrets.redacted(name) for name in names]))})
+        untracked = tuple(printable([secrets.redacted(name) for name in names]))
+        found = found.model_copy(update={"diff_sha256": digest, "untracked": untracked})
     return (found, diff if len(diff) <= LIMIT else "") if found else None
 
 
