@@ -163,8 +163,6 @@ def require_new(out: Path) -> None:
 
 def text(made: Archive) -> str:
     """What was packed and what was not, and what to do before sending it."""
-    lines = [
-        f"{made.file}: {made.size:,} bytes, {len(made.names)} files",
-        *(f"left out: {line}" for line in made.left_out),
-    ]
-    return "\n".join([*lines, "Read it before you send it: its README lists what was replaced and what was not."])
+    lines = [f"left out: {line}" for line in made.left_out]
+    lines.append(f"{made.file}: {made.size:,} bytes, {len(made.names)} files")
+    return "\n".join([*lines, "Before you send it, read it; its README lists what was replaced."])

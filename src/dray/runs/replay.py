@@ -128,10 +128,10 @@ def job_options(run: Path) -> JobOptions | None:
     submitted = Run(run).job
     if submitted is None or not files.is_own(run) or not files.is_own(run / run_folder.JOB):
         return None
-    words = submitted.argv[1:]
-    options = list(takewhile(lambda word: not word.endswith(_SCRIPTS), words))
+    argv = submitted.argv[1:]
+    options = list(takewhile(lambda word: not word.endswith(_SCRIPTS), argv))
     # The user's command, after --, may have options of the same name.
-    ours = takewhile(lambda word: word.startswith("--") and word != "--", words[len(options) + 1 :])
+    ours = takewhile(lambda word: word.startswith("--") and word != "--", argv[len(options) + 1 :])
     decided = dict(word.split("=", 1) for word in ours)
     memory = decided.get("--gpu-memory")
     return JobOptions(tuple(_kept(options)), decided.get("--site", ""), float(memory) if memory else None)
