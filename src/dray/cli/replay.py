@@ -16,7 +16,7 @@ from dray.cli.run import conduct
 from dray.cli.top import watch
 from dray.contract import exit_codes
 from dray.planning.schema import Plan
-from dray.runs import compare, local, prepare, trust
+from dray.runs import compare, local, prepare
 from dray.runs import replay as replays
 from dray.runs.replay import Original
 from dray.runs.result import result_of
@@ -63,8 +63,8 @@ def _save(file: Path, before: Original) -> None:
     for name, text in replays.as_files(before.recipe, file.stem).items():
         write_new(file.with_name(name), text, "the recipe", fix="give another name")
     recipe = shlex.quote(str(file.with_suffix(".toml")))
-    if trust.foreign(before.paths):
-        print(f"another user wrote it: read {recipe} first, since it may run code")
+    if found := replays.foreign(before):
+        print(f"another user may have written this run ({found}): read {recipe} first, since it may run code")
     print(f"dray submit {recipe} --nodes {before.recipe.nodes}, and then: dray diff RUN NEW_RUN")
 
 

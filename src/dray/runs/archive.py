@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from dray import __version__
 from dray.contract import files, run_folder, secrets
 from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError
@@ -24,7 +23,7 @@ _TAIL = 1 << 16  # bytes of the end of a log
 _LOGS = 24
 _TEXTS = (".json", ".jsonl", ".txt", ".sh", ".options", ".diff")
 _README = """\
-The run {run}, by dray {dray}, for a bug report.
+A run of dray, for a bug report.
 Unpack it with tar; then the folder is a RUN for dray diff RUN OTHER.
 
 Replaced:
@@ -66,7 +65,7 @@ def make(run: Path, out: Path, *, why: str) -> Archive:
             left_out.append(printable(f"{name}: {error.strerror}"))
     if run.stat().st_uid == os.geteuid():  # else links in the run may have led it to your files
         content["why.txt"] = clean(why)
-    content["README"] = _README.format(run=run.name, dray=__version__)
+    content["README"] = _README
     try:
         files.write_new(out, _packed(f"dray-why-{run.name}", content), mode=0o600)
     except OSError as error:

@@ -81,12 +81,16 @@ def original(folder: Path) -> Original:
     return Original(folder, paths, plan_of(paths), capsule.of(paths))
 
 
-def require_own(run: Original) -> None:
-    """Refuse to start another user's run, or a copy of one: its recipe names code that this user has not read."""
-    found = trust.foreign(run.paths)
+def foreign(run: Original) -> str:
+    """Why the run may be another user's, whose recipe names code that nobody here has read; empty for an own run."""
     if not run.paths.secret.exists():
-        found = f"{run.folder}, a copy without {run_folder.SECRET}"
-    if found:
+        return f"{run.folder}, a copy without {run_folder.SECRET}"
+    return trust.foreign(run.paths)
+
+
+def require_own(run: Original) -> None:
+    """Refuse to start another user's run, or a copy of one."""
+    if found := foreign(run):
         raise ConfigError(
             "dray replays only your own runs", wanted="a run folder that only you may write", found=found,
             fix=f"dray replay {shlex.quote(str(run.folder))} --recipe again.toml; read it; then dray submit again.toml",

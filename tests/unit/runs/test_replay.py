@@ -122,7 +122,11 @@ def test_a_copy_of_a_run_is_written_and_not_started(tmp_path: Path) -> None:
         f"  found:  {copy}, a copy without secret",
         f"  fix:    dray replay {copy} --recipe again.toml; read it; then dray submit again.toml",
     ]
-    assert verb(copy, "--recipe", again) == f"dray submit {again} --nodes 1, and then: dray diff RUN NEW_RUN\n"
+    assert verb(copy, "--recipe", again).splitlines() == [
+        f"another user may have written this run ({copy}, a copy without secret): read {again} first, since it may run "
+        "code",
+        f"dray submit {again} --nodes 1, and then: dray diff RUN NEW_RUN",
+    ]
     assert read_recipe(again).env["LD_PRELOAD"] == "/tmp/evil.so"
 
 
@@ -139,7 +143,7 @@ def test_a_run_that_others_may_change_is_not_started(tmp_path: Path, part: str) 
         os.chown(changed, 65534, 65534)
         assert trust.foreign(paths).startswith(f"{changed} of user 65534, mode ")
         again = tmp_path / "again.toml"
-        assert verb(paths.run, "--recipe", again).startswith(f"another user wrote it: read {again} first")
+        assert verb(paths.run, "--recipe", again).startswith(f"another user may have written this run ({changed} of")
 
 
 def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) -> None:
