@@ -66,10 +66,6 @@ class Capsule(_Model):
 
     version: Literal[1] = 1
     """Version of the capsule's format; dray reads only this one."""
-    run: str
-    """The run's name."""
-    attempt: Annotated[int, Field(ge=1)]
-    """The number of the attempt; the first is 1."""
     finished: str | None = None
     """When its result was written; null until then."""
     source: Source | None = None
@@ -94,7 +90,7 @@ class _Start(BaseModel):
 def begun(paths: RunPaths, plan: Plan, beside: Path | None) -> None:
     """Write the capsule of a planned attempt, after all files that a node needs. `beside` is the recipe's folder."""
     folder = Path(plan.recipe.command.folder) if plan.recipe.command else beside
-    _write(paths, _new(paths), sources.look(folder) if folder else None)
+    _write(paths, Capsule(), sources.look(folder) if folder else None)
 
 
 def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
@@ -110,10 +106,6 @@ def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
     return ""
 
 
-def _new(paths: RunPaths) -> Capsule:
-    return Capsule(run=paths.run.name, attempt=paths.attempt)
-
-
 def _write(paths: RunPaths, made: Capsule, code: tuple[Source, str] | None) -> None:
     """Write the capsule, with the user's code as git sees it now, or as it was when the run was submitted."""
     if code:
@@ -125,7 +117,7 @@ def _write(paths: RunPaths, made: Capsule, code: tuple[Source, str] | None) -> N
 
 def of(paths: RunPaths) -> Capsule:
     """The capsule, with what is known so far of an active run."""
-    made = read(paths) if paths.capsule.exists() else _new(paths)
+    made = read(paths) if paths.capsule.exists() else Capsule()
     return made if made.finished else _seen(paths, made)
 
 
