@@ -248,13 +248,15 @@ def losses_text(found: LossComparison) -> Iterator[str]:
 
 def pair(a: float | None, b: float | None) -> tuple[str, str]:
     """Both values, with enough digits to see the difference."""
-    if a is None or b is None or a == b or _loss(a) != _loss(b):
-        return _loss(a), _loss(b)
-    return repr(a), repr(b)
+    for digits in range(4, 18):
+        shown = _loss(a, digits), _loss(b, digits)
+        if shown[0] != shown[1] or a == b:
+            break
+    return shown
 
 
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.6g}"
+def _loss(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}g}"
 
 
 def text(found: Comparison) -> Iterator[str]:
