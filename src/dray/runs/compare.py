@@ -248,11 +248,11 @@ def losses_text(found: LossComparison) -> Iterator[str]:
 
 def pair(a: float | None, b: float | None) -> tuple[str, str]:
     """Both values, with enough digits to see the difference."""
-    for digits in range(4, 18):
+    for digits in range(4, 17):
         shown = _loss(a, digits), _loss(b, digits)
         if shown[0] != shown[1] or a == b:
-            break
-    return shown
+            return shown
+    return repr(a), repr(b)
 
 
 def _loss(value: float | None, digits: int) -> str:
