@@ -365,10 +365,7 @@ stop GOING --no-wait: plan.json stop process.json ../job.json
 report RUN --out OUT.html: all plan.json result.json metrics.jsonl preflight/report.json startup.json ../job.json
 diff RUN OTHER: all capsule.json metrics.jsonl plan.json
 diff OTHER RUN: all
-replay RUN --verify: all capsule.json plan.json facts.txt metrics.jsonl node.sh nodes/node-0.json result.json
-replay RUN --pack OUT.tar.gz: all capsule.json secret logs logs/rank-0.log
 replay RUN --recipe OUT.toml: all capsule.json plan.json facts.txt
-replay RUN --compare OTHER: all metrics.jsonl
 report RUN --sync: plan.json ../checkpoints
 clean: all attempt
 model eval RUN: plan.json ../checkpoints

@@ -23,7 +23,6 @@ def diff(a: A, b: B = "", as_json: Json = False, runs: Runs = None) -> None:
     """
     first = find(a, runs)
     second = find(b, runs) if b else _newest_beside(first, (runs or default_runs()).absolute())
-    compare.require_two(first, second)
     found = compare.runs(first, second)
     print(found.model_dump_json(indent=1) if as_json else "\n".join(compare.text(found)))
 

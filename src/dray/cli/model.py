@@ -75,7 +75,7 @@ def evaluate(
     recipe = over(plan.recipe, overrides or [])
     if not trust_run and trusting.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
-        trusting.require(trusting.functions(theirs), str(folder))
+        trusting.require_no_functions(theirs, str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, placing)
     recipe = _writing(recipe, offload_folder)

@@ -148,11 +148,11 @@ def replacing(path: AnyPath, *, mode: int = 0o644) -> Iterator[BufferedWriter]:
         raise
 
 
-def write_new(path: AnyPath, content: str) -> None:
+def write_new(path: AnyPath, content: str | bytes, *, mode: int = 0o666) -> None:
     """Write a new file; if that fails, remove it again."""
-    with open(path, "x", encoding="utf-8") as stream:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
         try:
-            stream.write(content)
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
         except OSError:
             os.unlink(path)

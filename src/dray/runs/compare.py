@@ -24,7 +24,7 @@ from dray.runs.store import RunPaths, attempts, newest_attempt, plan_of
 # table has the table's kind, unless it is named itself. A difference often causes those after it: another image has
 # other versions.
 _KEYS = {
-    "image": "variant engine image_sha256 layer signers capsule.inputs",
+    "image": "variant engine layer signers",
     "versions": "dray capsule.torch capsule.packages capsule.node.libc capsule.node.python",
     "code": "recipe.command recipe.accelerate capsule.source",
     "model": "recipe.model recipe.lora recipe.analog",
@@ -41,9 +41,10 @@ _KEYS = {
     # These differ in every run, or another key shows them.
     "": """
         world.port world.master world.nodes world.spares world.identity world.task world.interfaces
-        world.rendezvous_timeout_s world.max_restarts recipe.version recipe.name recipe.about recipe.scale recipe.tiny
-        recipe.image recipe.image_digest recipe.image_signers recipe.adopted recipe.layer recipe.layer_digest
-        recipe.env recipe.pass_env recipe.nodes recipe.ranks_per_node recipe.port recipe.batch recipe.preflight""",
+        world.rendezvous_timeout_s world.max_restarts env.OMP_NUM_THREADS recipe.version recipe.name recipe.about
+        recipe.scale recipe.tiny recipe.image recipe.image_digest recipe.image_signers recipe.adopted recipe.layer
+        recipe.layer_digest recipe.env recipe.pass_env recipe.nodes recipe.ranks_per_node recipe.port recipe.batch
+        recipe.preflight""",
 }
 _KIND = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 _ORDER = [*_KEYS]
@@ -85,7 +86,6 @@ class LossComparison(BaseModel):
     first_b: float | None = None
     largest: float = 0.0
     """The largest relative difference of finite losses."""
-    largest_step: int | None = None
     only_a: int = 0
     """Steps that only A logged."""
     only_b: int = 0
@@ -104,26 +104,13 @@ class Comparison(BaseModel):
 
 def runs(a: Path, b: Path) -> Comparison:
     """Compare two runs, or single attempts if their folders are given."""
-    sides = [_side(newest_attempt(folder)) for folder in (a, b)]
-    ours, theirs = (curve(attempts_of(folder)) for folder in (a, b))
+    before, after = newest_attempt(a), newest_attempt(b)
+    found = differences((plan_of(before), capsule.of(before)), (plan_of(after), capsule.of(after)))
+    ours, theirs = curve(attempts_of(a)), curve(attempts_of(b))
     return Comparison(
-        a=sides[0][0].run, b=sides[1][0].run, differences=differences(*sides), curves=(ours, theirs),
+        a=before.run.name, b=after.run.name, differences=found, curves=(ours, theirs),
         losses=compare(ours.losses, theirs.losses),
     )  # fmt: skip
-
-
-def _side(paths: RunPaths) -> tuple[Plan, Capsule]:
-    plan = plan_of(paths)
-    return plan, capsule.of(paths, plan)
-
-
-def require_two(a: Path, b: Path) -> None:
-    """Refuse to compare a run with itself."""
-    if newest_attempt(a).folder.resolve() == newest_attempt(b).folder.resolve():
-        raise ConfigError(
-            "both names mean the same run", where=a, wanted="two runs, or two attempts", found=f"{a} and {b}",
-            fix="name another run; dray runs lists all runs",
-        )  # fmt: skip
 
 
 def attempts_of(folder: Path) -> list[RunPaths]:
@@ -140,14 +127,14 @@ def attempts_of(folder: Path) -> list[RunPaths]:
 def differences(a: tuple[Plan, Capsule], b: tuple[Plan, Capsule]) -> list[Difference]:
     """All differences, most important first."""
     ours, theirs = _capsule(a[1]), _capsule(b[1])
-    # A run that has not started knows little.
-    known = [key for key in ours if ours[key] and theirs[key]]
     found = list[Difference]()
-    for key in known:
-        found += _walk("", f"capsule.{key}", ours[key], theirs[key])
+    for key in ours:
+        if ours[key] and theirs[key]:  # a run that has not started knows little
+            found += _walk("", f"capsule.{key}", ours[key], theirs[key])
     found += _walk("", "", _plan(a[0]), _plan(b[0]))
-    if not (a[0].image_sha256 and b[0].image_sha256):
-        found += _walk("image", "image", a[0].image, b[0].image)
+    # Where an image is not hashed, as on a login node, its file tells it apart.
+    name = "image_sha256" if a[0].image_sha256 and b[0].image_sha256 else "image"
+    found += _walk("image", name, getattr(a[0], name), getattr(b[0], name))
     return sorted(found, key=lambda difference: _ORDER.index(difference.kind))
 
 
@@ -160,7 +147,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         for path, name in ((plan.run_folder, "RUN"), (plan.scratch, "SCRATCH"), (caches, "CACHES")):
             value = value.replace(path, name)
         variables[variable.name] = value
-    table = plan.model_dump(mode="json", exclude={"files", "reasons", "findings", "binds"})
+    table = plan.model_dump(mode="json")
     return {"nodes": " ".join(node.name for node in plan.world.nodes), **table, "env": variables}
 
 
@@ -171,15 +158,11 @@ def _capsule(made: Capsule) -> dict[str, Any]:
         values = {_text(getattr(node, name)) for node in made.nodes} - {ABSENT}
         if values:
             nodes[name] = ", ".join(sorted(values))
-    source = {}
-    if made.source:
-        diff = [file.sha256 for file in made.files if file.path == "source.diff"]
-        source = {"commit": made.source.commit, "diff": diff, "untracked": [*made.source.untracked]}
+    packages = {name: version for node in made.nodes for name, version in node.packages.items() if name != "torch"}
     return {
-        "inputs": made.image.inputs,
         "torch": made.torch,
-        "packages": {name: version for name, version in made.image.packages.items() if name != "torch"},
-        "source": source,
+        "packages": packages,
+        "source": made.source.model_dump(exclude={"folder", "branch"}) if made.source else {},
         "node": nodes,
         "preflight": re.sub(r", [\d.]+ GB/s of bus bandwidth.*", "", made.preflight or "", flags=re.DOTALL),
         "tokens": made.data,
@@ -193,8 +176,8 @@ def _walk(kind: str, name: str, a: object, b: object) -> Iterator[Difference]:
         for key in {**a, **b}:
             yield from _walk(kind, f"{name}.{key}" if name else key, a.get(key), b.get(key))
     elif kind and a != b:
-        shown = name.removeprefix("recipe.").removeprefix("capsule.").removeprefix("env.")
-        yield Difference(kind=kind, name=str(printable(shown)), a=_text(a), b=_text(b))
+        shown = printable(re.sub(r"^(recipe|capsule|env)\.", "", name))
+        yield Difference(kind=kind, name=shown, a=_text(a), b=_text(b))
 
 
 def _text(value: object) -> str:
@@ -243,41 +226,37 @@ def compare(a: Losses, b: Losses, tolerance: float = 0.0) -> LossComparison:
         apart = difference(a[step], b[step])
         if found.first is None and apart > tolerance:
             found.first, found.first_a, found.first_b = step, a[step], b[step]
-        if found.largest < apart < math.inf:
-            found.largest, found.largest_step = apart, step
+        if apart < math.inf:
+            found.largest = max(found.largest, apart)
     return found
 
 
-def losses_text(found: LossComparison, a: str = "A", b: str = "B") -> list[str]:
+def losses_text(found: LossComparison) -> Iterator[str]:
     """Lines that say whether losses are identical, and if not, where and how far they differ."""
     if not found.steps:
-        return [f"losses: no common step: {a} logged {found.only_a}, {b} logged {found.only_b}"]
-    lines = []
-    if found.first is None:
-        lines.append(f"losses are identical to the last bit in {counted(found.steps, 'step')}")
+        yield "losses: no common step"
+    elif found.first is None:
+        yield f"losses are identical to the last bit in {counted(found.steps, 'step')}"
     else:
-        lines.append(f"losses first differ at step {found.first}: {' and '.join(pair(found.first_a, found.first_b))}")
-        if found.largest_step is not None:
-            lines.append(f"largest relative difference {found.largest:.1e}, at step {found.largest_step}")
-    for count, name in ((found.only_a, a), (found.only_b, b)):
+        yield f"losses first differ at step {found.first}: {' and '.join(pair(found.first_a, found.first_b))}"
+    if found.largest:
+        yield f"largest relative difference {found.largest:.1e}"
+    for count, name in ((found.only_a, "A"), (found.only_b, "B")):
         if count:
-            lines.append(f"only {name} logged {counted(count, 'more step')}")
-    return lines
+            yield f"only {name} logged {counted(count, 'more step')}"
 
 
 def pair(a: float | None, b: float | None) -> tuple[str, str]:
     """Both values, with enough digits to see the difference."""
-    if a is None or b is None:
-        return _loss(a), _loss(b)
     for digits in range(4, 17):
-        shown = (f"{a:.{digits}g}", f"{b:.{digits}g}")
+        shown = _loss(a, digits), _loss(b, digits)
         if shown[0] != shown[1] or a == b:
             return shown
     return repr(a), repr(b)
 
 
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
+def _loss(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}g}"
 
 
 def text(found: Comparison) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Replay a run: its recipe as decided, with its nodes, ranks, threads and sbatch options, and what will differ."""
+"""Replay a run: its recipe as decided, with its nodes, ranks, threads and sbatch options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import capsule, compare, status, submit, trust
+from dray.runs import capsule, compare, submit, trust
 from dray.runs.capsule import Capsule
-from dray.runs.compare import ABSENT, Difference, LossComparison
-from dray.runs.store import Run, RunPaths, is_run, last_attempt, new_id, plan_of
+from dray.runs.compare import Difference, LossComparison
+from dray.runs.store import Run, RunPaths, new_id, newest_attempt, plan_of
 
 _STEM = "replay"
 _THREADS = "OMP_NUM_THREADS"
@@ -32,85 +32,65 @@ _OWN = (
     "--array", "--wait", "--hold", "--test-only", "--quiet",
 )  # fmt: skip
 _SHORT = ("-o", "-N", "-d", "-k", "-b", "-a", "-W", "-H", "-Q")
-# What the replay itself sets or removes.
-_SET = ("checkpoint.", "spares", "max_requeues", "train.trackers")
-# Facts about nodes that are known before the start.
-_KNOWN = ("site", "world.size", "world.ranks_per_node")
-# What does not change the losses: facts about nodes, and the image's name and engine if it has the same packages.
-_HARMLESS = (
-    "image", "engine", "signers", "nodes", "site", "node.memory_gb", "node.kernel", "node.cpus", "node.numa",
-    "node.cores_of_ranks", "world.one_machine", "world.shared_folder", "world.cores",
-)  # fmt: skip
+# What is known only when the replay has ended, and what the replay itself sets.
+_LATER = ("nodes", "transport", "keeping")
 
 
 @dataclass(frozen=True)
 class Original:
-    """The run to repeat."""
+    """The run to repeat, or one attempt of it."""
 
     folder: Path
-    attempts: list[RunPaths]
+    paths: RunPaths
+    """The newest attempt."""
     plan: Plan
     capsule: Capsule
-    recipe: Recipe
-    """The recipe as decided, without resuming, mirrors, requeues and trackers."""
 
     @property
-    def paths(self) -> RunPaths:
-        """The newest attempt."""
-        return self.attempts[-1]
+    def recipe(self) -> Recipe:
+        """The recipe as decided, with the same threads per rank, and without resuming, mirrors, requeues, trackers."""
+        plan, recipe = self.plan, self.plan.recipe
+        env = recipe.env
+        threads = {node.threads for node in self.capsule.nodes} - {None}
+        if len(threads) == 1 and _THREADS not in recipe.pass_env:
+            env = {_THREADS: str(*threads), **env}
+        changes: dict[str, Any] = {
+            "scale": "whole", "tiny": {}, "env": env, "nodes": len(plan.world.nodes), "spares": 0, "max_requeues": 0,
+            "checkpoint": recipe.checkpoint.model_copy(update={"folder": "", "mirror": ""}), "ranks_per_node": None,
+        }  # fmt: skip
+        if plan.variant == "cpu" and recipe.launcher != "ray":
+            changes["ranks_per_node"] = plan.world.ranks_per_node
+        if recipe.train:
+            changes["train"] = recipe.train.model_copy(update={"trackers": ()})
+        return recipe.model_copy(update=changes)
 
-    def differences(self, paths: RunPaths, plan: Plan, *, started: bool) -> list[Difference]:
-        """What differs in the replay; before it has started, as far as this machine can tell."""
-        found = compare.differences((self.plan, self.capsule), (plan, capsule.of(paths, plan)))
-        found = [*self._other_sizes(plan), *found]
-        found = [one for one in found if not (one.kind == "keeping" and one.name.startswith(_SET))]
-        found = [one for one in found if (one.name, one.a) != (_THREADS, ABSENT)]
-        if started:
-            return found
-        known = [one for one in found if one.kind not in ("nodes", "transport") or one.name in _KNOWN]
-        return [one for one in known if (one.name, one.b) != ("image_sha256", ABSENT)]
+    @property
+    def gpus(self) -> int:
+        """GPUs per node."""
+        return self.plan.world.ranks_per_node if self.plan.variant != "cpu" else 0
 
-    def _other_sizes(self, plan: Plan) -> Iterator[Difference]:
-        """The attempts with another number of ranks, whose sums a replay adds in another order."""
-        for paths in self.attempts:
-            size = plan_of(paths).world.size
-            if size != plan.world.size:
-                name = f"ranks of attempt {paths.attempt}"
-                yield Difference(kind="nodes", name=name, a=str(size), b=str(plan.world.size))
+    def differences(self, paths: RunPaths, plan: Plan) -> list[Difference]:
+        """What will differ in a replay with this plan, as far as this machine can tell."""
+        found = compare.differences((self.plan, self.capsule), (plan, capsule.of(paths)))
+        return [one for one in found if one.kind not in _LATER]
 
 
 def original(folder: Path) -> Original:
     """The run in this folder, or its attempt if that is named."""
-    attempts = [paths for paths in compare.attempts_of(folder) if paths.plan.is_file()]
-    plan = plan_of(attempts[-1])
-    made = capsule.of(attempts[-1], plan)
-    return Original(folder, attempts, plan, made, recipe_of(plan, made))
+    paths = newest_attempt(folder)
+    return Original(folder, paths, plan_of(paths), capsule.of(paths))
 
 
-def recipe_of(plan: Plan, made: Capsule) -> Recipe:
-    """The recipe as decided, with the same threads per rank, and without resuming, mirrors, requeues and trackers."""
-    recipe = plan.recipe
-    env = recipe.env
-    threads = {node.threads for node in made.nodes} - {None}
-    if len(threads) == 1 and _THREADS not in recipe.pass_env:
-        env = {_THREADS: str(*threads), **env}
-    changes: dict[str, Any] = {
-        "scale": "whole", "tiny": {}, "env": env, "nodes": len(plan.world.nodes), "spares": 0, "max_requeues": 0,
-        "checkpoint": recipe.checkpoint.model_copy(update={"folder": "", "mirror": ""}), "ranks_per_node": None,
-    }  # fmt: skip
-    if plan.variant == "cpu" and recipe.launcher != "ray":
-        changes["ranks_per_node"] = plan.world.ranks_per_node
-    if recipe.train:
-        changes["train"] = recipe.train.model_copy(update={"trackers": ()})
-    return recipe.model_copy(update=changes)
+def foreign(run: Original) -> str:
+    """Why the run may be another user's, whose recipe names code that nobody here has read; empty for an own run."""
+    if not run.paths.secret.exists():
+        return f"{run.folder}, a copy without {run_folder.SECRET}"
+    return trust.foreign(run.paths)
 
 
 def require_own(run: Original) -> None:
-    """Refuse to start another user's run, or a copy of one: its recipe names code that this user has not read."""
-    found = trust.foreign(run.paths)
-    if not run.paths.secret.exists():
-        found = f"{run.folder}, a copy without {run_folder.SECRET}"
-    if found:
+    """Refuse to start another user's run, or a copy of one."""
+    if found := foreign(run):
         raise ConfigError(
             "dray replays only your own runs", wanted="a run folder that only you may write", found=found,
             fix=f"dray replay {shlex.quote(str(run.folder))} --recipe again.toml; read it; then dray submit again.toml",
@@ -122,29 +102,11 @@ def engine_here(plan: Plan, named: str) -> str:
     engine = named or ("" if plan.by_slurm else plan.engine)
     if engine not in engines.names("local"):
         raise ConfigError(
-            "this run cannot be repeated on this machine as it was", where=plan.run,
+            "this run cannot be repeated on this machine as it was",
             wanted="sbatch, for a run of Slurm; else an engine of this machine", found=named or plan.engine,
             fix=f"dray replay {plan.run} --engine docker; or --recipe again.toml, to submit it elsewhere",
         )  # fmt: skip
     return engine
-
-
-# What a replay promises.
-
-
-def breaks(found: Sequence[Difference], run: Original) -> list[str]:
-    """Why losses may differ; empty if they must be bit-identical."""
-    recipe, why = run.recipe, []
-    if not run.capsule.image.packages or not run.capsule.nodes:
-        why.append("versions: the run recorded no packages or no nodes")
-    for one in found:
-        if one.kind in ("keeping", "launch") or one.name in _HARMLESS:
-            continue
-        if one.kind != "code" or recipe.command:
-            why.append(compare.line(one).strip())
-    if recipe.train and not recipe.train.deterministic and recipe.image != "cpu":
-        why.append("training: train.deterministic is false, and this is a GPU")
-    return why
 
 
 def same(found: LossComparison) -> bool:
@@ -158,7 +120,7 @@ def same(found: LossComparison) -> bool:
 class JobOptions(NamedTuple):
     """The options of the run's own job."""
 
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...]
     """Options of sbatch, without those for that job alone."""
     site: str = ""
     gpu_memory: float | None = None
@@ -170,12 +132,13 @@ def job_options(run: Path) -> JobOptions | None:
     submitted = Run(run).job
     if submitted is None or not files.is_own(run) or not files.is_own(run / run_folder.JOB):
         return None
-    argv = submitted.argv
-    script = next((place for place, word in enumerate(argv) if word.endswith(_SCRIPTS)), len(argv))
-    ours = takewhile(lambda word: word.startswith("--") and word != "--", argv[script + 1 :])
-    decided = dict(re.findall("^--(site|gpu-memory)=(.+)$", "\n".join(ours), re.MULTILINE))
-    memory = float(decided["gpu-memory"]) if "gpu-memory" in decided else None
-    return JobOptions(tuple(_kept(argv[1:script])), decided.get("site", ""), memory)
+    argv = submitted.argv[1:]
+    options = list(takewhile(lambda word: not word.endswith(_SCRIPTS), argv))
+    # The user's command, after --, may have options of the same name.
+    ours = takewhile(lambda word: word.startswith("--") and word != "--", argv[len(options) + 1 :])
+    decided = dict(word.split("=", 1) for word in ours)
+    memory = decided.get("--gpu-memory")
+    return JobOptions(tuple(_kept(options)), decided.get("--site", ""), float(memory) if memory else None)
 
 
 def _kept(options: Sequence[str]) -> Iterator[str]:
@@ -194,39 +157,21 @@ def _kept(options: Sequence[str]) -> Iterator[str]:
 def job(run: Original, runs: Path, more: Sequence[str]) -> submit.Job:
     """The replay with its sbatch command: the same GPUs, nodes and options; options in `more` win."""
     submit.check(more)
-    before, folder = job_options(run.paths.run), runs / new_id(run.recipe.name)
-    old = before or JobOptions()
-    wanted = submit.Submission(
-        [str(folder / f"{_STEM}.toml")], gpus=gpus_of(run.plan), site=old.site, gpu_memory=old.gpu_memory, options=more,
-        before=before.options if before else None,
-    )  # fmt: skip
-    planned = submit.planned(run.recipe, RunPaths(folder), wanted)
-    recipe = planned.plan.recipe
+    recipe, before = run.recipe, job_options(run.paths.run)
+    folder = runs / new_id(recipe.name)
+    wanted = submit.Submission([str(folder / f"{_STEM}.toml")], gpus=run.gpus, options=more)
+    if before:
+        wanted = replace(wanted, before=before.options, site=before.site, gpu_memory=before.gpu_memory)
+    planned = submit.planned(recipe, RunPaths(folder), wanted)
     store.required(dray_home.root(), recipe.image_name, recipe.image_digest, planned.plan.engine)
     return planned
 
 
-def gpus_of(plan: Plan) -> int:
-    """GPUs per node."""
-    return plan.world.ranks_per_node if plan.variant != "cpu" else 0
-
-
 def start(run: Original, made: submit.Job) -> int:
     """Submit the replay, with its recipe in its folder; the job's number."""
-    recipe = run.recipe
-    code = Path(recipe.command.folder) if recipe.command else dray_home.root()
+    recipe, source = run.recipe, run.capsule.source
+    code = Path(source.folder) if source else run.folder
     return submit.submit(made.argv, Path(made.plan.run_folder), recipe.runs.share, code, as_files(recipe, _STEM))
-
-
-def require_ended(folder: Path) -> None:
-    """Refuse to compare a replay that still waits or runs: some losses are missing."""
-    run = folder if is_run(folder) else last_attempt(folder).run
-    state = status.status(run)
-    if state.kind in ("queued", "starting", "running"):
-        raise ConfigError(
-            "the replay has not ended", where=run, wanted="a run that has ended", found=state.where,
-            fix=f"wait for its end with dray top {shlex.quote(str(run))}, then run this again",
-        )  # fmt: skip
 
 
 # As a recipe.
@@ -260,4 +205,4 @@ def _toml(table: dict[str, Any], above: str = "") -> Iterator[str]:
 
 def _json(value: object) -> str:
     """The value as TOML, which writes numbers, lists and strings of one line as JSON does."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.runs.store import RunPaths
 
@@ -21,8 +20,9 @@ def foreign(paths: RunPaths) -> str:
     return ""
 
 
-def require(code: Sequence[str], where: str) -> None:
-    """Refuse to evaluate another user's run with code that it names."""
+def require_no_functions(maps: Iterable[tuple[str, str]], where: str) -> None:
+    """Refuse to evaluate another user's run with its row functions, which run wherever datasets are read."""
+    code = [f"{key}: {text.partition(chr(10))[0]}" for key, text in sorted(maps)]
     if code:
         raise ConfigError(
             "you did not record this run here, and an evaluation runs code that it names",
@@ -31,20 +31,3 @@ def require(code: Sequence[str], where: str) -> None:
             found="\n".join(code),
             fix="add --trust-run to the command",
         )
-
-
-def code_keys(recipe: Recipe) -> list[str]:
-    """The keys of a recipe that run code, or can make programs run code."""
-    keys = {
-        "command": recipe.command,
-        "model.trust_remote_code": recipe.model.trust_remote_code,
-        "layer": recipe.layer,
-        **{f"env.{name}": True for name in recipe.env if not name.endswith("_NUM_THREADS")},
-        **recipe.maps(),
-    }
-    return sorted(key for key, value in keys.items() if value)
-
-
-def functions(maps: Iterable[tuple[str, str]]) -> list[str]:
-    """The row functions, which run wherever datasets are read, one line each."""
-    return [f"{key}: {text.partition(chr(10))[0]}" for key, text in sorted(maps)]

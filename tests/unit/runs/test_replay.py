@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import os
 import subprocess
 import sys
@@ -19,15 +18,15 @@ from capsules import NODE, begun, nodes, steps
 from dray.cli import replay as cli
 from dray.contract.findings import ConfigError
 from dray.runs import archive, capsule, replay, trust
-from dray.runs.compare import Difference, LossComparison
+from dray.runs.compare import LossComparison
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe
-from dray.runs.replay import Original
 from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from helpers import PYTHON, ROOT
 
 LOSSES = (2.0, 1.5)
+IDENTICAL = "losses are identical to the last bit in 3 steps"
 
 
 def dray(*words: str | Path, runs: Path) -> subprocess.CompletedProcess[str]:
@@ -48,7 +47,7 @@ def verb(*words: str | Path, code: int = 0) -> str:
 @pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_again_has_the_same_losses(tmp_path: Path) -> None:
-    """A real run, packed, and again from the archive's recipe."""
+    """A real run, and again from its recipe."""
     small = [
         "train.steps=3", "train.warmup_steps=1", "train.log_every=1", "model.config.n_layer=1", "nodes=1",
         "ranks_per_node=1", "checkpoint.every=2", f"checkpoint.folder={tmp_path}/kept",
@@ -56,21 +55,16 @@ def test_a_run_again_has_the_same_losses(tmp_path: Path) -> None:
     first = dray("run", "recipes/smoke-cpu.toml", *small, "--run", "first", runs=tmp_path / "runs")
     assert first.returncode == 0, first.stderr
     made = capsule.read(RunPaths(tmp_path / "runs" / "first"))
-    assert (made.status, [node.name for node in made.nodes], [*made.data]) == ("done", ["node1"], ["train", "eval"])
-    assert made.image.packages["torch"] == made.torch
-    archive.make(tmp_path / "runs" / "first", tmp_path / "first.tar.gz")
+    assert ([node.name for node in made.nodes], [*made.data]) == (["node1"], ["train", "eval"])
+    assert made.nodes[0].packages["torch"] == made.torch
     again = dray("replay", "first", runs=tmp_path / "runs")
     assert (again.returncode, again.stderr) == (0, "")
     told = again.stdout.splitlines()
     assert told[0] == "nothing differs from the run, as far as dray can tell before the start"
-    assert told[-1] == "losses are identical to the last bit in 3 steps"
-    with tarfile.open(tmp_path / "first.tar.gz") as packed:
-        packed.extractall(tmp_path)
-    copy = tmp_path / "dray-capsule-first"
-    dray("replay", copy, "--recipe", tmp_path / "again.toml", runs=tmp_path / "runs")
+    assert IDENTICAL in told
+    dray("replay", "first", "--recipe", tmp_path / "again.toml", runs=tmp_path / "runs")
     dray("run", tmp_path / "again.toml", "--run", "again", runs=tmp_path / "runs")
-    compared = dray("replay", copy, "--compare", "again", runs=tmp_path / "runs")
-    assert compared.stdout.splitlines()[-1] == "losses are identical to the last bit in 3 steps"
+    assert IDENTICAL in dray("diff", "first", "again", runs=tmp_path / "runs").stdout.splitlines()
     compared = dray("diff", "first", runs=tmp_path / "runs").stdout.splitlines()
     assert [line.split()[:2] for line in compared if "checkpoint" in line] == [["keeping:", "checkpoint.folder:"]]
 
@@ -81,8 +75,7 @@ def test_what_a_replay_leaves_out(tmp_path: Path) -> None:
         "max_requeues=3", "env={}",
     )  # fmt: skip
     nodes(paths)
-    plan = read(paths)
-    recipe = replay.recipe_of(plan, capsule.of(paths, plan))
+    plan, recipe = read(paths), replay.original(paths.run).recipe
     assert recipe.train
     assert (recipe.checkpoint.folder, recipe.train.trackers, recipe.max_requeues) == ("", (), 0)
     assert (recipe.env, recipe.ranks_per_node, recipe.nodes) == ({"OMP_NUM_THREADS": "4"}, plan.world.ranks_per_node, 1)
@@ -98,51 +91,6 @@ def test_a_recipe_as_a_file_is_the_same_recipe(path: Path, tmp_path: Path) -> No
     for name, text in replay.as_files(recipe, "again").items():
         (tmp_path / name).write_text(text)
     assert read_recipe(tmp_path / "again.toml") == recipe
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Original:
-    """Of a run that has told all."""
-    return replay.original(ended(tmp_path_factory.mktemp("told")).run)
-
-
-def with_recipe(told: Original, *words: str) -> Original:
-    return dataclasses.replace(told, recipe=read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words))
-
-
-def differs(kind: str, name: str) -> Difference:
-    return Difference(kind=kind, name=name, a="1", b="2")
-
-
-@pytest.mark.parametrize(
-    ("found", "promised"),
-    [
-        ([], True),
-        ([differs("nodes", "nodes"), differs("nodes", "node.kernel"), differs("keeping", "spares")], True),
-        ([differs("code", "source.commit"), differs("image", "image")], True),
-        ([differs("image", "image_sha256")], False),
-        ([differs("versions", "torch")], False),
-        ([differs("nodes", "node.cpu")], False),
-        ([differs("nodes", "node.threads")], False),
-        ([differs("nodes", "world.size")], False),
-        ([differs("data", "tokens.train")], False),
-        ([differs("environment", "MKL_CBWR")], False),
-    ],
-    ids=str,
-)
-def test_when_losses_must_be_identical(told: Original, found: list[Difference], promised: bool) -> None:
-    assert (not replay.breaks(found, told)) is promised
-
-
-def test_nothing_is_promised_of_what_was_not_recorded(told: Original) -> None:
-    unknown = dataclasses.replace(told, capsule=told.capsule.model_copy(update={"nodes": ()}))
-    assert replay.breaks([], unknown) == ["versions: the run recorded no packages or no nodes"]
-
-
-def test_a_gpu_promises_nothing_unless_it_is_deterministic(told: Original) -> None:
-    found = replay.breaks([], with_recipe(told, "image=cuda"))
-    assert found == ["training: train.deterministic is false, and this is a GPU"]
-    assert not replay.breaks([], with_recipe(told, "image=cuda", "train.deterministic=true"))
 
 
 def test_a_replay_must_have_every_loss_of_the_run() -> None:
@@ -161,11 +109,11 @@ def ended(runs: Path, *words: str) -> RunPaths:
 
 
 def test_a_copy_of_a_run_is_written_and_not_started(tmp_path: Path) -> None:
-    paths = ended(tmp_path / "runs", "env.LD_PRELOAD=/tmp/evil.so", "model.trust_remote_code=true", "model.name=x/y")
-    archive.make(paths.run, tmp_path / "x.tar.gz")
+    paths = ended(tmp_path / "runs", "env.LD_PRELOAD=/tmp/evil.so")
+    archive.make(paths.run, tmp_path / "x.tar.gz", why="")
     with tarfile.open(tmp_path / "x.tar.gz") as packed:
         packed.extractall(tmp_path)
-    copy, again = tmp_path / "dray-capsule-mine", tmp_path / "again.toml"
+    copy, again = tmp_path / "dray-why-mine", tmp_path / "again.toml"
     with pytest.raises(ConfigError) as refused:
         verb(copy)
     assert str(refused.value).splitlines() == [
@@ -174,7 +122,11 @@ def test_a_copy_of_a_run_is_written_and_not_started(tmp_path: Path) -> None:
         f"  found:  {copy}, a copy without secret",
         f"  fix:    dray replay {copy} --recipe again.toml; read it; then dray submit again.toml",
     ]
-    assert "keys that run code: env.LD_PRELOAD, model.trust_remote_code" in verb(copy, "--recipe", again)
+    assert verb(copy, "--recipe", again).splitlines() == [
+        f"another user may have written this run ({copy}, a copy without secret): read {again} first, since it may run "
+        "code",
+        f"dray submit {again} --nodes 1, and then: dray diff RUN NEW_RUN",
+    ]
     assert read_recipe(again).env["LD_PRELOAD"] == "/tmp/evil.so"
 
 
@@ -190,6 +142,8 @@ def test_a_run_that_others_may_change_is_not_started(tmp_path: Path, part: str) 
     if os.geteuid() == 0:  # only root gives a file away
         os.chown(changed, 65534, 65534)
         assert trust.foreign(paths).startswith(f"{changed} of user 65534, mode ")
+        again = tmp_path / "again.toml"
+        assert verb(paths.run, "--recipe", again).startswith(f"another user may have written this run ({changed} of")
 
 
 def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) -> None:
@@ -197,21 +151,23 @@ def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) ->
     paths = begun(tmp_path / "runs")
     plan = read(paths)
     evil = plan.recipe.model_copy(update={"scale": "tiny", "tiny": {"env": {"PYTHONPATH": "/tmp/evil"}}})
-    again = replay.recipe_of(plan.model_copy(update={"recipe": evil}), capsule.of(paths, plan))
-    for name, text in replay.as_files(again, "again").items():
+    run = dataclasses.replace(replay.original(paths.run), plan=plan.model_copy(update={"recipe": evil}))
+    for name, text in replay.as_files(run.recipe, "again").items():
         (tmp_path / name).write_text(text)
     assert "PYTHONPATH" not in read_recipe(tmp_path / "again.toml").env
 
 
-@pytest.mark.parametrize("site", ["{folder}/evil.toml", "evil.toml", "../evil"])
-def test_a_capsule_names_no_file_of_a_site(tmp_path: Path, site: str) -> None:
-    """Its variables would be those of all ranks."""
-    paths = ended(tmp_path / "runs")
-    made = json.loads(paths.capsule.read_text())
-    paths.capsule.write_text(json.dumps(made | {"site": site.format(folder=tmp_path)}))
-    with pytest.raises(ConfigError, match="the run's capsule is damaged") as refused:
-        verb(paths.run)
-    assert "site: String should match pattern" in str(refused.value)
+def test_a_run_on_gpus_that_is_not_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = replay.original(ended(tmp_path).run)
+    other = begun(tmp_path, run="other")
+    steps(other, 2.0, 1.25)
+    monkeypatch.setattr(replay.Original, "gpus", 1)
+    with redirect_stdout(io.StringIO()) as printed, pytest.raises(typer.Exit) as end:
+        cli._compare(first, other.run, 0)
+    assert end.value.exit_code == 1
+    assert printed.getvalue().splitlines()[-1] == (
+        "train.deterministic = false: on GPUs, the same run has other losses each time"
+    )
 
 
 def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
@@ -221,13 +177,3 @@ def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
     for before, engine in ((slurm, ""), (plan, "apptainer")):
         with pytest.raises(ConfigError, match="this run cannot be repeated on this machine as it was"):
             replay.engine_here(before, engine)
-
-
-def test_verify_and_pack(tmp_path: Path) -> None:
-    paths = ended(tmp_path / "runs")
-    assert verb(paths.run, "--verify") == "7 of 7 files as the capsule recorded them\n"
-    assert "attempt-1/capsule.json" in verb(paths.run, "--pack", tmp_path / "x.tar.gz")
-    paths.metrics.write_text("{}")
-    assert verb(paths.run, "--verify", code=1) == (
-        "changed  metrics.jsonl\n6 of 7 files as the capsule recorded them\n"
-    )
