@@ -17,7 +17,7 @@ from dray.remote.ssh import Connection
 BYTES = 64 << 20
 """The most bytes that dray copies with a recipe: a command may have been started in the home folder."""
 # What a job and a login node read of a checkout; the rest is in the image.
-_SCRIPTS = ("slurm", "recipes", "containers/environment", "containers/steps")
+_SCRIPTS = ("slurm", "recipes", "containers/steps")
 _LEFT = {"__pycache__", "runs", "build", "node_modules"}
 
 
