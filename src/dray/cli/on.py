@@ -38,16 +38,12 @@ _FILE = re.compile(r"dray-(report|why)-[A-Za-z0-9._-]+\.(html|tar\.gz)\n")
 def hand_over(name: str) -> None:
     """Run the typed verb at the remote and exit with its code; without a name do nothing."""
     if name:
+        words = sys.argv[1:]
+        place = words.index("--on") if "--on" in words else words.index(f"--on={name}")
+        del words[place : place + (2 if words[place] == "--on" else 1)]
         with ssh.connected(names.find(name)) as connection:
-            code = run(connection, command_line())
+            code = run(connection, words)
         raise typer.Exit(code)
-
-
-def command_line() -> list[str]:
-    """The typed words without --on."""
-    words = sys.argv[1:]
-    place = next(place for place, word in enumerate(words) if word == "--on" or word.startswith("--on="))
-    return words[:place] + words[place + (2 if words[place] == "--on" else 1) :]
 
 
 def run(connection: Connection, argv: Sequence[str], copied: Copied = _LAST) -> int:

@@ -16,7 +16,7 @@ import typer
 from dray import process
 from dray.cli import study_table
 from dray.cli.args import Json, Nodes, Overrides, RecipeFile, Runs, Sbatch, Site, program
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError
 from dray.fitness import host
 from dray.planning import tune_search
 from dray.planning.tune_search import KEYS, Value
@@ -67,19 +67,14 @@ def sweep(
     _start(study, runs)
 
 
+# A value of a list of values: brackets, one pair inside another too, and quotes keep their commas.
+_VALUE = re.compile(r"""(?:\[(?:[^\[\]]|\[[^\]]*\])*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
+
+
 def _values(setting: str) -> list[str]:
-    """key=a,b,c as key=a, key=b and key=c; commas within brackets or quotes divide nothing."""
+    """key=a,b,c as key=a, key=b and key=c."""
     key, equals, text = setting.partition("=")
-    values, value = list[str](), ""
-    for part in text.split(","):
-        value += part
-        is_open = any(value.count(left) != value.count(right) for left, right in ("[]", "{}"))
-        if is_open or value.count('"') % 2 or value.count("'") % 2:
-            value += ","
-        else:
-            values.append(value)
-            value = ""
-    return [f"{key}{equals}{value}" for value in values] or [setting]
+    return [f"{key}{equals}{value}" for value in _VALUE.findall(text)] or [setting]
 
 
 @app.command()
@@ -237,8 +232,7 @@ def tune_recipe(
     tolerance, reason = tune_search.tolerance(plan.recipe, configuration, exact=PARITY)
     study = Study(kind="tune", recipe=str(recipe), site=site, warm_up=tune.WARM_UP, tolerance=tolerance, reason=reason)
     folder = (runs or default_runs()).absolute() / new_id(f"tune-{read.name}")
-    size = f"{counted(plan.world.size, 'rank')} on {counted(len(plan.world.nodes), 'node')}"
-    print(f"{read.name} on {size} ({plan.engine}, {plan.site})\n{folder}", flush=True)
+    print(folder, flush=True)
     watched = ["env", "-u", "ENVIRONMENT", "timeout", "--foreground", "--signal=INT", "--kill-after=60", f"{limit:g}"]
     tuner = Tuner(folder, study, read, place, space.start, plan.world.size, [*watched, *program()])
     try:

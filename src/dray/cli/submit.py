@@ -69,11 +69,12 @@ def submit(
     dray submit recipes/mine.toml -N4 --gpus-per-node 4 --sbatch=--time=08:00:00
     """
     queue.check(sbatch or [])
-    if (on and first) or (as_json and dry_run):
-        raise ConfigError("--on does not go with --first, nor --json with --dry-run", fix="leave out one of the two")
+    if (on and first) or (follow and (on or first)) or (as_json and dry_run):
+        raise ConfigError(
+            "two options exclude each other", wanted="one of --on, --first and --follow; one of --json and --dry-run",
+            fix="leave out one; after submitting with --on: dray logs --on NAME -f",
+        )  # fmt: skip
     if remotes := list(dict.fromkeys(first.split(","))) if first else [on] if on else []:
-        if follow:
-            raise ConfigError("--follow is for this cluster", fix="after submitting: dray logs --on NAME -f")
         asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
         options = {
             "nodes": nodes, "gpus-per-node": gpus_per_node or None, "gpu-memory": gpu_memory,
