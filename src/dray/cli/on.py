@@ -38,11 +38,11 @@ _FILE = re.compile(r"dray-(report|why)-[A-Za-z0-9._-]+\.(html|tar\.gz)\n")
 def hand_over(name: str) -> None:
     """Run the typed verb at the remote and exit with its code; without a name do nothing."""
     if name:
-        words = sys.argv[1:]
-        place = words.index("--on") if "--on" in words else words.index(f"--on={name}")
-        del words[place : place + (2 if words[place] == "--on" else 1)]
+        argv = sys.argv[1:]
+        place = argv.index("--on") if "--on" in argv else argv.index(f"--on={name}")
+        del argv[place : place + (2 if argv[place] == "--on" else 1)]
         with ssh.connected(names.find(name)) as connection:
-            code = run(connection, words)
+            code = run(connection, argv)
         raise typer.Exit(code)
 
 

@@ -46,8 +46,8 @@ def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: 
     code = transfer.files_of(chosen.beside)
     run = run or new_id(recipe.name)
     name = (run_named(Path("/"), run) or Path(run)).name
-    words = [f"./{chosen.path.name}"] if chosen.path else []
-    words += [*chosen.overrides, *(["--", *chosen.command] if chosen.command else [])]
+    arguments = [f"./{chosen.path.name}"] if chosen.path else []
+    arguments += [*chosen.overrides, *(["--", *chosen.command] if chosen.command else [])]
     with ExitStack() as stack:
         connections = [stack.enter_context(ssh.connected(remote)) for remote in named]
         for connection in connections:
@@ -56,7 +56,7 @@ def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: 
             if site.endswith(".toml"):
                 connection.rsync(str(Path(site).absolute()), f"sites/{name}.toml")
             profile = f"{connection.remote.path}/sites/{name}.toml" if site.endswith(".toml") else site
-            typed = ["submit", *argv, f"--run={run}", *([f"--site={profile}"] if profile else []), *words]
+            typed = ["submit", *argv, f"--run={run}", *([f"--site={profile}"] if profile else []), *arguments]
             if failed := on.run(connection, typed, copied):
                 if connection is not connections[0]:
                     _say(f"jobs at the remotes before {connection.remote.name} stay: dray stop --on NAME {run}")

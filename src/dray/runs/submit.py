@@ -75,8 +75,8 @@ class Job:
         name = "multinode.sh" if len(self.plan.world.nodes) > 1 else "singlenode.sh"
         script = str(dray_home.root() / "slurm" / name)
         command = ["--", *self.submission.command] if self.submission.command else []
-        words = [*runs, *self.arguments, *settings, *command]
-        return ["sbatch", "--parsable", *options, *self.options, script, *words]
+        arguments = [*runs, *self.arguments, *settings, *command]
+        return ["sbatch", "--parsable", *options, *self.options, script, *arguments]
 
 
 def _escaped(folder: str) -> str:
