@@ -19,7 +19,7 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted, listed
 from dray.images import store as images
-from dray.runs import compare, login, metrics, prepare, source, status, store
+from dray.runs import compare, login, metrics, prepare, status, store
 from dray.runs import submit as queue
 from dray.runs.slurm import Slurm
 from dray.runs.store import Run, RunPaths, is_run, make_run_folder, new_id
@@ -121,7 +121,6 @@ class Study(BaseModel):
         known = login.known(self.site)
         jobs = [self._planned(folder.parent / member.run, member, known) for member in self.members]
         _report(jobs)
-        code = source.look(Path(self.recipe).parent)
         self.save(folder)
         # A line for each task, as slurm/lib.sh reads it; control characters were refused before.
         lines = ["\t".join([job.plan.run, *job.submission.own]) for job in jobs]
@@ -133,7 +132,7 @@ class Study(BaseModel):
             arrays.setdefault(tuple(job.argv if alone else job.array(folder)), []).append(number)
         try:
             for numbers in arrays.values():
-                self._enqueue(folder, jobs[numbers[0] - 1], numbers, code)
+                self._enqueue(folder, jobs[numbers[0] - 1], numbers)
         except (DrayError, OSError):
             # All but the refused jobs may be in the queue, whatever sbatch printed.
             if any((folder.parent / member.run).exists() for member in self.members):
@@ -152,7 +151,7 @@ class Study(BaseModel):
         )  # fmt: skip
         return queue.planned(self._recipe(own), RunPaths(run), submission, known)
 
-    def _enqueue(self, folder: Path, job: queue.Job, numbers: list[int], code: queue.Code) -> None:
+    def _enqueue(self, folder: Path, job: queue.Job, numbers: list[int]) -> None:
         """Submit the members with these numbers, and save their jobs at once, in case this program is killed."""
         members = [self.members[number - 1] for number in numbers]
         runs: dict[Path, int | None] = {folder.parent / member.run: None for member in members}
@@ -160,7 +159,7 @@ class Study(BaseModel):
         if len(members) > 1:
             runs = dict(zip(runs, numbers, strict=True))
             argv = job.array(folder, ",".join(map(str, numbers)))
-        found = queue.enqueue(argv, runs, job.plan.recipe.runs.share, code)
+        found = queue.enqueue(argv, runs, job.plan.recipe.runs.share, Path(self.recipe).parent)
         for member, queued in zip(members, found, strict=True):
             member.job_id = queued.id
             print(f"job {member.job_id}: {member.label}")

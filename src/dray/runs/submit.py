@@ -23,8 +23,6 @@ from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
 _DECIDED = ("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")  # options of sbatch
-Code = tuple[source.Source, str] | None
-"""The state of the code that a run was submitted from."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +165,16 @@ def submit(
 
     The capsule records the `code` in that folder.
     """
-    return enqueue(argv, {folder: None}, share, source.look(code), beside)[0].job
+    return enqueue(argv, {folder: None}, share, code, beside)[0].job
 
 
 def enqueue(
-    argv: Sequence[str], runs: Mapping[Path, int | None], share: str, code: Code,
+    argv: Sequence[str], runs: Mapping[Path, int | None], share: str, code: Path,
     beside: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Queued]:  # fmt: skip
     """Make the run folders, each with its number in a job array, and submit. If sbatch refuses, remove new folders."""
-    new: list[Path] = []
+    new = list[Path]()
+    found_code = source.look(code)
     try:
         for run in runs:
             is_new = not run.exists()
@@ -202,7 +201,7 @@ def enqueue(
         queued = job.model_copy(update={"task": task})
         with suppress(OSError):  # the job is in the queue anyway
             files.write_atomic(run / run_folder.JOB, queued.model_dump_json(indent=1))
-            if code:
-                source.keep(run, code)
+            if found_code:
+                source.keep(run, found_code)
         found.append(queued)
     return found
