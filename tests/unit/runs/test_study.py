@@ -235,6 +235,7 @@ class TestStart:
             ["--run=20-scale-smoke-cpu-1", "--nodes=1", "--ranks=1", *where],
             ["--run=20-scale-smoke-cpu-2", "--nodes=1", "--ranks=2", *where],
         ]
+        assert study.load(tmp_path / "20-scale-smoke-cpu").tolerance == study.PARITY
         asked.clear()
         with pytest.raises(typer.Exit):
             studies.scale(RECIPE, "2,8", per_node=4, weak=True, runs=tmp_path / "weak")
