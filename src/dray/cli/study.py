@@ -216,7 +216,7 @@ def tune_recipe(
         else:
             raise ConfigError(
                 f"dray study tune does not change {key}", wanted=f"some of {', '.join(KEYS)}",
-                fix=f"dray study sweep {recipe} {override}",
+                fix=shlex.join(["dray", "study", "sweep", str(recipe), override]),
             )  # fmt: skip
     read = prepare.read_recipe(recipe, [*settings, *([f"ranks_per_node={ranks}"] if ranks else [])])
     if read.train is None:
