@@ -135,8 +135,8 @@ def converse(
     argv: Sequence[str | Path],
     *,
     feed: Iterable[bytes],
-    on_out: Callable[[bytes], None],
-    on_err: Callable[[bytes], None],
+    on_out: Callable[[bytes], object],
+    on_err: Callable[[bytes], object],
 ) -> int:
     """Run to the end, and return the exit code. Its input is what `feed` yields, and stays open as long as it runs;
     what `feed` raises ends it."""
@@ -204,16 +204,16 @@ def _write_all(stream: IO[bytes], feed: Iterable[bytes]) -> None:
                 return
 
 
-def _read_all(stream: IO[bytes], on_block: Callable[[bytes], None]) -> None:
+def _read_all(stream: IO[bytes], on_block: Callable[[bytes], object]) -> None:
     while not stream.closed and (block := stream.read(1 << 16)):
         on_block(block)
 
 
-def in_front(argv: Sequence[str], errors: IO[bytes] | None = None) -> int:
+def in_front(argv: Sequence[str]) -> int:
     """Run to the end with this program's terminal; return the exit code, 128 + number after a signal.
 
     A terminal's Ctrl-C reaches both, and the command answers it. SIGTERM reaches this process alone,
-    which passes it on. With `errors`, its standard error goes there.
+    which passes it on.
     """
     heard: list[int] = []
     begun: list[subprocess.Popen[bytes]] = []
@@ -229,7 +229,7 @@ def in_front(argv: Sequence[str], errors: IO[bytes] | None = None) -> int:
     before = {number: signal.signal(number, hear) for number in caught}
     sys.stdout.flush()
     try:
-        begun.append(subprocess.Popen(list(argv), stderr=errors))  # noqa: S603  a list, never a shell
+        begun.append(subprocess.Popen(list(argv)))  # noqa: S603  a list, never a shell
         if signal.SIGTERM in heard:  # before there was a command
             begun[0].send_signal(signal.SIGTERM)
         code = begun[0].wait()

@@ -57,7 +57,7 @@ def test_one_array_one_task_of_it_and_one_that_is_requeued(studies: Studies, sho
     lr = "train.lr=1e-3,2e-3,4e-3"
     code, out = studies.dray(
         "study", "sweep", "recipes/smoke-cpu.toml", *short, "train.steps=400", lr,
-        "--nodes=1", "--ranks=2", "--at-most=2",
+        "--nodes=1", "--ranks=2", "--sbatch=--exclusive",
     )  # fmt: skip
     assert code == 0, out
     array = re.match(r"job ([0-9]+)_1: train.lr=1e-3\njob \1_2: train.lr=2e-3\njob \1_3: train.lr=4e-3\n", out)

@@ -31,32 +31,19 @@ On = Annotated[
 ]
 _LAST = Copied()
 """The image and scripts that were copied last."""
-_FILES = {
-    "report": (r"dray-report-[A-Za-z0-9._-]+\.html", 0o644),
-    "why": (r"dray-why-[A-Za-z0-9._-]+\.tar\.gz", 0o600),
-}
-"""The name and the mode of the file that a verb writes."""
+# The name of a file that a verb writes, if the user names none.
+_FILE = re.compile(r"dray-(report|why)-[A-Za-z0-9._-]+\.(html|tar\.gz)\n")
 
 
 def hand_over(name: str) -> None:
     """Run the typed verb at the remote and exit with its code; without a name do nothing."""
     if name:
+        argv = sys.argv[1:]
+        place = argv.index("--on") if "--on" in argv else argv.index(f"--on={name}")
+        del argv[place : place + (2 if argv[place] == "--on" else 1)]
         with ssh.connected(names.find(name)) as connection:
-            code = run(connection, typed())
+            code = run(connection, argv)
         raise typer.Exit(code)
-
-
-def typed() -> list[str]:
-    """The command line without its --on."""
-    argv, kept = iter(sys.argv[1:]), list[str]()
-    for word in argv:
-        if word == "--":
-            return [*kept, word, *argv]
-        if word == "--on":
-            next(argv, None)
-        elif not word.startswith("--on="):
-            kept.append(word)
-    return kept
 
 
 def run(connection: Connection, argv: Sequence[str], copied: Copied = _LAST) -> int:
@@ -67,7 +54,7 @@ def run(connection: Connection, argv: Sequence[str], copied: Copied = _LAST) -> 
     try:
         return connection.run("verb", *copied, "", *argv, on_out=out, on_err=err)
     except KeyboardInterrupt:
-        print("\nended there too; the run goes on, and saves and ends if it was asked to", file=sys.stderr)
+        print("\nthe verb has ended at the remote; the run continues", file=sys.stderr)
         return 0 if logs else 130
     finally:
         out.end()
@@ -81,7 +68,6 @@ def bring_back(
     if target:
         require(target)
     asked = [*argv, *([f"--runs={runs}"] if runs else [])]
-    pattern, mode = _FILES[argv[0]]
     err = _Lines(sys.stderr)
     with tempfile.TemporaryFile() as received:
         with ssh.connected(names.find(name)) as connection:
@@ -91,20 +77,17 @@ def bring_back(
             raise typer.Exit(code)
         # A line with the file's name, and then its content. Only a name that the verb gives is accepted.
         received.seek(0)
-        line = received.readline(256).decode("utf-8", "replace")
-        if not line.endswith("\n") or (target is None and not re.fullmatch(pattern, line[:-1])):
+        line = received.readline(256).decode(errors="replace")
+        if not target and not _FILE.fullmatch(line):
             raise ConfigError(
                 "the remote's file has an unexpected name",
                 found=ascii(line),
                 fix="give the FILE to write here yourself",
             )
-        file = target or Path(line[:-1])
+        file = target or Path(line.rstrip())
         require(file)
-        try:
-            with files.replacing(file, mode=mode) as stream:
-                shutil.copyfileobj(received, stream)
-        except OSError as error:
-            raise ConfigError("the file cannot be written", where=file, found=error.strerror or error) from error
+        with files.replacing(file, mode=0o600) as stream:
+            shutil.copyfileobj(received, stream)
     print(f"{argv[0]}: {file.absolute()}")
 
 

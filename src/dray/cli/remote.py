@@ -8,14 +8,12 @@ import typer
 
 from dray.cli import candidates
 from dray.config import dray_home
-from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.remote import names, ssh, transfer
 
 app = typer.Typer(
     no_args_is_help=True, help="Name clusters that you reach by ssh; submit, runs, logs and others take --on NAME."
 )
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A remote's name.", autocompletion=candidates.remotes)]
 
 
 @app.command()
@@ -29,29 +27,25 @@ def add(
 
     dray remote add lumi me@lumi.csc.fi:/scratch/project_1/me/dray
     """
-    remotes, added = names.read(), names.parse(name, place)
-    if name in remotes and remotes[name] != added:
-        raise ConfigError(
-            f"the name is taken by {remotes[name].place}",
-            fix=f"dray remote remove {name}, or choose another name",
-        )
-    names.write(remotes | {name: added})
+    added = names.parse(name, place)
+    names.write(names.read() | {name: added})
     print(f"{name}: {added.place}\ndray remote check {name} shows whether it can run a job")
 
 
 @app.command("list")
 def show() -> None:
-    """Print the remotes.
+    """Print the remotes, and the file where you can remove one.
 
     dray remote list
     """
+    print(f"# {names.file()}")
     for one in names.read().values():
         print(f"{one.name}  {one.place}")
 
 
 @app.command()
 def check(
-    name: Name,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A remote's name.", autocompletion=candidates.remotes)],
     image: Annotated[
         str, typer.Option(metavar="VARIANT|FILE", help="Copy this image and dray's scripts there too.")
     ] = "",
@@ -62,20 +56,9 @@ def check(
     dray remote check lumi --image cpu
     """
     remote = names.find(name)
-    file = transfer.require_sif(store.named(dray_home.root(), image)) if image else None
+    file = store.named(dray_home.root(), image) if image else None
     with ssh.connected(remote) as connection:
         print(connection.ask("check"), end="")
         if file:
             transfer.copy_image(connection, file, print)
     print(f"{name} can run jobs: {remote.place}")
-
-
-@app.command()
-def remove(name: Name) -> None:
-    """Forget the name. The remote's files stay.
-
-    dray remote remove lumi
-    """
-    forgotten = names.find(name)
-    names.write({key: one for key, one in names.read().items() if key != name})
-    print(f"{name} is forgotten; its files stay in {forgotten.place}")

@@ -28,7 +28,7 @@ from dray.cli.args import (
     typed,
 )
 from dray.cli.on import On
-from dray.cli.plan import Verbose, show
+from dray.cli.plan import show
 from dray.cli.top import watch
 from dray.config import dray_home
 from dray.contract.findings import ConfigError
@@ -49,7 +49,6 @@ def submit(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-    verbose: Verbose = False,
     run: Annotated[
         str,
         typer.Option(
@@ -70,25 +69,22 @@ def submit(
     dray submit recipes/mine.toml -N4 --gpus-per-node 4 --sbatch=--time=08:00:00
     """
     queue.check(sbatch or [])
-    if remotes := first or on:
-        if run and not arguments and not context.obj:
-            raise ConfigError(
-                "--on cannot resume a run by --run alone: its plan is at the remote, but its image comes from here",
-                found=f"--on {remotes} --run={run}",
-                fix=f"give the recipe or command again; or, on the login node: dray submit --run={shlex.quote(run)}",
-            )
+    if (on and first) or (follow and (on or first)) or (as_json and dry_run):
+        raise ConfigError(
+            "two options exclude each other", wanted="one of --on, --first and --follow; one of --json and --dry-run",
+            fix="leave out one; after submitting with --on: dray logs --on NAME -f",
+        )  # fmt: skip
+    if remotes := list(dict.fromkeys(first.split(","))) if first else [on] if on else []:
         asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
-        options: dict[str, object] = {
-            "--nodes": nodes,
-            "--gpus-per-node": gpus_per_node or None,
-            "--gpu-memory": gpu_memory,
-            "--runs": runs if typed(context, "runs") else None,
-        }
-        argv = [f"{name}={value}" for name, value in options.items() if value is not None]
+        options = {
+            "nodes": nodes, "gpus-per-node": gpus_per_node or None, "gpu-memory": gpu_memory,
+            "runs": runs if typed(context, "runs") else None,
+        }  # fmt: skip
+        argv = [f"--{name}={value}" for name, value in options.items() if value is not None]
         argv += [f"--sbatch={option}" for option in sbatch or []]
-        argv += [name for name, given in (("--dry-run", dry_run), ("--json", as_json), ("--verbose", verbose)) if given]
+        argv += [name for name, given in (("--dry-run", dry_run), ("--json", as_json)) if given]
         site = site if typed(context, "site") else ""
-        raise typer.Exit(submit_on.submit(remotes, asked, argv, run=run, site=site, follow=follow))
+        raise typer.Exit(submit_on.submit(remotes, asked, argv, run=run, site=site))
     runs = (runs or default_runs()).absolute()
     folder = run_named(runs, run)
     # The job has another working directory.
@@ -111,7 +107,7 @@ def submit(
     plan = job.plan
     if dry_run:
         print(f"{shlex.join(job.argv)}\n")
-        show(plan, verbose=verbose, assumed=True)
+        show(plan, verbose=False, assumed=True)
         image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
         if how := store.absent(image, plan.recipe.image_name, plan.engine):
             print(f"dray: note: {image} does not exist; before you submit: {how}", file=sys.stderr)
@@ -119,14 +115,12 @@ def submit(
     store.required(dray_home.root(), plan.recipe.image_name, recipe.image_digest, plan.engine)
     queue.require_free(folder, sbatch or [])
     report(plan)
-    if "memory" in plan.reasons:
-        print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
     code = Path(recipe.command.folder) if recipe.command else asked.beside
     number = queue.submit(job.argv, folder, recipe.runs.share, code)
     if as_json:
         print(json.dumps({"job": number, "run": str(folder), "attempt": attempt.attempt}))
-        return
-    which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
-    print(f"job {number} is in the queue{which}\nrun folder: {folder}")
+    else:
+        which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
+        print(f"job {number} is in the queue{which}\nrun folder: {folder}")
     if follow:
         watch(folder)

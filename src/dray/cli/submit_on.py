@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,12 +15,13 @@ import typer
 from dray.cli import on
 from dray.cli.args import Chosen
 from dray.config import dray_home
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
 from dray.remote import names, ssh, transfer
 from dray.remote.ssh import Connection
-from dray.runs.status import LOST, NO_RESULT, QUEUED
-from dray.runs.store import new_id
+from dray.remote.transfer import Copied
+from dray.runs.status import DONE, FAILED, LOST, QUEUED, RUNNING, STOPPED
+from dray.runs.store import new_id, run_named
 
 First = Annotated[
     str,
@@ -32,43 +32,34 @@ First = Annotated[
 _POLL_S = 30.0
 
 
-def submit(remotes: str, asked: Chosen, argv: Sequence[str], *, run: str, site: str, follow: bool) -> int:
-    """Run `dray submit` at this remote, or at several (`A,B`), whose first job to start stays; return the exit code."""
-    if follow:
-        raise ConfigError("--follow does not go with --on or --first", fix="after submitting: dray logs --on NAME -f")
-    named = [names.find(name) for name in remotes.split(",")]
-    recipe = asked.recipe()
+def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: str, site: str) -> int:
+    """Run `dray submit` at this remote, or at several, whose first job to start stays; return the exit code."""
+    named = [names.find(name) for name in remotes]
+    recipe = chosen.recipe()
     if recipe.adopted or recipe.layer:
         raise ConfigError(
             "adopted images and layers are not copied to a remote",
-            found=f"adopted = {recipe.adopted!r}, layer = {recipe.layer!r}",
             fix="submit this recipe on the login node, or build an image that contains the packages",
         )
     # The digest that the recipe pins is checked here, before the file is sent.
-    image = transfer.require_sif(store.required(dray_home.root(), recipe.image_name, recipe.image_digest))
-    if recipe.command and not Path(os.path.normpath(recipe.command.folder)).is_relative_to(asked.beside):
-        raise ConfigError(
-            "the command's folder is outside the recipe's folder, which is all that dray copies to a remote",
-            found=recipe.command.folder,
-            fix="move it into the recipe's folder",
-        )
-    code = transfer.files_of(asked.beside)
+    image = store.required(dray_home.root(), recipe.image_name, recipe.image_digest)
+    code = transfer.files_of(chosen.beside)
     run = run or new_id(recipe.name)
-    name = Path(run).name
-    what = [f"./{asked.path.name}"] if asked.path else []
-    what += [*asked.overrides, *(["--", *asked.command] if asked.command else [])]
+    name = (run_named(Path("/"), run) or Path(run)).name
+    arguments = [f"./{chosen.path.name}"] if chosen.path else []
+    arguments += [*chosen.overrides, *(["--", *chosen.command] if chosen.command else [])]
     with ExitStack() as stack:
         connections = [stack.enter_context(ssh.connected(remote)) for remote in named]
         for connection in connections:
             copied = transfer.copy_image(connection, image, _say)._replace(code=f"code/{name}")
-            transfer.copy_files(connection, asked.beside, code, copied.code)
+            transfer.copy_files(connection, chosen.beside, code, copied.code)
             if site.endswith(".toml"):
                 connection.rsync(str(Path(site).absolute()), f"sites/{name}.toml")
-                profile = f"{connection.remote.path}/sites/{name}.toml"
-            else:
-                profile = site
-            typed = ["submit", *argv, f"--run={run}", *([f"--site={profile}"] if profile else []), *what]
+            profile = f"{connection.remote.path}/sites/{name}.toml" if site.endswith(".toml") else site
+            typed = ["submit", *argv, f"--run={run}", *([f"--site={profile}"] if profile else []), *arguments]
             if failed := on.run(connection, typed, copied):
+                if connection is not connections[0]:
+                    _say(f"jobs at the remotes before {connection.remote.name} stay: dray stop --on NAME {run}")
                 return failed
         if len(connections) > 1 and "--dry-run" not in argv:
             return _keep_first(connections, [run, *(word for word in argv if word.startswith("--runs="))])
@@ -78,19 +69,22 @@ def submit(remotes: str, asked: Chosen, argv: Sequence[str], *, run: str, site: 
 def _keep_first(connections: Sequence[Connection], run: Sequence[str]) -> int:
     """Wait until a job leaves the queue, and stop the others."""
     _say("waiting for the first job that starts; Ctrl-C leaves all jobs in the queue")
-    while True:
-        for connection in connections:
+    waiting = list(connections)
+    while waiting:
+        for connection in list(waiting):
             answer = bytearray()
-            code = connection.run(
-                "verb", "", "", "", "", "status", "--json", *run, on_out=answer.extend, on_err=lambda _: None
-            )
-            if code or json.loads(answer)["state"] in (QUEUED, LOST, NO_RESULT):
-                continue
-            name = connection.remote.name
-            _say(f"the job at {name} is first, and the others are stopped: dray status --on {name} {run[0]}")
-            rest = [other for other in connections if other is not connection]
-            return max(on.run(other, ["stop", "--no-wait", *run]) for other in rest)
+            argv = ["verb", *Copied(), "", "status", "--json", *run]
+            code = connection.run(*argv, on_out=answer.extend, on_err=lambda _: None)
+            state = QUEUED if code else json.loads(answer)["state"]
+            if state in (RUNNING, DONE, FAILED):
+                waiting.remove(connection)
+                name = connection.remote.name
+                _say(f"the job at {name} is first, and the others are stopped: dray status --on {name} {run[0]}")
+                return max([0, *(on.run(other, ["stop", "--no-wait", *run]) for other in waiting)])
+            if state in (LOST, STOPPED):
+                waiting.remove(connection)
         time.sleep(_POLL_S)
+    raise DrayError("no job has started: all have ended in the queue", fix=f"dray why --on NAME {run[0]}")
 
 
 def _say(line: str) -> None:

@@ -10,9 +10,8 @@ RUN/trackers/               what TensorBoard and other trackers keep, likewise
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result, capsule
 RUN/attempt-2/...           the next, after a requeue or by hand
 
-STUDY/study.json            beside the runs: which of them belong together (dray study)
+STUDY/study.json            beside the runs: which of them belong together (dray study); those of a tuning are in it
 STUDY/tasks                 with Slurm: a line for each run, which the task of an array with its number reads
-TUNING/tune.json            what dray study tune has measured; its runs and their recipe are beside it
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ JOB = "job.json"
 SUMMARY = "summary.json"
 STUDY = "study.json"
 TASKS = "tasks"
-TUNE = "tune.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 TRACKERS = "trackers"

@@ -114,18 +114,6 @@ def values(text: str) -> tuple[Value, ...]:
     return tuple(int(word) if re.fullmatch("[0-9]{1,9}", word) else bools.get(word, word) for word in texts)
 
 
-def keys(text: str) -> tuple[str, ...]:
-    """The keys that --keys names, by their whole name or its last part."""
-    named = {name: key for key in KEYS for name in (key, key.partition(".")[2])}
-    asked = [word.strip() for word in text.split(",")]
-    if wrong := [word for word in asked if word not in named]:
-        raise ConfigError(
-            "--keys names a key that dray does not tune", wanted=f"some of {', '.join(KEYS)}", found=wrong[0] or text,
-            fix="dray study sweep RECIPE KEY=VALUE,VALUE compares other keys",
-        )  # fmt: skip
-    return tuple(dict.fromkeys(named[word] for word in asked))
-
-
 def settings(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> list[str]:
     """The settings that make the candidate of the recipe."""
     assert recipe.batch is not None

@@ -13,7 +13,6 @@ from dray.config import dray_home
 from dray.contract import files
 from dray.contract.findings import ConfigError, listed
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # No host can be an option of ssh, and none needs quoting in a shell.
 _PLACE = re.compile(r"((?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*):(/(?!/).*)")
 
@@ -37,47 +36,36 @@ def file() -> Path:
     return dray_home.configuration() / "remotes.toml"
 
 
-def parse(name: str, place: str) -> Remote:
-    """Parse a remote as the user types it, or from the file."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            "a remote cannot have this name",
-            wanted="letters, digits, `.`, `_` and `-`, at most 63, the first a letter or a digit",
-            found=ascii(name),
-        )
+def parse(name: str, place: str, where: Path | None = None) -> Remote:
+    """Parse a remote as the user types it, or from the file `where`."""
     found = _PLACE.fullmatch(place)
     path = os.path.normpath(found[2]) if found else "/"
     # A control character would end a line of a batch script.
-    if not found or path == "/" or ".." in path.split("/") or ".." in found[2].split("/") or not path.isprintable():
+    if not found or path == "/" or ".." in found[2].split("/") or not path.isprintable():
         raise ConfigError(
-            "this is not a folder of yours on another machine",
+            "this is not a folder of yours on another machine", where=where,
             wanted="USER@HOST:/FOLDER or HOST:/FOLDER, where HOST may be a Host of ~/.ssh/config, and FOLDER is a path "
             "such as /scratch/USER/dray, without `..`",
             found=ascii(place),
-        )
+        )  # fmt: skip
     return Remote(name, found[1], path)
 
 
 def read() -> dict[str, Remote]:
     """All remotes by name."""
     path = file()
-    try:
-        if trouble := files.open_to_others(path):
-            raise ConfigError(
-                "other users could change where your jobs go",
-                where=path,
-                wanted="a file that you alone may write",
-                found=trouble,
-                fix=f"look at it, then chmod 600 {path}",
-            )
-        table = tomllib.loads(files.read(path).decode())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as wrong:
+    if trouble := files.open_to_others(path):
         raise ConfigError(
-            "the file of remotes cannot be read", where=path, found=wrong, fix="edit or remove it"
-        ) from wrong
-    return {name: parse(name, str(place)) for name, place in table.items()}
+            "other users could change where your jobs go", where=path, wanted="a file that you alone may write",
+            found=trouble, fix=f"look at it, then chmod 600 {path}",
+        )  # fmt: skip
+    try:
+        table = tomllib.loads(files.read(path).decode())
+    except ValueError as wrong:
+        raise ConfigError("the file of remotes is damaged", where=path, found=wrong, fix="edit or remove it") from wrong
+    return {name: parse(name, str(place), path) for name, place in table.items()}
 
 
 def write(remotes: dict[str, Remote]) -> None:
@@ -85,11 +73,8 @@ def write(remotes: dict[str, Remote]) -> None:
     path = file()
     # JSON's strings are TOML's.
     lines = [f"{json.dumps(name)} = {json.dumps(one.place, ensure_ascii=False)}\n" for name, one in remotes.items()]
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.write_atomic(path, "".join(lines), mode=0o600)
-    except OSError as error:
-        raise ConfigError("the file of remotes cannot be written", where=path, found=error.strerror or error) from error
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.write_atomic(path, "".join(lines), mode=0o600)
 
 
 def find(name: str) -> Remote:

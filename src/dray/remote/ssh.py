@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dray import process
@@ -22,7 +21,8 @@ _LOST = 255
 _OURS = ("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes", "-o", "ServerAliveInterval=15")
 # A configuration may have each command leave its connection in the background; before 8.5 that keeps our streams open.
 _NO_MORE = ("-o", "ControlMaster=no")
-_BASH = "exec bash -l -s"  # the same words for every login shell; all else goes to bash's standard input
+# The same words for every login shell; all else goes to bash's standard input. What a profile prints goes nowhere.
+_BASH = "exec bash -c 'exec bash -l -s 3>&1 >/dev/null'"
 
 
 class Connection:
@@ -37,47 +37,27 @@ class Connection:
         out, err = bytearray(), bytearray()
         code = self.run(function, *argv, on_out=out.extend, on_err=err.extend)
         if code:
-            raise DrayError(shown(err).rpartition("dray: ")[2].strip(), code=code)  # in the form that all have
+            refusal = shown(err).rpartition("dray: ")[2].strip()  # in the form that all have
+            raise DrayError(refusal or f"a step on the remote ended with exit code {code}", code=code)
         return shown(out)
 
     def run(self, function: str, *argv: str, on_out: Output, on_err: Output) -> int:
         """Call a function of there.sh, pass its output on as it comes, and return its exit code."""
-        mark = f"dray-{secrets.token_hex(8)}\n".encode()
-        script = f"{_SCRIPT.read_text(encoding='utf-8')}\n"
-        script += f"{shlex.join(['there::main', mark.decode().strip(), function, self.remote.path, *argv])}; exit\n"
-        before, errors = bytearray(), bytearray()
-        begun = False
-
-        def output(block: bytes) -> None:
-            """Pass on what comes after the mark: a profile may print a welcome before it."""
-            nonlocal begun
-            if not begun:
-                before.extend(block)
-                begun = mark in before
-                block = bytes(before.partition(mark)[2])
-            if block:
-                on_out(block)
+        call = shlex.join(["there::main", function, self.remote.path, *argv])
+        script = f"exec >&3 3>&-\n{_SCRIPT.read_text(encoding='utf-8')}\n{call}; exit\n"
+        errors = bytearray()
 
         def error(block: bytes) -> None:
             errors.extend(block)
             on_err(block)
 
         command = [*self._ssh, "--", self.remote.host, _BASH]
-        code = process.converse(command, feed=[script.encode()], on_out=output, on_err=error)
+        code = process.converse(command, feed=[script.encode()], on_out=on_out, on_err=error)
         if code == _LOST or code < 0:
             raise UnfitError(
-                "the connection was lost; jobs on the remote continue",
-                where=self.remote.place,
-                found=_end(errors),
+                "the connection was lost; jobs on the remote continue", where=self.remote.place, found=_end(errors),
                 fix=f"dray runs --on {self.remote.name} shows the runs there",
-            )
-        if not begun:
-            raise UnfitError(
-                "no bash answers on the remote",
-                where=self.remote.place,
-                wanted="bash, and a ~/.bash_profile there that neither exits nor reads standard input",
-                found=f"exit code {code}: {_end(errors)}",
-            )
+            )  # fmt: skip
         return code
 
     def rsync(self, source: str, item: str, *options: str) -> None:
@@ -99,8 +79,7 @@ class Connection:
 @contextmanager
 def connected(remote: Remote) -> Iterator[Connection]:
     """Open a connection, and close it at the end: one login, for which ssh may ask a password or second factor."""
-    # The user may have a connection that can be shared.
-    if process.run(["ssh", "-O", "check", "--", remote.host], check=False, seconds=10).code == 0:
+    if _control("check", [], remote):  # the user has a connection that can be shared
         yield Connection(remote, _OURS)
         return
     # A path of a socket has at most 108 characters, and TMPDIR may be long. mkdtemp lets nobody else in.
@@ -113,15 +92,20 @@ def connected(remote: Remote) -> Iterator[Connection]:
             code = process.in_terminal(argv, errors=errors)
         if code:
             raise UnfitError(
-                "ssh cannot reach the remote",
-                where=remote.place,
-                found=_end(log.read_bytes()),
+                "ssh cannot reach the remote", where=remote.place, found=_end(log.read_bytes()),
                 fix=f"try by hand: ssh {remote.host} true; a Host in ~/.ssh/config can set key, user and port",
-            )
+            )  # fmt: skip
         try:
             yield Connection(remote, options)
         finally:
-            process.run(["ssh", *options, "-O", "exit", "--", remote.host], check=False)
+            _control("exit", options, remote)
+
+
+def _control(command: str, options: Sequence[str], remote: Remote) -> bool:
+    """Whether the shared connection obeys; one that hangs does not."""
+    with suppress(DrayError):
+        return process.run(["ssh", *options, "-O", command, "--", remote.host], check=False, seconds=10).code == 0
+    return False
 
 
 def shown(text: bytes | bytearray) -> str:

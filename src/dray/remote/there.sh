@@ -47,6 +47,7 @@ there::note() { # IMAGE: its content has its digest
 there::arrived() { # FOLDER IMAGE: the copy gets its name when it is whole, checked and on the disk
   local -r image="$1/$2"
   local found
+  [[ -e "$image.part" || ! -e "$image" ]] || return 0 # another submit has copied and checked the same image meanwhile
   sync -- "$image.part"
   found="$(sha256sum <"$image.part")"
   [[ "${found%% *}" == "$(basename -- "$image" .sif)" ]] || {
@@ -89,11 +90,10 @@ there::check() { # FOLDER: what a run needs here
   printf '%s free in %s\n' "$(df --output=avail --human-readable -- "$1" | tail --lines=1 | tr --delete ' ')" "$1"
 }
 
-there::main() { # MARK FUNCTION [ARGUMENT...]: what the profile has printed stands before the mark
+there::main() { # FUNCTION [ARGUMENT...]
   local status
   set -euo pipefail
   # 255 is ssh's own, of a connection that is lost.
   trap 'status=$?; ((status != 255)) || status=1; exit "$status"' EXIT
-  printf '%s\n' "$1"
-  "there::$2" "${@:3}"
+  "there::$1" "${@:2}"
 }

@@ -14,10 +14,10 @@ from dray.contract.findings import ConfigError
 from dray.images.sif import verify
 from dray.remote.ssh import Connection
 
-FILES, BYTES = 2000, 64 << 20
-"""The most files and bytes that dray copies with a recipe: a command may have been started in the home folder."""
+BYTES = 64 << 20
+"""The most bytes that dray copies with a recipe: a command may have been started in the home folder."""
 # What a job and a login node read of a checkout; the rest is in the image.
-_SCRIPTS = ("slurm", "recipes", "containers/environment", "containers/steps")
+_SCRIPTS = ("slurm", "recipes", "containers/steps")
 _LEFT = {"__pycache__", "runs", "build", "node_modules"}
 
 
@@ -38,7 +38,7 @@ def copy_image(connection: Connection, image: Path, say: Callable[[str], None]) 
     scripts = [f"{top}/{name}" for top in _SCRIPTS for name in files_of(root / top)]
     content = hashlib.sha256()
     for name in scripts:
-        content.update(f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n".encode())
+        content.update(f"\0{name}\0".encode() + (root / name).read_bytes())
     dray = f"dray/{content.hexdigest()}"
     copy_files(connection, root, scripts, dray)
     if state != "here":
@@ -55,7 +55,7 @@ def copy_files(connection: Connection, folder: Path, names: Sequence[str], item:
         listed.write(os.fsencode("\0".join(names)))
         listed.flush()
         # By content, and with the time of now: sites remove files from scratch that look old.
-        options = ("--links", "--copy-unsafe-links", "--checksum", "--from0", f"--files-from={listed.name}")
+        options = ("--links", "--checksum", "--from0", f"--files-from={listed.name}")
         connection.rsync(f"{folder}/", f"{item}/", *options)
 
 
@@ -64,41 +64,31 @@ def files_of(top: Path) -> list[str]:
     leave."""
     found = list[str]()
     total = 0
-    for folder, folders, files in os.walk(top):
-        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name not in _LEFT]
-        for name in [*folders, *sorted(files)]:
+    for folder, folders, files in os.walk(top, onerror=_unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _LEFT)
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        for name in [*links, *sorted(name for name in files if not name.startswith("."))]:
             path = Path(folder, name)
-            is_link = path.is_symlink()
-            if name.startswith(".") or (name in folders and not is_link):
-                continue
-            if is_link and not path.resolve().is_relative_to(top.resolve()):
+            if path.is_symlink() and not _stays(path, top):
                 raise ConfigError(
-                    "a link points outside the folder that dray copies to a remote",
-                    where=path,
-                    wanted=f"a link to something in {top}",
-                    found=path.resolve(),
+                    "a link points outside the folder that dray copies to a remote, or has an absolute path",
+                    where=path, wanted=f"a relative link to something in {top}", found=path.readlink(),
                     fix="replace it by a copy, or remove it and give an absolute path on the remote",
-                )
+                )  # fmt: skip
             found.append(str(path.relative_to(top)))
             total += path.lstat().st_size
-            if len(found) > FILES or total > BYTES:
+            if total > BYTES:
                 raise ConfigError(
-                    "the recipe's folder has too many files or is too large to copy",
-                    where=top,
-                    wanted=f"at most {FILES} files and {BYTES >> 20} MiB",
+                    "the recipe's folder is too large to copy", where=top, wanted=f"at most {BYTES >> 20} MiB",
                     fix="put the recipe and its code in a folder of their own; copy data to the remote once, and give "
                     "its absolute path there",
-                )
+                )  # fmt: skip
     return found
 
 
-def require_sif(image: Path) -> Path:
-    """The image, if it is a SIF, which dray can copy; else refuse it."""
-    if image.suffix != ".sif" or not image.is_file():
-        raise ConfigError(
-            "dray copies only a SIF to a remote",
-            found=image,
-            wanted="a SIF",
-            fix="set DRAY_IMAGE to a SIF, or make image-cpu",
-        )
-    return image
+def _stays(link: Path, top: Path) -> bool:
+    return not link.readlink().is_absolute() and link.resolve().is_relative_to(top.resolve())
+
+
+def _unreadable(error: OSError) -> None:
+    raise error

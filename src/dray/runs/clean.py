@@ -48,7 +48,7 @@ class Item(NamedTuple):
 def items(kinds: Iterable[str], *, runs: Path, tokens: Path, days: float, checkpoints: bool) -> list[Item]:
     """All items of these kinds, the largest first; those that changed within so many days are kept."""
     slurm = Slurm()
-    tuned = [folder for folder in _inside(runs) if (folder / run_folder.TUNE).exists()]
+    tuned = [folder for folder in _inside(runs) if (folder / run_folder.STUDY).exists()]
     folders = [run for folder in (runs, *tuned) for run in newest_first(folder)]
     states = [status(run, slurm) for run in folders if _own(run)]
     needed = [Path(path) for state in states if state.kind != "ended" for path in _needs(state)]

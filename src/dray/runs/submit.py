@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,16 +15,14 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files, run_folder
 from dray.contract.control_characters import control_characters
-from dray.contract.findings import ConfigError, DrayError, Finding, error
+from dray.contract.findings import ConfigError, DrayError, error
 from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import login, prepare, refusal, slurm, source, status
 from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
-_EXPEDITE = "enable_expedited_requeue"
-Code = tuple[source.Source, str] | None
-"""The state of the code that a run was submitted from."""
+_DECIDED = ("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")  # options of sbatch
 
 
 @dataclass(frozen=True)
@@ -65,19 +62,19 @@ class Job:
     def argv(self) -> list[str]:
         """The sbatch command of this run alone."""
         run = self.plan.run_folder
-        return self._sbatch(f"{_escaped(run)}/job-%j.log", [], f"--run={run}", self.submission.own)
+        return self._sbatch([f"--output={_escaped(run)}/job-%j.log"], [f"--run={run}"], self.submission.own)
 
     def array(self, study: Path, tasks: str = "") -> list[str]:
         """The sbatch command of a job array for all runs that have the same one; `tasks` are their numbers."""
-        log = f"{_escaped(str(study))}-%a/job-%A_%a.log"
-        return self._sbatch(log, [f"--array={tasks}"], f"--tasks={study / run_folder.TASKS}", [])
+        options = [f"--output={_escaped(str(study))}-%a/job-%A_%a.log", f"--array={tasks}"]
+        return self._sbatch(options, [f"--tasks={study / run_folder.TASKS}"], [])
 
-    def _sbatch(self, log: str, options: Sequence[str], runs: str, settings: Sequence[str]) -> list[str]:
+    def _sbatch(self, options: Sequence[str], runs: Sequence[str], settings: Sequence[str]) -> list[str]:
         name = "multinode.sh" if len(self.plan.world.nodes) > 1 else "singlenode.sh"
         script = str(dray_home.root() / "slurm" / name)
-        argv = ["sbatch", "--parsable", f"--output={log}", *options, *self.options, script, runs, *self.arguments]
-        argv += settings
-        return [*argv, "--", *self.submission.command] if self.submission.command else argv
+        command = ["--", *self.submission.command] if self.submission.command else []
+        arguments = [*runs, *self.arguments, *settings, *command]
+        return ["sbatch", "--parsable", *options, *self.options, script, *arguments]
 
 
 def _escaped(folder: str) -> str:
@@ -94,16 +91,12 @@ def planned(recipe: Recipe, attempt: RunPaths, submission: Submission, known: lo
     plan = prepare.decide(recipe, facts, choice, attempt)
     plan.refuse()
     defaults = options(recipe, choice.site, facts.gpus_per_node, submission.nodes)
-    if recipe.requeue == "expedite":
-        note = normal_requeue(known.conf if known else slurm.conf())
-        if note:
-            plan = plan.model_copy(update={"findings": (*plan.findings, note)})
-        else:
-            defaults.append("--requeue=expedite")
     if submission.before is not None:
         defaults = [*submission.before, *(option for option in defaults if option.startswith(_SIZE))]
     image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
-    arguments = [f"--image={image}", f"--site={submission.site or site_word(choice.site)}"]
+    # Some sites export no environment to jobs.
+    site = "" if choice.site.name == sites.GENERIC else sites.portable(choice.site.name)
+    arguments = [f"--image={image}", f"--site={submission.site or site}"]
     if submission.gpu_memory is not None:
         arguments.append(f"--gpu-memory={submission.gpu_memory:g}")
     job = Job(plan, [*defaults, *submission.options], [*arguments, *submission.arguments], submission)
@@ -121,7 +114,7 @@ def check(options: Sequence[str]) -> None:
                 "--array would put all tasks into one run", found=f"--sbatch {option}",
                 fix="use dray study sweep RECIPE key=a,b, which submits an array with one run per task",
             )  # fmt: skip
-        if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
+        if option.startswith(_DECIDED):
             raise ConfigError(
                 "dray must plan with this option, so it cannot be given by --sbatch",
                 found=f"--sbatch {option}",
@@ -136,36 +129,17 @@ def check(options: Sequence[str]) -> None:
 
 def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[str]:
     """The options that `dray submit` adds to sbatch; the user's options come later and win."""
-    found = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes + recipe.spares}", "--ntasks-per-node=1"]
+    found = [f"--job-name={recipe.name}", f"--nodes={(nodes or recipe.nodes) + recipe.spares}", "--ntasks-per-node=1"]
     found += site.sbatch
     if grace := recipe.grace_s or site.grace_s:
         found.append(f"--signal=B:USR1@{grace}")
     if gpus:
         found.append(f"--gres=gpu:{gpus}" if site.gpu_option == "gres" else f"--gpus-per-node={gpus}")
-    if nodes:
-        found.append(f"--nodes={nodes + recipe.spares}")
     if recipe.replaces_nodes:
         found.append("--no-kill")
+    if recipe.requeue == "expedite":
+        found.append("--requeue=expedite")
     return found
-
-
-def normal_requeue(config: Mapping[str, str]) -> Finding | None:
-    """Why Slurm with this slurm.conf does not take --requeue=expedite; None if it does."""
-    version = re.match(r"(\d+)\.(\d+)", config.get("SLURM_VERSION", ""))
-    is_new = version and (int(version[1]), int(version[2])) >= (25, 11)
-    parameters = config.get("SlurmctldParameters", "")
-    if is_new and _EXPEDITE in parameters.split(","):
-        return None
-    return Finding(
-        "this Slurm does not support requeue = expedite; a requeued job waits two minutes", kind="note",
-        wanted=f"Slurm 25.11 or later, with SlurmctldParameters={_EXPEDITE}",
-        found=f"Slurm {config.get('SLURM_VERSION', '')}, SlurmctldParameters={parameters}",
-    )  # fmt: skip
-
-
-def site_word(site: Site) -> str:
-    """The site's name for the job's command line; some sites export no environment to jobs."""
-    return "" if site.name == sites.GENERIC else sites.portable(site.name)
 
 
 def require_free(run: Path, options: Sequence[str]) -> None:
@@ -180,11 +154,8 @@ def require_free(run: Path, options: Sequence[str]) -> None:
     after = f"; or wait for it: --sbatch=--dependency=afterany:{state.slurm_job.id}" if state.slurm_job else ""
     raise ConfigError(
         f"the run {'may be' if state.kind == 'unknown' else 'is'} active: two jobs would write into its folder",
-        where=run,
-        wanted="a run that has ended",
-        found=state.where,
-        fix=f"dray stop {shlex.quote(str(run))}{after}",
-    )
+        where=run, wanted="a run that has ended", found=state.where, fix=f"dray stop {shlex.quote(str(run))}{after}",
+    )  # fmt: skip
 
 
 def submit(
@@ -194,15 +165,16 @@ def submit(
 
     The capsule records the `code` in that folder.
     """
-    return enqueue(argv, {folder: None}, share, source.look(code), beside)[0].job
+    return enqueue(argv, {folder: None}, share, code, beside)[0].job
 
 
 def enqueue(
-    argv: Sequence[str], runs: Mapping[Path, int | None], share: str, code: Code,
+    argv: Sequence[str], runs: Mapping[Path, int | None], share: str, code: Path,
     beside: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Queued]:  # fmt: skip
     """Make the run folders, each with its number in a job array, and submit. If sbatch refuses, remove new folders."""
-    new: list[Path] = []
+    new = list[Path]()
+    found_code = source.look(code)
     try:
         for run in runs:
             is_new = not run.exists()
@@ -229,7 +201,7 @@ def enqueue(
         queued = job.model_copy(update={"task": task})
         with suppress(OSError):  # the job is in the queue anyway
             files.write_atomic(run / run_folder.JOB, queued.model_dump_json(indent=1))
-            if code:
-                source.keep(run, code)
+            if found_code:
+                source.keep(run, found_code)
         found.append(queued)
     return found

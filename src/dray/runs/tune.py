@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
+from typing import Any
 
-from dray import engines
 from dray.config.recipe import Recipe
 from dray.config.sites import Choice
 from dray.contract import exit_codes, files
-from dray.contract.findings import ConfigError, DrayError, Finding
-from dray.facts import Engine, Facts
+from dray.contract.findings import ConfigError
+from dray.facts import Facts
 from dray.planning import tune_search
 from dray.planning.schema import Plan
 from dray.planning.tune_search import Candidate, Figure, Space
@@ -39,100 +35,66 @@ class Place:
 
     facts: Facts
     choice: Choice
-    options: tuple[str, ...]
-    """The options for `dray run`."""
+    nodes: int | None = None
+    """`dray run --nodes`; None inside an allocation."""
+    gpus: int = 0
+    """GPUs per node on this machine, one rank for each."""
 
-    def plan(self, recipe: Recipe, folder: Path) -> Plan:
+    def plan(self, recipe: Recipe) -> Plan:
         """The plan of a candidate, with its findings."""
-        return prepare.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
+        return prepare.decide(recipe, self.facts, self.choice, RunPaths(Path("001")))
 
-    def first(self, recipe: Recipe, folder: Path) -> Plan:
+    def first(self, recipe: Recipe) -> Plan:
         """The plan of the recipe's own setting; if its micro-batch does not fit the ranks, of the largest that does."""
         try:
-            return self.plan(recipe, folder)
+            return self.plan(recipe)
         except ConfigError:
             free = {"per_device": None, "gradient_accumulation_steps": None}
             batch = recipe.batch and recipe.batch.model_copy(update=free)
-            return self.plan(recipe.model_copy(update={"batch": batch}), folder)
-
-
-def _reason(finding: Finding) -> str:
-    """The refusal in one line."""
-    told = [finding.problem]
-    for name, value in (("found", finding.found), ("wanted", finding.wanted)):
-        if value:
-            told.append(f"{name} {value.splitlines()[0]}")
-    return "; ".join(told)
-
-
-def _refused(told: str) -> str:
-    """The refusal that `dray run` printed last, likewise."""
-    problem, *more = f"\n{told}".rpartition("\ndray: ")[2].split("\n")
-    lines = [line.replace(":", "", 1).split() for line in more if line.startswith(("  found:", "  wanted:"))]
-    return "; ".join([problem or "dray run refused it", *map(" ".join, lines)])
+            return self.plan(recipe.model_copy(update={"batch": batch}))
 
 
 def place(
-    recipe: Recipe, env: Mapping[str, str], *, nodes: int | None = None, gpus_per_node: int = 0,
-    gpu_memory: float | None = None, engine: Engine = "bare", here: bool = False, site: str = "",
-) -> Place:  # fmt: skip
+    recipe: Recipe, env: Mapping[str, str], *, nodes: int | None = None, here: bool = False, site: str = ""
+) -> Place:
     """The nodes of this shell's allocation, also inside a batch script; with `here`, or without one, this machine."""
-    env = {**env, "ENVIRONMENT": ""}  # no run of the batch script itself
-    allocation = None if here else Allocation.of(env)
-    in_a_step = env.get("SLURM_STEP_ID") and not Allocation.of(env)
-    if env.get("SLURM_ARRAY_TASK_ID") or (in_a_step and not here):
-        raise ConfigError(
-            "every task would measure the same", where=f"job {env.get('SLURM_JOB_ID', '')}",
-            wanted="one dray study tune, which starts the ranks itself", found="a job array, or a step of srun",
-            fix="use sbatch without --array, and leave out srun; or use --local to measure on this machine only",
-        )  # fmt: skip
-    options = [f"--site={site}"] if site else []
+    allocation = None if here else Allocation.of({**env, "ENVIRONMENT": ""})
     if allocation:
         allocation.require_nodes(nodes)
-        if gpus_per_node:
-            raise ConfigError(
-                "--gpus-per-node is set by salloc; --ranks sets the number of ranks", fix="leave out --gpus-per-node"
-            )
-        facts, choice = login.facts(
-            recipe, int(allocation.nodes), 0, site, ranks=None, options=(), gpu_memory=gpu_memory
-        )
+        facts, choice = login.facts(recipe, int(allocation.nodes), 0, site, ranks=None, options=(), gpu_memory=None)
         gpus = (env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0").rpartition(":")[2]
         known = {"login": "", "nodelist": allocation.nodelist, "gpus_per_node": int(gpus), "job": int(allocation.job)}
-        facts = facts.model_copy(update=known)
-        return Place(facts=facts, choice=choice, options=tuple(options))
-    if engine not in engines.names("local"):
-        raise ConfigError(
-            f"dray study tune cannot use --engine {engine} here", wanted=f"one of {', '.join(engines.names('local'))}",
-            found=engine, fix="leave out --engine; inside salloc the site's engine is used",
-        )  # fmt: skip
-    gpus_per_node = gpus_per_node or (recipe.ranks_per_node or 0 if recipe.image != "cpu" else 0)
-    facts = local.facts(
-        recipe, engine=engine, image=local.image_of(engine, recipe), nodes=nodes, gpus_per_node=gpus_per_node,
-        site=site,
-    )  # fmt: skip
-    facts, choice = prepare.at_site(facts.model_copy(update={"gpu_memory_gb": gpu_memory}))
-    size = (f"--nodes={facts.nodes}", f"--gpus-per-node={gpus_per_node}", f"--engine={engine}")
-    return Place(facts=facts, choice=choice, options=(*size, *options))
+        return Place(facts=facts.model_copy(update=known), choice=choice)
+    gpus_here = 0 if recipe.image == "cpu" else recipe.ranks_per_node or 0
+    facts = local.facts(recipe, engine="bare", nodes=nodes, gpus_per_node=gpus_here, site=site)
+    facts, choice = prepare.at_site(facts)
+    return Place(facts=facts, choice=choice, nodes=facts.nodes, gpus=gpus_here)
 
 
 # The search ---------------------------------------------------------------------------------------------------------
 
 
-def short(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe for some steps, without checkpoints, evaluation and restarts."""
+def _table(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's keys; the settings of [tiny] are already in the other tables."""
     table = recipe.model_dump(mode="json", exclude_unset=True)
+    for key in ("scale", "tiny"):
+        table.pop(key, None)
+    return table
+
+
+def _short(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """The recipe for some steps, without checkpoints, evaluation and restarts."""
+    table = _table(recipe)
     assert recipe.train is not None
-    train = table["train"] | {
+    table["train"] |= {
         "steps": steps, "warmup_steps": min(recipe.train.warmup_steps, steps), "log_every": 1, "eval_every": 0,
         "trackers": [], "profile": "",
     }  # fmt: skip
-    train.pop("epochs", None)
-    data = table.get("data", {}) | {"max_eval_samples": 1}
-    data.pop("test", None)
-    for key in ("scale", "tiny", "evaluate"):
-        table.pop(key, None)
-    table |= {"train": train, "data": data, "checkpoint": {"final": False}, "max_requeues": 0, "max_restarts": 0}
-    return Recipe.model_validate_json(json.dumps(table))
+    table["train"].pop("epochs", None)
+    table["data"] = table.get("data", {}) | {"max_eval_samples": 1}
+    table["data"].pop("test", None)
+    table.pop("evaluate", None)
+    return table | {"checkpoint": {"final": False}, "max_requeues": 0, "max_restarts": 0}
 
 
 @dataclass
@@ -145,16 +107,17 @@ class Tuner:
     place: Place
     start: Candidate
     """The recipe's own setting."""
+    ranks: int
     program: Sequence[str]
     """The argv of dray."""
     known: dict[Candidate, Figure | None] = field(default_factory=dict)
+    runs: int = 0
+    """How many candidates were started."""
 
     def measure(self, space: Space, *, steps: int, every: bool) -> None:
         """Measure the whole grid, or the candidates that the search chooses."""
         self.study.save(self.folder)
-        for stem, recipe in (("recipe", self.recipe), ("short", short(self.recipe, WARM_UP + steps))):
-            _write(replay.as_files(recipe, stem, whole=False), self.folder)
-        self.study.recipe = str(self.folder / "short.toml")
+        self.study.recipe = str(self._write(_short(self.recipe, WARM_UP + steps), "short"))
         if every:
             for candidate in space.every():
                 self.figure(candidate)
@@ -162,50 +125,63 @@ class Tuner:
             tune_search.descend(space, self.figure)
 
     def figure(self, candidate: Candidate) -> Figure | None:
-        """The candidate's speed; None if it cannot run or its losses differ."""
+        """The candidate's speed; None if it cannot run, its losses differ, or too many have failed before it."""
         if candidate in self.known:
             return self.known[candidate]
-        begun = [member for member in self.study.members if (self.folder / member.run).exists()]
-        if len(begun) >= _TRIES and not any(self.known.values()):
-            raise none_ran(self.folder, study.look(self.folder, self.study))
-        settings = tune_search.settings(self.recipe, candidate, self.start, ranks=self.study.ranks)
+        if self.runs >= _TRIES and not any(self.known.values()):
+            return None
+        settings = tune_search.settings(self.recipe, candidate, self.start, ranks=self.ranks)
         changes = [f"{key}={str(value).lower()}" for key, value in candidate.differences(self.start)]
-        member = Member(run=f"{len(self.study.members) + 1:03}", values=dict(candidate.values), settings=changes)
-        member.more = [setting for setting in settings if setting not in changes]
-        if begun:
+        member = Member(
+            run=f"{len(self.study.members) + 1:03}", values=dict(candidate.values), settings=changes,
+            more=settings, nodes=self.place.nodes, ranks_per_node=self.place.gpus,
+        )  # fmt: skip
+        if self.runs:
             member.more.append("preflight.when=never")
         self.study.members.append(member)
         member.refused = self._refusal(candidate) or self._run(member)
         self.study.save(self.folder)
         row = study.look(self.folder, self.study)[-1]
         self.known[candidate] = figure(row)
-        print(f"{row}: {speed(row) if self.known[candidate] else f'{row.state} {row.apart or row.why}'}", flush=True)
+        print(
+            f"{row.label}: {speed(row) if self.known[candidate] else f'{row.state} {row.apart or row.why}'}", flush=True
+        )
         return self.known[candidate]
 
     def _refusal(self, candidate: Candidate) -> str:
         """Why the candidate cannot start, such as a model that is too large; empty if it can."""
         try:
-            recipe = tune_search.applied(self.recipe, candidate, self.start, ranks=self.study.ranks)
-            if engines.get(self.place.facts.engine).image == "python":
-                local.require(recipe, lambda *_: "")
-            self.place.plan(recipe, self.folder).refuse()
+            recipe = tune_search.applied(self.recipe, candidate, self.start, ranks=self.ranks)
+            self.place.plan(recipe).refuse()
         except ConfigError as refused:
-            return _reason(refused.finding)
+            return refused.finding.problem
         return ""
 
     def _run(self, member: Member) -> str:
         """Run the candidate; why it was refused or ended too late. KeyboardInterrupt if it was stopped."""
-        with TemporaryFile() as errors:
-            code = self.study.run(self.folder, member, self.program, errors)
-            errors.seek(0)
-            told = errors.read().decode(errors="replace")
-        sys.stderr.write(told)
-        if code == exit_codes.CONFIG:
-            return _refused(told)
-        if code in LAST:
+        self.runs += 1
+        code = self.study.run(self.folder, member, self.program)
+        if code in LAST and code != exit_codes.CONFIG:
             self.study.save(self.folder)
             raise KeyboardInterrupt
-        return "it did not end in time (--limit)" if code == _TIMEOUT else ""
+        return {exit_codes.CONFIG: "dray run refused it", _TIMEOUT: "it did not end in time (--limit)"}.get(code, "")
+
+    def write_best(self) -> Path:
+        """Write the best setting as a recipe, and the files that it names."""
+        row = best(study.look(self.folder, self.study))
+        assert row is not None
+        table = _table(tune_search.applied(self.recipe, _candidate(row), self.start, ranks=self.ranks))
+        table["batch"].pop("gradient_accumulation_steps")  # it depends on the number of ranks
+        return self._write(table, "best")
+
+    def _write(self, table: dict[str, Any], stem: str) -> Path:
+        recipe = Recipe.model_validate_json(json.dumps(table))
+        for name, text in replay.as_files(recipe, stem, whole=False).items():
+            files.write_atomic(self.folder / name, text)
+        return self.folder / f"{stem}.toml"
+
+
+# The best -----------------------------------------------------------------------------------------------------------
 
 
 def figure(row: Row) -> Figure | None:
@@ -221,59 +197,13 @@ def speed(row: Row) -> str:
     return f"{row.tokens_per_s:,.0f} tokens/s +- {row.spread:.0%}{memory}"
 
 
-# The best -----------------------------------------------------------------------------------------------------------
-
-
 def best(rows: Sequence[Row]) -> Row | None:
     """The fastest row; among rows equal within noise, the row with the fewest changes."""
-    known = {Candidate(tuple(row.values.items())): row for row in rows}
+    known = {_candidate(row): row for row in rows}
     figures = [(candidate, measured) for candidate, row in known.items() if (measured := figure(row))]
-    start = Candidate(tuple(rows[0].values.items())) if rows else Candidate(())
-    chosen = tune_search.best(figures, start)
+    chosen = tune_search.best(figures, next(iter(known), Candidate(())))
     return known[chosen] if chosen else None
 
 
-def none_ran(folder: Path, rows: Sequence[Row]) -> DrayError:
-    """The error for a table in which no candidate succeeded."""
-    why = "\n".join(dict.fromkeys(row.why for row in rows))
-    begun = [row.run for row in rows if (folder / row.run).exists()]
-    if not begun:
-        return ConfigError("no candidate fits", found=why, fix="use more nodes, a smaller model or [lora]")
-    return DrayError(
-        "no candidate runs",
-        where=folder,
-        found=why,
-        fix=f"dray why {shlex.quote(str(folder / begun[0]))}",
-        code=exit_codes.FAILED,
-    )
-
-
-def require_writable(file: Path) -> None:
-    """Check that the file can be written, before anything is measured."""
-    if file.suffix != ".toml" or os.path.lexists(file) or not os.access(file.parent, os.W_OK):
-        raise ConfigError(
-            "the best setting cannot be written to this file", where=f"--out {file}",
-            wanted="a new FILE.toml in a folder where you may write",
-            found="it already exists" if os.path.lexists(file) else f"{file.name} in {file.parent}",
-            fix="name another FILE",
-        )  # fmt: skip
-
-
-def write_best(folder: Path, found: Study, row: Row, file: Path, lines: Sequence[str]) -> None:
-    """Write the row's setting as a recipe, under these lines as comments, and the files that it names."""
-    recipe = prepare.read_recipe(folder / "recipe.toml")
-    start, candidate = (Candidate(tuple(member.values.items())) for member in (found.members[0], row))
-    applied = tune_search.applied(recipe, candidate, start, ranks=found.ranks)
-    table = applied.model_dump(mode="json", exclude_unset=True)
-    # The accumulation depends on the number of ranks; the settings of [tiny] are already in the other tables.
-    table["batch"].pop("gradient_accumulation_steps")
-    for key in ("scale", "tiny"):
-        table.pop(key, None)
-    made = replay.as_files(Recipe.model_validate_json(json.dumps(table)), file.stem, whole=False)
-    made[file.name] = "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + made[file.name]
-    _write(made, file.parent)
-
-
-def _write(texts: Mapping[str, str], folder: Path) -> None:
-    for name, text in texts.items():
-        files.write_atomic(folder / name, text)
+def _candidate(row: Row) -> Candidate:
+    return Candidate(tuple(row.values.items()))

@@ -144,13 +144,6 @@ def test_values_that_are_none(key: str, text: str) -> None:
         tune_search.space(planned(), {key: tune_search.values(text)}, KEYS)
 
 
-def test_keys() -> None:
-    assert tune_search.keys("strategy, batch.per_device,strategy") == (STRATEGY, ROWS)
-    for text in ("lr", "train", "strategy,", ""):
-        with pytest.raises(ConfigError, match="--keys names a key that dray does not tune"):
-            tune_search.keys(text)
-
-
 @pytest.mark.parametrize(
     ("settings", "configuration", "largest"),
     [

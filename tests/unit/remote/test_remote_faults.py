@@ -16,12 +16,13 @@ import pytest
 
 from desk import Desk, at
 from dray.cli import on, submit_on
+from dray.contract.findings import DrayError
 from dray.remote.transfer import Copied
 from helpers import ROOT, until
 
 pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")
 
-GOES_ON = "ended there too; the run goes on, and saves and ends if it was asked to"
+GOES_ON = "the verb has ended at the remote; the run continues"
 SECRET = "hf_NotForAnybodyElse"
 RECIPE = """
 name = "mine"
@@ -111,13 +112,21 @@ class Cluster:
 
 def test_the_job_that_starts_first_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(submit_on, "_POLL_S", 0)
-    one, other = Cluster("lumi", "queued", "lost"), Cluster("leonardo", "queued", "running")
+    one, other = Cluster("lumi", "queued", "no result"), Cluster("leonardo", "queued", "running")
     assert submit_on._keep_first([one, other], ["mine", "--runs=/r"]) == 0  # type: ignore[list-item]
     status = ["status", "--json", "mine", "--runs=/r"]
     assert one.asked == [status, status, ["stop", "--no-wait", "mine", "--runs=/r"]]
     assert other.asked == [status, status]
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "the job at leonardo is first, and the others are stopped: dray status --on leonardo mine"
+
+
+def test_a_job_that_was_cancelled_is_not_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit_on, "_POLL_S", 0)
+    one, other = Cluster("lumi", "stopped"), Cluster("leonardo", "queued", "lost")
+    with pytest.raises(DrayError, match="no job has started"):
+        submit_on._keep_first([one, other], ["mine"])  # type: ignore[list-item]
+    assert len(one.asked) + len(other.asked) == 3
 
 
 @pytest.mark.seconds
@@ -140,17 +149,14 @@ def test_a_connection_of_the_user_s_is_shared_and_none_is_left(desk: Desk) -> No
     """The configuration has every ssh leave its connection in the background."""
     user = ["/usr/bin/ssh", "-F", str(desk.folder / "config_ssh")]
     desk.dray("remote", "add", "shared", f"shared:{desk.there}")
+    assert asked(desk, "shared") == [True] * 2, "a login of dray's own, and its end"
+    assert not (desk.folder / "c").exists()
+    assert subprocess.run([*user, "-O", "check", "shared"], capture_output=True, check=False).returncode != 0
+    subprocess.run([*user, "-N", "-f", "shared"], check=True, stderr=subprocess.DEVNULL)
     try:
-        assert asked(desk, "shared") == [True] * 2, "a login of dray's own, and its end"
-        assert not (desk.folder / "c").exists()
-        assert subprocess.run([*user, "-O", "check", "shared"], capture_output=True, check=False).returncode != 0
-        subprocess.run([*user, "-N", "-f", "shared"], check=True, stderr=subprocess.DEVNULL)
-        try:
-            assert asked(desk, "shared") == []
-        finally:
-            subprocess.run([*user, "-O", "exit", "shared"], check=True, capture_output=True)
+        assert asked(desk, "shared") == []
     finally:
-        desk.dray("remote", "remove", "shared")
+        subprocess.run([*user, "-O", "exit", "shared"], check=True, capture_output=True)
 
 
 def asked(desk: Desk, name: str) -> list[bool]:
@@ -208,7 +214,6 @@ def test_no_room(desk: Desk, tmp_path: Path) -> None:
         assert "dray: rsync cannot copy to the remote" in err.splitlines()
         assert "No space left on device" in err
     finally:
-        desk.dray("remote", "remove", "small")
         subprocess.run(["umount", tmp_path], check=True)
 
 

@@ -126,11 +126,6 @@ def test_a_name_that_the_verb_does_not_give(here: Path, fetch: Fetch, sent: byte
     assert files_of(here) == {"train.py": "mine"}
 
 
-def test_the_other_verb_s_name(here: Path, fetch: Fetch) -> None:
-    with pytest.raises(ConfigError, match="the remote's file has an unexpected name"):
-        fetch([b"dray-why-first.tar.gz\npage"], REPORT)
-
-
 def test_a_verb_that_fails_leaves_nothing(here: Path, fetch: Fetch) -> None:
     with pytest.raises(typer.Exit):
         fetch([b"dray-report-x.html\nhalf"], REPORT, code=69)
@@ -141,7 +136,7 @@ def test_a_verb_that_fails_leaves_nothing(here: Path, fetch: Fetch) -> None:
 
 def test_a_place_that_cannot_be_written(here: Path, fetch: Fetch) -> None:
     for target in (Path("none/x.html"), here):
-        with pytest.raises(ConfigError, match=r"the file cannot be written\n  where:  .*\n  found:  .*"):
+        with pytest.raises(OSError):  # noqa: PT011  whatever the system says
             fetch([b"dray-report-x.html\npage"], REPORT, target)
     assert files_of(here) == {"train.py": "mine"}
 

@@ -138,6 +138,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         (("--sbatch=-N3",), "dray: dray must plan with this option, so it cannot be given by --sbatch"),
         (("--sbatch=--time 60",), "dray: an option of sbatch must be one word"),
         (("image=cuda",), "dray: a cuda run needs GPUs, and the scheduler gave none"),
+        (("--json",), "dray: two options exclude each other"),
+        (("--on=a", "--first=b,c"), "dray: two options exclude each other"),
+        (("--on=a", "--follow"), "dray: two options exclude each other"),
     ],
 )
 def test_what_is_refused_before_it_is_submitted(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:

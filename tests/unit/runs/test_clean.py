@@ -159,7 +159,7 @@ def test_tokens_of_datasets(tmp_path: Path) -> None:
 def test_the_runs_of_a_tuning_are_runs(tmp_path: Path) -> None:
     """They are in the folder of its table."""
     done = ended(tmp_path / "tuning", "001")
-    (tmp_path / "tuning" / "tune.json").write_text("{}")
+    (tmp_path / "tuning" / "study.json").write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "tuning")
     found = looked(tmp_path)
     assert {item.path: item.kept for item in found.values()} == {done.run: ""}

@@ -211,7 +211,7 @@ def test_of_two_submissions_of_one_name_the_loser_removes_nothing(
 
     monkeypatch.setattr(submit, "make_run_folder", other_is_first)
     with pytest.raises(FileExistsError):
-        submit.enqueue(["sbatch", "x.sh"], {run: None}, "none", None, {"notes": "mine"})
+        submit.enqueue(["sbatch", "x.sh"], {run: None}, "none", tmp_path, {"notes": "mine"})
     assert (run / "notes").read_text() == "the other's"
 
 

@@ -20,6 +20,7 @@ from dray.runs.study import Member, Study
 from helpers import ROOT
 
 RECIPE = ROOT / "recipes" / "smoke-cpu.toml"
+LISTS = "checkpoint.every=[[2,1],[0,10]]"
 FACTS = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable)
 
 
@@ -27,10 +28,10 @@ def ran(runs: Path, name: str, losses: list[float | None], speed: float = 100.0,
     """A run that has trained and ended."""
     _, paths = write(read_recipe(RECIPE, ["nodes=1", *words]), FACTS, runs=runs, run=name)
     events: list[dict[str, Any]] = [
-        {"event": "step", "step": step, "loss": loss, "tokens_per_s": 1.0 if step == 1 else speed, "step_s": 10 / speed}
+        {"event": "step", "step": step, "loss": loss, "tokens_per_s": 1.0 if step == 1 else speed}
         for step, loss in enumerate(losses, 1)
     ]
-    events += [{"event": "eval", "step": len(losses), "loss": 2.5}, {"event": "end", "train_seconds": 400 / speed}]
+    events.append({"event": "eval", "step": len(losses), "loss": 2.5})
     paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
     result = {"run": name, "status": "done", "exit_code": 0, "finished": "", "world_size": 1, "hosts": []}
     paths.result.write_text(json.dumps(result))
@@ -45,23 +46,25 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> t
 
 def made(runs: Path, kind: str, *counts: int) -> Path:
     members = [Member(run=f"r{count}", ranks=count) for count in counts]
-    Study(kind=kind, recipe=str(RECIPE), members=members).save(runs / "s")  # type: ignore[arg-type]
+    tolerance = study.PARITY if kind == "strong" else None
+    made = Study(kind=kind, recipe=str(RECIPE), tolerance=tolerance, reason="it is fp32", members=members)  # type: ignore[arg-type]
+    made.save(runs / "s")
     return runs / "s"
 
 
 class TestTable:
     def test_speed_efficiency_and_losses_that_agree(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        folder = made(tmp_path, "strong", 4, 1, 2)
+        folder = made(tmp_path, "strong", 1, 2, 4)
         ran(tmp_path, "r1", [5.0, 4.0, 3.0], 100)
         ran(tmp_path, "r2", [5.0, 4.0, 3.00001], 180)
         ran(tmp_path, "r4", [5.0, 4.0, 3.0], 200)
         assert shown(folder, capsys) == (
             0,
             f"""\
-ranks  state  tokens/s  speedup  efficiency   step s  train s     loss  eval loss  run
-    1  done        100     1.00        100%      0.1      4.0  3.00000    2.50000  r1
-    2  done        180     1.80         90%  0.05556      2.2  3.00001    2.50000  r2
-    4  done        200     2.00         50%     0.05      2.0  3.00000    2.50000  r4
+ranks  state  tokens/s  speedup  efficiency     loss  eval loss  run
+    1  done        100     1.00        100%  3.00000    2.50000  r1
+    2  done        180     1.80         90%  3.00001    2.50000  r2
+    4  done        200     2.00         50%  3.00000    2.50000  r4
 
 losses: 3.3e-06 apart at most, step by step; they agree
 
@@ -75,20 +78,19 @@ again: dray study show {folder}
         ran(tmp_path, "r2", [5.0, 4.001, 3.1])
         code, out = shown(folder, capsys)
         assert code == 1
-        wanted = "LOSSES DIFFER by more than 1e-04 (the recipe is fp32 and the global batch is the same):\n"
-        assert f"{wanted}2 ranks: step 2: 4.001, but 4 with 1 rank; 2.5e-04 apart\n" in out
+        wanted = "LOSSES DIFFER by more than 1e-04 (it is fp32):\n"
+        assert f"{wanted}2 ranks: step 2: 4.001, but 4 with 1 rank\n" in out
         code, out = shown(folder, capsys, as_json=True)
         found = json.loads(out)
         assert (code, found["kind"], [run["ranks"] for run in found["runs"]]) == (1, "strong", [1, 2])
-        assert found["runs"][1]["apart"] == "step 2: 4.001, but 4 with 1 rank; 2.5e-04 apart"
+        assert found["runs"][1]["apart"] == "step 2: 4.001, but 4 with 1 rank"
 
-    @pytest.mark.parametrize(("first", "told"), [(4.0, "4"), (None, "not finite")])
-    def test_a_loss_that_is_not_finite(self, first: float | None, told: str, tmp_path: Path, capsys: Any) -> None:
+    def test_a_loss_that_is_not_finite(self, tmp_path: Path, capsys: Any) -> None:
         folder = made(tmp_path, "strong", 1, 2)
-        ran(tmp_path, "r1", [5.0, first, 3.0])
+        ran(tmp_path, "r1", [5.0, 4.0, 3.0])
         ran(tmp_path, "r2", [5.0, None, None])
         code, out = shown(folder, capsys)
-        assert (code, f"step 2: not finite, but {told} with 1 rank; inf apart\n" in out) == (1, True)
+        assert (code, "2 ranks: the loss of a step is not finite\n" in out) == (1, True)
 
     def test_losses_that_reach_0(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = made(tmp_path, "strong", 1, 2)
@@ -103,30 +105,15 @@ again: dray study show {folder}
         code, out = shown(folder, capsys)
         assert (code, "losses: not compared yet; no two runs have logged the same step\n" in out) == (0, True)
 
-    @pytest.mark.parametrize(
-        ("kind", "words", "last", "line"),
-        [
-            ("strong", ("train.precision=bf16",), 4.1, "step by step; not checked: not fp32\n\n"),
-            ("strong", ("train.precision=bf16",), None, "losses: not all finite; not checked: not fp32\n"),
-            ("weak", (), 4.1, "again: "),
-        ],
-    )
-    def test_what_need_not_agree(
-        self, kind: str, words: tuple[str, ...], last: float | None, line: str, tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:  # fmt: skip
-        folder = made(tmp_path, kind, 1, 2)
-        ran(tmp_path, "r1", [5.0, 4.0], 100.0, *words)
-        ran(tmp_path, "r2", [5.0, last], 100.0, *words)
+    def test_what_need_not_agree(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "weak", 1, 2)
+        ran(tmp_path, "r1", [5.0, 4.0])
+        ran(tmp_path, "r2", [5.0, 4.1])
         code, out = shown(folder, capsys)
-        assert (code, line in out) == (0, True)
+        assert (code, "losses" in out) == (0, False)
 
     def test_runs_that_wait_fail_or_are_damaged(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = made(tmp_path, "strong", 1, 2, 4, 8)
-        queued = Member(run="r16", ranks=16, job=7)
-        whole = study.load(folder)
-        whole.members.append(queued)
-        whole.save(folder)
         ran(tmp_path, "r1", [5.0])
         (tmp_path / "r2" / "attempt-1").mkdir(parents=True)
         (tmp_path / "r4" / "attempt-1").mkdir(parents=True)
@@ -134,39 +121,34 @@ again: dray study show {folder}
         (tmp_path / "r4/attempt-1/result.json").write_text("{")
         (tmp_path / "r4/attempt-1/plan.json").mkdir()
         code, out = shown(folder, capsys)
-        states = [line.split()[:2] for line in out.splitlines()[1:6]]
-        assert (code, states) == (
-            0, [["1", "done"], ["2", "no"], ["4", "no"], ["8", "no"], ["16", "queued"]]
-        )  # fmt: skip
-        assert f"\n4 runs of 5 not ended; again: dray study show {folder}\n" in out
+        states = [line.split()[:2] for line in out.splitlines()[1:5]]
+        assert (code, states) == (0, [["1", "done"], ["2", "no"], ["4", "no"], ["8", "no"]])
         result = json.loads((tmp_path / "r1/attempt-1/result.json").read_text()) | {"status": "failed"}
         (tmp_path / "r1/attempt-1/result.json").write_text(json.dumps(result))
         assert shown(folder, capsys)[0] == 1
 
     @pytest.mark.parametrize(
-        ("attempts", "step_s"),
+        ("attempts", "speed"),
         [
-            ([[9.0]], 9.0),
-            ([[9.0, 1.0, 3.0]], 2.0),
-            ([[9.0, 1.0, 1.0, 1.0], [8.0, 2.0]], 2.0),
-            ([[9.0, None, 2.0]], 2.0),
+            ([[1.0]], 1.0),
+            ([[1.0, 10.0, 30.0]], 20.0),
+            ([[1.0, 10.0, 10.0, 10.0], [2.0, 20.0]], 20.0),
+            ([[1.0, None, 20.0]], 20.0),
             ([[None, None]], None),
         ],
     )
-    def test_step_time_of_the_last_attempt(
-        self, attempts: list[list[float | None]], step_s: float | None, tmp_path: Path
+    def test_the_speed_of_the_last_attempt(
+        self, attempts: list[list[float | None]], speed: float | None, tmp_path: Path
     ) -> None:
         folder = made(tmp_path, "strong", 1)
-        for seconds in attempts:
+        for speeds in attempts:
             _, paths = write(read_recipe(RECIPE, ["nodes=1"]), FACTS, runs=tmp_path, run="r1")
             events = [
-                {"event": "step", "step": step, "loss": 1.0, "step_s": one, "tokens_per_s": one and 10 / one}
-                for step, one in enumerate(seconds, 1)
+                {"event": "step", "step": step, "loss": 1.0, "tokens_per_s": one} for step, one in enumerate(speeds, 1)
             ]
             paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
         (row,) = study.look(folder, study.load(folder))
-        assert row.step_s == step_s
-        assert (row.tokens_per_s is None) == (step_s is None)
+        assert row.tokens_per_s == speed
 
     def test_metrics_that_cannot_be_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = made(tmp_path, "strong", 1, 2)
@@ -206,7 +188,7 @@ again: dray study show {folder}
     def test_a_folder_without_a_study(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             study.load(tmp_path)
-        assert refused.value.finding.fix == "dray study show FOLDER, with study.json or tune.json in this folder"
+        assert refused.value.finding.fix == "dray study show FOLDER, with study.json in this folder"
 
     def test_a_study_by_the_beginning_of_its_name(self, tmp_path: Path) -> None:
         for name in ("20-a", "20-b"):
@@ -232,7 +214,7 @@ class TestStart:
         """The command lines of all that would be started."""
         found: list[list[str]] = []
 
-        def run(argv: list[str], errors: object) -> int:
+        def run(argv: list[str]) -> int:
             argv = argv[argv.index("run") + 1 :]
             found.append(argv)
             ran(tmp_path, argv[0].partition("=")[2], [5.0])
@@ -245,18 +227,19 @@ class TestStart:
 
     def test_strong_and_weak(self, asked: list[list[str]], tmp_path: Path) -> None:
         with pytest.raises(typer.Exit):
-            studies.scale(RECIPE, ["train.steps=40"], ranks="2,1", runs=tmp_path)
+            studies.scale(RECIPE, "2,1", ["train.steps=40"], runs=tmp_path)
         where = [f"--runs={tmp_path}", str(RECIPE), "train.steps=40"]
         assert asked == [
             ["--run=20-scale-smoke-cpu-1", "--nodes=1", "--ranks=1", *where],
             ["--run=20-scale-smoke-cpu-2", "--nodes=1", "--ranks=2", *where],
         ]
+        assert study.load(tmp_path / "20-scale-smoke-cpu").tolerance == study.PARITY
         asked.clear()
         with pytest.raises(typer.Exit):
-            studies.scale(RECIPE, gpus="2,8", per_node=4, weak=True, runs=tmp_path / "weak")
+            studies.scale(RECIPE, "2,8", per_node=4, weak=True, runs=tmp_path / "weak")
         assert [argv[1:3] + argv[-1:] for argv in asked] == [
-            ["--nodes=1", "--gpus-per-node=2", "batch.global_size=16"],
-            ["--nodes=2", "--gpus-per-node=4", "batch.global_size=64"],
+            ["--nodes=1", "--ranks=2", "batch.global_size=16"],
+            ["--nodes=2", "--ranks=4", "batch.global_size=64"],
         ]
 
     @pytest.mark.parametrize(("code", "begun", "ended_with"), [(137, 2, 0), (130, 1, 130), (75, 1, 75), (1, 2, 0)])
@@ -264,45 +247,46 @@ class TestStart:
         self, code: int, begun: int, ended_with: int, asked: list[list[str]], tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
-        def run(argv: list[str], errors: object) -> int:
+        def run(argv: list[str]) -> int:
             asked.append(argv)
             (tmp_path / argv[argv.index("run") + 1].partition("=")[2]).mkdir()
             return code
 
         monkeypatch.setattr(process, "in_front", run)
         with pytest.raises(typer.Exit) as ended:
-            studies.scale(RECIPE, ranks="1,2", runs=tmp_path)
+            studies.scale(RECIPE, "1,2", runs=tmp_path)
         assert (len(asked), ended.value.exit_code) == (begun, ended_with)
 
     def test_no_run_goes_on_from_another(self, asked: list[list[str]], tmp_path: Path) -> None:
         with pytest.raises(typer.Exit):
-            studies.scale(RECIPE, ["checkpoint.folder=/c/"], ranks="1,2", runs=tmp_path)
+            studies.scale(RECIPE, "1,2", ["checkpoint.folder=/c/"], runs=tmp_path)
         assert [argv[-1] for argv in asked] == [f"checkpoint.folder=/c/20-scale-smoke-cpu-{ranks}" for ranks in (1, 2)]
 
     def test_a_sweep_is_all_combinations(self, asked: list[list[str]], tmp_path: Path) -> None:
         with pytest.raises(typer.Exit):
-            studies.sweep(RECIPE, ["train.lr=1e-3,4e-3", "train.steps=40", "train.betas=[0.9,0.95]"], runs=tmp_path)
-        assert [argv[-3:] for argv in asked] == [
-            ["train.steps=40", "train.betas=[0.9,0.95]", "train.lr=1e-3"],
-            ["train.steps=40", "train.betas=[0.9,0.95]", "train.lr=4e-3"],
+            studies.sweep(
+                RECIPE, ["train.lr=1e-3,4e-3", "train.steps=40", "train.betas=[0.9,0.95]", LISTS], runs=tmp_path
+            )
+        assert [argv[-4:] for argv in asked] == [
+            ["train.steps=40", "train.betas=[0.9,0.95]", LISTS, "train.lr=1e-3"],
+            ["train.steps=40", "train.betas=[0.9,0.95]", LISTS, "train.lr=4e-3"],
         ]
 
     @pytest.mark.parametrize(
-        ("options", "problem"),
+        ("ranks", "problem"),
         [
-            ({}, "there is nothing to compare"),
-            ({"gpus": "1", "ranks": "1"}, "there is nothing to compare"),
-            ({"ranks": "1,x"}, "there is nothing to compare"),
-            ({"ranks": "0,1"}, "there is nothing to compare"),
-            ({"ranks": "1,3"}, "global batch 16 is not divisible by 3 ranks"),
-            ({"gpus": "4,6", "per_node": 4}, "6 ranks do not fill whole nodes of 4"),
+            ("", "there is nothing to compare"),
+            ("1,x", "there is nothing to compare"),
+            ("0,1", "there is nothing to compare"),
+            ("1,3", "global batch 16 is not divisible by 3 ranks"),
+            ("4,6", "6 ranks do not fill whole nodes of 4"),
         ],
     )
     def test_what_is_wrong_is_said_before_one_begins(
-        self, options: dict[str, Any], problem: str, asked: list[list[str]], tmp_path: Path
+        self, ranks: str, problem: str, asked: list[list[str]], tmp_path: Path
     ) -> None:
         with pytest.raises(ConfigError, match=problem):
-            studies.scale(RECIPE, runs=tmp_path / "runs", **options)
+            studies.scale(RECIPE, ranks, per_node=4, runs=tmp_path / "runs")
         assert (asked, (tmp_path / "runs").exists()) == ([], False)
 
     @pytest.mark.parametrize("settings", [[], ["train.lr=1e-3"], ["train.lr=1e-3,x"]])
@@ -323,7 +307,7 @@ def test_runs_of_a_command_one_after_another_here(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(sys, "argv", ["dray.py"])
     with pytest.raises(typer.Exit) as ended:
-        studies.scale(recipe, ["image=cpu"], ranks="1,2", runs=tmp_path / "runs")
+        studies.scale(recipe, "1,2", ["image=cpu"], runs=tmp_path / "runs")
     out = capfd.readouterr().out
     assert (ended.value.exit_code, out.count("done: exit code 0")) == (0, 2)
     (folder,) = (path.parent for path in (tmp_path / "runs").glob("*/study.json"))
@@ -360,7 +344,7 @@ def test_inside_an_salloc_each_run_is_a_process_of_its_own(
     monkeypatch.setattr(studies, "program", lambda: [str(script)])
     monkeypatch.setattr(study, "new_id", lambda name: f"20-{name}")
     with pytest.raises(typer.Exit) as ended:
-        studies.scale(RECIPE, ranks="1,2", runs=runs)
+        studies.scale(RECIPE, "1,2", runs=runs)
     where = f"--runs={runs} {RECIPE}"
     assert (calls.read_text().splitlines(), ended.value.exit_code) == (
         [f"run --run=20-scale-smoke-cpu-{n} --nodes=1 --ranks={n} {where}" for n in (1, 2)][:begun],
@@ -368,12 +352,12 @@ def test_inside_an_salloc_each_run_is_a_process_of_its_own(
     )
 
 
-def test_inside_an_salloc_what_is_refused_leaves_no_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_an_salloc_what_is_refused_ends_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ENVIRONMENT", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(studies, "program", lambda: ["bash", "-c", "exit 78"])
     with pytest.raises(typer.Exit) as ended:
-        studies.scale(RECIPE, ranks="1,2", runs=tmp_path / "runs")
-    assert (ended.value.exit_code, list((tmp_path / "runs").iterdir())) == (78, [])
+        studies.scale(RECIPE, "1,2", runs=tmp_path / "runs")
+    assert ended.value.exit_code == 78
