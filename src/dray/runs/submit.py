@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,12 +16,13 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import files, run_folder
 from dray.contract.control_characters import control_characters
-from dray.contract.findings import ConfigError, DrayError, error
+from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import login, prepare, refusal, slurm, source, status
 from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
+_EXPEDITE = "enable_expedited_requeue"
 _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
 _DECIDED = ("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")  # options of sbatch
 
@@ -91,6 +93,12 @@ def planned(recipe: Recipe, attempt: RunPaths, submission: Submission, known: lo
     plan = prepare.decide(recipe, facts, choice, attempt)
     plan.refuse()
     defaults = options(recipe, choice.site, facts.gpus_per_node, submission.nodes)
+    if recipe.requeue == "expedite":
+        note = normal_requeue(known.conf if known else slurm.conf())
+        if note:
+            plan = plan.model_copy(update={"findings": (*plan.findings, note)})
+        else:
+            defaults.append("--requeue=expedite")
     if submission.before is not None:
         defaults = [*submission.before, *(option for option in defaults if option.startswith(_SIZE))]
     image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
@@ -137,9 +145,21 @@ def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[st
         found.append(f"--gres=gpu:{gpus}" if site.gpu_option == "gres" else f"--gpus-per-node={gpus}")
     if recipe.replaces_nodes:
         found.append("--no-kill")
-    if recipe.requeue == "expedite":
-        found.append("--requeue=expedite")
     return found
+
+
+def normal_requeue(config: Mapping[str, str]) -> Finding | None:
+    """Why Slurm with this slurm.conf does not take --requeue=expedite; None if it does."""
+    version = re.match(r"(\d+)\.(\d+)", config.get("SLURM_VERSION", ""))
+    is_new = version and (int(version[1]), int(version[2])) >= (25, 11)
+    parameters = config.get("SlurmctldParameters", "")
+    if is_new and _EXPEDITE in parameters.split(","):
+        return None
+    return Finding(
+        "this Slurm does not support requeue = expedite; a requeued job waits two minutes", kind="note",
+        wanted=f"Slurm 25.11 or later, with SlurmctldParameters={_EXPEDITE}",
+        found=f"Slurm {config.get('SLURM_VERSION', '')}, SlurmctldParameters={parameters}",
+    )  # fmt: skip
 
 
 def require_free(run: Path, options: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from dray.runs.prepare import read_recipe
 from dray.runs.store import RunPaths
 from helpers import ROOT
 
+ALLOWED = "cloud_dns,enable_expedited_requeue"
 SCONTROL = """#!/bin/bash
 if [[ "$1 $2" == "show job" ]]; then
   echo "JobId=17 JobName=mine
@@ -26,12 +27,32 @@ fi
 """
 
 
+@pytest.mark.parametrize(
+    ("version", "parameters", "takes"),
+    [
+        ("25.11.0", ALLOWED, True),
+        ("26.05.4", "enable_expedited_requeue", True),
+        ("24.11.5", ALLOWED, False),
+        ("25.05.3", "", False),
+        ("", "", False),
+        ("26.05.4", "(null)", False),
+    ],
+)
 @pytest.mark.parametrize("key", ["expedite", "normal"])
-def test_sbatch_is_given_the_option(tmp_path: Path, key: str) -> None:
-    known = login.Known({}, sites.Choice(sites.find(sites.GENERIC), "test"))
+def test_sbatch_is_given_the_option_where_slurm_takes_it(
+    tmp_path: Path, key: str, version: str, parameters: str, takes: bool
+) -> None:
+    config = {"SLURM_VERSION": version, "SlurmctldParameters": parameters}
+    known = login.Known(config, sites.Choice(sites.find(sites.GENERIC), "test"))
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"requeue={key}"])
     job = submit.planned(recipe, RunPaths(tmp_path / "r"), submit.Submission(["smoke-cpu"]), known)
-    assert ("--requeue=expedite" in job.argv) == (key == "expedite")
+    assert ("--requeue=expedite" in job.argv) == (key == "expedite" and takes)
+    (note,) = [finding for finding in job.plan.findings if "expedite" in finding.problem] or [None]
+    assert (note is not None) == (key == "expedite" and not takes)
+    if note:
+        assert note.problem == "this Slurm does not support requeue = expedite; a requeued job waits two minutes"
+        assert note.wanted == "Slurm 25.11 or later, with SlurmctldParameters=enable_expedited_requeue"
+        assert note.found == f"Slurm {version}, SlurmctldParameters={parameters}"
 
 
 def ended(folder: Path, do: str, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
