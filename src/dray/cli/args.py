@@ -8,23 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dray import engines, process
+from dray import process
 from dray.cli import candidates
 from dray.config import dray_home
 from dray.contract.control_characters import printable
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError
 from dray.runs.store import is_run
 
 if TYPE_CHECKING:
     from dray.config.recipe import Recipe
     from dray.planning.schema import Plan
     from dray.runs import prepare
-
-_ENGINES = engines.names("local", "hosts")
 
 
 def found(path: Path) -> Path:
@@ -37,21 +35,13 @@ def found(path: Path) -> Path:
     for file in (path, ours / path, by_name):
         if os.path.isfile(file):  # noqa: PTH113  False for what cannot be a name, too
             return file
-    if not path.suffix and len(path.parts) == 1:
-        return by_name
-    return path if os.path.isdir(path.parent) else ours / path  # noqa: PTH112  likewise
-
-
-def _engine(name: str) -> str:
-    if name not in _ENGINES:
-        raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(_ENGINES)}", found=name)
-    return name
+    return by_name if not path.suffix and len(path.parts) == 1 else path
 
 
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RECIPE] [KEY=VALUE]... [-- COMMAND...]",
+        metavar="RECIPE KEY=VALUE -- COMMAND",
         help="A recipe, and settings that override it; or, after --, a command that runs on every rank instead.",
         autocompletion=candidates.recipe_or_key,
     ),
@@ -68,7 +58,7 @@ RecipeFile = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Settings that override the recipe's.", autocompletion=candidates.keys
+        metavar="KEY=VALUE", help="Settings that override the recipe's.", autocompletion=candidates.keys
     ),
 ]
 Launcher = Annotated[
@@ -79,13 +69,8 @@ Launcher = Annotated[
     ),
 ]
 Engine = Annotated[
-    str,
-    typer.Option(
-        callback=_engine,
-        autocompletion=candidates.one_of(_ENGINES),
-        metavar=f"[{'|'.join(_ENGINES)}]",
-        help="Container engine; bare: this Python, without an image.",
-    ),
+    Literal["bare", "docker", "podman", "apptainer", "singularity"],
+    typer.Option(help="Container engine; bare: this Python, without an image."),
 ]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", "-N", min=1, max=65_536, help="Number of nodes. Default: the recipe's.")
@@ -118,7 +103,7 @@ Sbatch = Annotated[
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="[RUN]",
+        metavar="RUN",
         help="The run: its folder, its name or the beginning of it, or a job number (42 or 42_3). Default: the newest.",
         autocompletion=candidates.runs,
     ),
@@ -180,19 +165,14 @@ class Chosen:
         return "" if not self.last or names_image else self.last.image
 
     def say(self, options: Sequence[str] = ()) -> None:
-        """Print which run is resumed, and with what: program, image, size and these options of sbatch."""
-        if not self.last:
-            return
-        plan, recipe = self.last.plan, self.last.recipe
-        program = shlex.join(recipe.command.argv) if recipe.command else f"recipe {recipe.name}"
-        line = f"resumes {plan.run} by the plan of attempt {plan.attempt}: {program}"
-        line += f", image {self.image or recipe.image_name}, launcher {recipe.launcher}"
-        line += f", {counted(recipe.nodes, 'node')}"
-        if self.last.gpus:
-            line += f" of {counted(self.last.gpus, 'GPU')}"
-        if more := shlex.join([*self.overrides, *options]):
-            line += f"; with {more}"
-        print(printable(line), file=sys.stderr)
+        """Print which run is resumed, and with which settings and options of sbatch."""
+        if self.last:
+            plan, recipe = self.last.plan, self.last.recipe
+            program = recipe.command.argv if recipe.command else ("recipe", recipe.name)
+            line = f"resumes {plan.run} by the plan of attempt {plan.attempt}: {shlex.join(program)}"
+            if more := shlex.join([*self.overrides, *options]):
+                line += f"; with {more}"
+            print(printable(line), file=sys.stderr)
 
     def recipe(self) -> Recipe:
         """The recipe with its overrides, from its file or from the last attempt."""
@@ -221,7 +201,6 @@ def chosen(
     if path and not command and path.suffix in (".py", ".sh"):
         raise ConfigError(
             "a program was given instead of a recipe",
-            wanted="a recipe, such as recipes/smoke-cpu.toml, or a command after --",
             found=path,
             fix=f"put -- before it: {shlex.join([*rest, '--', str(path)])}",
         )
@@ -240,9 +219,8 @@ def chosen(
     if run is None or not is_run(run):
         raise ConfigError(
             "there is nothing to run",
-            where=run or "",
-            wanted="a recipe, such as recipes/smoke-cpu.toml; a command after --; or --run=NAME of an existing run",
-            found=f"no run {run.name}" if run else "",
+            wanted="a recipe, such as recipes/smoke-cpu.toml, or a command after --",
+            found=f"no run {run}" if run else "",
             fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
         )
     from dray.runs import prepare  # noqa: PLC0415  likewise
@@ -255,7 +233,6 @@ def require_gpus(ranks: int | None, gpus: int) -> None:
     if ranks and gpus and ranks != gpus:
         raise ConfigError(
             "--ranks and --gpus-per-node differ, but each rank needs one GPU",
-            wanted="the same number for both",
             found=f"--ranks {ranks} and --gpus-per-node {gpus}",
             fix=f"leave out --gpus-per-node, or set --ranks {gpus}",
         )

@@ -118,7 +118,7 @@ def _start(before: Original, runs: Path, engine: str) -> NoReturn:
     """Repeat the run on this machine."""
     recipe, plan = before.recipe, before.plan
     again = ["dray", "replay", str(before.folder)]
-    local.require(recipe, lambda *more: shlex.join([*again, *more]), fixed=True)
+    local.require(recipe)
     facts = local.facts(
         recipe, engine=engine, image=local.image_of(engine, recipe), nodes=recipe.nodes,
         gpus_per_node=replays.gpus_of(plan), site="" if plan.by_slurm else before.capsule.site,

@@ -105,7 +105,7 @@ def run(
     if hostfile and nodes is not None:
         raise ConfigError("the lines of a hostfile are the nodes", found=f"--nodes {nodes}", fix="leave out --nodes")
     if engines.get(engine).image == "python":
-        local.require(recipe, lambda *more: shlex.join(again(*more, command=asked.command)))
+        local.require(recipe)
     if hostfile or recipe.image != "cpu":
         gpus_per_node = gpus_per_node or ranks or asked.gpus
     only: int | None = None

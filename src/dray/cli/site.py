@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +18,7 @@ from dray.config import dray_home, sites
 from dray.config.load_toml import parse_toml, validate
 from dray.config.site import Site
 from dray.contract import exit_codes
-from dray.contract.findings import ConfigError, DrayError, UnfitError, counted
+from dray.contract.findings import ConfigError, DrayError, counted
 from dray.fitness import host, site_file
 
 app = typer.Typer(no_args_is_help=True, help="List, show, check and write the site files of clusters.")
@@ -30,9 +29,6 @@ Name = Annotated[
         metavar="SITE", help="A site's name or file. Default: this cluster's.", autocompletion=candidates.sites
     ),
 ]
-_ORDER = """
-Where the image has a library too, Apptainer before 1.5, and SingularityCE, load the host's. Since 1.5 Apptainer loads
-the image's. What the image's LD_LIBRARY_PATH has is loaded first by both."""
 
 
 @app.command("list")
@@ -58,20 +54,13 @@ def list_(as_json: Json = False) -> None:
 @app.command()
 def show(
     site: Name = "",
-    image: str = "",
     as_json: Json = False,
 ) -> None:
     """Print the values of a site, each with its reason and source.
 
-    --image FILE|VARIANT: Instead, check whether the host's libraries fit this image.
-
     dray site show lumi
-    dray site show lumi --image rocm
     """
     chosen = host.site(site).site
-    if image:
-        _compare(chosen, image)
-        return
     if as_json:
         print(chosen.model_dump_json(indent=1))
         return
@@ -187,23 +176,3 @@ def env(
         print(f"{plan.reasons['site']}; {counted(len(plan.env), 'variable')} inside: {counts}")
     if "error" in levels:
         raise typer.Exit(exit_codes.CONFIG)
-
-
-def _compare(site: Site, image: str) -> None:
-    from dray.fitness import host_libraries  # noqa: PLC0415  it loads the Docker SDK, for which no TAB should wait
-
-    if site.fabric.strategy != "host":
-        print(f"{site.name} binds no libraries of the host (fabric.strategy = {site.fabric.strategy})")
-        return
-    compared = host_libraries.compare(site, image)
-    print(f"{'library of the host':<28} {'also in the image':<40} verdict")
-    for library in compared.libraries:
-        maybe = (f"{one} (the driver may have it)" for one in library["unresolved"])
-        verdict = "; ".join([*library["problems"], *maybe]) or "fits"
-        copy = library["path"] if library["path"] == site.fabric.image_plugin else library["in_image"] or "no"
-        print(f"{Path(library['path']).name:<28} {copy:<40} {verdict}")
-    print(_ORDER)
-    if not compared.fits:
-        missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]
-        found = "\n".join(missing) or "see the verdicts above"
-        raise UnfitError("the host's libraries do not fit this image", found=found, fix="see docs/sites.md")

@@ -187,7 +187,7 @@ class Tuner:
         try:
             recipe = tune_search.applied(self.recipe, candidate, self.start, ranks=self.study.ranks)
             if engines.get(self.place.facts.engine).image == "python":
-                local.require(recipe, lambda *_: "")
+                local.require(recipe)
             self.place.plan(recipe, self.folder).refuse()
         except ConfigError as refused:
             return _reason(refused.finding)

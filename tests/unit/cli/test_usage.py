@@ -54,7 +54,7 @@ def dray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         (
             "run x --engine foo",
             "--engine has a wrong value\n"
-            "  wanted: one of bare, docker, podman, apptainer, singularity\n  found:  foo\n",
+            "  wanted: one of 'bare', 'docker', 'podman', 'apptainer', 'singularity'\n  found:  foo\n  fix:    P run -h\n",
         ),
         (
             "model export x --shard-gb nan",

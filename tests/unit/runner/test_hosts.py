@@ -32,23 +32,17 @@ def test_the_form_that_deepspeed_has(file) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("", "the hostfile names no machine"),
-        ("# nothing\n\n", "the hostfile names no machine"),
-        ("a slots=2\nb slots=4\n", "machines of one run must have the same number of ranks"),
-        ("a slots=2\nb\n", "machines of one run must have the same number of ranks"),
-        ("a\nb\na\n", "the hostfile names a machine twice"),
-        ("a slots=0\n", "a line of the hostfile is invalid"),
-        ("a slots=x\n", "a line of the hostfile is invalid"),
-        ("a 8\n", "a line of the hostfile is invalid"),
-        ("a slots=8 max=9\n", "a line of the hostfile is invalid"),
+        "", "# nothing\n\n", "a slots=2\nb slots=4\n", "a slots=2\nb\n", "a\nb\na\n", "a slots=0\n", "a slots=x\n",
+        "a 8\n",
+        "a slots=8 max=9\n", "n[1-2]\n",
     ],
-)
-def test_hostfiles_that_are_none(file, text: str, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+)  # fmt: skip
+def test_hostfiles_that_are_none(file, text: str) -> None:
+    with pytest.raises(ConfigError, match="the hostfile is not valid") as refused:
         hosts.read(file(text))
-    assert str(refused.value).splitlines()[0] == said
+    assert "slots=N" in refused.value.finding.wanted
 
 
 def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
@@ -105,16 +99,6 @@ def test_a_container_sees_hf_home(file, root: Path, tmp_path: Path, monkeypatch,
     assert local.facts(recipe, engine="docker", image="i", nodes=1, gpus_per_node=0, site="").hf_home is None
 
 
-def test_what_to_type(file, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "a b").mkdir()
-    monkeypatch.chdir(tmp_path / "a b")
-    shown = hosts.read(file("box1\n10.0.0.2\n")).commands(["dray", "run", "--run", "x"], ["my t.py", "--node"])
-    assert shown.splitlines() == [
-        f"box1      cd '{tmp_path}/a b' && dray run --run x --node 0 -- 'my t.py' --node",
-        f"10.0.0.2  cd '{tmp_path}/a b' && dray run --run x --node 1 -- 'my t.py' --node",
-    ]
-
-
 class TestSecret:
     """What machines without a shared folder prove to one another."""
 
@@ -134,17 +118,10 @@ class TestSecret:
         subprocess.run(["bash", "-c", line], env={**os.environ, "HOME": str(tmp_path)}, check=True)
         assert re.fullmatch("[0-9a-f]{64}", self.machines(tmp_path).secret(tmp_path / ".dray-secret"))
 
-    @pytest.mark.parametrize(
-        ("mode", "text", "problem"),
-        [
-            (0o640, "5" * 64, "others can read the secret"),
-            (0o600, "5" * 31, "the secret is too short, or not ASCII"),
-            (0o600, "é" * 64, "the secret is too short, or not ASCII"),
-        ],
-    )
-    def test_a_file_that_is_no_secret(self, tmp_path: Path, mode: int, text: str, problem: str) -> None:
+    @pytest.mark.parametrize(("mode", "text"), [(0o640, "5" * 64), (0o600, "5" * 31), (0o600, "é" * 64)])
+    def test_a_file_that_is_no_secret(self, tmp_path: Path, mode: int, text: str) -> None:
         (tmp_path / "secret").write_text(text)
         (tmp_path / "secret").chmod(mode)
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match="the secret is weak") as refused:
             self.machines(tmp_path).secret(tmp_path / "secret")
-        assert refused.value.problem == problem
+        assert refused.value.finding.found == f"mode {mode:o}, {len(text)} characters"
