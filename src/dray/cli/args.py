@@ -35,7 +35,9 @@ def found(path: Path) -> Path:
     for file in (path, ours / path, by_name):
         if os.path.isfile(file):  # noqa: PTH113  False for what cannot be a name, too
             return file
-    return by_name if not path.suffix and len(path.parts) == 1 else path
+    if not path.suffix and len(path.parts) == 1:
+        return by_name
+    return path if os.path.isdir(path.parent) else ours / path  # noqa: PTH112  likewise
 
 
 Arguments = Annotated[
@@ -57,16 +59,7 @@ RecipeFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Settings that override the recipe's.", autocompletion=candidates.keys
-    ),
-]
-Launcher = Annotated[
-    str,
-    typer.Option(
-        help="torchrun, accelerate, deepspeed, python or ray. Default: the recipe's.",
-        autocompletion=candidates.one_of(("torchrun", "accelerate", "deepspeed", "python", "ray")),
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe's.", autocompletion=candidates.keys),
 ]
 Engine = Annotated[
     Literal["bare", "docker", "podman", "apptainer", "singularity"],
@@ -185,7 +178,6 @@ class Chosen:
 
 def chosen(
     arguments: list[str] | None,
-    launcher: str,
     context: typer.Context,
     ranks: int | None = None,
     gpus: int = 0,
@@ -210,8 +202,6 @@ def chosen(
             found=f"{path} and {' '.join(command)}",
             fix="leave out one; a recipe can have its own command: [command] argv",
         )
-    if launcher:
-        rest.append(f"launcher={launcher}")
     if ranks:
         rest.append(f"ranks_per_node={ranks}")
     if path or command:

@@ -17,7 +17,6 @@ from dray.cli.args import (
     Arguments,
     Engine,
     GpusPerNode,
-    Launcher,
     Nodes,
     Ranks,
     Runs,
@@ -41,7 +40,6 @@ from dray.runs.store import RunPaths, default_runs, run_name, run_named
 def run(
     context: typer.Context,
     arguments: Arguments = None,
-    launcher: Launcher = "",
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
@@ -77,7 +75,7 @@ def run(
     dray run --ranks 2 -- python train.py --lr 1e-4
     """
     folder = (runs or default_runs()).absolute()
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, run_named(folder, run_id))
+    asked = chosen(arguments, context, ranks, gpus_per_node, run_named(folder, run_id))
     asked.say()
     names_engine = typed(context, "engine")
     if asked.last and not names_engine and asked.last.plan.engine in engines.names("local"):
@@ -97,9 +95,6 @@ def run(
             command=asked.command,
         )
         process.replace(argv, allocation_environment(os.environ, folder))  # the batch script then gets Ctrl-C
-    if allocated:
-        why = "--local" if here else f"--engine {engine}"
-        print(f"on this machine only, because of {why}; without it, in the allocation: {allocated}")
     if not hostfile and engine not in engines.names("local"):
         raise ConfigError(f"--engine {engine} needs --hostfile, or a job", fix="dray submit")
     if hostfile and nodes is not None:
@@ -109,15 +104,13 @@ def run(
     if hostfile or recipe.image != "cpu":
         gpus_per_node = gpus_per_node or ranks or asked.gpus
     only: int | None = None
-    proof = ""
+    proof, name = "", run_id
     if hostfile:
         machines = hosts.read(hostfile)
         name = run_id or machines.run_id(recipe)
         only, proof = machines.here(node), machines.secret(secret)
-        image = local.image_of(engine, recipe)
-        facts = machines.facts(recipe, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
+        facts = machines.facts(recipe, run=name, engine=engine, gpus_per_node=gpus_per_node, site=site)
     else:
-        name = run_id
         facts = local.facts(recipe, engine=engine, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
     plan, paths = prepare.write(recipe, facts, runs=folder, run=name, secret=proof, beside=asked.beside)
     command_line = again(*([] if run_id else [f"--run={plan.run}"]), command=asked.command)

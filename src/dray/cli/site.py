@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dray.cli import candidates
-from dray.cli.args import Arguments, GpusPerNode, Json, Launcher, Nodes, Ranks, chosen
+from dray.cli.args import Arguments, GpusPerNode, Json, Nodes, Ranks, chosen
 from dray.cli.args import Site as OfRun
 from dray.cli.recipe import show_keys, write_new
 from dray.config import dray_home, sites
@@ -144,7 +144,6 @@ def new(
 def env(
     context: typer.Context,
     arguments: Arguments = None,
-    launcher: Launcher = "",
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
@@ -162,7 +161,7 @@ def env(
     from dray.runs.store import RunPaths  # noqa: PLC0415
 
     root = dray_home.root()
-    settings = chosen(arguments, launcher, context, ranks, gpus_per_node).recipe()
+    settings = chosen(arguments, context, ranks, gpus_per_node).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)
     plan = prepare.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
     findings = variables.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))

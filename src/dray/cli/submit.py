@@ -17,7 +17,6 @@ from dray.cli.args import (
     GpuMemory,
     GpusPerNode,
     Json,
-    Launcher,
     Nodes,
     Ranks,
     Runs,
@@ -41,7 +40,6 @@ from dray.runs.store import default_runs, new_id, next_attempt, run_named
 def submit(
     context: typer.Context,
     arguments: Arguments = None,
-    launcher: Launcher = "",
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
@@ -77,7 +75,7 @@ def submit(
                 found=f"--on {remotes} --run={run}",
                 fix=f"give the recipe or command again; or, on the login node: dray submit --run={shlex.quote(run)}",
             )
-        asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
+        asked = chosen(arguments, context, ranks, gpus_per_node)
         options: dict[str, object] = {
             "--nodes": nodes,
             "--gpus-per-node": gpus_per_node or None,
@@ -93,7 +91,7 @@ def submit(
     folder = run_named(runs, run)
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, folder)
+    asked = chosen(arguments, context, ranks, gpus_per_node, folder)
     recipe = asked.recipe()
     before = replay.job_options(folder) if folder and asked.last else None
     asked.say(before.options if before else ())
@@ -111,7 +109,7 @@ def submit(
     plan = job.plan
     if dry_run:
         print(f"{shlex.join(job.argv)}\n")
-        show(plan, verbose=verbose, assumed=True)
+        show(plan, verbose=verbose)
         image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
         if how := store.absent(image, plan.recipe.image_name, plan.engine):
             print(f"dray: note: {image} does not exist; before you submit: {how}", file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 from dray import engines
 from dray.config.recipe import Recipe
 from dray.contract import files
-from dray.contract.findings import ConfigError, counted, listed
+from dray.contract.findings import ConfigError, listed
 from dray.facts import Engine, Facts
 from dray.planning.world import port_of
 from dray.runs import local
@@ -33,25 +33,24 @@ class Hosts:
     def here(self, number: int | None = None) -> int:
         """The number of this machine in the file."""
         own = [line for line, name in enumerate(self.names) if _is_here(name)] if number is None else [number]
-        if len(own) == 1 and 0 <= own[0] < len(self.names):
-            return own[0]
-        raise ConfigError(
-            "it is not clear which line of the hostfile is this machine",
-            where=self.file,
-            wanted="one line with this machine's name or with one of its addresses",
-            found=f"{counted(len(own), 'line')} with {socket.gethostname()}" if number is None else f"--node {number}",
-            fix=f"name this machine's line: --node 0 for the first, up to {len(self.names) - 1}",
-        )
+        if len(own) != 1 or not 0 <= own[0] < len(self.names):
+            raise ConfigError(
+                "it is not clear which line of the hostfile is this machine",
+                where=self.file,
+                found=f"{socket.gethostname()}, and lines {own}",
+                fix=f"name this machine's line: --node 0 for the first, up to {len(self.names) - 1}",
+            )
+        return own[0]
 
     def run_id(self, recipe: Recipe) -> str:
         """The run's name, which every machine with the same recipe and hostfile computes alone."""
         text = f"{self.names} {self.slots} {recipe.model_dump_json()}"
         return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
-    def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int, site: str) -> Facts:
+    def facts(self, recipe: Recipe, *, run: str, engine: Engine, gpus_per_node: int, site: str) -> Facts:
         """The facts for the plan, which must be the same on each machine."""
         gpus = gpus_per_node or self.slots or 0
-        here = local.facts(recipe, engine=engine, image=image, nodes=len(self.names), gpus_per_node=gpus, site=site)
+        here = local.facts(recipe, engine=engine, nodes=len(self.names), gpus_per_node=gpus, site=site)
         shared = {
             "scheduler": "hosts",
             "nodelist": ",".join(self.names),

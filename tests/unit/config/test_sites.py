@@ -84,7 +84,7 @@ def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> 
     """Which passes the whole environment; Apptainer does not."""
     (tmp_path / "mine.toml").write_text('name = "mine"\nabout = "a test"\nengine = "pyxis"\n')
     arguments = ("recipes/smoke-cpu.toml", "--site", str(tmp_path / "mine.toml"))
-    shown = dray(root, "plan", *arguments, "--format", "json")
+    shown = dray(root, "plan", *arguments, "--json")
     assert json.loads(shown.stdout)["engine"] == "pyxis", shown.stderr
     checked = dray(root, "site", "env", *arguments, NCCL_DEBUG="INFO")
     assert "not passed" not in checked.stdout

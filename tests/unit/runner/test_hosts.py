@@ -74,16 +74,17 @@ class TestHere:
             hosts.read(file("127.0.0.1\n127.0.0.2\n")).here()
 
 
-def test_all_machines_name_the_run_alike(file, root: Path) -> None:
+def test_all_machines_name_the_run_alike(file, root: Path, monkeypatch) -> None:
+    monkeypatch.setattr(local, "image_of", lambda *_: "/p")
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     other = read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.lr=1e-3"])
     found = hosts.read(file("a\nb\n"))
     name = found.run_id(recipe)
     assert name == hosts.read(file("# the same\na\nb\n")).run_id(recipe)
     assert len({name, found.run_id(other), hosts.read(file("b\na\n")).run_id(recipe)}) == 3
-    facts = found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi")
+    facts = found.facts(recipe, run=name, engine="bare", gpus_per_node=0, site="lumi")
     assert (facts.hosts(), facts.scheduler, facts.site) == (["a", "b"], "hosts", "lumi")
-    assert facts.port == found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi").port
+    assert facts.port == found.facts(recipe, run=name, engine="bare", gpus_per_node=0, site="lumi").port
 
 
 @pytest.mark.parametrize(("engine", "seen"), [("bare", False), ("docker", True)])
@@ -91,7 +92,8 @@ def test_a_container_sees_hf_home(file, root: Path, tmp_path: Path, monkeypatch,
     """A bare machine has its own, which need not be the others'."""
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    facts = hosts.read(file("a\nb\n")).facts(recipe, run="r", engine=engine, image="i", gpus_per_node=0, site="")
+    monkeypatch.setattr(local, "image_of", lambda *_: "i")
+    facts = hosts.read(file("a\nb\n")).facts(recipe, run="r", engine=engine, gpus_per_node=0, site="")
     decided = decide(recipe, *at_site(facts), RunPaths(tmp_path / "r"))
     assert (str(tmp_path) in [bind.path for bind in decided.binds]) is seen
     assert (("HF_HOME", str(tmp_path)) in [(one.name, one.value) for one in decided.env]) is seen

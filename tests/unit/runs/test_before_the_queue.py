@@ -195,7 +195,7 @@ class TestRanks:
     @pytest.mark.seconds
     def test_one_option_on_cpus_and_on_gpus(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
-        words = ("plan", "--ranks", "4", "--format", "json", "--sbatch=--account=p")
+        words = ("plan", "--ranks", "4", "--json", "--sbatch=--account=p")
         for site, gpus in (("generic", "4: set in the recipe, since no GPUs are used"),
                            ("lumi", "4: one for each GPU that the scheduler gave")):  # fmt: skip
             code, out, _ = dray(tmp_path, *words, "--site", site, "--", "train.py")

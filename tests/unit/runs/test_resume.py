@@ -103,11 +103,11 @@ def test_the_name_of_a_run_is_enough(slurm: Slurm, tmp_path: Path, capsys: Captu
 
 def test_what_is_given_beside_it_wins(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
     ran(tmp_path, "ranks_per_node=2")
-    assert submit("--run=mine", "-N3", "--launcher", "python", "--sbatch=--time=10", "env.X=1") == 0
+    assert submit("--run=mine", "-N3", "launcher=python", "--sbatch=--time=10", "env.X=1") == 0
     site = ("--job-name=train", "--nodes=2", "--ntasks-per-node=1")
-    settings = ("env.X=1", "launcher=python")
+    settings = ("launcher=python", "env.X=1")
     assert given(tmp_path) == argv(tmp_path, *site, "--nodes=3", "--time=10", settings=settings)
-    assert ", 2 nodes; with env.X=1 launcher=python\n" in capsys.readouterr().err
+    assert "; with launcher=python env.X=1\n" in capsys.readouterr().err
 
 
 def test_a_command_beside_it_is_the_run_s_from_now_on(
