@@ -116,12 +116,6 @@ def program() -> list[str]:
     return [sys.executable, "-m", "dray"] if name.endswith(".py") else [path]
 
 
-def again(*options: str, command: Sequence[str] = ()) -> list[str]:
-    """The command line that the user typed, with more options or settings, which override earlier ones."""
-    typed = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
-    return [*program(), *typed, *options, *(["--", *command] if command else [])]
-
-
 def typed(context: typer.Context, name: str) -> bool:
     """Whether the user typed this option: a variable such as DRAY_RUNS holds on this machine, not at a remote."""
     source = context.get_parameter_source(name)

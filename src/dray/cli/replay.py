@@ -117,7 +117,6 @@ def _save(file: Path, before: Original) -> None:
 def _start(before: Original, runs: Path, engine: str) -> NoReturn:
     """Repeat the run on this machine."""
     recipe, plan = before.recipe, before.plan
-    again = ["dray", "replay", str(before.folder)]
     local.require(recipe)
     facts = local.facts(
         recipe, engine=engine, image=local.image_of(engine, recipe), nodes=recipe.nodes,
@@ -125,7 +124,7 @@ def _start(before: Original, runs: Path, engine: str) -> NoReturn:
     )  # fmt: skip
     made, paths = prepare.write(recipe, facts, runs=runs)
     _announce(before, paths, made)
-    conduct(made, paths, again=shlex.join(again))
+    conduct(made, paths)
     _compare(before, paths.run)
 
 
