@@ -222,7 +222,7 @@ def require_gpus(ranks: int | None, gpus: int) -> None:
         )
 
 
-def report(plan: Plan) -> None:
+def refuse_or_warn(plan: Plan) -> None:
     """Raise the first refusal of a plan, or print its warnings."""
     plan.refuse()
     for finding in plan.findings:

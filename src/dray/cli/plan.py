@@ -21,7 +21,7 @@ from dray.cli.args import (
     Sbatch,
     Site,
     chosen,
-    report,
+    refuse_or_warn,
 )  # fmt: skip
 from dray.config.recipe import Recipe
 from dray.images import store
@@ -71,7 +71,7 @@ def plan(
     decided = prepare.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name)))
     if as_json:
         print(decided.model_dump_json(indent=1))
-        report(decided)
+        refuse_or_warn(decided)
         return
     show(decided, verbose=verbose)
     decided.refuse()
@@ -94,7 +94,7 @@ def _write(asked: Chosen, recipe: Recipe, runs: Path, run: str | None, gpu_memor
         return
     asked.say()
     decided, paths = prepare.write(recipe, seen, runs=runs, run=run, choice=choice, beside=asked.beside)
-    report(decided)
+    refuse_or_warn(decided)
     print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}\ngrace_s={decided.grace_s}")
     print(f"stage={decided.stage}\nspares={','.join(decided.world.spares)}")
     print(f"choices={' '.join(decided.recipe.choices)}")

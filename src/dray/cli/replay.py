@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dray import process
-from dray.cli.args import Run, Runs, Sbatch, report
+from dray.cli.args import Run, Runs, Sbatch, refuse_or_warn
 from dray.cli.run import conduct
 from dray.cli.top import watch
 from dray.contract import exit_codes
@@ -131,7 +131,7 @@ def _start(before: Original, runs: Path, engine: str) -> NoReturn:
 def _submit(before: Original, runs: Path, options: Sequence[str], *, yes: bool, follow: bool) -> None:
     """Submit a job with the same nodes, ranks and options, after the user has agreed."""
     job = replays.job(before, runs, options)
-    report(job.plan)
+    refuse_or_warn(job.plan)
     folder = Path(job.plan.run_folder)
     _announce(before, RunPaths(folder), job.plan)
     print(shlex.join(job.argv), flush=True)

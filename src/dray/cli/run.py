@@ -21,7 +21,7 @@ from dray.cli.args import (
     Runs,
     Site,
     chosen,
-    report,
+    refuse_or_warn,
     typed,
 )  # fmt: skip
 from dray.cli.progress import Progress
@@ -117,7 +117,7 @@ def run(
 def conduct(plan: Plan, paths: RunPaths, *, only: int | None = None) -> Result:
     """Start a plan on this machine, show its progress and its end."""
     progress = Progress(plan, paths, only)
-    report(plan)
+    refuse_or_warn(plan)
     began = time.monotonic()
     stopped = None
     with progress:

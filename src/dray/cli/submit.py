@@ -23,7 +23,7 @@ from dray.cli.args import (
     Sbatch,
     Site,
     chosen,
-    report,
+    refuse_or_warn,
     typed,
 )
 from dray.cli.on import On
@@ -116,7 +116,7 @@ def submit(
         return
     store.required(dray_home.root(), plan.recipe.image_name, recipe.image_digest, plan.engine)
     queue.require_free(folder, sbatch or [])
-    report(plan)
+    refuse_or_warn(plan)
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
     code = Path(recipe.command.folder) if recipe.command else asked.beside
