@@ -76,8 +76,9 @@ def run(
     asked = chosen(arguments, context, ranks, gpus_per_node, run)
     asked.say()
     names_engine = typed(context, "engine")
+    starter: str = engine
     if asked.last and not names_engine and asked.last.plan.engine in engines.names("local"):
-        engine = asked.last.plan.engine
+        starter = asked.last.plan.engine
     recipe = asked.recipe()
     allocated = None if hostfile else Allocation.of(os.environ)
     if allocated and not here and not names_engine:
@@ -93,11 +94,11 @@ def run(
             command=asked.command,
         )
         process.replace(argv, allocation_environment(os.environ, folder))  # the batch script then gets Ctrl-C
-    if not hostfile and engine not in engines.names("local"):
-        raise ConfigError(f"--engine {engine} needs --hostfile, or a job", fix="dray submit")
+    if not hostfile and starter not in engines.names("local"):
+        raise ConfigError(f"--engine {starter} needs --hostfile, or a job", fix="dray submit")
     if hostfile and nodes is not None:
         raise ConfigError("the lines of a hostfile are the nodes", found=f"--nodes {nodes}", fix="leave out --nodes")
-    if engines.get(engine).image == "python":
+    if engines.get(starter).image == "python":
         local.require(recipe)
     if hostfile or recipe.image != "cpu":
         gpus_per_node = gpus_per_node or ranks or asked.gpus
@@ -106,9 +107,9 @@ def run(
         machines = hosts.read(hostfile)
         name = name or machines.run_id(recipe)
         only, proof = machines.here(node), machines.secret(secret)
-        facts = machines.facts(recipe, run=name, engine=engine, gpus_per_node=gpus_per_node, site=site)
+        facts = machines.facts(recipe, run=name, engine=starter, gpus_per_node=gpus_per_node, site=site)
     else:
-        facts = local.facts(recipe, engine=engine, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
+        facts = local.facts(recipe, engine=starter, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
     runs = run.parent if run else folder
     plan, paths = prepare.write(recipe, facts, runs=runs, run=name, secret=proof, beside=asked.beside)
     raise typer.Exit(conduct(plan, paths, only=only).exit_code)

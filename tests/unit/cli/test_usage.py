@@ -165,8 +165,7 @@ class TestRunsOfCommandsAndOthers:
                 f"  where:  {paths.run}\n"
                 "  wanted: a run of a recipe with [train]\n"
                 "  found:  the command python3\n"
-                "  fix:    load the model with your own program; or dray recipe new mine.toml, which writes a recipe "
-                "for dray's trainer\n",
+                "  fix:    load the model with your own program\n",
             )
 
     def test_a_run_exports_its_own_checkpoints_of_a_folder_that_several_keep_theirs_in(self, tmp_path: Path) -> None:
