@@ -105,7 +105,7 @@ def run(
     name, only, proof = run.name if run else "", None, ""
     if hostfile:
         machines = hosts.read(hostfile)
-        name = name or machines.run_id(recipe)
+        name = name or recipe.name
         only, proof = machines.here(node), machines.secret(secret)
         facts = machines.facts(recipe, run=name, engine=starter, gpus_per_node=gpus_per_node, site=site)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import socket
 from dataclasses import dataclass
@@ -32,20 +31,18 @@ class Hosts:
 
     def here(self, number: int | None = None) -> int:
         """The number of this machine in the file."""
-        own = [line for line, name in enumerate(self.names) if _is_here(name)] if number is None else [number]
-        if len(own) != 1 or not 0 <= own[0] < len(self.names):
+        own = socket.gethostname().partition(".")[0]
+        lines = [line for line, name in enumerate(self.names) if name.partition(".")[0] == own]
+        if number is not None:
+            lines = [number]
+        if len(lines) != 1 or not 0 <= lines[0] < len(self.names):
             raise ConfigError(
                 "it is not clear which line of the hostfile is this machine",
                 where=self.file,
-                found=f"{socket.gethostname()}, and lines {own}",
+                wanted=f"one line with the name {own}, or --node",
                 fix=f"name this machine's line: --node 0 for the first, up to {len(self.names) - 1}",
             )
-        return own[0]
-
-    def run_id(self, recipe: Recipe) -> str:
-        """The run's name, which every machine with the same recipe and hostfile computes alone."""
-        text = f"{self.names} {self.slots} {recipe.model_dump_json()}"
-        return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return lines[0]
 
     def facts(self, recipe: Recipe, *, run: str, engine: Engine, gpus_per_node: int, site: str) -> Facts:
         """The facts for the plan, which must be the same on each machine."""
@@ -93,16 +90,3 @@ def read(path: Path) -> Hosts:
         found = ascii(listed(lines))[:300]
         raise ConfigError("the hostfile is not valid", where=path, wanted=_FORM, found=found)
     return Hosts(path, tuple(names), int(slots.pop() or 0) or None)
-
-
-def _is_here(name: str) -> bool:
-    """Whether it is this machine's name, or an address at which this machine can listen."""
-    if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
-        return True
-    try:
-        address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
-            probe.bind(address[4])
-    except (OSError, UnicodeError):  # a label of more than 63 characters is no host name
-        return False
-    return True
