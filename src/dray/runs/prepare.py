@@ -9,13 +9,13 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dray import __version__, render
 from dray import facts as probed
 from dray.config import accelerate_file, deepspeed_file, sites
 from dray.config.data import with_text
-from dray.config.load_toml import load, validate
+from dray.config.load_toml import load, put, validate
 from dray.config.recipe import Recipe
 from dray.contract import dataset_name, files, node
 from dray.contract.files import write_atomic
@@ -86,19 +86,15 @@ def _with_files(recipe: Recipe, folder: Path) -> Recipe:
     datasets = recipe.datasets()
     for key, place in places.items():
         absolute = str(folder / place)
-        _set(table, key, dataset_name.parse(datasets[key]).at(absolute) if key in datasets else absolute)
+        value = dataset_name.parse(datasets[key]).at(absolute) if key in datasets else absolute
+        table = put(table, tuple(key.split(".")), value)
     for key, function in recipe.maps().items():
         if "\n" not in function:  # else it is from a plan, which has the text
             file = folder / function.rpartition(":")[0]
-            _set(table, key, with_text(function, _copied(file, f"the file of {key}", recipe), file))
+            table = put(
+                table, tuple(key.split(".")), with_text(function, _copied(file, f"the file of {key}", recipe), file)
+            )
     return validate(Recipe, table, what="the recipe")
-
-
-def _set(table: dict[str, Any], key: str, value: str) -> None:
-    *names, last_name = key.split(".")
-    for name in names:
-        table = table.setdefault(name, {})
-    table[last_name] = value
 
 
 def _copied(path: Path, what: str, recipe: Recipe) -> str:
