@@ -73,13 +73,13 @@ def hub_cache() -> Path:
 
 def require(recipe: Recipe) -> None:
     """Refuse a recipe whose packages this Python lacks."""
-    missing = [package for package in requirements.of(recipe) if find_spec(package.module) is None]
+    needed = {package.module: package.setting for package in requirements.of(recipe)}
+    missing = [module for module in needed if find_spec(module) is None]
     if missing:
-        names = " and ".join(dict.fromkeys(package.module for package in missing))
         raise ConfigError(
-            f"the recipe needs {names}, which this Python does not have",
+            f"the recipe needs {' and '.join(missing)}, which this Python does not have",
             where=sys.executable,
-            wanted="\n".join(f"{package.module}, for {package.setting}" for package in missing),
+            wanted="\n".join(f"{module}, for {needed[module]}" for module in missing),
             fix=f"dray image build {recipe.image} --format docker, then the same command with --engine docker",
         )
 

@@ -102,8 +102,7 @@ def test_a_recipe_that_this_python_cannot_run_is_refused_before_its_launch(tmp_p
         "",
         "dray: the recipe needs deepspeed, which this Python does not have\n"
         f"  where:  {sys.executable}\n"
-        "  wanted: deepspeed, for launcher = deepspeed\n"
-        "          deepspeed, for train.strategy = zero2\n"
+        "  wanted: deepspeed, for train.strategy = zero2\n"
         "  fix:    dray image build cpu --format docker, then the same command with --engine docker\n",
     )
     assert not list(tmp_path.iterdir())

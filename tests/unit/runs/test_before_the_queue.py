@@ -207,7 +207,6 @@ class TestRanks:
             78,
             "",
             "dray: --ranks and --gpus-per-node differ, but each rank needs one GPU\n"
-            "  wanted: the same number for both\n"
             "  found:  --ranks 4 and --gpus-per-node 2\n  fix:    leave out --gpus-per-node, or set --ranks 2\n",
         )
 
