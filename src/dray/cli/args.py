@@ -129,9 +129,10 @@ class Chosen:
     path: Path | None
     overrides: tuple[str, ...]
     command: tuple[str, ...]
-    ranks: int | None
     last: prepare.Last | None = None
     """The last attempt of an existing run, if neither a recipe nor a command was given."""
+    gpus: int = 0
+    """The GPUs of a node in the last attempt; 0 if --ranks was given."""
 
     @property
     def beside(self) -> Path:
@@ -139,11 +140,6 @@ class Chosen:
         if self.last:
             return dray_home.root()
         return self.path.absolute().parent if self.path else Path.cwd()
-
-    @property
-    def gpus(self) -> int:
-        """The GPUs of a node in the last attempt; 0 if --ranks was given."""
-        return self.last.gpus if self.last and not self.ranks else 0
 
     @property
     def image(self) -> str:
@@ -199,7 +195,7 @@ def chosen(
     if ranks:
         rest.append(f"ranks_per_node={ranks}")
     if path or command:
-        return Chosen(path, tuple(rest), command, ranks)
+        return Chosen(path, tuple(rest), command)
     if run is None or not is_run(run):
         raise ConfigError(
             "there is nothing to run",
@@ -209,7 +205,8 @@ def chosen(
         )
     from dray.runs import prepare  # noqa: PLC0415  likewise
 
-    return Chosen(None, tuple(rest), (), ranks, prepare.last(run))
+    last = prepare.last(run)
+    return Chosen(None, tuple(rest), (), last, gpus=0 if ranks else last.gpus)
 
 
 def require_gpus(ranks: int | None, gpus: int) -> None:
