@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ class Hosts:
                 where=file,
                 wanted=f"a file of mode 600 with at least {_SECRET_LENGTH} random letters and digits",
                 found=f"mode {mode:o}, {len(secret)} characters",
-                fix=_NEW_SECRET,
+                fix=f"{shlex.join(['chmod', '600', str(file)])}; or make a new one: {_NEW_SECRET}",
             )
         return secret
 
