@@ -121,7 +121,7 @@ plan::ask() { # FACTS [key=value ...]: what the planner in the image answers; th
   local -r facts="$1"
   local code=0
   shift
-  printf '%s\n' "$facts" | plan::inside python3 -m dray plan --facts - --write --runs "$runs" "${begun[@]}" \
+  printf '%s\n' "$facts" | plan::inside python3 -m dray plan --write --runs "$runs" "${begun[@]}" \
     ${recipe:+"$recipe"} "$@" "${command[@]}" || code=$?
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! plan::inside python3 -c 'import dray' 2>/dev/null; then

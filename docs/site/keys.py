@@ -20,7 +20,7 @@ MODELS: dict[str, tuple[type[BaseModel], str, str]] = {
     "recipe": (Recipe, "Recipe", "One run of training: `recipes/*.toml`. See [Recipes](recipes.md)."),
     "site": (Site, "Site", "The profile of a cluster: `slurm/sites/*.toml`. See [Sites](../sites.md)."),
     "image": (Image, "Image", "What is in an image: `containers/*/image.toml`. See [Images](../images.md)."),
-    "plan": (Plan, "Plan", "All that an attempt does: `plan.json`. `dray plan --format json` prints it."),
+    "plan": (Plan, "Plan", "All that an attempt does: `plan.json`. `dray plan --json` prints it."),
     "capsule": (Capsule, "Capsule", "What repeats an attempt: `capsule.json`. See [Capsules](../compare.md#capsules)."),
     "result": (Result, "Result", "How an attempt ended: `result.json`. See [Metrics and results](metrics.md)."),
 }  # fmt: skip

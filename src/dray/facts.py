@@ -136,23 +136,6 @@ class Facts(BaseModel):
         return hosts
 
 
-class Counted(BaseModel):
-    """A model's weights, and the bytes per row that its forward pass keeps; counted without its memory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    kept: int
-    """Bytes per row in a usual step."""
-    checkpointed: int
-    """Bytes per row with activation checkpointing."""
-    parameters: int
-    """All parameters; one that two layers share counts once."""
-    outside: int
-    """Parameters outside the stack of layers, such as the embedding's."""
-    trained: int
-    """Parameters that the optimizer changes; with LoRA only the adapters'."""
-
-
 class Layer(BaseModel):
     """Packages of the user's own, in a SIF that is bound beside the image."""
 
@@ -177,8 +160,6 @@ class Files(BaseModel):
 
     configuration: dict[str, Any] | None = None
     """The model's config.json, as transformers will read it; None if it is not on this disk."""
-    counted: Counted | None = None
-    """The model's parameters and kept bytes, if they were counted."""
     layer: Layer | None = None
     """The recipe's layer, if an engine binds it."""
     missing_on_hub: tuple[str, ...] = ()
@@ -190,7 +171,7 @@ class Files(BaseModel):
     earlier: bool = False
     """Whether an earlier run of this recipe exists, which has already shown the notes that never change."""
     findings: tuple[Finding, ...] = ()
-    """What would fail: a program that is missing, a model type that transformers does not have."""
+    """What would fail: a program that is missing."""
     missing_paths: dict[str, str] = {}
     """The recipe's keys whose files are missing on this machine, and those files."""
 

@@ -66,7 +66,7 @@ def test_verbs_of_dray_as_at_a_login_node(cluster, healed, sif):
     told = dray("exec", "--", "dray", "why", run)
     assert (told.returncode, told.stdout.splitlines()[0]) == (0, f"{run[13:]}, attempt 1: done, nothing failed")
     again = dray("exec", "--", "dray", "submit", f"--run={run}", "--dry-run")
-    assert again.stderr.startswith(f"resumes {run[13:]} by the plan of attempt 1: recipe smoke-cpu, ")
+    assert again.stderr.startswith(f"resumes {run[13:]} by the plan of attempt 1: recipe smoke-cpu")
     missing = dray("exec", "--", "dray", "submit", "recipes/smoke-cpu.toml", "--sbatch=--partition=mainx")
     assert missing.returncode == 78
     assert missing.stderr.endswith("  fix:    --sbatch=--partition=main\n")

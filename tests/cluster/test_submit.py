@@ -12,8 +12,7 @@ pytestmark = pytest.mark.cluster
 def test_a_submitted_command_is_every_rank(submit) -> None:
     asks = "from accelerate import Accelerator; print('of', Accelerator().num_processes)"
     words = [
-        "--launcher",
-        "accelerate",
+        "launcher=accelerate",
         "nodes=2",
         "ranks_per_node=2",
         "preflight.when=never",

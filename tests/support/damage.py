@@ -31,7 +31,6 @@ from dray.runs import (
     clean,
     grace,
     hosts,
-    one_off_job,
     replay,
     result,
     source,
@@ -212,11 +211,6 @@ def _remotes(path: Path) -> object:
         return names.read() or None
 
 
-def _token(path: Path) -> object:
-    with _under(HF_TOKEN_PATH=str(path), HF_TOKEN=""):
-        return one_off_job.hub_variables()
-
-
 def _tokens(path: Path) -> object:
     (entry,) = clean.tokens_in(path.parents[1])
     return None if entry.holds == "(incomplete)" else entry
@@ -301,7 +295,6 @@ READERS: dict[str, Reader] = {
     "secret of a hostfile": Reader(
         "secret", b"0123456789abcdef" * 2, hosts.Hosts(Path("hosts"), ("a", "b"), None).secret
     ),
-    "token of the hub": Reader("token", b"hf_of_mine\n", _token),
     "DeepSpeed file": Reader("ds.json", b'{"zero_optimization": {"stage": 2}}', _recipe("train.deepspeed")),
     "accelerate file": Reader("a.yaml", b"mixed_precision: bf16\n", _accelerate),
     "facts": Reader(

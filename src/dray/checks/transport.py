@@ -35,7 +35,7 @@ _PROBLEMS = (
     ),
     (
         re.compile(r"Failed to initialize (any )?NET plugin", re.IGNORECASE),
-        "the plugin does not start: `dray site show --image` says what it lacks",
+        "the plugin does not start: docs/sites.md says how to see what it lacks",
     ),
 )
 # By HCA where the driver lacks it; by GPU and HCA where they are far apart, beside others that are near.

@@ -8,23 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dray import engines, process
+from dray import process
 from dray.cli import candidates
 from dray.config import dray_home
 from dray.contract.control_characters import printable
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError
 from dray.runs.store import is_run
 
 if TYPE_CHECKING:
     from dray.config.recipe import Recipe
     from dray.planning.schema import Plan
     from dray.runs import prepare
-
-_ENGINES = engines.names("local", "hosts")
 
 
 def found(path: Path) -> Path:
@@ -42,16 +40,10 @@ def found(path: Path) -> Path:
     return path if os.path.isdir(path.parent) else ours / path  # noqa: PTH112  likewise
 
 
-def _engine(name: str) -> str:
-    if name not in _ENGINES:
-        raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(_ENGINES)}", found=name)
-    return name
-
-
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RECIPE] [KEY=VALUE]... [-- COMMAND...]",
+        metavar="RECIPE KEY=VALUE -- COMMAND",
         help="A recipe, and settings that override it; or, after --, a command that runs on every rank instead.",
         autocompletion=candidates.recipe_or_key,
     ),
@@ -67,25 +59,11 @@ RecipeFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Settings that override the recipe's.", autocompletion=candidates.keys
-    ),
-]
-Launcher = Annotated[
-    str,
-    typer.Option(
-        help="torchrun, accelerate, deepspeed, python or ray. Default: the recipe's.",
-        autocompletion=candidates.one_of(("torchrun", "accelerate", "deepspeed", "python", "ray")),
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe's.", autocompletion=candidates.keys),
 ]
 Engine = Annotated[
-    str,
-    typer.Option(
-        callback=_engine,
-        autocompletion=candidates.one_of(_ENGINES),
-        metavar=f"[{'|'.join(_ENGINES)}]",
-        help="Container engine; bare: this Python, without an image.",
-    ),
+    Literal["bare", "docker", "podman", "apptainer", "singularity"],
+    typer.Option(help="Container engine; bare: this Python, without an image."),
 ]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", "-N", min=1, max=65_536, help="Number of nodes. Default: the recipe's.")
@@ -118,7 +96,7 @@ Sbatch = Annotated[
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="[RUN]",
+        metavar="RUN",
         help="The run: its folder, its name or the beginning of it, or a job number (42 or 42_3). Default: the newest.",
         autocompletion=candidates.runs,
     ),
@@ -138,12 +116,6 @@ def program() -> list[str]:
     return [sys.executable, "-m", "dray"] if name.endswith(".py") else [path]
 
 
-def again(*options: str, command: Sequence[str] = ()) -> list[str]:
-    """The command line that the user typed, with more options or settings, which override earlier ones."""
-    typed = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
-    return [*program(), *typed, *options, *(["--", *command] if command else [])]
-
-
 def typed(context: typer.Context, name: str) -> bool:
     """Whether the user typed this option: a variable such as DRAY_RUNS holds on this machine, not at a remote."""
     source = context.get_parameter_source(name)
@@ -157,9 +129,10 @@ class Chosen:
     path: Path | None
     overrides: tuple[str, ...]
     command: tuple[str, ...]
-    ranks: int | None
     last: prepare.Last | None = None
     """The last attempt of an existing run, if neither a recipe nor a command was given."""
+    gpus: int = 0
+    """The GPUs of a node in the last attempt; 0 if --ranks was given."""
 
     @property
     def beside(self) -> Path:
@@ -169,30 +142,20 @@ class Chosen:
         return self.path.absolute().parent if self.path else Path.cwd()
 
     @property
-    def gpus(self) -> int:
-        """The GPUs of a node in the last attempt; 0 if --ranks was given."""
-        return self.last.gpus if self.last and not self.ranks else 0
-
-    @property
     def image(self) -> str:
         """The image file that was named for the last attempt (DRAY_IMAGE, --image); empty for dray's own image."""
         names_image = any(override.startswith(("image=", "adopted=")) for override in self.overrides)
         return "" if not self.last or names_image else self.last.image
 
     def say(self, options: Sequence[str] = ()) -> None:
-        """Print which run is resumed, and with what: program, image, size and these options of sbatch."""
-        if not self.last:
-            return
-        plan, recipe = self.last.plan, self.last.recipe
-        program = shlex.join(recipe.command.argv) if recipe.command else f"recipe {recipe.name}"
-        line = f"resumes {plan.run} by the plan of attempt {plan.attempt}: {program}"
-        line += f", image {self.image or recipe.image_name}, launcher {recipe.launcher}"
-        line += f", {counted(recipe.nodes, 'node')}"
-        if self.last.gpus:
-            line += f" of {counted(self.last.gpus, 'GPU')}"
-        if more := shlex.join([*self.overrides, *options]):
-            line += f"; with {more}"
-        print(printable(line), file=sys.stderr)
+        """Print which run is resumed, and with which settings and options of sbatch."""
+        if self.last:
+            plan, recipe = self.last.plan, self.last.recipe
+            program = recipe.command.argv if recipe.command else ("recipe", recipe.name)
+            line = f"resumes {plan.run} by the plan of attempt {plan.attempt}: {shlex.join(program)}"
+            if more := shlex.join([*self.overrides, *options]):
+                line += f"; with {more}"
+            print(printable(line), file=sys.stderr)
 
     def recipe(self) -> Recipe:
         """The recipe with its overrides, from its file or from the last attempt."""
@@ -205,7 +168,6 @@ class Chosen:
 
 def chosen(
     arguments: list[str] | None,
-    launcher: str,
     context: typer.Context,
     ranks: int | None = None,
     gpus: int = 0,
@@ -221,7 +183,6 @@ def chosen(
     if path and not command and path.suffix in (".py", ".sh"):
         raise ConfigError(
             "a program was given instead of a recipe",
-            wanted="a recipe, such as recipes/smoke-cpu.toml, or a command after --",
             found=path,
             fix=f"put -- before it: {shlex.join([*rest, '--', str(path)])}",
         )
@@ -231,23 +192,21 @@ def chosen(
             found=f"{path} and {' '.join(command)}",
             fix="leave out one; a recipe can have its own command: [command] argv",
         )
-    if launcher:
-        rest.append(f"launcher={launcher}")
     if ranks:
         rest.append(f"ranks_per_node={ranks}")
     if path or command:
-        return Chosen(path, tuple(rest), command, ranks)
+        return Chosen(path, tuple(rest), command)
     if run is None or not is_run(run):
         raise ConfigError(
             "there is nothing to run",
-            where=run or "",
-            wanted="a recipe, such as recipes/smoke-cpu.toml; a command after --; or --run=NAME of an existing run",
-            found=f"no run {run.name}" if run else "",
+            wanted="a recipe, such as recipes/smoke-cpu.toml, or a command after --",
+            found=f"no run {run}" if run else "",
             fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
         )
     from dray.runs import prepare  # noqa: PLC0415  likewise
 
-    return Chosen(None, tuple(rest), (), ranks, prepare.last(run))
+    last = prepare.last(run)
+    return Chosen(None, tuple(rest), (), last, gpus=0 if ranks else last.gpus)
 
 
 def require_gpus(ranks: int | None, gpus: int) -> None:
@@ -255,13 +214,12 @@ def require_gpus(ranks: int | None, gpus: int) -> None:
     if ranks and gpus and ranks != gpus:
         raise ConfigError(
             "--ranks and --gpus-per-node differ, but each rank needs one GPU",
-            wanted="the same number for both",
             found=f"--ranks {ranks} and --gpus-per-node {gpus}",
             fix=f"leave out --gpus-per-node, or set --ranks {gpus}",
         )
 
 
-def report(plan: Plan) -> None:
+def refuse_or_warn(plan: Plan) -> None:
     """Raise the first refusal of a plan, or print its warnings."""
     plan.refuse()
     for finding in plan.findings:

@@ -31,11 +31,6 @@ def _quiet(find: Callable[[typer.Context, str], Iterable[str]]) -> Completer:
     return complete
 
 
-def one_of(names: Iterable[str]) -> Completer:
-    """A completer for an option with a few fixed values."""
-    return _quiet(lambda _context, _incomplete: names)
-
-
 @_quiet
 def runs(context: typer.Context, _incomplete: str) -> Iterable[str]:
     """The names of runs."""

@@ -109,7 +109,7 @@ def build(
         raise ConfigError("--out is for --format sif", fix="docker save writes a Docker image to a file")
     if bundle and wheels:
         raise ConfigError("--wheels does not go with --bundle, which has its own wheels", fix="leave out --wheels")
-    asked = needs.Build(checkout=root, variant=variant, formats=kinds, out=out, wheels=wheels, bundled=bool(bundle))
+    asked = needs.Build(checkout=root, variant=variant, formats=kinds, out=out, bundled=bool(bundle))
     findings = needs.check(asked)
     for finding in findings:
         print(finding.line(), file=sys.stderr)

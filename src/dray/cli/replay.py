@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dray import process
-from dray.cli.args import Run, Runs, Sbatch, report
+from dray.cli.args import Run, Runs, Sbatch, refuse_or_warn
 from dray.cli.recipe import write_new
 from dray.cli.run import conduct
 from dray.cli.top import watch
@@ -71,19 +71,18 @@ def _save(file: Path, before: Original) -> None:
 def _start(before: Original, runs: Path, engine: str) -> NoReturn:
     """Repeat the run on this machine."""
     recipe = before.recipe
-    again = ["dray", "replay", str(before.folder)]
-    local.require(recipe, lambda *more: shlex.join([*again, *more]), fixed=True)
+    local.require(recipe)
     site = "" if before.plan.by_slurm else before.plan.site.removeprefix("site ")
     facts = local.facts(recipe, engine=engine, nodes=recipe.nodes, gpus_per_node=before.gpus, site=site)
     plan, paths = prepare.write(recipe, facts, runs=runs)
     _announce(before, paths, plan)
-    _compare(before, paths.run, conduct(plan, paths, again=shlex.join(again)).exit_code)
+    _compare(before, paths.run, conduct(plan, paths).exit_code)
 
 
 def _submit(before: Original, runs: Path, options: Sequence[str], *, follow: bool) -> None:
     """Submit a job with the same nodes, ranks and options."""
     job = replays.job(before, runs, options)
-    report(job.plan)
+    refuse_or_warn(job.plan)
     folder = Path(job.plan.run_folder)
     _announce(before, RunPaths(folder), job.plan)
     print(shlex.join(job.argv), flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import time
 from pathlib import Path
@@ -17,14 +16,12 @@ from dray.cli.args import (
     Arguments,
     Engine,
     GpusPerNode,
-    Launcher,
     Nodes,
     Ranks,
     Runs,
     Site,
-    again,
     chosen,
-    report,
+    refuse_or_warn,
     typed,
 )  # fmt: skip
 from dray.cli.progress import Progress
@@ -35,13 +32,12 @@ from dray.runs.finish import finish
 from dray.runs.result import Result, summary
 from dray.runs.slurm import Allocation, allocation_environment
 from dray.runs.stop import Stop, utc
-from dray.runs.store import RunPaths, default_runs, run_name, run_named
+from dray.runs.store import RunPaths, default_runs, run_named
 
 
 def run(
     context: typer.Context,
     arguments: Arguments = None,
-    launcher: Launcher = "",
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
@@ -57,10 +53,9 @@ def run(
         str,
         typer.Option(
             "--run",
-            metavar="ID",
-            callback=run_name,
+            metavar="NAME|FOLDER",
             autocompletion=candidates.runs,
-            help="Name of the run; if it exists, start its next attempt.",
+            help="Name or folder of the run; if it exists, start its next attempt.",
         ),
     ] = "",
     secret: Annotated[
@@ -77,11 +72,13 @@ def run(
     dray run --ranks 2 -- python train.py --lr 1e-4
     """
     folder = (runs or default_runs()).absolute()
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, run_named(folder, run_id))
+    run = run_named(folder, run_id)
+    asked = chosen(arguments, context, ranks, gpus_per_node, run)
     asked.say()
     names_engine = typed(context, "engine")
+    starter: str = engine
     if asked.last and not names_engine and asked.last.plan.engine in engines.names("local"):
-        engine = asked.last.plan.engine
+        starter = asked.last.plan.engine
     recipe = asked.recipe()
     allocated = None if hostfile else Allocation.of(os.environ)
     if allocated and not here and not names_engine:
@@ -91,43 +88,37 @@ def run(
         allocated.require_nodes(nodes)
         print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
         argv = allocated.argv(
-            run=str(folder / run_id) if run_id else "",
+            run=str(run or ""),
             site=str(Path(site).absolute()) if site.endswith(".toml") else site,
             recipe=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
             command=asked.command,
         )
         process.replace(argv, allocation_environment(os.environ, folder))  # the batch script then gets Ctrl-C
-    if allocated:
-        why = "--local" if here else f"--engine {engine}"
-        print(f"on this machine only, because of {why}; without it, in the allocation: {allocated}")
-    if not hostfile and engine not in engines.names("local"):
-        raise ConfigError(f"--engine {engine} needs --hostfile, or a job", fix="dray submit")
+    if not hostfile and starter not in engines.names("local"):
+        raise ConfigError(f"--engine {starter} needs --hostfile, or a job", fix="dray submit")
     if hostfile and nodes is not None:
         raise ConfigError("the lines of a hostfile are the nodes", found=f"--nodes {nodes}", fix="leave out --nodes")
-    if engines.get(engine).image == "python":
-        local.require(recipe, lambda *more: shlex.join(again(*more, command=asked.command)))
+    if engines.get(starter).image == "python":
+        local.require(recipe)
     if hostfile or recipe.image != "cpu":
         gpus_per_node = gpus_per_node or ranks or asked.gpus
-    only: int | None = None
-    proof = ""
+    name, only, proof = run.name if run else "", None, ""
     if hostfile:
         machines = hosts.read(hostfile)
-        name = run_id or machines.run_id(recipe)
+        name = name or recipe.name
         only, proof = machines.here(node), machines.secret(secret)
-        image = local.image_of(engine, recipe)
-        facts = machines.facts(recipe, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
+        facts = machines.facts(recipe, run=name, engine=starter, gpus_per_node=gpus_per_node, site=site)
     else:
-        name = run_id
-        facts = local.facts(recipe, engine=engine, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
-    plan, paths = prepare.write(recipe, facts, runs=folder, run=name, secret=proof, beside=asked.beside)
-    command_line = again(*([] if run_id else [f"--run={plan.run}"]), command=asked.command)
-    raise typer.Exit(conduct(plan, paths, again=shlex.join(command_line), only=only).exit_code)
+        facts = local.facts(recipe, engine=starter, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
+    runs = run.parent if run else folder
+    plan, paths = prepare.write(recipe, facts, runs=runs, run=name, secret=proof, beside=asked.beside)
+    raise typer.Exit(conduct(plan, paths, only=only).exit_code)
 
 
-def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None) -> Result:
-    """Start a plan on this machine, show its progress and its end. `again` is the command for its next attempt."""
+def conduct(plan: Plan, paths: RunPaths, *, only: int | None = None) -> Result:
+    """Start a plan on this machine, show its progress and its end."""
     progress = Progress(plan, paths, only)
-    report(plan)
+    refuse_or_warn(plan)
     began = time.monotonic()
     stopped = None
     with progress:
@@ -138,5 +129,5 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
             stopped = Stop(str(stop) or "Ctrl-C", utc())
     spent = cost.here(paths, plan, time.monotonic() - began) if only is None else None
     result = finish(paths, code=code, stopped=stopped, spent=spent)
-    print(summary(result, paths, again=again, shown=progress.rank))
+    print(summary(result, paths, shown=progress.rank))
     return result

@@ -6,20 +6,19 @@ import json
 import os
 import re
 import socket
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dray.cli import candidates
-from dray.cli.args import Arguments, GpusPerNode, Json, Launcher, Nodes, Ranks, chosen
+from dray.cli.args import Arguments, GpusPerNode, Json, Nodes, Ranks, chosen
 from dray.cli.args import Site as OfRun
 from dray.cli.recipe import show_keys, write_new
 from dray.config import dray_home, sites
 from dray.config.load_toml import parse_toml, validate
 from dray.config.site import Site
 from dray.contract import exit_codes
-from dray.contract.findings import ConfigError, DrayError, UnfitError, counted
+from dray.contract.findings import ConfigError, DrayError, counted
 from dray.fitness import host, site_file
 
 app = typer.Typer(no_args_is_help=True, help="List, show, check and write the site files of clusters.")
@@ -30,9 +29,6 @@ Name = Annotated[
         metavar="SITE", help="A site's name or file. Default: this cluster's.", autocompletion=candidates.sites
     ),
 ]
-_ORDER = """
-Where the image has a library too, Apptainer before 1.5, and SingularityCE, load the host's. Since 1.5 Apptainer loads
-the image's. What the image's LD_LIBRARY_PATH has is loaded first by both."""
 
 
 @app.command("list")
@@ -58,20 +54,13 @@ def list_(as_json: Json = False) -> None:
 @app.command()
 def show(
     site: Name = "",
-    image: str = "",
     as_json: Json = False,
 ) -> None:
     """Print the values of a site, each with its reason and source.
 
-    --image FILE|VARIANT: Instead, check whether the host's libraries fit this image.
-
     dray site show lumi
-    dray site show lumi --image rocm
     """
     chosen = host.site(site).site
-    if image:
-        _compare(chosen, image)
-        return
     if as_json:
         print(chosen.model_dump_json(indent=1))
         return
@@ -155,7 +144,6 @@ def new(
 def env(
     context: typer.Context,
     arguments: Arguments = None,
-    launcher: Launcher = "",
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
@@ -173,7 +161,7 @@ def env(
     from dray.runs.store import RunPaths  # noqa: PLC0415
 
     root = dray_home.root()
-    settings = chosen(arguments, launcher, context, ranks, gpus_per_node).recipe()
+    settings = chosen(arguments, context, ranks, gpus_per_node).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)
     plan = prepare.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
     findings = variables.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))
@@ -187,23 +175,3 @@ def env(
         print(f"{plan.reasons['site']}; {counted(len(plan.env), 'variable')} inside: {counts}")
     if "error" in levels:
         raise typer.Exit(exit_codes.CONFIG)
-
-
-def _compare(site: Site, image: str) -> None:
-    from dray.fitness import host_libraries  # noqa: PLC0415  it loads the Docker SDK, for which no TAB should wait
-
-    if site.fabric.strategy != "host":
-        print(f"{site.name} binds no libraries of the host (fabric.strategy = {site.fabric.strategy})")
-        return
-    compared = host_libraries.compare(site, image)
-    print(f"{'library of the host':<28} {'also in the image':<40} verdict")
-    for library in compared.libraries:
-        maybe = (f"{one} (the driver may have it)" for one in library["unresolved"])
-        verdict = "; ".join([*library["problems"], *maybe]) or "fits"
-        copy = library["path"] if library["path"] == site.fabric.image_plugin else library["in_image"] or "no"
-        print(f"{Path(library['path']).name:<28} {copy:<40} {verdict}")
-    print(_ORDER)
-    if not compared.fits:
-        missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]
-        found = "\n".join(missing) or "see the verdicts above"
-        raise UnfitError("the host's libraries do not fit this image", found=found, fix="see docs/sites.md")

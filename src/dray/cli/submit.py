@@ -17,14 +17,13 @@ from dray.cli.args import (
     GpuMemory,
     GpusPerNode,
     Json,
-    Launcher,
     Nodes,
     Ranks,
     Runs,
     Sbatch,
     Site,
     chosen,
-    report,
+    refuse_or_warn,
     typed,
 )
 from dray.cli.on import On
@@ -41,7 +40,6 @@ from dray.runs.store import default_runs, new_id, next_attempt, run_named
 def submit(
     context: typer.Context,
     arguments: Arguments = None,
-    launcher: Launcher = "",
     nodes: Nodes = None,
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
@@ -75,7 +73,7 @@ def submit(
             fix="leave out one; after submitting with --on: dray logs --on NAME -f",
         )  # fmt: skip
     if remotes := list(dict.fromkeys(first.split(","))) if first else [on] if on else []:
-        asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
+        asked = chosen(arguments, context, ranks, gpus_per_node)
         options = {
             "nodes": nodes, "gpus-per-node": gpus_per_node or None, "gpu-memory": gpu_memory,
             "runs": runs if typed(context, "runs") else None,
@@ -89,7 +87,7 @@ def submit(
     folder = run_named(runs, run)
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, folder)
+    asked = chosen(arguments, context, ranks, gpus_per_node, folder)
     recipe = asked.recipe()
     before = replay.job_options(folder) if folder and asked.last else None
     asked.say(before.options if before else ())
@@ -107,14 +105,14 @@ def submit(
     plan = job.plan
     if dry_run:
         print(f"{shlex.join(job.argv)}\n")
-        show(plan, verbose=False, assumed=True)
+        show(plan, verbose=False)
         image = store.job_file(dray_home.root(), plan.recipe.image_name, plan.engine)
         if how := store.absent(image, plan.recipe.image_name, plan.engine):
             print(f"dray: note: {image} does not exist; before you submit: {how}", file=sys.stderr)
         return
     store.required(dray_home.root(), plan.recipe.image_name, recipe.image_digest, plan.engine)
     queue.require_free(folder, sbatch or [])
-    report(plan)
+    refuse_or_warn(plan)
     code = Path(recipe.command.folder) if recipe.command else asked.beside
     number = queue.submit(job.argv, folder, recipe.runs.share, code)
     if as_json:

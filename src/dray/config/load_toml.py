@@ -154,7 +154,7 @@ def parse_toml(text: str) -> Table:
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
     """The data with the override: `raw` as TOML reads it if the model accepts that, else as text, or as a list."""
-    candidates = [_put(data, keys, value) for value in (_value(raw), raw, [raw])]
+    candidates = [put(data, keys, value) for value in (_value(raw), raw, [raw])]
     for candidate in candidates:
         if not any(error["loc"][: len(keys)] == keys for error in _validate(model, candidate)[1]):
             return candidate
@@ -182,12 +182,13 @@ def _laid(under: Table, over: Table) -> Table:
     return {**under, **over, **{key: _laid(under[key], over[key]) for key in both}}
 
 
-def _put(table: Table, keys: Keys, value: object) -> Table:
+def put(table: Table, keys: Keys, value: object) -> Table:
+    """The table with another value at the place that the keys name."""
     head, rest = str(keys[0]), keys[1:]
     if not rest:
         return {**table, head: value}
     inner = table.get(head)
-    return {**table, head: _put(inner if isinstance(inner, dict) else {}, rest, value)}
+    return {**table, head: put(inner if isinstance(inner, dict) else {}, rest, value)}
 
 
 def _validate(model: type[S], data: Table) -> tuple[S | None, list[ErrorDetails]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dray.config.recipe import Recipe
@@ -14,8 +14,6 @@ class Package(NamedTuple):
 
     module: str
     setting: str
-    without: Sequence[str] = ()
-    """What to add to the command line to run without the package."""
 
     @property
     def demo(self) -> bool:
@@ -27,16 +25,14 @@ class Package(NamedTuple):
 def of(recipe: Recipe) -> Iterator[Package]:
     """The packages that this recipe needs."""
     if recipe.launcher in ("accelerate", "deepspeed"):
-        without = ["--launcher=torchrun"] + ["accelerate="] * bool(recipe.accelerate)
-        yield Package(recipe.launcher, f"launcher = {recipe.launcher}", without)
+        yield Package(recipe.launcher, f"launcher = {recipe.launcher}")
     if recipe.train:
         yield Package("transformers", "[train]")
     section = "train" if recipe.train else "command"
     part = recipe.train or recipe.command
     if part and part.strategy and STRATEGIES[part.strategy].deepspeed:
-        empty = [f"{section}.{key}=" for key in ("deepspeed", "offload") if getattr(part, key, "")]
-        yield Package("deepspeed", f"{section}.strategy = {part.strategy}", [f"{section}.strategy=ddp", *empty])
+        yield Package("deepspeed", f"{section}.strategy = {part.strategy}")
     if recipe.has_lora:
-        yield Package("peft", "[lora]", ["lora.enabled=false"])
+        yield Package("peft", "[lora]")
     if recipe.has_analog:
-        yield Package("aihwkit_lightning", "[analog]", ["analog.enabled=false"])
+        yield Package("aihwkit_lightning", "[analog]")

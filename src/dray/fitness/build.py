@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dray import process
-from dray.clients import builder, builder_container, docker
+from dray.clients import builder, docker
 from dray.config.image_definition import Image
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError, listed, nearest
 from dray.images import inputs
-from dray.images.locks import lock
 from dray.images.rootfs import squashfs
 
 _PROC, _APPARMOR = Path("/proc/sys"), Path("/etc/apparmor.d")
 _DEBIAN_MB = 115  # the base and Debian's packages, which all variants share
-_SMALL_MB = 50
 _PRUNED_MB = 1000  # what the tree holds until 70-prune.sh removes it: measured for cpu and cuda
 # As stat names them. A build writes tens of thousands of small files.
 _NETWORK_DISKS = ("lustre", "nfs", "gpfs", "ceph", "panfs", "afs", "cifs", "smb2")
@@ -47,7 +45,6 @@ class Build:
     variant: str
     formats: Sequence[str] = ("sif",)
     out: Path | None = None
-    wheels: Path | None = None
     bundled: bool = False
 
     @property
@@ -97,16 +94,18 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
     fetched = next(path for path in (build.checkout / "build", build.checkout) if path.is_dir())
     folder = next(path for path in build.sif.parents if path.is_dir())
     if image.size:
-        fetch = 0 if build.bundled else max(0, image.size.wheels_mb + _DEBIAN_MB - _fetched_mb(build))
+        fetch = 0 if build.bundled else image.size.wheels_mb + _DEBIAN_MB
         # The files before they are pruned, or with the packed image beside them; wheels are linked, not copied.
         packed = 2 * image.size.sif_mb if "sif" in build.formats else 0
         if list(build.formats) != ["sif"]:
             packed += image.size.unpacked_mb
         work = image.size.unpacked_mb + max(_PRUNED_MB, packed)
-        two_disks = fetched.stat().st_dev != folder.stat().st_dev
-        needs = {fetched: fetch, folder: work} if two_disks else {folder: fetch + work}
-        # A SIF that exists may be built from the same inputs, and nothing is to do.
-        may_be_done = build.sif.exists() and fetch < _SMALL_MB and list(build.formats) == ["sif"]
+        if fetched.stat().st_dev == folder.stat().st_dev:
+            needs = {folder: fetch + work}
+        else:
+            needs = {fetched: fetch, folder: work}
+        # An earlier build may have left most of it, and its space is taken already.
+        code = exit_codes.DONE if (fetched / "wheels").is_dir() else exit_codes.UNFIT
         for disk, needed in needs.items():
             free = shutil.disk_usage(disk).free / 1e6
             found = f"a build needs {needed / 1000:.1f} GB of disk in {disk}, which has {free / 1000:.1f} GB free"
@@ -115,7 +114,6 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
                 fix = "make room"
                 if disk == folder:
                     fix += f"; or dray image build {build.variant} --out FOLDER/{build.sif.name}, on another disk"
-                code = exit_codes.DONE if may_be_done else exit_codes.UNFIT
                 room = room._replace(fix=fix, code=code, kind="note")
             yield room
     kind = process.run(["stat", "--file-system", "--format=%T", folder], check=False).out.strip()
@@ -123,22 +121,6 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
         fix = f"dray image build {build.variant} --out /tmp/{build.sif.name}, then move it and its .json here"
         found = f"{folder} is on a network disk ({kind}), on which a build takes many times as long"
         yield Finding("scratch", found=found, fix=fix, kind="note")
-
-
-def _fetched_mb(build: Build) -> int:
-    """The MB of this image's wheels and of Debian's packages that were fetched or brought before."""
-    folder = build.checkout / "build"
-    locks = (build.checkout / "containers" / build.variant).glob("*.lock")
-    pins = tuple(_one_spelling(f"{pin.name}-{pin.version}-") for path in locks for pin in lock.read(path))
-    wheels = [*folder.glob("wheels/*"), *(build.wheels.glob("*") if build.wheels else ())]
-    files = [wheel for wheel in wheels if _one_spelling(wheel.name).startswith(pins)]
-    size = sum(file.stat().st_size for file in (*files, *folder.glob("debs/*/*")))
-    return int(size // 1_000_000)
-
-
-def _one_spelling(name: str) -> str:
-    """A lock and a wheel spell the same name and version differently."""
-    return re.sub(r"[-_.+]+", "-", name).lower()
 
 
 def _builder(build: Build) -> Iterator[Finding]:
@@ -150,11 +132,8 @@ def _builder(build: Build) -> Iterator[Finding]:
         docker.client().close()
     with builder.engine() as client:
         if client:
-            _require_readable(build.checkout)
             yield Finding("builder", found=f"Docker at {docker.endpoint()}", kind="ok")
-            about = client.info()
-            rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])
-            if about.get("KernelVersion") == platform.release() and not rootless:  # no virtual machine, as Desktop's
+            if client.info().get("KernelVersion") == platform.release():  # Docker Desktop has a kernel of its own
                 yield _namespaces(container=True)
             return
     program = process.apptainer() or ""
@@ -171,24 +150,11 @@ def _builder(build: Build) -> Iterator[Finding]:
         yield _namespaces(container=False)
 
 
-def _require_readable(checkout: Path) -> None:
-    """Refuse a checkout with anything in it that the ordinary user in the container cannot read."""
-    for folder in (checkout / "src", checkout / "containers"):
-        for path in (folder, *folder.rglob("*")):
-            try:
-                builder_container.require_readable(path)
-            except FileNotFoundError:
-                pass  # Python's bytecode, which another process writes and renames
-            except UnfitError as error:
-                error.amend(fix=f"chmod -R a+rX '{folder}'")
-                raise
-
-
 def _has_setuid(program: str) -> bool:
     """Whether this Apptainer is installed with setuid, and so needs no user namespace."""
     folder = re.search(r"^LIBEXECDIR=(.+)$", process.run([program, "buildcfg"], check=False).out, re.MULTILINE)
     starters = Path(folder[1]).glob("*/bin/starter-suid") if folder else ()
-    return any(path.stat().st_mode & stat.S_ISUID == stat.S_ISUID for path in starters)
+    return any(path.stat().st_mode & stat.S_ISUID for path in starters)
 
 
 def _namespaces(*, container: bool) -> Finding:
@@ -203,13 +169,13 @@ def _namespaces(*, container: bool) -> Finding:
     if not done.code:
         return allowed
     problem = "ordinary users cannot make user namespaces, and Apptainer builds in one"
-    profiles = [*_APPARMOR.glob("*apptainer*"), *_APPARMOR.glob("*singularity*")]
+    profile = next(_APPARMOR.glob("*apptainer*"), None)
     for name, forbids, fix in _SWITCHES:
         switch = _PROC / name
         if not switch.exists() or switch.read_text().strip() != forbids:
             continue
-        if "apparmor" in name and profiles:
-            return allowed._replace(found=f"AppArmor allows them: {profiles[0]}")
+        if "apparmor" in name and profile:
+            return allowed._replace(found=f"AppArmor allows them: {profile}")
         kept = "and the same setting in a file of /etc/sysctl.d, to keep it after a reboot"
         raise UnfitError(problem, found=f"{name.replace('/', '.')} is {forbids}", fix=f"{fix}\n{kept}")
     if container:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dray.contract import files
 from dray.contract.findings import DrayError, counted
 from dray.fitness import host
 from dray.runs import slurm
@@ -135,11 +134,3 @@ def _pattern(name: str) -> str:
 
 def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def write(folder: Path, name: str, content: str) -> Path:
-    """Write the file; never replace an existing one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.toml"
-    files.write_new(path, content)
-    return path

@@ -429,7 +429,7 @@ def _launcher(given: Planned) -> Iterator[Finding]:
             "the command is a launcher, and would start its own ranks in every rank of this run",
             wanted="the program alone: dray starts it as every rank",
             found=launcher[0],
-            fix=f"--ranks N -- {program}   (N as its --nproc-per-node; --launcher says what starts the ranks)",
+            fix=f"--ranks N -- {program}   (N as its --nproc-per-node; launcher=NAME says what starts the ranks)",
         )
 
 

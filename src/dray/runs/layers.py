@@ -42,31 +42,25 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
     if not file:
         return None
     variant = image.variant(recipe, site, facts).value
-    fix = f"dray image layer {variant} --pip PACKAGE"
+    fix = f"dray image layer {variant} --pip PACKAGE --name {recipe.layer}"
     if not file.is_file():
-        raise ConfigError("the layer does not exist", wanted=file, fix=fix + f" --name {recipe.layer}")
+        raise ConfigError("the layer does not exist", wanted=file, fix=fix)
     if not (files.is_own(file) or _is_hidden(file)):
-        owner, own = file.stat(), dray_home.root() / "build" / file.name
-        copy = f"cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(own.parent))}/"
+        owner, build = file.stat(), dray_home.root() / "build"
         raise ConfigError(
             "another user may change the layer, and every rank runs its code",
             where=file,
             wanted="a file of yours or of root's, which not everybody may write",
             found=f"a file of user {owner.st_uid}, mode {owner.st_mode & 0o7777:04o}",
-            fix=f"once you trust what is in it: {copy}, and {shlex.quote(f'layer={own}')}",
+            fix=f"cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(build))}/, and name that copy",
         )
     layer, needs = _recorded(file)
-    if layer is None:
-        found = f"no record of a layer: {record.path_for(file)}"
-        raise ConfigError("dray did not make this layer", where=file, found=found, fix=fix)
-    digest = verify.digest(file)
-    if digest != layer.digest:
+    if layer is None or verify.digest(file) != layer.digest:
         raise ConfigError(
-            "the layer's digest differs from its record",
+            "the layer differs from its record, or has none",
             where=file,
-            wanted=layer.digest,
-            found=digest,
-            fix="copy the layer again with its record, or build it again",
+            wanted=f"the digest in {record.path_for(file)}",
+            fix=f"copy the layer again with its record, or {fix}",
         )
     return layer.model_copy(update={"changed": tuple(layer_lock.unfit(needs, _packages(variant)))})
 

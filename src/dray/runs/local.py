@@ -71,26 +71,16 @@ def hub_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or dray_home.home() / ".cache", "huggingface")
 
 
-def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -> None:
-    """Refuse a recipe whose packages this Python lacks. `again` makes the user's command line with more options.
-
-    With `fixed`, as for a replay, the fix changes no settings.
-    """
-    missing = [package for package in requirements.of(recipe) if find_spec(package.module) is None]
+def require(recipe: Recipe) -> None:
+    """Refuse a recipe whose packages this Python lacks."""
+    needed = {package.module: package.setting for package in requirements.of(recipe)}
+    missing = [module for module in needed if find_spec(module) is None]
     if missing:
-        names = " and ".join(dict.fromkeys(package.module for package in missing))
-        fixes = [
-            f"{again('--engine', 'docker')}  # in the image, after dray image build {recipe.image} --format docker"
-        ]
-        if not fixed and all(package.without for package in missing):
-            settings = dict.fromkeys(word for package in missing for word in package.without)
-            fixes.insert(0, f"{again(*settings)}  # without {names}")
         raise ConfigError(
-            f"the recipe needs {names}, which this Python does not have",
+            f"the recipe needs {' and '.join(missing)}, which this Python does not have",
             where=sys.executable,
-            wanted="\n".join(f"{package.module}, for {package.setting}" for package in missing),
-            found="not installed; an image has everything that a recipe needs",
-            fix="\n".join(fixes),
+            wanted="\n".join(f"{module}, for {needed[module]}" for module in missing),
+            fix=f"dray image build {recipe.image} --format docker, then the same command with --engine docker",
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 from dray import engines
 from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Command, Preflight, Recipe
-from dray.contract import files, image_tasks, node
+from dray.contract import image_tasks, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine
 from dray.planning.schema import Plan
@@ -40,8 +39,7 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
             where=paths.run,
             wanted="a run of a recipe with [train]",
             found=f"the command {recipe.command.argv[0]}",
-            fix="load the model with your own program; or dray recipe new mine.toml, which writes a recipe for dray's "
-            "trainer",
+            fix="load the model with your own program",
         )
     found = "" if trust else foreign(paths)
     if found:
@@ -78,29 +76,7 @@ def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
 
 
 def hub_variables() -> tuple[str, ...]:
-    """The names of the variables for reaching the hub, with its token, that are set; their values are passed by name.
-
-    HF_TOKEN is set from HF_TOKEN_PATH, if nobody else may read that file.
-    """
-    file = os.environ.get("HF_TOKEN_PATH")
-    if file and not os.environ.get("HF_TOKEN"):
-        token = files.text(file, "the file with the hub's token").strip("\0 \t\r\n")  # NULs: after a crash
-        if not token:
-            raise ConfigError(
-                "the file with the hub's token is empty",
-                where=f"HF_TOKEN_PATH={file}",
-                fix="write the token into the file",
-            )
-        mode = Path(file).stat().st_mode & 0o777
-        if mode & 0o077:
-            raise ConfigError(
-                "others can read the hub's token",
-                where=f"HF_TOKEN_PATH={file}",
-                wanted="mode 600",
-                found=f"mode {mode:o}",
-                fix=f"chmod 600 {shlex.quote(file)}",
-            )
-        os.environ["HF_TOKEN"] = token
+    """The names of the variables for reaching the hub that are set; their values are passed by name."""
     return tuple(name for name in ("HF_TOKEN", *_NETWORK) if name in os.environ)
 
 

@@ -6,24 +6,23 @@ import os
 import re
 import secrets
 import shlex
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dray import __version__, render
 from dray import facts as probed
 from dray.config import accelerate_file, deepspeed_file, sites
 from dray.config.data import with_text
-from dray.config.load_toml import load, validate
+from dray.config.load_toml import load, put, validate
 from dray.config.recipe import Recipe
 from dray.contract import dataset_name, files, node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import variables
-from dray.planning import environment, image, trainer_defaults, world
+from dray.planning import environment, image, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, local_inputs
@@ -87,31 +86,24 @@ def _with_files(recipe: Recipe, folder: Path) -> Recipe:
     datasets = recipe.datasets()
     for key, place in places.items():
         absolute = str(folder / place)
-        _set(table, key, dataset_name.parse(datasets[key]).at(absolute) if key in datasets else absolute)
+        value = dataset_name.parse(datasets[key]).at(absolute) if key in datasets else absolute
+        table = put(table, tuple(key.split(".")), value)
     for key, function in recipe.maps().items():
         if "\n" not in function:  # else it is from a plan, which has the text
             file = folder / function.rpartition(":")[0]
-            _set(table, key, with_text(function, _copied(file, f"the file of {key}", recipe), file))
+            table = put(
+                table, tuple(key.split(".")), with_text(function, _copied(file, f"the file of {key}", recipe), file)
+            )
     return validate(Recipe, table, what="the recipe")
-
-
-def _set(table: dict[str, Any], key: str, value: str) -> None:
-    *names, last_name = key.split(".")
-    for name in names:
-        table = table.setdefault(name, {})
-    table[last_name] = value
 
 
 def _copied(path: Path, what: str, recipe: Recipe) -> str:
     """The text of a file for the run folder; another user's recipe may name any of your files."""
     text = files.text(path, what, limit=_LARGEST_FILE)
-    mode = path.stat().st_mode
-    if recipe.runs.share != "none" and not mode & 0o044:
+    if recipe.runs.share != "none" and not path.stat().st_mode & 0o044:
         raise ConfigError(
             "your private file would be copied into a run folder that your group can read",
             where=f"{what}: {path}",
-            wanted="runs.share = none, or a file that your group may read",
-            found=f"mode {mode & 0o777:o}",
             fix=f"runs.share=none, or chmod g+r {shlex.quote(str(path))}",
         )
     return text
@@ -154,10 +146,8 @@ def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, si
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) -> Plan:
     """The plan of this recipe on these facts at this site, with its findings."""
     runs = paths.run.parent
-    # The model's activations depend on the chosen variant and precision.
-    chosen = trainer_defaults.precision(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = environment.hub(facts, PurePosixPath(runs))
-    inputs = local_inputs.files(chosen, facts.model_copy(update={"hf_home": hub}))
+    inputs = local_inputs.files(recipe, facts.model_copy(update={"hf_home": hub}))
     earlier = grace.earlier(runs, recipe.name)
     save_s, save_run = grace.slowest(runs, earlier) or (None, "")
     inputs = inputs.model_copy(
@@ -234,13 +224,5 @@ def _make_cache(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if why := files.open_to_others(folder, folder=True):
-        status = folder.lstat()
-        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        raise ConfigError(
-            "another user may write the cache folder",
-            where=folder,
-            found=why,
-            fix=shlex.join(["chmod", "go-w", str(folder)])
-            if is_own
-            else "remove it, or set DRAY_RUNS to a folder of your own",
-        )
+        fix = f"chmod go-w {shlex.quote(str(folder))}; if it is not yours, set DRAY_RUNS to a folder of your own"
+        raise ConfigError("another user may write the cache folder", where=folder, found=why, fix=fix)

@@ -40,7 +40,6 @@ def answered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("dray run --site le", ["leonardo"]),
         ("dray run --site=le", ["leonardo"]),
         ("dray run --engine d", ["docker"]),
-        ("dray submit --launcher r", ["ray"]),
         ("dray recipe l", ["list"]),
         ("dray recipe keys checkpoint.ev", ["checkpoint.every"]),
         ("dray site check lum", ["lumi"]),

@@ -126,7 +126,7 @@ def test_cores_that_no_machine_has(text: str, tmp_path: Path) -> None:
 )
 def test_lines_that_name_no_machine(line: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(line)
-    with pytest.raises(ConfigError, match="a line of the hostfile is invalid"):
+    with pytest.raises(ConfigError, match="the hostfile is not valid"):
         hosts.read(tmp_path / "hosts")
 
 

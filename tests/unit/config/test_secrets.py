@@ -15,7 +15,6 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import secrets
 from dray.contract.findings import ConfigError
-from dray.runs import one_off_job
 
 pytestmark = pytest.mark.hostile("secrets")
 
@@ -267,14 +266,3 @@ def test_no_message_of_a_verb_shows_one(root: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.returncode == 78
     assert HF not in ended.stdout + ended.stderr
-
-
-def test_a_token_that_others_can_read_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "my token"
-    file.write_text(HF)
-    file.chmod(0o640)
-    monkeypatch.setenv("HF_TOKEN_PATH", str(file))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="others can read the hub's token"):
-        one_off_job.hub_variables()
-    assert "HF_TOKEN" not in os.environ

@@ -177,7 +177,8 @@ def test_slurm_alone_starts_it() -> None:
     assert (ended.returncode, ended.stdout) == (78, "")
     assert ended.stderr == (
         "dray: --engine has a wrong value\n"
-        "  wanted: one of bare, docker, podman, apptainer, singularity\n  found:  edf\n"
+        "  wanted: one of 'bare', 'docker', 'podman', 'apptainer', 'singularity'\n  found:  edf\n"
+        "  fix:    dray run -h\n"
     )
 
 

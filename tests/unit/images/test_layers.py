@@ -241,15 +241,15 @@ class TestLook:
         known = record.read(file)
         assert known
         record.write(file, known.model_copy(update={"python": ""}))
-        with pytest.raises(ConfigError, match="dray did not make this layer"):
+        with pytest.raises(ConfigError, match="the layer differs from its record"):
             self.look(file)
         record.path_for(file).unlink()
-        with pytest.raises(ConfigError, match="dray did not make this layer"):
+        with pytest.raises(ConfigError, match="the layer differs from its record"):
             self.look(file)
         record.write(file, known)
         with file.open("ab") as more:
             more.write(b"x")
-        with pytest.raises(ConfigError, match="digest differs from its record"):
+        with pytest.raises(ConfigError, match="the layer differs from its record"):
             self.look(file)
 
     @pytest.mark.hostile("runs and checkouts of others")
@@ -261,8 +261,7 @@ class TestLook:
             "where": str(file),
             "wanted": "a file of yours or of root's, which not everybody may write",
             "found": f"a file of user {os.geteuid()}, mode 0666",
-            "fix": f"once you trust what is in it: cp '{file}'{{,.json}} {ROOT}/build/, and "
-            f"'layer={ROOT}/build/my layer.sif'",
+            "fix": f"cp '{file}'{{,.json}} {ROOT}/build/, and name that copy",
         }
         if os.geteuid() == 0:  # only root gives a file away
             file.chmod(0o600)

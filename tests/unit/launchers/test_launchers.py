@@ -117,9 +117,7 @@ class TestWords:
     @pytest.mark.seconds
     def test_settings_and_a_command(self, tmp_path: Path) -> None:
         (tmp_path / "t.py").touch()
-        shown = self.plan(
-            tmp_path, "--launcher", "deepspeed", "ranks_per_node=2", "--", "t.py", "--nodes", "7", "--", "x=1"
-        )
+        shown = self.plan(tmp_path, "launcher=deepspeed", "ranks_per_node=2", "--", "t.py", "--nodes", "7", "--", "x=1")
         assert (shown.returncode, shown.stderr) == (0, "")
         assert f"\n  in  {tmp_path}\n" in shown.stdout
         assert "--no_python --no_local_rank python3 t.py --nodes 7 -- x=1\n\nfindings\n" in shown.stdout
@@ -133,7 +131,7 @@ class TestWords:
             (("nodes=2", "--"), "there is nothing to run"),
             (("r.toml", "--", "t.py"), "a recipe and a command were given, but a run has only one of them"),
             (("nodes=two", "--", "t.py"), "the command's recipe has 1 error"),
-            (("--launcher", "mpirun", "--", "t.py"), "the command's recipe has 1 error"),
+            (("launcher=mpirun", "--", "t.py"), "the command's recipe has 1 error"),
             (("gone.toml",), "recipe gone.toml does not exist"),
             (("t.py", "nodes=2"), "a program was given instead of a recipe"),
         ],

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from dray.facts import Facts
 from dray.planning.estimates import memory, model_shape
-from dray.runs import local_inputs
 from dray.runs.prepare import read_recipe
 from helpers import PYTHON, ROOT
 
@@ -163,30 +161,6 @@ def test_compiled_layers_keep_less() -> None:
     for words, each in (((), 66), (("train.compile=true",), 44)):
         two, four = (gpu(*words, model={**llama, "num_hidden_layers": count})["activations"] for count in (2, 4))
         assert (four - two) / (2 * 8 * 1024 * 256) == each
-
-
-@pytest.mark.torch
-class TestCounted:
-    """By the model itself, where torch is at hand."""
-
-    @pytest.mark.slow
-    def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
-        said = {"scheduler": "slurm", "nodelist": "n1", "nodes": 1, "engine": "apptainer", "image": "/i.sif"}
-        words = ["image=cuda", "train.precision=bf16"]
-        compiled = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words)
-        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [*words, "train.compile=false"])
-        assert local_inputs.files(recipe, Facts.model_validate(said)).counted is None
-        monkeypatch.setattr(sys, "prefix", str(tmp_path))
-        (tmp_path / "image.json").touch()
-        counted = local_inputs.files(recipe, Facts.model_validate(said)).counted
-        assert counted
-        assert counted.kept > counted.checkpointed > 0
-        assert local_inputs.files(compiled, Facts.model_validate(said)).counted is None
-        odd = recipe.model_copy(update={"model": recipe.model.model_copy(update={"type": "no-such"})})
-        assert (
-            local_inputs.files(odd, Facts.model_validate(said)).counted is None
-        )  # the trainer says what is wrong with it
 
 
 def test_a_model_that_also_sees_has_its_words_in_a_part_of_its_configuration() -> None:

@@ -45,7 +45,8 @@ def configuration(kind: str, **more: object) -> dict[str, Any]:
 
 def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[str, int], dict[str, float]]:
     """What the hooks count, and the formula."""
-    from dray.train.activations import Question, main
+    import counted_activations
+    from counted_activations import Question, main
 
     autocast, weights = WAYS[way]
     eager = bool(more.get("attention"))
@@ -54,7 +55,7 @@ def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[
     if more.get(
         "documents"
     ):  # a test before may have loaded a model that masks none, which is told to the whole process
-        argv = [sys.executable, "-m", "dray.train.activations", json.dumps(dataclasses.asdict(question))]
+        argv = [sys.executable, counted_activations.__file__, json.dumps(dataclasses.asdict(question))]
         found = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
     else:
         found = main(question)
@@ -107,7 +108,7 @@ def test_the_formula_has_the_mask_that_hides_other_documents(kind: str) -> None:
 
 
 def parameters(raw: dict[str, Any], **more: Any) -> dict[str, int]:
-    from dray.train.activations import Question, main
+    from counted_activations import Question, main
 
     masked = raw["model_type"] == "bert"
     found = main(Question(configuration=raw, length=16, masked=masked, **more))
@@ -179,7 +180,7 @@ def test_attention_that_keeps_its_scores(kind: str) -> None:
 @pytest.mark.seconds
 def test_the_figures_of_the_common_models() -> None:
     """Bytes a token, layer and hidden unit with an inner size of four: GPT-2 86, Llama 66, 56 without autocast."""
-    from dray.train.activations import Question, main
+    from counted_activations import Question, main
 
     def layer(kind: str, way: str, **more: object) -> float:
         autocast, weights = WAYS[way]

@@ -32,23 +32,17 @@ def test_the_form_that_deepspeed_has(file) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("", "the hostfile names no machine"),
-        ("# nothing\n\n", "the hostfile names no machine"),
-        ("a slots=2\nb slots=4\n", "machines of one run must have the same number of ranks"),
-        ("a slots=2\nb\n", "machines of one run must have the same number of ranks"),
-        ("a\nb\na\n", "the hostfile names a machine twice"),
-        ("a slots=0\n", "a line of the hostfile is invalid"),
-        ("a slots=x\n", "a line of the hostfile is invalid"),
-        ("a 8\n", "a line of the hostfile is invalid"),
-        ("a slots=8 max=9\n", "a line of the hostfile is invalid"),
+        "", "# nothing\n\n", "a slots=2\nb slots=4\n", "a slots=2\nb\n", "a\nb\na\n", "a slots=0\n", "a slots=x\n",
+        "a 8\n",
+        "a slots=8 max=9\n", "n[1-2]\n",
     ],
-)
-def test_hostfiles_that_are_none(file, text: str, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+)  # fmt: skip
+def test_hostfiles_that_are_none(file, text: str) -> None:
+    with pytest.raises(ConfigError, match="the hostfile is not valid") as refused:
         hosts.read(file(text))
-    assert str(refused.value).splitlines()[0] == said
+    assert "slots=N" in refused.value.finding.wanted
 
 
 def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
@@ -62,10 +56,8 @@ def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
 class TestHere:
     """This machine's line."""
 
-    def test_by_name_and_by_address(self, file) -> None:
-        name = socket.gethostname()
-        assert hosts.read(file(f"198.51.100.1\n{name}.example.invalid\n")).here() == 1
-        assert hosts.read(file("127.0.0.1\n198.51.100.1\n")).here() == 0
+    def test_by_name(self, file) -> None:
+        assert hosts.read(file(f"198.51.100.1\n{socket.gethostname()}.example.invalid\n")).here() == 1
 
     def test_as_it_is_told(self, file) -> None:
         found = hosts.read(file("198.51.100.1\n198.51.100.2\n"))
@@ -77,19 +69,16 @@ class TestHere:
         with pytest.raises(ConfigError, match="it is not clear which line of the hostfile is this machine"):
             hosts.read(file("198.51.100.1\n198.51.100.2\n")).here()
         with pytest.raises(ConfigError, match="it is not clear which line of the hostfile is this machine"):
-            hosts.read(file("127.0.0.1\n127.0.0.2\n")).here()
+            hosts.read(file("{0}.a\n{0}.b\n".format(socket.gethostname()))).here()
 
 
-def test_all_machines_name_the_run_alike(file, root: Path) -> None:
+def test_all_machines_have_the_same_facts(file, root: Path, monkeypatch) -> None:
+    monkeypatch.setattr(local, "image_of", lambda *_: "/p")
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-    other = read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.lr=1e-3"])
     found = hosts.read(file("a\nb\n"))
-    name = found.run_id(recipe)
-    assert name == hosts.read(file("# the same\na\nb\n")).run_id(recipe)
-    assert len({name, found.run_id(other), hosts.read(file("b\na\n")).run_id(recipe)}) == 3
-    facts = found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi")
+    facts = found.facts(recipe, run="r", engine="bare", gpus_per_node=0, site="lumi")
     assert (facts.hosts(), facts.scheduler, facts.site) == (["a", "b"], "hosts", "lumi")
-    assert facts.port == found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi").port
+    assert facts.port == found.facts(recipe, run="r", engine="bare", gpus_per_node=0, site="lumi").port
 
 
 @pytest.mark.parametrize(("engine", "seen"), [("bare", False), ("docker", True)])
@@ -97,22 +86,13 @@ def test_a_container_sees_hf_home(file, root: Path, tmp_path: Path, monkeypatch,
     """A bare machine has its own, which need not be the others'."""
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    facts = hosts.read(file("a\nb\n")).facts(recipe, run="r", engine=engine, image="i", gpus_per_node=0, site="")
+    monkeypatch.setattr(local, "image_of", lambda *_: "i")
+    facts = hosts.read(file("a\nb\n")).facts(recipe, run="r", engine=engine, gpus_per_node=0, site="")
     decided = decide(recipe, *at_site(facts), RunPaths(tmp_path / "r"))
     assert (str(tmp_path) in [bind.path for bind in decided.binds]) is seen
     assert (("HF_HOME", str(tmp_path)) in [(one.name, one.value) for one in decided.env]) is seen
     monkeypatch.setenv("HF_HOME", "relative")
     assert local.facts(recipe, engine="docker", image="i", nodes=1, gpus_per_node=0, site="").hf_home is None
-
-
-def test_what_to_type(file, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "a b").mkdir()
-    monkeypatch.chdir(tmp_path / "a b")
-    shown = hosts.read(file("box1\n10.0.0.2\n")).commands(["dray", "run", "--run", "x"], ["my t.py", "--node"])
-    assert shown.splitlines() == [
-        f"box1      cd '{tmp_path}/a b' && dray run --run x --node 0 -- 'my t.py' --node",
-        f"10.0.0.2  cd '{tmp_path}/a b' && dray run --run x --node 1 -- 'my t.py' --node",
-    ]
 
 
 class TestSecret:
@@ -134,17 +114,10 @@ class TestSecret:
         subprocess.run(["bash", "-c", line], env={**os.environ, "HOME": str(tmp_path)}, check=True)
         assert re.fullmatch("[0-9a-f]{64}", self.machines(tmp_path).secret(tmp_path / ".dray-secret"))
 
-    @pytest.mark.parametrize(
-        ("mode", "text", "problem"),
-        [
-            (0o640, "5" * 64, "others can read the secret"),
-            (0o600, "5" * 31, "the secret is too short, or not ASCII"),
-            (0o600, "é" * 64, "the secret is too short, or not ASCII"),
-        ],
-    )
-    def test_a_file_that_is_no_secret(self, tmp_path: Path, mode: int, text: str, problem: str) -> None:
+    @pytest.mark.parametrize(("mode", "text"), [(0o640, "5" * 64), (0o600, "5" * 31), (0o600, "é" * 64)])
+    def test_a_file_that_is_no_secret(self, tmp_path: Path, mode: int, text: str) -> None:
         (tmp_path / "secret").write_text(text)
         (tmp_path / "secret").chmod(mode)
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match="the secret is weak") as refused:
             self.machines(tmp_path).secret(tmp_path / "secret")
-        assert refused.value.problem == problem
+        assert refused.value.finding.found == f"mode {mode:o}, {len(text)} characters"

@@ -165,11 +165,10 @@ class TestFolders:
         cache.chmod(0o770)
         with pytest.raises(ConfigError, match="another user may write the cache folder") as refused:
             prepare._make_cache(cache)
-        assert refused.value.finding.fix == f"chmod go-w '{cache}'"
+        assert refused.value.finding.fix.startswith(f"chmod go-w '{cache}'; if it is not yours, ")
         (tmp_path / "link").symlink_to(cache)
-        with pytest.raises(ConfigError, match="another user may write the cache folder") as refused:
+        with pytest.raises(ConfigError, match="another user may write the cache folder"):
             prepare._make_cache(tmp_path / "link")
-        assert refused.value.finding.fix == "remove it, or set DRAY_RUNS to a folder of your own"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")

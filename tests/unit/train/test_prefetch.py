@@ -146,26 +146,6 @@ def test_what_cannot_be_fetched(hub, recipe, tmp_path, words, env, code: int, sa
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "said"),
-    [
-        ("hf_secret\n", 0o600, None),
-        ("hf_secret\n", 0o640, "others can read the hub's token"),
-        ("", 0o600, "the file with the hub's token is empty"),
-        (None, 0, "the file with the hub's token cannot be read"),
-    ],
-)
-def test_a_token_may_be_in_a_file_that_is_nobody_elses(hub, recipe, tmp_path, text, mode: int, said) -> None:
-    file = tmp_path / "my token"
-    if text is not None:
-        file.write_text(text)
-        file.chmod(mode)
-    env = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub, "HF_TOKEN_PATH": str(file)}
-    ended = fetch(recipe, "model.name=me/secret", **env)
-    assert "hf_secret" not in ended.stdout + ended.stderr
-    assert (ended.returncode, said in ended.stderr) == (78, True) if said else ended.returncode == 0, ended.stdout
-
-
 def test_a_hub_that_is_not_reached_is_said(recipe: Path, tmp_path: Path) -> None:
     ended = fetch(recipe, HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.returncode != 0

@@ -1,6 +1,6 @@
 """Estimates the activations kept for the backward pass, from a model's configuration alone: it needs no torch.
 
-Calibrated against `dray.train.activations`, which counts them in the model itself; tests compare the two.
+Calibrated against what transformers' models keep; tests compare the two.
 Numbers are bytes. Under autocast norms stay in 32 bits, and every product makes itself a copy in 16.
 """
 

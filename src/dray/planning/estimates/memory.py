@@ -1,8 +1,6 @@
 """Estimates the memory of a run before it starts, from the model's configuration and the recipe.
 
-Parameters and activations come from a formula; or they are counted in the model itself, if torch is installed and
-nothing is compiled (`dray plan --exact`, and every plan made in an image). The logits, large in small models, come on
-top.
+Parameters and activations come from a formula. The logits, large in small models, come on top.
 """
 
 from __future__ import annotations
@@ -58,13 +56,12 @@ class Estimate(NamedTuple):
 
 def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -> Estimate:
     """The memory that the recipe needs on so many ranks."""
-    train, counted = recipe.train, model.counted
+    train = recipe.train
     assert train is not None
     assert recipe.batch is not None
     shares = divide(recipe.batch, world_size=ranks)
     lora = recipe.lora if recipe.has_lora else None
     trained = lora.rank * model.linear * model.layers if lora else model.parameters
-    trained = counted.trained if counted else trained
     half = 2 if train.precision != "fp32" else 4
     kept = 2 if recipe.model.dtype == "bf16" else 4
     stage, zero = STRATEGIES[train.strategy][:2]
@@ -123,8 +120,6 @@ def _activations(recipe: Recipe, train: Train, model: Shape, rows: int) -> float
     """Bytes of one micro-batch's activations, at the beginning of its backward pass."""
     how = use(recipe, model.kind)
     row = activations.kept(model, how)
-    if model.counted and not how.compiled:
-        row = model.counted.checkpointed if how.checkpointed else model.counted.kept
     predicted = train.mlm_probability if train.objective == "masked" else 1.0  # of tokens; the head computes no other
     size = padded(recipe, model)
     wide = how.products if train.loss in ("auto", "full") else how.residual
@@ -152,12 +147,8 @@ def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files)
         return f"not estimated: {missing}{unchecked}"
     needed = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
     text = f"an estimate for {model.parameters:,} parameters"
-    if model.counted and model.counted.trained < model.parameters:
-        text += f", {model.counted.trained:,} of them trained"
     if memory and needed.gpu:
         text += f", on GPUs of {memory:g} GB"
-    if model.counted:
-        text += "; parameters and activations are counted in the model itself"
     return "\n".join([text, *needed.lines()])
 
 

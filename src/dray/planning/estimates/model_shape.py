@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dray.contract.findings import ConfigError
-from dray.facts import Counted, Files
+from dray.facts import Files
 
 # What transformers takes where a configuration does not say.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -55,8 +55,6 @@ class Shape(NamedTuple):
     dropout: bool
     window: int
     """How far attention reaches back; 0: to the beginning."""
-    counted: Counted | None = None
-    """What was counted in the model itself, if it was."""
 
 
 def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,11 +107,8 @@ def of(raw: Mapping[str, Any]) -> Shape | None:
 
 
 def known(files: Files) -> Shape | None:
-    """The sizes of the model, with what was counted in the model itself."""
-    model, counted = of(files.configuration or {}), files.counted
-    if model and counted:
-        return model._replace(counted=counted, parameters=counted.parameters, outside=counted.outside)
-    return model
+    """The sizes of the model."""
+    return of(files.configuration or {})
 
 
 def whole(raw: Mapping[str, Any], name: str) -> int:

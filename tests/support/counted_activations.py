@@ -1,8 +1,8 @@
-"""`python -m dray.train.activations`: a model's parameters, and what its forward pass keeps for the backward pass.
+"""A model's parameters, and what its forward pass keeps for the backward pass: the formula is compared with it.
 
 The model is built on the meta device, where tensors have shapes and no memory, and its forward pass runs under hooks
 that see each tensor which is kept. CUDA's rules of autocast, its dropout and its flash attention are emulated, since
-they decide it. The argument is the question as JSON (`Question`); the answer is JSON on standard output.
+they decide it. As a program, the argument is the question as JSON (`Question`); the answer is JSON on standard output.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Cuda(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,  # noqa: ANN401
-        args: Any = (),  # noqa: ANN401
+        types: Any,
+        args: Any = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__bool__":  # transformers asks whether a row is one document; no number is there to be looked at
@@ -67,14 +67,14 @@ class Cuda(TorchFunctionMode):
             return _flash(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _lower(self, value: Any) -> Any:  # noqa: ANN401  a tensor, or any other argument
+    def _lower(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
             return value
         if not value.is_leaf or not value.requires_grad:
             return value.to(self.half)
         return self.weights.setdefault(id(value), value.to(self.half))
 
-    def _float(self, value: Any) -> Any:  # noqa: ANN401
+    def _float(self, value: Any) -> Any:
         return value.float() if isinstance(value, torch.Tensor) and value.dtype == self.half else value
 
 
@@ -83,7 +83,7 @@ class _Flash(torch.autograd.Function):
     a mask what the memory-efficient one does, which makes numbers of it to be added."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
         rows, heads, length, _ = query.shape
         output: torch.Tensor = query.new_empty(rows, length, heads, value.shape[3]).transpose(1, 2)
         sums = query.new_empty(rows, heads, length, dtype=torch.float32)
@@ -92,11 +92,11 @@ class _Flash(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Any) -> Any:
         raise NotImplementedError("nothing is computed on the meta device")
 
 
-def _flash(query: Any, key: Any, value: Any, attn_mask: Any = None, *_others: Any, **_options: Any) -> Any:  # noqa: ANN401
+def _flash(query: Any, key: Any, value: Any, attn_mask: Any = None, *_others: Any, **_options: Any) -> Any:
     return _Flash.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 
