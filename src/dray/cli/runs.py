@@ -108,5 +108,5 @@ def _row(seen: State) -> tuple[str, ...]:
     loss = "" if seen.loss is None else f"{seen.loss:.3f}"
     return (
         cell(seen.run), seen.state, cell(seen.recipe or ""), f"{len(seen.nodes) or ''}", step, loss,
-        times.local(seen.started), str(seen.attempts), cost.short(seen.spent),
+        times.local(seen.started), str(seen.attempts), cost.text(seen.spent),
     )  # fmt: skip

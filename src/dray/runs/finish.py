@@ -120,7 +120,7 @@ class _Ended:
             hosts = [node.name for node in plan.world.nodes]
             fields |= {"run": plan.run, "world_size": plan.world.size, "hosts": hosts}
             fields |= {"command": plan.recipe.train is None, "grace_s": plan.grace_s if plan.by_slurm else None}
-            spent = spent or cost.parse(known, plan.job, startup.step(paths))
+            spent = spent or cost.parse(known)
             if alone := self.tried(paths.process_group, process_group.warning, paths, plan):
                 self.warnings.append(alone)
         if stopped:
@@ -167,7 +167,7 @@ class _Ended:
         """The failure with the earliest record in the folder, which changes last when all ranks have `ended`."""
         ended = ended or written(folder) or 0.0
         warn, logs = self.warnings.append, self.paths.logs
-        found = self.tried(folder, records.read, folder, logs, code=self.code, warn=warn)
+        found = self.tried(folder, records.read, folder, logs, warn=warn)
         return Failure(found[0].time, ended, found[0].cause) if found else Failure(ended, ended, None)
 
     def unrecorded(self) -> Cause:

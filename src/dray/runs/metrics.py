@@ -40,14 +40,14 @@ class Metrics:
         return [f"{self._path}: {counted(self._damaged, 'damaged line')} left out"] if self._damaged else []
 
 
-def tail(path: Path, least: int = _TAIL) -> list[Event]:
+def tail(path: Path) -> list[Event]:
     """The events of the file's last bytes, of more if there is no step in them. OSError: it cannot be read."""
     events: list[Event] = []
     with suppress(FileNotFoundError):
-        for size in (least, _TAIL + LONGEST):
+        for size in (_TAIL, _TAIL + LONGEST):
             end, whole = files.end(path, size)
-            lines = end.split(b"\n")
-            events = [event for line in (lines if whole else lines[1:]) if (event := parsed(line))]
+            lines = end.split(b"\n")[0 if whole else 1 :]
+            events = [event for event in map(parsed, lines) if event]
             if whole or any(event.get("event") == "step" for event in events):
                 break
     return events
@@ -84,24 +84,24 @@ def number(event: object, name: str) -> float | None:
 _UNSAVED = {"checkpoint": "not saved", "mirror": "not copied"}
 WARNED_OF = (*_UNSAVED, "divergence")
 """The kinds of events that `result_warnings` reads."""
+_JUMPS = 5
 
 
 def result_warnings(events: Sequence[Event]) -> list[str]:
     """Warnings in metrics: each kind of failed save, and the first loss jumps."""
-    jumps = [str(event.get("why"))[:600] for event in events if event.get("event") == "divergence"]
-    more = [f"and {counted(len(jumps) - 5, 'time')} more"] if len(jumps) > 5 else []
-    return [*unsaved(events), *jumps[:5], *more]
+    jumps = [str(event.get("why")) for event in events if event.get("event") == "divergence"]
+    more = [f"and {counted(len(jumps) - _JUMPS, 'time')} more"] if len(jumps) > _JUMPS else []
+    return [*unsaved(events), *jumps[:_JUMPS], *more]
 
 
 def unsaved(events: Sequence[Event]) -> list[str]:
     """A warning for each kind of failed save."""
     found = []
     for kind, what in _UNSAVED.items():
-        saves = [event for event in events if event.get("event") == kind and isinstance(event.get("checkpoint"), int)]
+        saves = [event for event in events if event.get("event") == kind]
         failed = [event for event in saves if event.get("saved") is False]
         if failed:
-            count, step = counted(len(failed), "checkpoint"), failed[0]["checkpoint"]
-            text = f"{count} {what}, the first of step {step}: {failed[0].get('why')}"[:600]
-            mended = f"; step {saves[-1]['checkpoint']} was saved again" if saves[-1].get("saved") is True else ""
-            found.append(text + mended)
+            first_one = f"the first of step {failed[0].get('checkpoint')}: {failed[0].get('why')}"
+            mended = "; the last one was saved" if saves[-1].get("saved") is True else ""
+            found.append(f"{counted(len(failed), 'checkpoint')} {what}, {first_one}{mended}")
     return found

@@ -6,7 +6,6 @@ wrapper may print lines of its own between them.
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import time
@@ -30,7 +29,9 @@ _LATE_S = 120.0  # clocks differ, and a job may be queued before its number is r
 # squeue does not list ended jobs; all others have nodes.
 _HELD = frozenset({"REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _WAITING = _HELD | {"PENDING", "EXPEDITING", "REQUEUED"}
-_COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last column may contain any character
+_COLUMNS = "%A|%i|%T|%V|%r|%S|%o"
+# Times are seconds since 1970, or words such as N/A; the command may contain any character.
+_LINE = re.compile(r"^([0-9]+)\|([^|\n]*)\|([^|\n]*)\|([0-9]*)[^|\n]*\|([^|\n]*)\|([0-9]*)[^|\n]*\|(.*)$", re.MULTILINE)
 
 
 def _answer(*argv: str, seconds: float | None = None) -> str:
@@ -64,7 +65,8 @@ def sbatch(argv: Sequence[str]) -> Queued:
 # Jobs --------------------------------------------------------------------------------------------------------------
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job:
     """A job that waits, runs or is ending."""
 
     number: int
@@ -105,45 +107,50 @@ def jobs(cluster: str = "") -> list[Job]:
     """All jobs of this user. DrayError if Slurm is missing or does not answer."""
     # Variables such as SQUEUE_PARTITION would hide jobs.
     hidden = [f"--unset={name}" for name in os.environ if name.startswith("SQUEUE_")]
-    prefix = ["env", *hidden] if hidden else []
-    options = ["--array", "--noheader", f"--user={os.geteuid()}", *_on(cluster), f"--format={'|'.join(_COLUMNS)}"]
-    seconds_since_1970 = {"SLURM_TIME_FORMAT": "%s"}
-    done = process.run([*prefix, "squeue", *options], env=seconds_since_1970, check=False, seconds=_ANSWER_S)
+    options = ["--array", "--noheader", f"--user={os.geteuid()}", *_on(cluster), f"--format={_COLUMNS}"]
+    argv = ["env", *hidden, "squeue", *options] if hidden else ["squeue", *options]
+    done = process.run(argv, env={"SLURM_TIME_FORMAT": "%s"}, check=False, seconds=_ANSWER_S)
     if done.code:
         raise UnfitError("squeue failed, so dray cannot see your jobs", where="squeue", found=done.err.strip()[-300:])
-    return [job for job in map(_job, done.out.splitlines()) if job]
+    return [
+        Job(int(number), id_, state, float(submitted or 0), reason, float(start) if start else None, command.strip())
+        for number, id_, state, submitted, reason, start, command in _LINE.findall(printable(done.out))
+    ]
 
 
-def _job(line: str) -> Job | None:
-    fields = line.split("|", len(_COLUMNS) - 1)
-    if len(fields) < len(_COLUMNS) or not fields[0].isdecimal():
-        return None
-    number, id_, state, submitted, reason, start, command = map(printable, fields)
-    since = float(submitted) if submitted.isdecimal() else 0.0
-    return Job(int(number), id_, state, since, reason, float(start) if start.isdecimal() else None, command.strip())
+class _Queue:
+    """The jobs of one cluster, asked once."""
+
+    def __init__(self, cluster: str) -> None:
+        self.asked = time.time()
+        self.jobs: list[Job] = []
+        self.silent: DrayError | None = None
+        try:
+            self.jobs = jobs(cluster)
+        except DrayError as silent:
+            self.silent = silent
+        self.by_id = {job.id: job for job in self.jobs}
+        self.commands = "".join(f" {job.command} " for job in self.jobs)
 
 
 class Slurm:
     """This user's jobs, for many runs: each cluster is asked once, even if it does not answer."""
 
     def __init__(self) -> None:
-        self._known: dict[str, list[Job] | DrayError] = {}
-        self._asked: dict[str, float] = {}
+        self._queues: dict[str, _Queue] = {}
         self._restarted: dict[str, bool] = {}
-        self._by_word: dict[str, dict[str, list[Job]]] = {}
+
+    def _queue(self, cluster: str) -> _Queue:
+        if cluster not in self._queues:
+            self._queues[cluster] = _Queue(cluster)
+        queue = self._queues[cluster]
+        if queue.silent:
+            raise queue.silent
+        return queue
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All jobs of this user on the cluster. DrayError if Slurm is missing or does not answer."""
-        if cluster not in self._known:
-            self._asked[cluster] = time.time()
-            try:
-                self._known[cluster] = jobs(cluster)
-            except DrayError as silent:
-                self._known[cluster] = silent
-        found = self._known[cluster]
-        if isinstance(found, DrayError):
-            raise found
-        return found
+        return self._queue(cluster).jobs
 
     @cached_property
     def is_absent(self) -> bool:
@@ -153,28 +160,25 @@ class Slurm:
     @cached_property
     def cluster(self) -> str:
         """The name of this machine's cluster; empty if Slurm does not answer."""
-        return "" if isinstance(self._known.get(""), DrayError) else cluster_name()
+        return cluster_name()
 
     def is_older(self, at: float, cluster: str = "", *, margin_s: float = 0.0) -> bool:
         """Whether Slurm was asked before this time and so cannot know of it; a future time is another clock's error."""
-        return self._asked.get(cluster, at + margin_s) - margin_s < at < time.time() + JUST_S
+        queue = self._queues.get(cluster)
+        return queue is not None and queue.asked - margin_s < at < time.time() + JUST_S
 
     def job_of(self, ids: Mapping[str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """A job with one of these ids that existed at that time, or with such a run folder (`--run=`). A running job
         comes before a waiting one. DrayError as from `jobs`."""
-        if cluster not in self._by_word:  # there may be thousands of jobs
-            known = self.jobs(cluster)
-            by_word = self._by_word.setdefault(cluster, {})
-            for job in known:
-                for word in (job.id, *job.command.split(" ")):
-                    by_word.setdefault(word, []).append(job)
-        by_word = self._by_word[cluster]
-        found = [
-            job for id_, at in ids.items() for job in by_word.get(id_, ()) if job.id == id_ and self._existed(job, at)
-        ]
-        for folder in folders:  # its name may contain spaces
-            candidates = by_word.get(f"--run={folder}".partition(" ")[0], ())
-            found += [job for job in candidates if f" --run={folder} " in f" {job.command} "]
+        queue, found = self._queue(cluster), []
+        for id_, at in ids.items():
+            job = queue.by_id.get(id_)
+            if job and self._existed(job, at):
+                found.append(job)
+        for folder in folders:
+            option = f" --run={folder} "  # the folder's name may contain spaces
+            if option in queue.commands:
+                found += [job for job in queue.jobs if option in f" {job.command} "]
         return min(found, key=lambda job: job.waits, default=None)
 
     def _existed(self, job: Job, at: float) -> bool:
@@ -303,20 +307,20 @@ def cluster_name(config: Mapping[str, str] | None = None) -> str:
 
 
 def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, object]:
-    """Facts on preemption in these partitions, or in the default one; of several grace times the shortest."""
+    """Facts on preemption in the first of these partitions, or in the default one."""
     found: dict[str, object] = {}
     if kill := re.match("[0-9]{1,9}", config.get("KillWait", "")):
         found["kill_wait_s"] = int(kill[0])
     if config.get("PreemptType", "(null)") in ("(null)", "preempt/none"):
         return found
-    found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "").split(",")
     key, wanted = ("PartitionName", names) if names else ("Default", ["YES"])
     shown = map(fields, _answer("scontrol", "show", "partition", "--oneliner").splitlines())
-    chosen = [partition for partition in shown if partition.get(key) in wanted]
-    modes = [partition.get("PreemptMode") or config.get("PreemptMode", "") for partition in chosen]
-    graces = [int(partition["GraceTime"]) for partition in chosen if partition.get("GraceTime", "").isdecimal()]
-    found["preempt_mode"] = next((mode for mode in modes if mode != "OFF"), "OFF" if modes else "")
-    return found | ({"preempt_grace_s": min(graces)} if graces else {})
+    partition = next((one for one in shown if one.get(key) in wanted), {})
+    found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "")
+    found["preempt_mode"] = partition.get("PreemptMode", "")
+    if (grace := partition.get("GraceTime", "")).isdecimal():
+        found["preempt_grace_s"] = int(grace)
+    return found
 
 
 def partitions() -> list[Partition]:
@@ -353,9 +357,8 @@ def qualities() -> list[str]:
 
 
 def _associated(column: str) -> list[str]:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user id that no passwd knows
+    user = os.environ.get("USER", "")
+    if not user:  # `user=` would show all users'
         return []
     options = ("--noheader", "--parsable2", "show", "associations", f"format={column}", f"user={user}")
     names = re.split(r"[\s,]+", _answer("sacctmgr", *options))
@@ -399,9 +402,14 @@ class Allocation(NamedTuple):
 
     def argv(self, *, run: str, site: str, recipe: Sequence[str], command: Sequence[str]) -> list[str]:
         """The bash command that starts the batch script inside the allocation."""
-        script = dray_home.root() / "slurm" / ("singlenode.sh" if self.nodes == "1" else "multinode.sh")
-        options = [*([f"--run={run}"] if run else []), *([f"--site={site}"] if site else [])]
-        return ["bash", str(script), *options, *recipe, *(["--", *command] if command else [])]
+        script = "singlenode.sh" if self.nodes == "1" else "multinode.sh"
+        argv = ["bash", str(dray_home.root() / "slurm" / script)]
+        if run:
+            argv.append(f"--run={run}")
+        if site:
+            argv.append(f"--site={site}")
+        argv += recipe
+        return [*argv, "--", *command] if command else argv
 
 
 def allocation_environment(env: Mapping[str, str], runs: Path) -> dict[str, str]:

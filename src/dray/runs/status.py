@@ -9,21 +9,22 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.control_characters import printable
-from dray.contract.findings import DrayError, duration
+from dray.contract.findings import DrayError
 from dray.runs import metrics, startup, stop
 from dray.runs.cost import Spent
-from dray.runs.slurm import JUST_S, Job, Slurm, meaning
+from dray.runs.slurm import JUST_S, Job, Slurm
 from dray.runs.startup import Startup
 from dray.runs.stop import Stop, utc
-from dray.runs.store import OR_NONE, Attempt, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
+from dray.runs.store import Attempt, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
     "queued", "running", "done", "failed", "stopped", "lost", "no result",
@@ -34,37 +35,15 @@ FRESH_S = 120.0
 file's time for up to a minute."""
 AT_STEP = "at step "
 """With what the note of a loss that jumped or is not finite begins."""
-_MOST_NOTES = 16  # a run of thousands of ranks may name each
-_KILLED_S = 45.0  # the same after SIGTERM: Slurm kills the job after KillWait, 30 s by default
+_STAGES = (
+    (run_folder.rank_log(0), "ranks load the data and build the model"),
+    (run_folder.PREFLIGHT, "preflight, then the launcher starts the ranks"),
+    (run_folder.RENDEZVOUS, "rendezvous: the first node waits for the others"),
+    (run_folder.node_log(0), "nodes start the image"),
+)
+"""What happens before the first line of metrics, by the newest of these files."""
 
-
-class Waiting(BaseModel):
-    """The waiting job of a run, as Slurm shows it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    job: int
-    id: str = ""
-    """The id for Slurm's commands."""
-    state: str
-    reason: str
-    meaning: str = ""
-    """The reason in plain words; empty if it is unknown."""
-    start: str | None = None
-    """The start that Slurm expects, or the earliest possible."""
-
-
-class Node(BaseModel):
-    """A node, from the files of its ranks and its runner."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    ranks: list[int]
-    quiet_s: float | None = None
-    """Seconds since one of its logs was last written; None without logs."""
-    notes: list[str] = []
-    """Failures and slow ranks."""
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class Live(BaseModel):
@@ -73,18 +52,17 @@ class Live(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     stage: str
-    nodes: list[Node] = []
     quiet_s: float | None = None
-    """Seconds since any of its files was last written."""
+    """Seconds since its metrics or one of its logs was last written."""
     restarts: int = 0
     notes: list[str] = []
-    """Slow ranks, failed saves, loss jumps, and a request to end."""
+    """Failures, slow ranks, failed saves, loss jumps, and a request to end."""
 
 
 class State(BaseModel):
     """One run at the time of the query."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
     run: str
     folder: str
@@ -94,33 +72,32 @@ class State(BaseModel):
     recipe: str | None = None
     command: bool = False
     """Whether a command runs instead of dray's trainer."""
-    job: int | None = None
+    job: _Count | None = None
     job_id: str | None = None
     """The id for Slurm's commands: 12, or 12_3 for an array task."""
     attempt: int | None = None
     attempts: int = 0
     nodes: list[str] = []
-    ranks: int | None = None
+    ranks: _Count | None = None
     started: str | None = None
-    """When the first attempt began, or, without one, when the run was submitted."""
-    attempt_started: str | None = None
+    """When the last attempt began, or, without one, when the run was submitted."""
     finished: str | None = None
-    step: int | None = None
-    steps: int | None = None
+    step: _Count | None = None
+    steps: _Count | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
     left_s: float | None = None
-    exit_code: int | None = None
+    exit_code: _Count | None = None
     why: str | None = None
     """What failed, or what stopped the run."""
     goes_on: bool = False
     """Whether another attempt follows the last one."""
-    waiting: Waiting | None = None
+    waiting: Job | None = None
     live: Live | None = None
     """Details of a running attempt, if requested."""
-    startup: Annotated[Startup | None, OR_NONE] = None
+    startup: Startup | None = None
     """How long each part of the last attempt's start took, if requested."""
-    spent: Annotated[Spent | None, OR_NONE] = None
+    spent: Spent | None = None
     """The cost of all attempts, if the last one has ended."""
     warnings: list[str] = []
 
@@ -136,13 +113,8 @@ class State(BaseModel):
     """The job's cluster, if Slurm knows several; empty for this machine's cluster."""
     process: Annotated[int, Field(exclude=True)] = 0
     """The process that has the run, on this machine."""
-
-    run_path: Annotated[Path | None, Field(exclude=True)] = None
-
-    @property
-    def path(self) -> Path:
-        """The run folder; its name in `folder` is printable."""
-        return self.run_path or Path(self.folder)
+    path: Annotated[Path, Field(exclude=True)] = Path()
+    """The run folder; its name in `folder` is printable."""
 
     @property
     def where(self) -> str:
@@ -167,12 +139,23 @@ def status(run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False
     attempts = [attempt for attempt in run.attempts if number in (None, attempt.number)]
     look = _Look(run, attempts[-1] if attempts else None, slurm or Slurm())
     look.decide()
-    fields = look.of_attempt(closely=closely) if look.attempt else look.before()
-    own: Table = {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
-    return State(
-        **printable(own | fields), kind=look.kind, unclear=look.unclear, slurm_job=look.job, cluster=look.cluster,
-        process=look.process, run_path=run.folder, paths=look.attempt.paths if look.attempt else None,
-    )  # fmt: skip
+    fields = look.of_attempt(look.attempt, closely=closely) if look.attempt else look.before()
+    fields |= {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
+    decided: Table = {
+        "kind": look.kind, "unclear": look.unclear, "slurm_job": look.job, "cluster": look.cluster,
+        "process": look.process, "path": run.folder, "paths": look.attempt.paths if look.attempt else None,
+    }  # fmt: skip
+    return _state(printable(fields) | decided)
+
+
+def _state(fields: Table) -> State:
+    """The state, without the values that a damaged file has instead of others."""
+    try:
+        return State(**fields)
+    except ValidationError as wrong:
+        damaged = {str(error["loc"][0]) for error in wrong.errors()}
+    valid = {name: value for name, value in fields.items() if name not in damaged}
+    return State(**valid)
 
 
 class _Look:
@@ -198,21 +181,22 @@ class _Look:
 
     def decide(self) -> None:
         """Set `kind`, and the job or process that has the run."""
-        attempt, ended = self.attempt, self._ended
-        over = ended is not None and not self.queued and not (attempt and attempt.goes_on)
-        over = over or (attempt is None and self.run.job is not None and self.run.job.stopped is not None)
+        attempt = self.attempt
+        if attempt:
+            over = self._ended is not None and not self.queued and not attempt.goes_on
+        else:
+            over = self.run.job is not None and self.run.job.stopped is not None
         if not self.queued and not (attempt and attempt.job_id):
             self._decide_by_process()
-            if self.kind != "ended":
-                return
             over = True
-        try:
-            if job := self._find_job():
-                self._decide_by_job(job)
-            elif not over:
-                self.unclear = self._unlisted()
-        except DrayError as silent:
-            self.unclear = "" if over else silent.finding.problem
+        if self.kind == "ended" and not self.unclear:
+            try:
+                if job := self._find_job():
+                    self._decide_by_job(job)
+                elif not over:
+                    self.unclear = self._unlisted()
+            except DrayError as silent:
+                self.unclear = "" if over else silent.problem
         if self.unclear:
             self.kind = "unknown"
 
@@ -228,11 +212,10 @@ class _Look:
         return self.slurm.job_of(ids, folders, self.cluster)
 
     def _decide_by_job(self, job: Job) -> None:
-        attempt = self.attempt
+        attempt, ended = self.attempt, self._ended
         if job.waits and not self._is_new():
             self.kind, self.job = "queued", job
             return
-        ended = self._ended
         again = ended is not None and attempt and (attempt.goes_on or (job.start or 0.0) > ended)
         if attempt is None or job.id != attempt.job_id or again:  # an allocation by salloc outlives an attempt
             self.kind, self.job = "starting", job
@@ -254,8 +237,7 @@ class _Look:
             return "the attempt began a moment ago, after squeue was asked"
         cluster = self.attempt.facts.get("cluster", "") if self.attempt and not self.cluster else ""
         if cluster and cluster != self.slurm.cluster:  # another cluster with the same disk
-            here = self.slurm.cluster or "without a name"
-            return f"the job is on cluster {cluster}, but Slurm here is {here}"
+            return f"the job is on cluster {cluster}, but Slurm here is {self.slurm.cluster or 'without a name'}"
         return ""
 
     def _decide_by_process(self) -> None:
@@ -263,16 +245,12 @@ class _Look:
         if self.attempt is None or self._ended is not None:
             return
         process = _process(self.attempt.paths)
-        if process is None:
-            self.unclear = "no file names the process that runs it"
-        elif not processes.here(process):
+        if process is None or not processes.here(process):
             self.unclear = "it was started on another machine, or before this machine last booted"
         elif not processes.gone(process):
             self.kind, self.process = "running", process[2]
         elif scratch.held(self.attempt.plan.get("scratch")):
             self.unclear = "the process that started it ended, but its runner is alive"
-        if self.unclear:
-            self.kind = "unknown"
 
     # What it is called --------------------------------------------------------------------------------------------
 
@@ -281,102 +259,104 @@ class _Look:
         job = self.run.job
         if job is None:
             return {"state": NO_RESULT}
-        names = [word.partition("=")[2] for word in job.argv if word.startswith("--job-name=")]
-        fields: Table = {"recipe": next(iter(names), None), "job": job.job, "job_id": job.id, "started": _utc(job.time)}
-        if self.kind == "queued" and self.job:
-            return fields | {"state": QUEUED, "waiting": _waiting(self.job)}
-        if self.kind == "starting":
-            return fields | {"state": RUNNING, "live": {"stage": "the job is planning the run"}}
-        if self.kind == "ended":
-            stopped = f"dray stop cancelled job {job.id} in the queue; the run never started"
-            lost = f"job {job.id} ended before its first attempt: see its output, job-{job.id}.log"
-            return fields | ({"state": STOPPED, "why": stopped} if job.stopped else {"state": LOST, "why": lost})
-        if self.slurm.is_absent:
-            why = f"this machine has no Slurm, so it cannot tell whether job {job.id} waits, runs or has ended"
-            return fields | {"state": NO_RESULT, "why": why}
-        return fields | {"state": QUEUED}
+        fields: Table = {"job": job.job, "job_id": job.id, "started": utc(job.time)}
+        for word in job.argv:
+            if word.startswith("--job-name="):
+                fields["recipe"] = word.partition("=")[2]
+        match self.kind:
+            case "queued":
+                seen: Table = {"state": QUEUED, "waiting": self.job}
+            case "starting":
+                seen = {"state": RUNNING, "live": {"stage": "the job is planning the run"}}
+            case "ended" if job.stopped:
+                why = f"dray stop cancelled job {job.id} in the queue; the run never started"
+                seen = {"state": STOPPED, "why": why}
+            case "ended":
+                why = f"job {job.id} ended before its first attempt: see its output, job-{job.id}.log"
+                seen = {"state": LOST, "why": why}
+            case _ if self.slurm.is_absent:
+                why = f"this machine has no Slurm, so it cannot tell whether job {job.id} waits, runs or has ended"
+                seen = {"state": NO_RESULT, "why": why}
+            case _:
+                seen = {"state": QUEUED}
+        return fields | seen
 
-    def of_attempt(self, *, closely: bool) -> Table:
+    def of_attempt(self, attempt: Attempt, *, closely: bool) -> Table:
         """What is told of an attempt."""
-        attempt = self.attempt
-        assert attempt
-        state, stopped = self._state(attempt)
-        plan, job = attempt.plan, self.job
-        nodes = dig(plan, "world", "nodes")
-        names = [str(dig(node, "name")) for node in nodes] if isinstance(nodes, list) else []
-        first = written(RunPaths(self.run.folder).plan) if attempt.number > 1 else None
+        state, stopped = self._name(attempt)
+        plan, job, result = attempt.plan, self.job, attempt.result
         fields: Table = {
             "state": state,
-            "recipe": _text(dig(plan, "recipe", "name")),
+            "recipe": dig(plan, "recipe", "name"),
             "command": bool(dig(plan, "recipe", "command")),
-            "job": (job.number if job else metrics.whole(plan, "job")) or None,
+            "job": job.number if job else plan.get("job") or None,
             "job_id": (job.id if job else attempt.job_id) or None,
             "attempt": attempt.number,
             "attempts": len(self.run.attempts),
-            "nodes": names,
-            "ranks": metrics.whole(dig(plan, "world"), "size"),
-            "started": _utc(first or attempt.began),
-            "attempt_started": _utc(attempt.began),
-            "steps": metrics.whole(dig(plan, "recipe", "train"), "steps"),
-            "waiting": _waiting(job) if job and state == QUEUED else None,
+            "nodes": attempt.nodes,
+            "ranks": dig(plan, "world", "size"),
+            "started": utc(attempt.began),
+            "steps": dig(plan, "recipe", "train", "steps"),
         }
-        result = attempt.result
-        if result and isinstance(result.get("status"), str):
-            fields |= {"goes_on": attempt.goes_on, **_result(result, self.run, closely=closely)}
-            return fields | ({"live": {"stage": "the job is planning the next attempt"}} if state == RUNNING else {})
+        if job and state == QUEUED:
+            fields["waiting"] = job
+        if result:
+            if state == RUNNING:
+                fields["live"] = {"stage": "the job is planning the next attempt"}
+            return fields | _result(result, self.run, closely=closely) | {"goes_on": attempt.goes_on}
         if stopped:
             fields |= {"why": stopped.reason, "finished": stopped.at}
-        tail = list[metrics.Event]()
+        tail: list[metrics.Event] = []
         try:
-            tail = metrics.tail(attempt.paths.metrics) if closely else metrics.tail(attempt.paths.metrics, 4096)
+            tail = metrics.tail(attempt.paths.metrics)
             if fields["steps"] is None:  # it counts epochs
-                fields["steps"] = metrics.whole(metrics.first(attempt.paths.metrics), "steps")
+                fields["steps"] = metrics.first(attempt.paths.metrics).get("steps")
         except OSError as wrong:
             self.run.warnings.append(f"{attempt.paths.metrics} cannot be read: {reason(wrong)}")
         if closely and state != QUEUED:
-            fields["startup"] = startup.read(attempt.paths, names)
-            fields["live"] = _live(attempt, names, tail, fields["steps"])
+            fields["startup"] = startup.read(attempt.paths, attempt.nodes)
+            fields["live"] = _live(attempt, tail, fields["steps"])
         step = next((event for event in reversed(tail) if event.get("event") == "step"), {})
-        fields["step"] = metrics.whole(step, "step")
-        fields |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
+        fields |= {name: step.get(name) for name in ("step", "loss", "tokens_per_s")}
         at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")
         if at is not None and left is not None and state == RUNNING:
             fields["left_s"] = round(max(0.0, left - max(0.0, time.time() - at)), 1)
         return fields
 
-    def _state(self, attempt: Attempt) -> tuple[str, Stop | None]:
+    def _name(self, attempt: Attempt) -> tuple[str, Stop | None]:
         """The state's name, and what stopped an attempt that left no result."""
-        ended, status = self._ended, dig(attempt.result, "status")
-        by_result = (status if status in (DONE, FAILED, STOPPED) else NO_RESULT), None
-        job, kind = self.job, self.kind
+        ended, told = self._ended, dig(attempt.result, "status")
+        by_result = told if told in (DONE, FAILED, STOPPED) else NO_RESULT
         if attempt.number < self.run.attempts[-1].number:  # Slurm's job belongs to a later attempt
-            return by_result if ended else _lost(attempt)
-        if kind == "queued":
+            return (by_result, None) if ended else _lost(attempt)
+        if self.kind == "queued":
             return QUEUED, None
-        if (job and not job.by_salloc) or kind == "starting" or self.process:
+        if (self.job and not self.job.by_salloc) or self.kind == "starting" or self.process:
             return RUNNING, None
         if ended:
-            waits = kind == "unknown" and self.queued and not self.slurm.is_absent
-            return (QUEUED, None) if waits else by_result
-        return _lost(attempt) if kind == "ended" else _by_files(attempt)  # an salloc allocation outlives its runs
+            waits = self.kind == "unknown" and self.queued and not self.slurm.is_absent
+            return QUEUED if waits else by_result, None
+        if self.kind == "ended":
+            return _lost(attempt)
+        return _by_files(attempt)  # an salloc allocation outlives its runs
 
 
 def _result(result: Table, run: Run, *, closely: bool) -> Table:
     """What the result tells."""
     cause = dig(result, "cause", "why")
     fields: Table = {
-        "finished": _text(result.get("finished")),
-        "step": metrics.whole(result, "steps"),
-        "loss": metrics.number(result, "loss_last"),
-        "tokens_per_s": metrics.number(result, "tokens_per_s"),
-        "exit_code": metrics.whole(result, "exit_code"),
-        "why": _text(cause.partition("\n")[0] if isinstance(cause, str) else result.get("reason")),
+        "finished": result.get("finished"),
+        "step": result.get("steps"),
+        "loss": result.get("loss_last"),
+        "tokens_per_s": result.get("tokens_per_s"),
+        "exit_code": result.get("exit_code"),
+        "why": cause.partition("\n")[0] if isinstance(cause, str) else result.get("reason"),
         "spent": result.get("spent"),
     }
     if closely:
+        fields["startup"] = result.get("startup")
         warnings = result.get("warnings")
-        own = [str(text) for text in warnings] if isinstance(warnings, list) else []
-        fields |= {"startup": result.get("startup"), "warnings": [*run.warnings, *own]}
+        run.warnings += map(str, warnings) if isinstance(warnings, list) else ()
     return fields
 
 
@@ -385,107 +365,73 @@ def _lost(attempt: Attempt) -> tuple[str, Stop | None]:
     stopped = stop.of_files(attempt.paths.folder, attempt.job, attempt.began)
     if stopped is None:
         reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": stop.TERM}
-        known = [reasons[line] for line in stop.asked(attempt.paths.folder) if line in reasons]
-        stopped = Stop(known[-1], utc(written(attempt.paths.stop) or 0.0)) if known else None
+        for line in stop.asked(attempt.paths.folder):
+            if line in reasons:
+                stopped = Stop(reasons[line], utc(written(attempt.paths.stop) or 0.0))
     return (STOPPED, stopped) if stopped and stopped.by_wish else (LOST, None)
 
 
 def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
     """The state of an attempt without a result, by its files alone."""
+    paths = attempt.paths
     held = scratch.held(attempt.plan.get("scratch"))
-    if held is not None:
-        return (RUNNING, None) if held else _lost(attempt)
-    if stop.of_files(attempt.paths.folder, attempt.job, attempt.began):
+    if held:
+        return RUNNING, None
+    if held is False or stop.of_files(paths.folder, attempt.job, attempt.began):
         return _lost(attempt)
-    paths, folder = attempt.paths, dig(attempt.plan, "recipe", "checkpoint", "folder")
+    folder = dig(attempt.plan, "recipe", "checkpoint", "folder")
     checkpoints = Path(folder) if isinstance(folder, str) and folder else paths.checkpoints
     places = (paths.metrics, checkpoints / "lease.json", paths.node_log(0), paths.rank_log(0), paths.plan)
-    newest = max(written(place) or 0.0 for place in places)
-    terminated = "TERM" in stop.asked(paths.folder)
-    if newest > time.time() - (_KILLED_S if terminated else FRESH_S):
+    if max(written(place) or 0.0 for place in places) > time.time() - FRESH_S:
         return RUNNING, None
-    return _lost(attempt) if terminated else (NO_RESULT, None)
+    return _lost(attempt) if "TERM" in stop.asked(paths.folder) else (NO_RESULT, None)
 
 
 # A running attempt ---------------------------------------------------------------------------------------------------
 
 
-def _live(attempt: Attempt, names: list[str], tail: list[metrics.Event], steps: int | None) -> Live:
-    """The stage of a running attempt and the state of its nodes."""
+def _live(attempt: Attempt, tail: list[metrics.Event], steps: object) -> Live:
+    """The stage of a running attempt, its last sign of life, and what is wrong with it."""
     paths = attempt.paths
-    slow: dict[str, list[str]] = {}
-    noted: list[str] = []
-    for event in tail:
-        if event.get("event") == "slow" and (times := metrics.number(event, "times")):
-            node = str(event.get("node"))
-            noted.append(f"slow: rank {event.get('rank')} on {node}, {times:.2f} times the median rank")
-            slow.setdefault(node, []).append(noted[-1])
-        elif event.get("event") == "divergence":
-            noted.append(f"{AT_STEP}{metrics.whole(event, 'last_step')}: {str(event.get('why'))[:600]}")
-    restarts = [path for path in paths.failures.glob(run_folder.restart("*").partition("/")[2]) if path.is_dir()]
-    nodes = _nodes(attempt, names, slow)
-    ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
-    if at := written(paths.metrics):
-        ages.append(_age(at))
-    quiet = min(ages, default=None)
-    notes = [*noted[-_MOST_NOTES:], *metrics.unsaved(tail)]
-    asked = stop.asked(paths.folder)
-    notes += [f"asked to save and end ({asked[0][:40]})"] if asked else []
-    if quiet is not None and quiet > FRESH_S:
-        notes.append(f"no output for {duration(quiet)}")
-    elif not dig(attempt.plan, "recipe", "command"):  # each rank logs each step
-        for node_ in nodes:
-            if node_.quiet_s is not None and node_.quiet_s > FRESH_S:
-                node_.notes.append(f"silent for {duration(node_.quiet_s)}, unlike the others")
-    restarted = max((written(path) or 0.0 for path in restarts), default=0.0)
+    newest = max(written(path) or 0.0 for path in (paths.metrics, *paths.logs.glob("*.log")))
+    quiet = round(max(0.0, time.time() - newest), 1) if newest else None
+    restarts = [written(path) or 0.0 for path in paths.failures.glob("restart-*/")]
     last = tail[-1] if tail else {}
-    if not tail or (metrics.number(last, "time") or 0.0) < restarted:
-        stage = "all ranks are restarting" if restarted else _start_stage(attempt)
+    if not tail or (metrics.number(last, "time") or 0.0) < max(restarts, default=0.0):
+        stage = "all ranks are restarting" if restarts else _start_stage(attempt)
     elif last.get("event") == "end" or (last.get("event") == "step" and last.get("step") == steps):
         stage = "all steps are done: it evaluates, saves and writes the result"
     else:
         stage = "compiling before the first step" if last.get("event") == "start" else "training"
-    return Live(stage=stage, nodes=nodes, quiet_s=quiet, restarts=len(restarts), notes=notes)
-
-
-def _age(at: float) -> float:
-    return round(max(0.0, time.time() - at), 1)
+    return Live(stage=stage, quiet_s=quiet, restarts=len(restarts), notes=[*_notes(attempt, tail)])
 
 
 def _start_stage(attempt: Attempt) -> str:
     """The stage before the first line of metrics, or of a command, which writes none."""
-    paths, plan = attempt.paths, attempt.plan
-    log = b""
-    with suppress(OSError), files.open_regular(paths.node_log(0)) as file:
-        log = file.read(1 << 18)
-    proved = not plan.get("preflight") or b"dray: preflight took " in log
-    stages = {
-        "the command runs" if dig(plan, "recipe", "command") else "ranks load the data and build the model":
-            paths.rank_log(0).exists(),
-        "the launcher starts the ranks" if proved else "preflight": b"dray: cores of each rank: " in log,
-        "rendezvous: the first node waits for the others": paths.rendezvous.exists(),
-        "nodes check their copy of the image and start it" if plan.get("stage") else "nodes start the image":
-            paths.node_log(0).exists(),
-    }  # fmt: skip
-    first = "Slurm starts the nodes" if plan.get("job") else "the nodes start"
-    return next((stage for stage, reached in stages.items() if reached), first)
+    if dig(attempt.plan, "recipe", "command") and attempt.paths.rank_log(0).exists():
+        return "the command runs"
+    first = "Slurm starts the nodes" if attempt.job else "the nodes start"
+    return next((stage for name, stage in _STAGES if (attempt.paths.folder / name).exists()), first)
 
 
-def _nodes(attempt: Attempt, names: list[str], slow: dict[str, list[str]]) -> list[Node]:
-    ranks_per_node = min(metrics.whole(dig(attempt.plan, "world"), "ranks_per_node") or 1, 1024)
-    failures = {path.name for path in attempt.paths.failures.glob("*.json")}
-    found = []
-    for number, name in enumerate(names):
-        ranks = [*range(number * ranks_per_node, (number + 1) * ranks_per_node)]
-        stems = [f"node-{number}", *(f"rank-{rank}" for rank in ranks)]
-        newest = max(written(attempt.paths.logs / f"{stem}.log") or 0.0 for stem in stems)
-        failed = [stem for stem in stems if f"{stem}.json" in failures]
-        own = slow.get(name, [])[-_MOST_NOTES:]
-        own += [f"failed: {', '.join(failed)}"] if failed else []
-        own += ["lost"] if any(re.fullmatch(rf"node-\d+-lost-{number}\.json", file) for file in failures) else []
-        quiet = _age(newest) if newest else None
-        found.append(Node(name=name, ranks=ranks, quiet_s=quiet, notes=own))
-    return found
+def _notes(attempt: Attempt, tail: list[metrics.Event]) -> Iterator[str]:
+    for path in sorted(attempt.paths.failures.glob("*.json")):
+        if found := re.fullmatch(r"node-\d+-lost-(\d{1,7})", path.stem):
+            number = int(found[1])
+            yield f"lost: {attempt.nodes[number] if number < len(attempt.nodes) else f'node {number}'}"
+        else:
+            yield f"failed: {path.stem}"
+    slow: dict[object, str] = {}
+    for event in tail:
+        if event.get("event") == "slow" and (times := metrics.number(event, "times")):
+            rank = str(event.get("rank"))
+            slow[rank] = f"slow: rank {rank} on {event.get('node')}, {times:.2f} times the median rank"
+        elif event.get("event") == "divergence":
+            yield f"{AT_STEP}{event.get('last_step')}: {event.get('why')}"
+    yield from slow.values()
+    yield from metrics.unsaved(tail)
+    if asked := stop.asked(attempt.paths.folder):
+        yield f"asked to save and end ({asked[0][:40]})"
 
 
 def _process(paths: RunPaths) -> list[Any] | None:
@@ -494,21 +440,6 @@ def _process(paths: RunPaths) -> list[Any] | None:
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 return list(found)
     return None
-
-
-def _waiting(job: Job) -> Table:
-    return {
-        "job": job.number, "id": job.id, "state": job.state, "reason": job.reason, "meaning": meaning(job.reason),
-        "start": _utc(job.start),
-    }  # fmt: skip
-
-
-def _utc(seconds: float | None) -> str | None:
-    return None if seconds is None else utc(seconds)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 # Over several attempts -------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ runs/result.py are the strict readers.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from dray.config.load_toml import explained
@@ -180,6 +179,12 @@ class Attempt:
         return {}
 
     @cached_property
+    def nodes(self) -> list[str]:
+        """The names of the planned nodes."""
+        nodes = dig(self.plan, "world", "nodes")
+        return [str(dig(node, "name")) for node in nodes] if isinstance(nodes, list) else []
+
+    @cached_property
     def job_id(self) -> str:
         """The job's id for Slurm's commands: 12, or 12_3 for an array task; empty without Slurm."""
         return self.facts.get("task") or str(self.job or "")
@@ -279,57 +284,43 @@ class Summary(BaseModel):
 
 
 def summary_of(run: Path) -> Summary | None:
-    """The run's summary.json; None if it is missing, damaged or of another version: the files themselves tell more."""
+    """The run's summary.json; None if it is missing or damaged: the files themselves tell more."""
     with suppress(OSError, ValueError):
         summary = Summary.model_validate_json(files.read(run / names.SUMMARY))
         if summary.result is not None:
-            require_version(summary.result, run / names.SUMMARY)
+            require_version(summary.result)
         return summary
     return None
+
+
+_SUMMARY_PLAN = ("job", "run_folder", "scratch", "recipe", "world")
+_SUMMARY_RESULT = (
+    "version", "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "cause", "next",
+    "spent",
+)  # fmt: skip
 
 
 def write_summary(paths: RunPaths) -> None:
     """Write the run's summary.json, for `dray runs`: of the last attempt's plan and result what decides and shows its
     state. Its time is when the attempt began, so that a list is sorted before any file is opened."""
-    numbers = attempts(paths.run)
-    if paths.attempt < max(numbers, default=0):  # a late `dray finish`
+    run, before, file = Run(paths.run), summary_of(paths.run), paths.run / names.SUMMARY
+    attempt = run.last
+    if attempt is None or attempt.number > paths.attempt:  # a late `dray finish`
         return
-    before = summary_of(paths.run)
-    attempt = Attempt(Run(paths.run), paths.attempt)
-    plan, result, file = attempt.plan, attempt.result, paths.run / names.SUMMARY
-    nodes = dig(plan, "world", "nodes")
-    recipe = {
-        "name": dig(plan, "recipe", "name"),
-        "command": bool(dig(plan, "recipe", "command")),
-        "train": {"steps": dig(plan, "recipe", "train", "steps")},
-        "checkpoint": {"folder": dig(plan, "recipe", "checkpoint", "folder")},
-    }
-    world = {
-        "size": dig(plan, "world", "size"),
-        "nodes": [{"name": dig(node, "name")} for node in nodes] if isinstance(nodes, list) else [],
-    }
-    if result is not None:
-        result = {name: result[name] for name in _SUMMARY_RESULT if name in result}
-        result["cause"] = {"why": dig(attempt.result, "cause", "why")}
-    summary = {
-        "attempts": numbers,
-        "began": attempt.began,
-        "cluster": attempt.run.cluster,
-        "job_id": attempt.job_id,
-        "jobs": sorted({*(before.jobs if before else ()), attempt.job_id, str(attempt.job)} - {"", "0"}),
-        "plan": {name: plan.get(name) for name in ("job", "run_folder", "scratch")}
-        | {"recipe": recipe, "world": world},
-        "ended": attempt.ended,
-        "result": result,
-    }
+    plan, result = attempt.plan, attempt.result
+    summary = Summary(
+        attempts=attempts(paths.run),
+        began=attempt.began,
+        cluster=run.cluster,
+        job_id=attempt.job_id,
+        jobs=sorted({*(before.jobs if before else ()), attempt.job_id} - {""}),
+        plan={name: plan[name] for name in _SUMMARY_PLAN if name in plan},
+        ended=attempt.ended,
+        result=result and {name: result[name] for name in _SUMMARY_RESULT if name in result},
+    )
     with suppress(OSError):  # a list reads the files themselves then
-        files.write_atomic(file, json.dumps(summary) + "\n")
+        files.write_atomic(file, summary.model_dump_json() + "\n")
         os.utime(file, (attempt.began, attempt.began))
-
-
-_SUMMARY_RESULT = (
-    "version", "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "next", "spent",
-)  # fmt: skip
 
 
 def plan_of(paths: RunPaths) -> Plan:
@@ -337,27 +328,19 @@ def plan_of(paths: RunPaths) -> Plan:
     from dray.planning.schema import Plan  # noqa: PLC0415  half a second, for which no list of runs waits
 
     again = shlex.join(["dray", "run", "RECIPE", f"--runs={paths.run.parent}", f"--run={paths.run.name}"])
-    return load(
-        Plan,
-        paths.plan,
-        "run's plan",
-        other_version="this run was planned by another version of dray",
-        version_fix=f"use that version of dray, or start an attempt with this one: {again}",
-    )
+    return load(Plan, paths.plan, "run's plan", fix=f"start an attempt with a new plan: {again}")
 
 
 # Files -----------------------------------------------------------------------------------------------------------
 
 
-def read_json(
-    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
-) -> Table | None:
+def read_json(path: Path | str, warnings: list[str], check: Callable[[Table], None] = lambda _: None) -> Table | None:
     """The file's JSON object; None if the file is missing, or, with a warning, if it cannot be read."""
     try:
         found = from_json(files.read(path))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
-        check(found, path)
+        check(found)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -366,47 +349,24 @@ def read_json(
     return found
 
 
-def require_version(found: object, path: Path | str) -> None:
-    """Raise OSError if the result is no JSON object or has another version."""
-    version = found.get("version", VERSION) if isinstance(found, dict) else None
+def require_version(result: object) -> None:
+    """Raise ValueError if the result has another version."""
+    version = result.get("version", VERSION) if isinstance(result, dict) else None
     if version != VERSION:
-        wrong = f"result version {ascii(version)[:40]}, but this dray reads {VERSION}"
-        raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
+        raise ValueError(f"result version {ascii(version)[:40]}, but this dray reads {VERSION}")
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def load(
-    model: type[Model], path: Path, noun: str, *, fix: str = "", other_version: str = "", version_fix: str = ""
-) -> Model:
-    """The content of a file of dray's own; ConfigError if it is missing (`fix`), damaged or of another version
-    (`version_fix`)."""
+def load(model: type[Model], path: Path, noun: str, *, fix: str = "") -> Model:
+    """The content of a file of dray's own; ConfigError if it is missing, damaged or of another version."""
     text = files.text(path, f"the {noun}", fix=fix)
-    version = dig(files.parse_json(text, f"the {noun}", path), "version")
-    known = model.model_fields["version"].default
-    if version != known:
-        raise ConfigError(
-            other_version or f"this {noun} was made by another version of dray",
-            where=path,
-            wanted=f"version {known}",
-            found=f"version {version!r:.40}",
-            fix=version_fix,
-        )
     try:
         return model.model_validate_json(text)
     except ValidationError as wrong:
-        raise ConfigError(f"the {noun} is damaged", where=path, found=explained(wrong)) from wrong
-
-
-def _or_none(told: object, check: Callable[[object], object]) -> object:
-    with suppress(ValidationError):
-        return check(told)
-    return None
-
-
-OR_NONE = WrapValidator(_or_none)
-"""Reads a damaged part of a file as None, so that the rest stays readable."""
+        problem = f"the {noun} is damaged, or of another version of dray"
+        raise ConfigError(problem, where=path, found=explained(wrong), fix=fix) from wrong
 
 
 def dig(value: Any, *keys: str) -> Any:  # noqa: ANN401  any JSON value
@@ -427,9 +387,11 @@ def written(path: Path | str) -> float | None:
 def reason(error: Exception) -> str:
     """The error in one line."""
     if isinstance(error, DrayError):
-        text = ": ".join(filter(None, [error.problem, error.finding.found]))
+        text = f"{error.problem}: {error.finding.found}"
+    elif isinstance(error, OSError) and error.strerror:
+        text = error.strerror
     else:
-        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+        text = str(error) or type(error).__name__
     return " ".join(text.split())[:300]
 
 
@@ -472,16 +434,13 @@ def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
 
 def of_job(runs: Path, name: str, job: int) -> list[str]:
     """This user's runs that the job started before it was requeued, newest first, because a new Slurm installation
-    reuses job numbers."""
+    reuses job numbers. OSError if the disk does not answer: it may hold such a run."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
     found = []
     for run in runs.glob(f"*-{name}-{job}*"):
-        try:
+        with suppress(FileNotFoundError, PermissionError):
             if pattern.fullmatch(run.name) and run.stat().st_uid == os.geteuid():
                 found.append(run.name)
-        except OSError as error:  # a broken link; but a disk that does not answer may hold the run
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
-                raise
     return sorted(found, reverse=True)
 
 
@@ -494,15 +453,15 @@ def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None
         run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
         _require_kept(run.parent)
         run.mkdir(mode=names.MODES["none"], exist_ok=not new)
-        for what, found in (("a folder", run.stat()), ("a link", run.lstat())):
-            if found.st_uid != os.geteuid():
-                raise ConfigError(
-                    "the run folder belongs to another user, who could change what this run starts",
-                    where=run,
-                    wanted=f"a folder of user {os.geteuid()}",
-                    found=f"{what} of user {found.st_uid}",
-                    fix="choose another name (--run) or another folder (--runs)",
-                )
+        others = {run.stat().st_uid, run.lstat().st_uid} - {os.geteuid()}  # a folder, or a link to one
+        if others:
+            raise ConfigError(
+                "the run folder belongs to another user, who could change what this run starts",
+                where=run,
+                wanted=f"a folder of user {os.geteuid()}",
+                found=f"a folder or a link of user {others.pop()}",
+                fix="choose another name (--run) or another folder (--runs)",
+            )
         run.chmod(names.MODES[share] | run.stat().st_mode & stat.S_ISGID)
         if share == "group":
             os.umask((os.umask(0o077) & ~0o050) | 0o020)
@@ -585,41 +544,35 @@ def attempt_at(folder: Path) -> RunPaths:
 
 def last_attempt(folder: Path) -> RunPaths:
     """The attempt of this folder, or a run's last attempt, with or without a plan."""
-    folder = folder.absolute()
-    if number := _number(folder.name):
-        if not os.path.lexists(folder):
-            raise ConfigError(
-                "the run has no such attempt",
-                where=folder.parent,
-                wanted=" or ".join(map(names.attempt, attempts(folder.parent)[-8:])),
-                found=folder.name,
-            )
-        return RunPaths(folder.parent, number)
-    last = Run(folder).last if folder.is_dir() else None
-    return last.paths if last else newest_attempt(folder)
+    return _attempt(folder, planned=False)
 
 
 def newest_attempt(folder: Path) -> RunPaths:
-    """The newest planned attempt of a run, or the attempt of this folder."""
+    """The attempt of this folder, or a run's newest attempt, with a plan."""
+    return _attempt(folder, planned=True)
+
+
+def _attempt(folder: Path, *, planned: bool) -> RunPaths:
     folder = folder.absolute()
-    if (number := _number(folder.name)) and (folder / names.PLAN).is_file():
-        return RunPaths(folder.parent, number)
-    if newest := Run(folder).newest:
-        return newest.paths
-    if (folder / names.JOB).exists():
+    number = _number(folder.name)
+    run = folder.parent if number else folder
+    for attempt in reversed(Run(run).attempts):
+        if number in (None, attempt.number) and (not planned or attempt.paths.plan.is_file()):
+            return attempt.paths
+    if is_run(run):
         raise ConfigError(
-            "the run has no attempt yet",
-            where=folder,
-            wanted="a run whose job has started",
-            found=f"{names.JOB}, but no {names.attempt(1)}",
-            fix=f"dray why {shlex.quote(str(folder))}",
+            "the run has no such attempt" if number else "the run has no attempt yet",
+            where=run,
+            wanted=f"an attempt with {names.PLAN}",
+            found=listed(map(names.attempt, attempts(run))) or names.JOB,
+            fix=f"dray why {shlex.quote(str(run))}",
         )
     raise ConfigError(
         "this is not a run folder",
         where=folder,
         wanted=f"a folder with {names.attempt(1)}/{names.PLAN} in it",
         found="a folder without it" if folder.is_dir() else "a file" if folder.exists() else "it does not exist",
-        fix="give the `run folder:` that the run printed last; a job that is still in the queue has no plan yet",
+        fix="give the `run folder:` that the run printed last",
     )
 
 
@@ -631,12 +584,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def node_number(nodes: Sequence[str], word: str) -> int:
     """The number of the node with this number or name."""
-    if word in nodes:
-        return nodes.index(word)
-    last = max(1, len(nodes)) - 1
-    if re.fullmatch("[0-9]{1,7}", word) and int(word) <= last:
-        return int(word)
-    wanted = f"a number from 0 to {last}" if last else "0"
+    numbers = [str(number) for number in range(max(1, len(nodes)))]
+    for known in (nodes, numbers):
+        if word in known:
+            return known.index(word)
+    wanted = f"a number from 0 to {numbers[-1]}"
     if nodes:
         wanted += f", or one of {listed(nodes)}"
     raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
@@ -687,9 +639,7 @@ def find(word: str = "", runs: Path | None = None) -> Path:
     if word and ("/" in word or os.path.lexists(word)):
         return Path(word).absolute()
     known = newest_first(runs)
-    if not word:
-        if known:
-            return known[0]
+    if not known:
         raise ConfigError(
             "there are no runs",
             where=runs,
@@ -697,46 +647,34 @@ def find(word: str = "", runs: Path | None = None) -> Path:
             found="no run folder" if runs.is_dir() else "the folder does not exist",
             fix="give the `run folder:` that the run printed last, or --runs=FOLDER",
         )
+    if not word or runs / word in known:
+        return runs / word if word else known[0]
     fitting = [run for run in known if run.name.startswith(word)]
     # To find a job, a file of every run is read; a name begins with its date.
     is_date = _DATE.fullmatch(word) and fitting
-    if _JOB_ID.fullmatch(word) and not is_date and (run := _of_job(word, known)):
-        return run
-    if runs / word in fitting:
-        return runs / word
+    if _JOB_ID.fullmatch(word) and not is_date:
+        fitting = _of_job(word, known) or fitting
     if len(fitting) == 1:
         return fitting[0]
     wanted = "a run's folder, its name or the beginning of it, or the number of its job"
     if fitting:
-        found, fix = f"{word!r}: {listed(sorted(run.name for run in fitting))}", "type more letters"
-        raise ConfigError("several runs begin with this name", where=runs, wanted=wanted, found=found, fix=fix)
+        found = f"{word!r}: {listed(sorted(run.name for run in fitting))}"
+        fix = f"type more letters, or one task of a job array, such as {word}_1"
+        raise ConfigError("several runs have this name or job", where=runs, wanted=wanted, found=found, fix=fix)
     near = nearest(word, [run.name for run in known])
     fix = f"did you mean {near}?" if near else "dray runs lists them; --runs=FOLDER names another folder"
     raise ConfigError("there is no such run", where=runs, wanted=wanted, found=ascii(word), fix=fix)
 
 
-def _job_ids(folder: Path) -> set[str]:
-    """The jobs of a run: their numbers, and 12_3 for array tasks."""
-    run = Run(folder)
-    if summary := summary_of(folder):
-        found = {*summary.jobs}
-    else:
-        found = {word for attempt in run.attempts for word in (str(attempt.job), attempt.job_id)}
-    found |= {str(run.job.job), run.job.id} if run.job else set()
-    return found - {"", "0"}  # without Slurm
-
-
-def _of_job(word: str, known: Sequence[Path]) -> Path | None:
-    """The newest run of this job or array task. The number of a whole array is refused: it has several runs."""
-    found = {run: ids for run in known if word in (ids := _job_ids(run))}
-    newest = next(iter(found), None)
-    tasks = {id_ for ids in found.values() for id_ in ids if id_.startswith(f"{word}_")}
-    if newest and len(tasks) > 1 and tasks & found[newest]:
-        raise ConfigError(
-            "the job is an array, and each task is a run",
-            where=newest.parent,
-            wanted=f"one task: {listed(sorted(tasks, key=lambda task: (len(task), task)))}",
-            found=word,
-            fix="dray study show STUDY shows all tasks",
-        )
-    return newest
+def _of_job(word: str, known: Sequence[Path]) -> list[Path]:
+    """The newest run of this job or array task; of an array's number, the runs of all its tasks."""
+    tasks = []
+    for folder in known:
+        run, summary = Run(folder), summary_of(folder)
+        ids = summary.jobs if summary else [attempt.job_id for attempt in run.attempts]
+        ids = [*ids, run.job.id] if run.job else ids
+        if word in ids:
+            return [folder]
+        if any(id_.startswith(f"{word}_") for id_ in ids):
+            tasks.append(folder)
+    return tasks

@@ -89,7 +89,7 @@ def look(paths: RunPaths) -> Report:
     result, plan = read_result(paths, warnings), read_plan(paths, warnings)
     failures: list[records.Record] = []
     with suppress(OSError):  # a run without a failure has no such folder
-        failures = records.read(paths.failures, paths.logs, code=0, warn=warnings.append)
+        failures = records.read(paths.failures, paths.logs, warn=warnings.append)
     fields: Table = {"run": paths.run.name, "attempt": paths.attempt, "folder": str(paths.run)}
     if result:
         cause, evidence = result.cause, list[str]()
