@@ -20,8 +20,9 @@ from dray.runs import capsule, causes, cost, process_group, records, requeue, st
 from dray.runs.cost import Cost
 from dray.runs.metrics import WARNED_OF, Event, Metrics, number, result_warnings, whole
 from dray.runs.result import Cause, Recovery, Result, SlowRank, history
+from dray.runs.status import write_summary
 from dray.runs.stop import Stop, utc
-from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, write_summary, written
+from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, written
 
 _FULL = 1 << 16
 """A disk with fewer free bytes is full."""

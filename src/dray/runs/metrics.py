@@ -84,17 +84,15 @@ def number(event: object, name: str) -> float | None:
 _UNSAVED = {"checkpoint": "not saved", "mirror": "not copied"}
 WARNED_OF = (*_UNSAVED, "divergence")
 """The kinds of events that `result_warnings` reads."""
-_JUMPS = 5
 
 
 def result_warnings(events: Sequence[Event]) -> list[str]:
     """Warnings in metrics: each kind of failed save, and the first loss jumps."""
     jumps = [str(event.get("why")) for event in events if event.get("event") == "divergence"]
-    more = [f"and {counted(len(jumps) - _JUMPS, 'time')} more"] if len(jumps) > _JUMPS else []
-    return [*unsaved(events), *jumps[:_JUMPS], *more]
+    return [*_unsaved(events), *jumps[:5]]
 
 
-def unsaved(events: Sequence[Event]) -> list[str]:
+def _unsaved(events: Sequence[Event]) -> list[str]:
     """A warning for each kind of failed save."""
     found = []
     for kind, what in _UNSAVED.items():

@@ -6,23 +6,24 @@ wrapper may print lines of its own between them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from dray import process
 from dray.config import dray_home
 from dray.contract.control_characters import printable
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError
 from dray.runs.store import Queued
 
-JUST_S = 10.0  # until squeue lists a job after sbatch's answer
+_JUST_S = 10.0  # until squeue lists a job after sbatch's answer
 _ANSWER_S = 30.0
 _QUICK_S = 5.0  # for what only helps, as in dray init
 _LATE_S = 120.0  # clocks differ, and a job may be queued before its number is recorded
@@ -109,48 +110,36 @@ def jobs(cluster: str = "") -> list[Job]:
     hidden = [f"--unset={name}" for name in os.environ if name.startswith("SQUEUE_")]
     options = ["--array", "--noheader", f"--user={os.geteuid()}", *_on(cluster), f"--format={_COLUMNS}"]
     argv = ["env", *hidden, "squeue", *options] if hidden else ["squeue", *options]
-    done = process.run(argv, env={"SLURM_TIME_FORMAT": "%s"}, check=False, seconds=_ANSWER_S)
-    if done.code:
-        raise UnfitError("squeue failed, so dray cannot see your jobs", where="squeue", found=done.err.strip()[-300:])
+    printed = printable(process.run(argv, env={"SLURM_TIME_FORMAT": "%s"}, seconds=_ANSWER_S).out)
     return [
         Job(int(number), id_, state, float(submitted or 0), reason, float(start) if start else None, command.strip())
-        for number, id_, state, submitted, reason, start, command in _LINE.findall(printable(done.out))
+        for number, id_, state, submitted, reason, start, command in _LINE.findall(printed)
     ]
-
-
-class _Queue:
-    """The jobs of one cluster, asked once."""
-
-    def __init__(self, cluster: str) -> None:
-        self.asked = time.time()
-        self.jobs: list[Job] = []
-        self.silent: DrayError | None = None
-        try:
-            self.jobs = jobs(cluster)
-        except DrayError as silent:
-            self.silent = silent
-        self.by_id = {job.id: job for job in self.jobs}
-        self.commands = "".join(f" {job.command} " for job in self.jobs)
 
 
 class Slurm:
     """This user's jobs, for many runs: each cluster is asked once, even if it does not answer."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, _Queue] = {}
+        self._known: dict[str, list[Job] | DrayError] = {}
+        self._asked: dict[str, float] = {}
+        self._commands: dict[str, str] = {}
+        """Of all jobs: most runs are in none of them."""
         self._restarted: dict[str, bool] = {}
-
-    def _queue(self, cluster: str) -> _Queue:
-        if cluster not in self._queues:
-            self._queues[cluster] = _Queue(cluster)
-        queue = self._queues[cluster]
-        if queue.silent:
-            raise queue.silent
-        return queue
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All jobs of this user on the cluster. DrayError if Slurm is missing or does not answer."""
-        return self._queue(cluster).jobs
+        if cluster not in self._known:
+            self._asked[cluster] = time.time()
+            try:
+                self._known[cluster] = found = jobs(cluster)
+                self._commands[cluster] = "".join(f" {job.command} " for job in found)
+            except DrayError as silent:
+                self._known[cluster] = silent
+        known = self._known[cluster]
+        if isinstance(known, DrayError):
+            raise known
+        return known
 
     @cached_property
     def is_absent(self) -> bool:
@@ -162,23 +151,20 @@ class Slurm:
         """The name of this machine's cluster; empty if Slurm does not answer."""
         return cluster_name()
 
-    def is_older(self, at: float, cluster: str = "", *, margin_s: float = 0.0) -> bool:
-        """Whether Slurm was asked before this time and so cannot know of it; a future time is another clock's error."""
-        queue = self._queues.get(cluster)
-        return queue is not None and queue.asked - margin_s < at < time.time() + JUST_S
+    def is_older(self, at: float, cluster: str = "") -> bool:
+        """Whether Slurm was asked before this time, or so soon after it that it may not know yet; a future time is
+        another clock's error."""
+        return self._asked.get(cluster, math.inf) - _JUST_S < at < time.time() + _JUST_S
 
     def job_of(self, ids: Mapping[str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """A job with one of these ids that existed at that time, or with such a run folder (`--run=`). A running job
         comes before a waiting one. DrayError as from `jobs`."""
-        queue, found = self._queue(cluster), []
-        for id_, at in ids.items():
-            job = queue.by_id.get(id_)
-            if job and self._existed(job, at):
-                found.append(job)
+        listed = self.jobs(cluster)
+        found = [job for job in listed if job.id in ids and self._existed(job, ids[job.id])]
         for folder in folders:
-            option = f" --run={folder} "  # the folder's name may contain spaces
-            if option in queue.commands:
-                found += [job for job in queue.jobs if option in f" {job.command} "]
+            option = f" --run={folder} "  # its name may contain spaces
+            if option in self._commands[cluster]:
+                found += [job for job in listed if option in f" {job.command} "]
         return min(found, key=lambda job: job.waits, default=None)
 
     def _existed(self, job: Job, at: float) -> bool:
@@ -193,12 +179,11 @@ class Slurm:
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
-    """Cancel the job; with `waiting`, only if it has not started."""
+    """Cancel the job; with `waiting`, only if it has not started. DrayError if Slurm refuses."""
     # `--state=PENDING` does not find a held job, which cannot start meanwhile.
     state = ["--state=PENDING"] if waiting and job.state not in _HELD else []
-    done = process.run(["scancel", *_on(cluster), *state, job.id], check=False, seconds=_ANSWER_S)
-    if done.code and not state:  # with a state, scancel also fails if no job matched
-        raise DrayError("scancel failed", where=f"job {job.id}", found=(done.err or done.out).strip()[-300:])
+    argv = ["scancel", *_on(cluster), *state, job.id]
+    process.run(argv, check=not state, seconds=_ANSWER_S)  # with a state, it also fails if no job matches
 
 
 def release(job: Job, cluster: str = "") -> None:
@@ -223,13 +208,12 @@ def is_batch(job: Mapping[str, str]) -> bool:
     return job.get("BatchFlag") == "1"
 
 
-_NEVER = ("", "None", "N/A", "Unknown")
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
 
 
 def end_state(job: Mapping[str, str]) -> str:
     """The state in which a job ended or is ending, from `show`: while it ends, its JobState is COMPLETING."""
-    preempted = job.get("PreemptTime", "") not in _NEVER
+    preempted = job.get("PreemptTime", "")[:1].isdigit()  # else None or N/A
     return _BY_REASON.get(job.get("Reason", ""), "PREEMPTED" if preempted else job.get("JobState", ""))
 
 
@@ -273,7 +257,6 @@ _MEANINGS = {
 
 def meaning(reason: str) -> str:
     """Why a job waits, in plain words: the meaning of the first name with which Slurm's reason begins, else empty."""
-    reason = reason.strip("()")
     return next((text for name, text in _MEANINGS.items() if reason.startswith(name)), "")
 
 
@@ -341,28 +324,25 @@ def limits() -> dict[str, str]:
     return dict(line.split("|") for line in lines if line.count("|") == 1)
 
 
-def features() -> list[str]:
-    """The features that --constraint may name."""
-    return sorted({*re.split("[\n,]", _answer("sinfo", "--noheader", "--format=%f"))} - {"", "(null)"})
+_OFFERS = {
+    "constraint": ("sinfo", "--noheader", "--format=%f"),
+    "account": ("sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account"),
+    "qos": ("sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=qos"),
+}
 
 
-def accounts() -> list[str]:
-    """The Slurm accounts that this user's jobs may name; none if Slurm has none, or does not answer in time."""
-    return _associated("account")
-
-
-def qualities() -> list[str]:
-    """The names that --qos may give, likewise."""
-    return _associated("qos")
-
-
-def _associated(column: str) -> list[str]:
-    user = os.environ.get("USER", "")
-    if not user:  # `user=` would show all users'
-        return []
-    options = ("--noheader", "--parsable2", "show", "associations", f"format={column}", f"user={user}")
-    names = re.split(r"[\s,]+", _answer("sacctmgr", *options))
+def _offered(option: str) -> list[str]:
+    """The values that an option of sbatch may have for this user; none if Slurm does not answer in time."""
+    argv = _OFFERS[option]
+    if argv[0] == "sacctmgr":
+        argv = (*argv, f"user={os.environ.get('USER', os.geteuid())}")
+    names = re.split(r"[\s,]+", _answer(*argv))
     return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
+
+
+features = partial(_offered, "constraint")
+accounts = partial(_offered, "account")
+qualities = partial(_offered, "qos")
 
 
 # The allocation around this shell --------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ runs/result.py are the strict readers.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -25,7 +24,7 @@ from pydantic_core import from_json
 from dray.config.load_toml import explained
 from dray.contract import files
 from dray.contract import run_folder as names
-from dray.contract.findings import ConfigError, DrayError, listed, nearest
+from dray.contract.findings import ConfigError, listed, nearest
 
 if TYPE_CHECKING:
     from dray.planning.schema import Plan
@@ -37,50 +36,47 @@ _ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _JOB = re.compile("[0-9]{1,18}")
 _JOB_ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
-_DATE = re.compile(r"20\d{6}")
-
-
-class _In:
-    """The path of a name in an attempt's folder."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, paths: RunPaths, _owner: object) -> Path:
-        return paths.folder / self._name
 
 
 class RunPaths:
-    """The paths of one attempt: a folder of its own, beside the checkpoints that all attempts share."""
+    """The paths of one attempt: a folder of its own, beside the checkpoints that all attempts share.
 
-    plan = _In(names.PLAN)
-    node_script = _In(names.NODE_SCRIPT)
-    srun_options = _In(names.SRUN_OPTIONS)
-    stop = _In(names.STOP)
-    saved = _In(names.SAVED)
-    process = _In(names.PROCESS)
-    enter_script = _In(names.ENTER_SCRIPT)
-    facts = _In(names.FACTS)
-    secret = _In(names.SECRET)
-    logs = _In(names.LOGS)
-    failures = _In(names.FAILURES)
-    preflight = _In(names.PREFLIGHT)
-    preflight_report = _In(names.PREFLIGHT_REPORT)
-    process_group = _In(names.PROCESS_GROUP)
-    startup = _In(names.STARTUP)
-    rendezvous = _In(names.RENDEZVOUS)
-    metrics = _In(names.METRICS)
-    profile = _In(names.PROFILE)
-    profile_trace = _In(names.PROFILE_TRACE)
-    result = _In(names.RESULT)
-    capsule = _In(names.CAPSULE)
-    nodes = _In(names.NODES)
-    source_diff = _In(names.SOURCE_DIFF)
-    next = _In(names.NEXT)
-    failing_nodes = _In(names.FAILING_NODES)
+    `plan` and the others have their names in contract/run_folder.py.
+    """
+
+    plan: Path
+    node_script: Path
+    srun_options: Path
+    stop: Path
+    saved: Path
+    process: Path
+    enter_script: Path
+    facts: Path
+    secret: Path
+    logs: Path
+    failures: Path
+    preflight: Path
+    preflight_report: Path
+    process_group: Path
+    startup: Path
+    rendezvous: Path
+    metrics: Path
+    profile: Path
+    profile_trace: Path
+    result: Path
+    capsule: Path
+    nodes: Path
+    source_diff: Path
+    next: Path
+    failing_nodes: Path
 
     def __init__(self, run: Path, attempt: int = 1) -> None:
         self.run, self.attempt = run, attempt
+
+    def __getattr__(self, name: str) -> Path:
+        if name not in RunPaths.__annotations__:
+            raise AttributeError(name)
+        return self.folder / getattr(names, name.upper())
 
     @property
     def folder(self) -> Path:
@@ -108,12 +104,10 @@ class RunPaths:
     def create(self, *, new: bool, share: str = "none") -> None:
         """Make the attempt's folder. Raises FileExistsError if it exists, or if a `new` run exists."""
         make_run_folder(self.run, new=new, share=share)
+        (self.run / names.SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         self.folder.mkdir(mode=0o755)  # also with a umask that lets a group write
         for inner in (self.logs, self.failures, self.checkpoints):
             inner.mkdir(mode=0o755, exist_ok=True)
-
-
-_Cluster = Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")]
 
 
 class Queued(BaseModel):
@@ -124,7 +118,7 @@ class Queued(BaseModel):
     job: Annotated[int, Field(ge=1)]
     task: Annotated[int, Field(ge=0)] | None = None
     """The task number, if the job is an array."""
-    cluster: _Cluster = ""
+    cluster: str = ""
     """The cluster's name, if sbatch knows several."""
     time: float
     argv: list[str]
@@ -192,10 +186,8 @@ class Attempt:
     @cached_property
     def job(self) -> int:
         """The job's number; 0 without Slurm or if unknown."""
-        planned, probed = self.plan.get("job"), self.facts.get("job", "")
-        if isinstance(planned, int) and 0 < planned < 1 << 62:
-            return planned
-        return int(probed) if _JOB.fullmatch(probed) else 0
+        number = self.facts.get("job", "")
+        return int(number) if _JOB.fullmatch(number) else 0
 
     @property
     def goes_on(self) -> bool:
@@ -210,19 +202,6 @@ class Run:
         self.folder = folder.absolute()
         self.warnings: list[str] = []
         """What could not be read."""
-
-    @classmethod
-    def from_summary(cls, folder: Path) -> Run:
-        """The run as its summary tells it, which is one file: enough for a list. Without a summary, as `Run`."""
-        run = cls(folder)
-        if summary := summary_of(folder):
-            run.attempts = [Attempt(run, number) for number in summary.attempts]
-            last = run.attempts[-1]
-            last.plan, last.job_id, last.began = summary.plan, summary.job_id, summary.began
-            last._ended, last._result = summary.ended, summary.result
-            if (written(folder / names.JOB) or 0.0) <= last.began:  # else a job was submitted later
-                run.job, run.cluster = None, summary.cluster
-        return run
 
     @property
     def name(self) -> str:
@@ -247,17 +226,22 @@ class Run:
     def job(self) -> Queued | None:
         """The submitted job; None if there is none, or, with a warning, if the file is damaged."""
         file = self.folder / names.JOB
-        if (found := read_json(file, self.warnings)) is not None:
-            try:
-                return Queued.model_validate_json(json.dumps(found))
-            except ValidationError:
-                self.warnings.append(f"{file} names no job")
-        return None
+        found = read_json(file, self.warnings)
+        try:
+            return None if found is None else Queued.model_validate(found)
+        except ValidationError:
+            self.warnings.append(f"{file} names no job")
+            return None
+
+    @property
+    def queued(self) -> Queued | None:
+        """The submitted job, if it has not begun an attempt yet."""
+        return self.job if self.job and self.job.id not in [attempt.job_id for attempt in self.attempts] else None
 
     @cached_property
     def cluster(self) -> str:
-        """The cluster of the submitted job, if sbatch knows several."""
-        return self.job.cluster if self.job else ""
+        """The cluster of this user's job, if sbatch knows several."""
+        return self.job.cluster if self.job and self.owner == os.geteuid() else ""
 
     @cached_property
     def owner(self) -> int:
@@ -267,67 +251,11 @@ class Run:
         return os.geteuid()
 
 
-_Time = Annotated[float, Field(ge=0, lt=1 << 36)]
-
-
-class Summary(BaseModel):
-    """The content of summary.json."""
-
-    attempts: Annotated[list[Annotated[int, Field(ge=1, lt=10**9)]], Field(min_length=1)]
-    began: _Time
-    cluster: _Cluster
-    job_id: str
-    jobs: list[str]
-    plan: Table
-    ended: _Time | None
-    result: Table | None
-
-
-def summary_of(run: Path) -> Summary | None:
-    """The run's summary.json; None if it is missing or damaged: the files themselves tell more."""
-    with suppress(OSError, ValueError):
-        summary = Summary.model_validate_json(files.read(run / names.SUMMARY))
-        if summary.result is not None:
-            require_version(summary.result)
-        return summary
-    return None
-
-
-_SUMMARY_PLAN = ("job", "run_folder", "scratch", "recipe", "world")
-_SUMMARY_RESULT = (
-    "version", "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "cause", "next",
-    "spent",
-)  # fmt: skip
-
-
-def write_summary(paths: RunPaths) -> None:
-    """Write the run's summary.json, for `dray runs`: of the last attempt's plan and result what decides and shows its
-    state. Its time is when the attempt began, so that a list is sorted before any file is opened."""
-    run, before, file = Run(paths.run), summary_of(paths.run), paths.run / names.SUMMARY
-    attempt = run.last
-    if attempt is None or attempt.number > paths.attempt:  # a late `dray finish`
-        return
-    plan, result = attempt.plan, attempt.result
-    summary = Summary(
-        attempts=attempts(paths.run),
-        began=attempt.began,
-        cluster=run.cluster,
-        job_id=attempt.job_id,
-        jobs=sorted({*(before.jobs if before else ()), attempt.job_id} - {""}),
-        plan={name: plan[name] for name in _SUMMARY_PLAN if name in plan},
-        ended=attempt.ended,
-        result=result and {name: result[name] for name in _SUMMARY_RESULT if name in result},
-    )
-    with suppress(OSError):  # a list reads the files themselves then
-        files.write_atomic(file, summary.model_dump_json() + "\n")
-        os.utime(file, (attempt.began, attempt.began))
-
-
 def plan_of(paths: RunPaths) -> Plan:
     """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
     from dray.planning.schema import Plan  # noqa: PLC0415  half a second, for which no list of runs waits
 
-    again = shlex.join(["dray", "run", "RECIPE", f"--runs={paths.run.parent}", f"--run={paths.run.name}"])
+    again = f"dray run RECIPE --run={shlex.quote(str(paths.run))}"
     return load(Plan, paths.plan, "run's plan", fix=f"start an attempt with a new plan: {again}")
 
 
@@ -386,13 +314,8 @@ def written(path: Path | str) -> float | None:
 
 def reason(error: Exception) -> str:
     """The error in one line."""
-    if isinstance(error, DrayError):
-        text = f"{error.problem}: {error.finding.found}"
-    elif isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-    else:
-        text = str(error) or type(error).__name__
-    return " ".join(text.split())[:300]
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return " ".join((text or type(error).__name__).split())[:300]
 
 
 # Names and folders of runs -----------------------------------------------------------------------------------------
@@ -559,20 +482,12 @@ def _attempt(folder: Path, *, planned: bool) -> RunPaths:
     for attempt in reversed(Run(run).attempts):
         if number in (None, attempt.number) and (not planned or attempt.paths.plan.is_file()):
             return attempt.paths
-    if is_run(run):
-        raise ConfigError(
-            "the run has no such attempt" if number else "the run has no attempt yet",
-            where=run,
-            wanted=f"an attempt with {names.PLAN}",
-            found=listed(map(names.attempt, attempts(run))) or names.JOB,
-            fix=f"dray why {shlex.quote(str(run))}",
-        )
     raise ConfigError(
-        "this is not a run folder",
+        "the run has no such attempt" if is_run(run) else "this is not a run folder",
         where=folder,
         wanted=f"a folder with {names.attempt(1)}/{names.PLAN} in it",
-        found="a folder without it" if folder.is_dir() else "a file" if folder.exists() else "it does not exist",
-        fix="give the `run folder:` that the run printed last",
+        found=listed(map(names.attempt, attempts(run))) or "no attempt yet",
+        fix=f"dray why {shlex.quote(str(run))}, or give the `run folder:` that the run printed last",
     )
 
 
@@ -588,9 +503,7 @@ def node_number(nodes: Sequence[str], word: str) -> int:
     for known in (nodes, numbers):
         if word in known:
             return known.index(word)
-    wanted = f"a number from 0 to {numbers[-1]}"
-    if nodes:
-        wanted += f", or one of {listed(nodes)}"
+    wanted = f"a number from 0 to {numbers[-1]}, or the name of a node: {listed(nodes)}"
     raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
 
 
@@ -604,19 +517,17 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-def _began(folder: str) -> float | None:
+def _began(folder: Path) -> float | None:
     """When the run's last attempt began, or its job was submitted; None if it is no run.
 
     Each time is that of a file that is written once; the folder's own time changes with dray enter.
     """
-    if at := written(f"{folder}/{names.SUMMARY}"):
+    if at := written(folder / names.SUMMARY):
         return at
     with suppress(OSError):  # a circular link, or a folder that this user may not read
-        numbers = attempts(Path(folder))
-        planned = written(f"{folder}/{names.attempt(numbers[-1])}/{names.PLAN}") if numbers else None
-        submitted = written(f"{folder}/{names.JOB}")
-        if numbers or submitted:
-            return planned or submitted or written(folder)
+        last = Run(folder).last
+        planned = (last.began or written(last.paths.folder)) if last else None
+        return planned or written(folder / names.JOB)
     return None
 
 
@@ -625,9 +536,10 @@ def newest_first(runs: Path) -> list[Path]:
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
-            if not entry.name.startswith(".") and (began := _began(entry.path)) is not None:
-                found.append((began, entry.path))
-    return [Path(folder) for _, folder in sorted(found, reverse=True)]
+            folder = Path(entry.path)
+            if not entry.name.startswith(".") and (began := _began(folder)) is not None:
+                found.append((began, folder))
+    return [folder for _, folder in sorted(found, reverse=True)]
 
 
 def find(word: str = "", runs: Path | None = None) -> Path:
@@ -639,40 +551,34 @@ def find(word: str = "", runs: Path | None = None) -> Path:
     if word and ("/" in word or os.path.lexists(word)):
         return Path(word).absolute()
     known = newest_first(runs)
-    if not known:
-        raise ConfigError(
-            "there are no runs",
-            where=runs,
-            wanted=f"a folder of run folders, each with {names.attempt(1)} in it",
-            found="no run folder" if runs.is_dir() else "the folder does not exist",
-            fix="give the `run folder:` that the run printed last, or --runs=FOLDER",
-        )
-    if not word or runs / word in known:
-        return runs / word if word else known[0]
+    if known and not word:
+        return known[0]
+    if runs / word in known:
+        return runs / word
     fitting = [run for run in known if run.name.startswith(word)]
-    # To find a job, a file of every run is read; a name begins with its date.
-    is_date = _DATE.fullmatch(word) and fitting
-    if _JOB_ID.fullmatch(word) and not is_date:
+    if len(fitting) != 1 and _JOB_ID.fullmatch(word):  # to find a job, a file of every run is read
         fitting = _of_job(word, known) or fitting
     if len(fitting) == 1:
         return fitting[0]
-    wanted = "a run's folder, its name or the beginning of it, or the number of its job"
-    if fitting:
-        found = f"{word!r}: {listed(sorted(run.name for run in fitting))}"
-        fix = f"type more letters, or one task of a job array, such as {word}_1"
-        raise ConfigError("several runs have this name or job", where=runs, wanted=wanted, found=found, fix=fix)
     near = nearest(word, [run.name for run in known])
     fix = f"did you mean {near}?" if near else "dray runs lists them; --runs=FOLDER names another folder"
-    raise ConfigError("there is no such run", where=runs, wanted=wanted, found=ascii(word), fix=fix)
+    raise ConfigError(
+        "several runs have this name or job" if fitting else "there is no such run" if known else "there are no runs",
+        where=runs,
+        wanted="a run's folder, its name or the beginning of it, or the number of its job",
+        found=listed(sorted(run.name for run in fitting)) or ascii(word),
+        fix=fix,
+    )
 
 
 def _of_job(word: str, known: Sequence[Path]) -> list[Path]:
     """The newest run of this job or array task; of an array's number, the runs of all its tasks."""
     tasks = []
     for folder in known:
-        run, summary = Run(folder), summary_of(folder)
-        ids = summary.jobs if summary else [attempt.job_id for attempt in run.attempts]
-        ids = [*ids, run.job.id] if run.job else ids
+        run = Run(folder)
+        ids = [attempt.job_id for attempt in run.attempts]
+        if run.job:
+            ids.append(run.job.id)
         if word in ids:
             return [folder]
         if any(id_.startswith(f"{word}_") for id_ in ids):

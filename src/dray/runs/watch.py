@@ -15,7 +15,7 @@ from dray.contract.findings import DrayError, duration
 from dray.runs import slurm
 from dray.runs.metrics import whole
 from dray.runs.slurm import Job
-from dray.runs.status import AT_STEP, LOST, QUEUED, State, Watched
+from dray.runs.status import LOST, State, Watched
 from dray.runs.store import Run, dig
 
 Tell = Callable[[str, State], None]
@@ -29,9 +29,7 @@ def news(seen: State) -> dict[str, str]:
     """What there is to say of a run, each line with the name of its cause: it is said once while it lasts."""
     attempt = f"attempt {seen.attempt}: " if seen.attempt else ""
     why = f" ({seen.waiting.reason})" if seen.waiting else f", {seen.why}" if seen.why else ""
-    step = f" after step {seen.step:,}" if seen.step and seen.state != QUEUED else ""
-    again = "; it goes on with another attempt" if seen.goes_on else ""
-    found = {f"{seen.state} {seen.attempt}": f"{attempt}{seen.state}{step}{why}{again}"}
+    found = {f"{seen.state} {seen.attempt}": f"{attempt}{seen.state}{why}"}
     if job := seen.slurm_job:
         if job.held:
             found["held"] = f"Slurm holds job {job.id} ({job.reason}); scontrol release {job.id} releases it"
@@ -41,7 +39,7 @@ def news(seen: State) -> dict[str, str]:
         if seen.live.quiet_s and seen.live.quiet_s > _STALL_S:
             found["stall"] = f"{attempt}no output for {duration(seen.live.quiet_s)}"
         for note in seen.live.notes:
-            if note.startswith(("failed", "lost", AT_STEP)):  # a loss that jumped or is not finite
+            if note.startswith(("failed", "lost", "the loss", "the gradient")):
                 found[note] = f"{attempt}{note}"
     return found
 
