@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs.store import Queued
 
-_JUST_S = 10.0  # until squeue lists a job after sbatch's answer
+JUST_S = 10.0  # until squeue lists a job after sbatch's answer
 _ANSWER_S = 30.0
 _QUICK_S = 5.0  # for what only helps, as in dray init
 _LATE_S = 120.0  # clocks differ, and a job may be queued before its number is recorded
@@ -152,9 +152,8 @@ class Slurm:
         return cluster_name()
 
     def is_older(self, at: float, cluster: str = "") -> bool:
-        """Whether Slurm was asked before this time, or so soon after it that it may not know yet; a future time is
-        another clock's error."""
-        return self._asked.get(cluster, math.inf) - _JUST_S < at < time.time() + _JUST_S
+        """Whether Slurm was asked before this time and so cannot know of it; a future time is another clock's error."""
+        return self._asked.get(cluster, math.inf) < at < time.time() + JUST_S
 
     def job_of(self, ids: Mapping[str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """A job with one of these ids that existed at that time, or with such a run folder (`--run=`). A running job
@@ -340,9 +339,19 @@ def _offered(option: str) -> list[str]:
     return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
 
 
-features = partial(_offered, "constraint")
-accounts = partial(_offered, "account")
-qualities = partial(_offered, "qos")
+def features() -> list[str]:
+    """The features that --constraint may name."""
+    return _offered("constraint")
+
+
+def accounts() -> list[str]:
+    """The Slurm accounts that this user's jobs may name."""
+    return _offered("account")
+
+
+def qualities() -> list[str]:
+    """The names that --qos may give."""
+    return _offered("qos")
 
 
 # The allocation around this shell --------------------------------------------------------------------------------

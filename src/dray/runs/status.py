@@ -22,7 +22,7 @@ from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError
 from dray.runs import metrics, startup, stop
 from dray.runs.cost import Spent
-from dray.runs.slurm import Job, Slurm
+from dray.runs.slurm import JUST_S, Job, Slurm
 from dray.runs.startup import Startup
 from dray.runs.stop import Stop, utc
 from dray.runs.store import Attempt, Queued, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
@@ -242,7 +242,7 @@ def _unlisted(run: Run, attempt: Attempt | None, slurm: Slurm) -> str:
     """Why the run may be active although Slurm here does not list its job; empty if it is not."""
     if run.owner != os.geteuid():  # squeue was asked for this user's jobs only
         return f"the job belongs to user {run.owner}"
-    began = max(run.queued.time if run.queued else 0.0, attempt.began if attempt else 0.0)
+    began = run.queued.time + JUST_S if run.queued else attempt.began if attempt else 0.0
     if slurm.is_older(began, run.cluster):
         return "it was submitted or began a moment ago, so squeue does not list it yet"
     cluster = attempt.facts.get("cluster", "") if attempt and not run.cluster else ""

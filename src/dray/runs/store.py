@@ -76,7 +76,8 @@ class RunPaths:
     def __getattr__(self, name: str) -> Path:
         if name not in RunPaths.__annotations__:
             raise AttributeError(name)
-        return self.folder / getattr(names, name.upper())
+        file: str = getattr(names, name.upper())
+        return self.folder / file
 
     @property
     def folder(self) -> Path:
@@ -560,14 +561,17 @@ def find(word: str = "", runs: Path | None = None) -> Path:
         fitting = _of_job(word, known) or fitting
     if len(fitting) == 1:
         return fitting[0]
-    near = nearest(word, [run.name for run in known])
-    fix = f"did you mean {near}?" if near else "dray runs lists them; --runs=FOLDER names another folder"
+    problem, fix = "there is no such run" if known else "there are no runs", "dray runs lists them"
+    if fitting:
+        problem, fix = "several runs have this name or job", "type more letters"
+    elif near := nearest(word, [run.name for run in known]):
+        fix = f"did you mean {near}?"
     raise ConfigError(
-        "several runs have this name or job" if fitting else "there is no such run" if known else "there are no runs",
+        problem,
         where=runs,
-        wanted="a run's folder, its name or the beginning of it, or the number of its job",
+        wanted="a run's folder, its name or the beginning of it, or its job: 12, or 12_3 for a task of an array",
         found=listed(sorted(run.name for run in fitting)) or ascii(word),
-        fix=fix,
+        fix=f"{fix}; --runs=FOLDER names another folder",
     )
 
 

@@ -277,7 +277,7 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
 )
 def test_a_time_reads_the_same_in_every_verb(seconds: float, text: str) -> None:
     assert plots.seconds(seconds) == text
-    assert list(startup.lines(Startup(parts={"queue": seconds}))) == [f"start-up: queue {text}"]
+    assert startup.text(Startup(parts={"queue": seconds})) == f"start-up: queue {text}"
     assert duration(seconds) == text or seconds < 99.95
 
 

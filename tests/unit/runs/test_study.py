@@ -179,7 +179,10 @@ again: dray study show {folder}
         assert (code, f"\n2 ranks: {metrics} cannot be read: a folder\n" in out) == (0, True), out
 
     def test_a_first_candidate_whose_metrics_cannot_be_read(self, tmp_path: Path) -> None:
-        members = [Member(run="001", values={"train.loss": "full"}), Member(run="002", values={"train.loss": "chunked"})]
+        members = [
+            Member(run="001", values={"train.loss": "full"}),
+            Member(run="002", values={"train.loss": "chunked"}),
+        ]
         found = Study(kind="tune", recipe=str(RECIPE), members=members)
         for member in members:
             ran(tmp_path, member.run, [5.0, 4.0])
