@@ -70,15 +70,13 @@ def parsed(line: bytes) -> Event | None:
 def whole(event: object, name: str) -> int | None:
     """The value as a count; None if it is none."""
     value = dig(event, name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+    return int(value) if isinstance(value, int) and 0 <= value < 1 << 62 else None
 
 
 def number(event: object, name: str) -> float | None:
     """The value as a finite number; None if it is none."""
     value = dig(event, name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if -1e300 < value < 1e300 else None  # neither NaN nor infinite
+    return float(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else None
 
 
 _UNSAVED = {"checkpoint": "not saved", "mirror": "not copied"}

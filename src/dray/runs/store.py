@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from pydantic_core import from_json
 
 from dray.config.load_toml import explained
@@ -59,7 +59,6 @@ class RunPaths:
     preflight_report: Path
     process_group: Path
     startup: Path
-    rendezvous: Path
     metrics: Path
     profile: Path
     profile_trace: Path
@@ -116,8 +115,8 @@ class Queued(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    job: Annotated[int, Field(ge=1)]
-    task: Annotated[int, Field(ge=0)] | None = None
+    job: PositiveInt
+    task: NonNegativeInt | None = None
     """The task number, if the job is an array."""
     cluster: str = ""
     """The cluster's name, if sbatch knows several."""
@@ -217,11 +216,6 @@ class Run:
     def last(self) -> Attempt | None:
         """The last attempt, planned or not; None before the first."""
         return self.attempts[-1] if self.attempts else None
-
-    @property
-    def newest(self) -> Attempt | None:
-        """The newest planned attempt."""
-        return next((one for one in reversed(self.attempts) if one.paths.plan.is_file()), None)
 
     @cached_property
     def job(self) -> Queued | None:

@@ -83,10 +83,10 @@ class Watcher:
 
     def may_start(self, seen: State) -> bool:
         """Whether the recipe's `max_requeues` allows another attempt."""
-        newest = Run(seen.path).newest
-        if newest is None:  # its job was held or cancelled before it began
+        last = Run(seen.path).last
+        if last is None:  # its job was held or cancelled before it began
             return False
-        return seen.attempts + self._released <= (whole(dig(newest.plan, "recipe"), "max_requeues") or 0)
+        return seen.attempts + self._released <= (whole(dig(last.plan, "recipe"), "max_requeues") or 0)
 
     def _release(self, seen: State, job: Job) -> None:
         if self.may_start(seen) and not job.held_by_hand:
