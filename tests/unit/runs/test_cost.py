@@ -92,7 +92,7 @@ def test_a_result_has_them(tmp_path: Path) -> None:
     for _ in range(2):
         paths = write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), facts, runs=tmp_path, run="mine")[1]
     nodes = [{"plan": 4.0, "srun": 0.5, "import": 9.0}, {"import": 11.0}]
-    paths.startup.write_text(json.dumps({"attempt": 2, "step": "0", "nodes": nodes}))
+    paths.startup.write_text(json.dumps({"attempt": 2, "nodes": nodes}))
     finish(paths, code=1, batch=True, known=f"{JOB}\n{TOLD}")
     found = json.loads(paths.result.read_text())
     jsonschema.validate(found, json.loads((ROOT / "docs/reference/result.schema.json").read_text()))

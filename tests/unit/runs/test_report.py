@@ -65,7 +65,7 @@ def begin(runs: Path, name: str) -> RunPaths:
     os.utime(paths.plan, (at, at))
     parts = {"plan": 2.0, "srun": 1.0, "container": 3.0, "rendezvous": 2.0, "preflight": 10.0, "import": 15.0}
     nodes = [parts | {"model": 7.5, "first_step": 4.0}, {"container": 3.5, "rendezvous": 1.5, "import": 14.0}]
-    (paths.folder / "startup.json").write_text(json.dumps({"attempt": paths.attempt, "step": "0", "nodes": nodes}))
+    (paths.folder / "startup.json").write_text(json.dumps({"attempt": paths.attempt, "nodes": nodes}))
     return paths
 
 
@@ -149,7 +149,7 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     lines(paths, start(BEGAN, 0), step(1, BEGAN + 50))
     first = {"container": 2.0, "rendezvous": 4.0, "import": 20.0, "compile": 12.0, "first_step": 1.5, "tflops": 700.4}
     other = {"container": 5.5, "rendezvous": 0.5, "import": 22.0, "first_step": 0.25, "tflops": 612.3}
-    told_by = {"attempt": 1, "step": "0", "nodes": [first, other]}
+    told_by = {"attempt": 1, "nodes": [first, other]}
     (paths.folder / "startup.json").write_text(json.dumps(told_by))
     spent = {"node_hours": 1.5, "gpu_hours": 6.0, "kwh": 2.5}
     ended(paths, finished="2026-11-18T11:10:25Z", startup={"parts": {"queue": 60.0}}, spent=spent)
