@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from dray.runs import slurm
 from dray.runs.store import Attempt, Run, RunPaths
@@ -21,11 +21,11 @@ class Cost(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    seconds: Annotated[float, Field(ge=0, le=1e7)]
+    seconds: NonNegativeFloat
     """Seconds from planning to end, by one clock."""
-    nodes: Annotated[int, Field(ge=1, le=1 << 20)]
+    nodes: PositiveInt
     """All nodes of the job, spare nodes too."""
-    gpus: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    gpus: NonNegativeInt = 0
     """GPUs on all nodes."""
 
 

@@ -94,11 +94,6 @@ class Job:
         return self.state in _HELD or self.reason.startswith(("JobHeld", "launch failed requeued held"))
 
     @property
-    def held_by_hand(self) -> bool:
-        """Whether its user or an administrator wants it to wait."""
-        return self.reason.startswith("JobHeld")
-
-    @property
     def by_salloc(self) -> bool:
         """Whether it is an allocation, which outlives the runs in it."""
         return self.command in ("", "(null)")
@@ -125,7 +120,6 @@ class Slurm:
         self._asked: dict[str, float] = {}
         self._commands: dict[str, str] = {}
         """Of all jobs: most runs are in none of them."""
-        self._restarted: dict[str, bool] = {}
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All jobs of this user on the cluster. DrayError if Slurm is missing or does not answer."""
@@ -166,15 +160,14 @@ class Slurm:
                 found += [job for job in listed if option in f" {job.command} "]
         return min(found, key=lambda job: job.waits, default=None)
 
-    def _existed(self, job: Job, at: float) -> bool:
+    @staticmethod
+    def _existed(job: Job, at: float) -> bool:
         """Whether the job existed at this time; else Slurm reused its number. DrayError if Slurm does not answer."""
         if job.submitted <= at + _LATE_S:
             return True
-        if job.id not in self._restarted:  # a requeue changes the time of submission
-            # Not `show`: taken for "no", silence would let a second job write into the run.
-            shown = process.run(["scontrol", "show", "job", "--oneliner", job.id], seconds=_ANSWER_S).out
-            self._restarted[job.id] = fields(shown).get("Restarts", "0") != "0"
-        return self._restarted[job.id]
+        # A requeue changes that time. Not `show`: taken for "no", silence would let a second job write into the run.
+        shown = process.run(["scontrol", "show", "job", "--oneliner", job.id], seconds=_ANSWER_S).out
+        return fields(shown).get("Restarts", "0") != "0"
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:

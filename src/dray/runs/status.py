@@ -380,14 +380,11 @@ def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
     """The state of an attempt without a result, by its files alone."""
     paths = attempt.paths
     held = scratch.held(attempt.plan.get("scratch"))
-    if held:
-        return RUNNING, None
-    if held is False or stop.of_files(paths.folder, attempt.job, attempt.began):
-        return _lost(attempt)
     lease = written(paths.checkpoints / "lease.json") or 0.0  # which the trainer touches
-    if max(lease, _sign_of_life(paths)) > time.time() - FRESH_S:
+    if held or (held is None and max(lease, _sign_of_life(paths)) > time.time() - FRESH_S):
         return RUNNING, None
-    return _lost(attempt) if "TERM" in stop.asked(paths.folder) else (NO_RESULT, None)
+    lost = _lost(attempt)
+    return lost if held is False or lost[0] == STOPPED else (NO_RESULT, None)
 
 
 def _sign_of_life(paths: RunPaths) -> float:
@@ -401,24 +398,23 @@ def _sign_of_life(paths: RunPaths) -> float:
 def _live(attempt: Attempt, tail: list[metrics.Event], steps: object) -> Live:
     """The stage of a running attempt, its last sign of life, and what is wrong with it."""
     quiet_s = max(0.0, time.time() - _sign_of_life(attempt.paths))
-    restarts = [written(path) or 0.0 for path in attempt.paths.failures.glob("restart-*/")]
+    restarts = sum(1 for _ in attempt.paths.failures.glob("restart-*/"))
     last = tail[-1] if tail else {}
-    if not tail or (metrics.number(last, "time") or 0.0) < max(restarts, default=0.0):
-        stage = "all ranks are restarting" if restarts else _start_stage(attempt)
+    if not tail:
+        stage = _start_stage(attempt)
     elif last.get("event") == "end" or (last.get("event") == "step" and last.get("step") == steps):
         stage = "all steps are done: it evaluates, saves and writes the result"
     else:
         stage = "compiling before the first step" if last.get("event") == "start" else "training"
-    notes = [*_notes(attempt, tail)]
-    return Live(stage=stage, quiet_s=round(quiet_s, 1), restarts=len(restarts), notes=notes)
+    return Live(stage=stage, quiet_s=round(quiet_s, 1), restarts=restarts, notes=[*_notes(attempt, tail)])
 
 
 def _start_stage(attempt: Attempt) -> str:
     """The stage before the first line of metrics, or of a command, which writes none."""
-    if dig(attempt.plan, "recipe", "command") and attempt.paths.rank_log(0).exists():
+    paths = attempt.paths
+    if dig(attempt.plan, "recipe", "command") and paths.rank_log(0).exists():
         return "the command runs"
-    first = "Slurm starts the nodes" if attempt.job else "the nodes start"
-    return next((stage for name, stage in _STAGES if (attempt.paths.folder / name).exists()), first)
+    return next((stage for name, stage in _STAGES if (paths.folder / name).exists()), "the nodes start")
 
 
 def _notes(attempt: Attempt, tail: list[metrics.Event]) -> Iterator[str]:

@@ -34,7 +34,6 @@ VERSION = 1
 Table = dict[str, Any]
 _ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_JOB = re.compile("[0-9]{1,18}")
 _JOB_ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 
 
@@ -169,7 +168,7 @@ class Attempt:
         """facts.txt; empty if it is missing."""
         with suppress(OSError):
             lines = files.read(self.paths.facts).decode(errors="replace").split("\n")
-            return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+            return dict(line.partition("=")[::2] for line in lines)
         return {}
 
     @cached_property
@@ -187,7 +186,7 @@ class Attempt:
     def job(self) -> int:
         """The job's number; 0 without Slurm or if unknown."""
         number = self.facts.get("job", "")
-        return int(number) if _JOB.fullmatch(number) else 0
+        return int(number) if number.isdecimal() else 0
 
     @property
     def goes_on(self) -> bool:
@@ -551,13 +550,16 @@ def find(word: str = "", runs: Path | None = None) -> Path:
     if runs / word in known:
         return runs / word
     fitting = [run for run in known if run.name.startswith(word)]
-    if len(fitting) != 1 and _JOB_ID.fullmatch(word):  # to find a job, a file of every run is read
-        fitting = _of_job(word, known) or fitting
     if len(fitting) == 1:
         return fitting[0]
+    if _JOB_ID.fullmatch(word):  # to find a job, files of every run are read
+        for folder in known:
+            run = Run(folder)
+            if word in [attempt.job_id for attempt in run.attempts] or (run.job and run.job.id == word):
+                return folder
     problem, fix = "there is no such run" if known else "there are no runs", "dray runs lists them"
     if fitting:
-        problem, fix = "several runs have this name or job", "type more letters"
+        problem, fix = "several runs begin with this name", "type more letters"
     elif near := nearest(word, [run.name for run in known]):
         fix = f"did you mean {near}?"
     raise ConfigError(
@@ -567,18 +569,3 @@ def find(word: str = "", runs: Path | None = None) -> Path:
         found=listed(sorted(run.name for run in fitting)) or ascii(word),
         fix=f"{fix}; --runs=FOLDER names another folder",
     )
-
-
-def _of_job(word: str, known: Sequence[Path]) -> list[Path]:
-    """The newest run of this job or array task; of an array's number, the runs of all its tasks."""
-    tasks = []
-    for folder in known:
-        run = Run(folder)
-        ids = [attempt.job_id for attempt in run.attempts]
-        if run.job:
-            ids.append(run.job.id)
-        if word in ids:
-            return [folder]
-        if any(id_.startswith(f"{word}_") for id_ in ids):
-            tasks.append(folder)
-    return tasks

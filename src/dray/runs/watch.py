@@ -89,7 +89,7 @@ class Watcher:
         return seen.attempts + self._released <= (whole(dig(last.plan, "recipe"), "max_requeues") or 0)
 
     def _release(self, seen: State, job: Job) -> None:
-        if self.may_start(seen) and not job.held_by_hand:
+        if self.may_start(seen) and not job.reason.startswith("JobHeld"):  # else somebody wants it to wait
             with suppress(DrayError):
                 slurm.release(job, seen.cluster)
                 self._released += 1

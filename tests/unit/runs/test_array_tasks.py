@@ -146,9 +146,9 @@ class TestNamed:
         assert store.find(word, runs) == runs / run
 
     def test_the_array_is_no_run(self, runs: Path) -> None:
-        with pytest.raises(ConfigError, match="several runs have this name or job") as refused:
+        with pytest.raises(ConfigError, match="there is no such run") as refused:
             store.find("12", runs)
-        assert refused.value.finding.found == "s-1, s-10, s-2, s-3"
+        assert "12_3 for a task of an array" in refused.value.finding.wanted
 
     @pytest.mark.seconds
     @pytest.mark.parametrize("word", ["12_4", "12_", "_3", "12_3_1", "12-3", "12_\uff13", f"{10**18}_1"])

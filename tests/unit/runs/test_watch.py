@@ -389,7 +389,7 @@ def test_a_late_end_of_an_earlier_attempt_changes_no_summary(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("make", "stage"),
     [
-        (lambda paths: None, "Slurm starts the nodes"),
+        (lambda paths: None, "the nodes start"),
         (lambda paths: paths.node_log(0).write_text(""), "nodes start the image"),
         (lambda paths: (paths.folder / "rendezvous.json").write_text("{}"),
          "rendezvous: the first node waits for the others"),
@@ -398,7 +398,6 @@ def test_a_late_end_of_an_earlier_attempt_changes_no_summary(tmp_path: Path) -> 
         (steps, "compiling before the first step"),
         (lambda paths: steps(paths, 1), "training"),
         (lambda paths: steps(paths, 1, 60), "all steps are done: it evaluates, saves and writes the result"),
-        (lambda paths: (paths.failures / "restart-1").mkdir(), "all ranks are restarting"),
     ],
 )  # fmt: skip
 def test_the_stages(tmp_path: Path, make: Callable[[RunPaths], object], stage: str) -> None:
