@@ -66,7 +66,7 @@ def head(seen: State) -> str:
     """One line: name, state, recipe, attempt, job and nodes."""
     parts = [seen.recipe] if seen.recipe else []
     parts += [f"attempt {seen.attempt}"] if seen.attempt else []
-    parts += [f"job {seen.job_id or seen.job}"] if seen.job else []
+    parts += [f"job {seen.job_id}"] if seen.job_id else []
     nodes = " ".join(seen.nodes[:_NODES]) + " ..." * (len(seen.nodes) > _NODES)
     parts += [f"{counted(seen.ranks, 'rank')} on {nodes}"] if seen.ranks and nodes else []
     return cell(f"{seen.run}: {seen.state}" + (f" ({', '.join(parts)})" if parts else ""))

@@ -70,7 +70,6 @@ class State(BaseModel):
     """queued, running, done, failed, stopped, lost (the job ended without a result), or `no result` (it runs, or was
     killed before it could write one)."""
     recipe: str | None = None
-    job: _Count | None = None
     job_id: str | None = None
     """The id for Slurm's commands: 12, or 12_3 for an array task."""
     attempt: int | None = None
@@ -291,7 +290,7 @@ def _before(job: Queued | None, holder: _Holder, slurm: Slurm) -> Table:
             seen = {"state": NO_RESULT, "why": why}
         case _:
             seen = {"state": QUEUED}
-    return seen | {"job": job.job, "job_id": job.id, "started": utc(job.time)}
+    return seen | {"job_id": job.id, "started": utc(job.time)}
 
 
 def _of_attempt(run: Run, attempt: Attempt, holder: _Holder, slurm: Slurm, *, closely: bool) -> Table:
@@ -301,7 +300,6 @@ def _of_attempt(run: Run, attempt: Attempt, holder: _Holder, slurm: Slurm, *, cl
     fields: Table = {
         "state": state,
         "recipe": dig(plan, "recipe", "name"),
-        "job": job.number if job else plan.get("job") or None,
         "job_id": (job.id if job else attempt.job_id) or None,
         "attempt": attempt.number,
         "attempts": len(run.attempts),

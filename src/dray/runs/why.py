@@ -154,7 +154,7 @@ def _doing(seen: states.State) -> str:
             return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
         case states.QUEUED:
             waits = f" {seen.waiting.state}" if seen.waiting else ""
-            return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
+            return f"it waits in the queue (job {seen.job_id}{waits})"
         case states.LOST:
             return "it was killed before it could write a result"
     return ""

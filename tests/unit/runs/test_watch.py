@@ -153,7 +153,7 @@ def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path])
     ]  # fmt: skip
     assert found["begun-13"].waiting
     assert found["begun-13"].waiting.start == 1893456000.0
-    assert found["begun-14"].job == 99
+    assert found["begun-14"].job_id == "99"
     assert found["queued-3"].why == "job 3 ended before its first attempt: see its output, job-3.log"
 
 
