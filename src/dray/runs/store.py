@@ -479,9 +479,9 @@ def _attempt(folder: Path, *, planned: bool) -> RunPaths:
     raise ConfigError(
         "the run has no such attempt" if is_run(run) else "this is not a run folder",
         where=folder,
-        wanted=f"a folder with {names.attempt(1)}/{names.PLAN} in it",
-        found=listed(map(names.attempt, attempts(run))) or "no attempt yet",
-        fix=f"dray why {shlex.quote(str(run))}, or give the `run folder:` that the run printed last",
+        wanted=listed(map(names.attempt, attempts(run))) or f"a folder with {names.attempt(1)}/{names.PLAN} in it",
+        found="a folder without it" if folder.is_dir() else "a file" if folder.exists() else "it does not exist",
+        fix=f"dray why {shlex.quote(str(run))}" if is_run(run) else "give the `run folder:` that the run printed last",
     )
 
 
@@ -557,7 +557,7 @@ def find(word: str = "", runs: Path | None = None) -> Path:
             run = Run(folder)
             if word in [attempt.job_id for attempt in run.attempts] or (run.job and run.job.id == word):
                 return folder
-    problem, fix = "there is no such run" if known else "there are no runs", "dray runs lists them"
+    problem, fix = "there is no such run" if word else "there are no runs", "dray runs lists them"
     if fitting:
         problem, fix = "several runs begin with this name", "type more letters"
     elif near := nearest(word, [run.name for run in known]):
