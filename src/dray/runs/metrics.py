@@ -40,11 +40,11 @@ class Metrics:
         return [f"{self._path}: {counted(self._damaged, 'damaged line')} left out"] if self._damaged else []
 
 
-def tail(path: Path) -> list[Event]:
+def tail(path: Path, least: int = _TAIL) -> list[Event]:
     """The events of the file's last bytes, of more if there is no step in them. OSError: it cannot be read."""
     events: list[Event] = []
     with suppress(FileNotFoundError):
-        for size in (_TAIL, _TAIL + LONGEST):
+        for size in (least, _TAIL + LONGEST):
             end, whole = files.end(path, size)
             lines = end.split(b"\n")[0 if whole else 1 :]
             events = [event for event in map(parsed, lines) if event]

@@ -317,7 +317,7 @@ def _of_attempt(run: Run, attempt: Attempt, holder: _Holder, slurm: Slurm, *, cl
         fields |= {"why": stopped.reason, "finished": stopped.at}
     tail: list[metrics.Event] = []
     try:
-        tail = metrics.tail(attempt.paths.metrics)
+        tail = metrics.tail(attempt.paths.metrics) if closely else metrics.tail(attempt.paths.metrics, 4096)
         if fields["steps"] is None:  # it counts epochs
             fields["steps"] = metrics.first(attempt.paths.metrics).get("steps")
     except OSError as wrong:

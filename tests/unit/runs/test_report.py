@@ -151,7 +151,7 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     other = {"container": 5.5, "rendezvous": 0.5, "import": 22.0, "first_step": 0.25, "tflops": 612.3}
     told_by = {"attempt": 1, "nodes": [first, other]}
     (paths.folder / "startup.json").write_text(json.dumps(told_by))
-    spent = {"node_hours": 1.5, "gpu_hours": 6.0, "kwh": 2.5}
+    spent = {"node_hours": 1.5, "gpu_hours": 6.0}
     ended(paths, finished="2026-11-18T11:10:25Z", startup={"parts": {"queue": 60.0}}, spent=spent)
     made = told(tmp_path / "mine")
     spans, _, nodes = dict(made.sections)["Start-up"]
@@ -170,7 +170,7 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
         ("n2", "5.5 s", "500 ms", "22.0 s", "", "250 ms"),
     ]
     rows = [row for _, items in made.sections for item in items if isinstance(item, Table) for row in item.rows]
-    assert ("cost, all attempts", "6.00 GPU-hours, 2.50 kWh") in rows
+    assert ("cost, all attempts", "6.00 GPU-h") in rows
     assert ("measured peak", "612 TFLOP/s on the slowest GPU (on n2), measured before the launch") in rows
 
 
