@@ -40,8 +40,6 @@ from dray.runs import (
 )
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
-from dray.runs.slurm import Slurm
-from dray.runs.status import listed
 from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from dray.train import manifest
@@ -329,7 +327,6 @@ READERS: dict[str, Reader] = {
     "earlier runs": _of_run(
         "attempt-1/result.json", lambda path: grace.slowest(path.parents[2], [path.parents[1].name]), refuses=False
     ),
-    "summary.json": _of_run("summary.json", lambda path: listed(path.parent, Slurm()), refuses=False),
     "job.json": _of_run("job.json", lambda path: replay.job_options(path.parent), refuses=False),
     "startup.json": _of_run(
         "attempt-1/startup.json", lambda path: startup.read(_attempt(path), ["n1", "n2"]), refuses=False

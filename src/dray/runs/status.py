@@ -378,11 +378,14 @@ def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
     """The state of an attempt without a result, by its files alone."""
     paths = attempt.paths
     held = scratch.held(attempt.plan.get("scratch"))
-    lease = written(paths.checkpoints / "lease.json") or 0.0  # which the trainer touches
-    if held or (held is None and max(lease, _sign_of_life(paths)) > time.time() - FRESH_S):
+    if held:
         return RUNNING, None
-    lost = _lost(attempt)
-    return lost if held is False or lost[0] == STOPPED else (NO_RESULT, None)
+    if held is False or stop.of_files(paths.folder, attempt.job, attempt.began):
+        return _lost(attempt)
+    lease = written(paths.checkpoints / "lease.json") or 0.0  # which the trainer touches
+    if max(lease, _sign_of_life(paths)) > time.time() - FRESH_S:
+        return RUNNING, None
+    return _lost(attempt) if "TERM" in stop.asked(paths.folder) else (NO_RESULT, None)
 
 
 def _sign_of_life(paths: RunPaths) -> float:

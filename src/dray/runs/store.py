@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic_core import from_json
 
 from dray.config.load_toml import explained
@@ -117,7 +117,7 @@ class Queued(BaseModel):
     job: PositiveInt
     task: NonNegativeInt | None = None
     """The task number, if the job is an array."""
-    cluster: str = ""
+    cluster: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]*$")] = ""
     """The cluster's name, if sbatch knows several."""
     time: float
     argv: list[str]
