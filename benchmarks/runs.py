@@ -19,8 +19,9 @@ from pathlib import Path
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
+from dray.runs.status import write_summary
 from dray.runs.stop import Stop
-from dray.runs.store import RunPaths, write_summary
+from dray.runs.store import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = Facts(
@@ -48,7 +49,9 @@ def make(folder: Path, count: int) -> None:
                 os.link(paths.folder / name, attempt / name)
             queued = {"job": 17, "cluster": "", "time": 1.0, "argv": ["sbatch"]}
             (attempt.parent / "job.json").write_text(json.dumps(queued))
-            write_summary(RunPaths(attempt.parent))
+            os.utime(attempt.parent / "job.json", (1, 1))
+            if kind == "stopped":
+                write_summary(RunPaths(attempt.parent))
 
 
 def slurm(folder: Path) -> Path:

@@ -20,13 +20,11 @@ end::finish() { # CODE: result.json and the last words; without the image this s
     "fix:    see $attempt/failures and $attempt/logs, the first failure first"
 }
 
-end::cost() { # what the attempt had, for how long, and the energy of each of the job's steps, where Slurm counts it
+end::cost() { # what the attempt had, and for how long
   local now gpus="${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}" # as probe.sh
   ((${#lost[@]} > 0)) || echo "first_of_job=1" # the wait in the queue was for this attempt
   lib::uptime
   echo "begun_s=$began_at ended_s=$now allocated_nodes=$SLURM_JOB_NUM_NODES allocated_gpus=${gpus##*:}"
-  ! type -P sacct >/dev/null ||
-    timeout 3 sacct --noheader --parsable2 --jobs="$SLURM_JOB_ID" --format=JobIDRaw,ConsumedEnergyRaw 2>/dev/null | sed 's/^/sacct=/' || true
 }
 
 end::job() { # CODE: whom to tell how it ended, what it cost, and what Slurm knows of the job; when it was asked to end

@@ -12,7 +12,7 @@ node::now() { # NAME
 }
 
 { read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
-started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
+started="boot=$started ${DRAY_ASKED:-}"
 node::now began
 
 # The engine would pass these on too, and no plan would show them.

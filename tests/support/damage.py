@@ -39,7 +39,7 @@ from dray.runs import (
 )
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
-from dray.runs.store import RunPaths, summary_of
+from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
 from dray.train import manifest
 from helpers import ROOT
@@ -320,7 +320,6 @@ READERS: dict[str, Reader] = {
     "earlier runs": _of_run(
         "attempt-1/result.json", lambda path: grace.slowest(path.parents[2], [path.parents[1].name]), refuses=False
     ),
-    "summary.json": _of_run("summary.json", lambda path: summary_of(path.parent), refuses=False),
     "job.json": _of_run("job.json", lambda path: replay.job_options(path.parent), refuses=False),
     "startup.json": _of_run(
         "attempt-1/startup.json", lambda path: startup.read(_attempt(path), ["n1", "n2"]), refuses=False

@@ -21,8 +21,8 @@ from dray.contract.control_characters import cell
 from dray.contract.findings import ConfigError, counted
 from dray.runs import cost
 from dray.runs.slurm import Slurm
-from dray.runs.status import STATES, State, status
-from dray.runs.store import Run, default_runs, newest_first
+from dray.runs.status import STATES, State, listed
+from dray.runs.store import default_runs, newest_first
 
 _HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS", "COST")
 _LESS = ("COST", "ATTEMPTS", "NODES", "RECIPE", "STARTED")
@@ -76,7 +76,7 @@ def runs(
 def _fitting(newest: Sequence[Path], states: Sequence[str], recipe: str, since: float) -> Iterator[State]:
     slurm = Slurm()
     for folder in newest:
-        seen = status(Run.from_summary(folder), slurm)
+        seen = listed(folder, slurm)
         began = times.seconds(seen.started) or 0.0
         if seen.state in states and fnmatchcase(seen.recipe or "", recipe) and began >= since:
             yield seen
@@ -108,5 +108,5 @@ def _row(seen: State) -> tuple[str, ...]:
     loss = "" if seen.loss is None else f"{seen.loss:.3f}"
     return (
         cell(seen.run), seen.state, cell(seen.recipe or ""), f"{len(seen.nodes) or ''}", step, loss,
-        times.local(seen.started), str(seen.attempts), cost.short(seen.spent),
+        times.local(seen.started), str(seen.attempts), cost.text(seen.spent),
     )  # fmt: skip

@@ -15,7 +15,9 @@ from dray.contract.findings import counted, duration
 from dray.runs import cost, startup
 from dray.runs import status as statuses
 from dray.runs.result import result_of, summary
+from dray.runs.slurm import meaning
 from dray.runs.status import State
+from dray.runs.stop import utc
 from dray.runs.store import find
 
 _NODES = 8
@@ -43,7 +45,7 @@ def status(
 def text(seen: State) -> list[str]:
     """The state in a few lines."""
     lines = [head(seen), *waiting(seen)]
-    start = [f"  {line}" for line in startup.lines(seen.startup)]
+    start = [f"  {startup.text(seen.startup)}"] if seen.startup else []
     if seen.spent:
         start.append(f"  cost: {cost.text(seen.spent)}")
     result = result_of(seen.paths) if seen.paths and seen.state != statuses.RUNNING else None
@@ -64,7 +66,7 @@ def head(seen: State) -> str:
     """One line: name, state, recipe, attempt, job and nodes."""
     parts = [seen.recipe] if seen.recipe else []
     parts += [f"attempt {seen.attempt}"] if seen.attempt else []
-    parts += [f"job {seen.job_id or seen.job}"] if seen.job else []
+    parts += [f"job {seen.job_id}"] if seen.job_id else []
     nodes = " ".join(seen.nodes[:_NODES]) + " ..." * (len(seen.nodes) > _NODES)
     parts += [f"{counted(seen.ranks, 'rank')} on {nodes}"] if seen.ranks and nodes else []
     return cell(f"{seen.run}: {seen.state}" + (f" ({', '.join(parts)})" if parts else ""))
@@ -76,35 +78,33 @@ def waiting(seen: State) -> list[str]:
     if job is None:
         submitted = f"  job {seen.job_id} was submitted {times.local(seen.started)}; Slurm gives no details here"
         return [submitted] if seen.state == statuses.QUEUED else []
-    why = ": ".join(word for word in (job.reason, job.meaning) if word not in ("", "None"))
+    why = ": ".join(word for word in (job.reason, meaning(job.reason)) if word not in ("", "None"))
     lines = [f"  Slurm: job {job.id} {job.state}{', ' * bool(why)}{why}"]
     if job.start is None:
         lines.append("  expected start: Slurm has no estimate yet")
     else:
-        left = duration(max(0.0, (times.seconds(job.start) or 0.0) - time.time()))
-        when = f"{times.local(job.start)} (in {left})"
+        left = duration(max(0.0, job.start - time.time()))
+        when = f"{times.local(utc(job.start))} (in {left})"
         estimate = f"  expected start: {when}; Slurm's estimate, which changes with the queue"
         lines.append(f"  not before: {when}" if job.reason == "BeginTime" else estimate)
     return [*lines, f"  earlier attempts: {seen.attempts}"] if seen.attempts else lines
 
 
 def running(seen: State) -> list[str]:
-    """Stage, step, speed, and notes about nodes."""
+    """Stage, step, speed, and notes."""
     live = seen.live
     if live is None:
         return []
     lines = [f"  {'stage' if seen.state == statuses.RUNNING else 'stage reached'}: {live.stage}"]
     if seen.step is not None:
         lines.append(f"  {figures(seen)}")
-    if seen.attempt_started:
-        lines.append(f"  began {times.local(seen.attempt_started)}")
+    if seen.started:
+        lines.append(f"  began {times.local(seen.started)}")
     if live.quiet_s is not None:
         lines.append(f"  last sign of life: {duration(live.quiet_s)} ago")
-    lines += [f"  {node.name}: {', '.join(node.notes)}" for node in live.nodes if node.notes]
     if live.restarts:
         lines.append(f"  restarts: {live.restarts}")
-    of_nodes = {note for node in live.nodes for note in node.notes}
-    return lines + [f"  {note}" for note in live.notes if note not in of_nodes]
+    return lines + [f"  {note}" for note in live.notes]
 
 
 def figures(seen: State) -> str:

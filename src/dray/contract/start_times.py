@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 VARIABLE = "DRAY_STARTED"
-"""`boot=ID step=N NAME=SECONDS ...`: the boot id of the clock, the number of Slurm's step, and the times."""
+"""`boot=ID NAME=SECONDS ...`: the boot id of the clock, and the times."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 STAGE, CONTAINER, RENDEZVOUS, PREFLIGHT = "stage", "container", "rendezvous", "preflight"
@@ -67,9 +67,3 @@ def before(text: str, boot: str, runner: float) -> dict[str, float]:
         if stage >= 0:
             parts[SBCAST] = lasted("planned", "asked")
     return clean(parts)
-
-
-def step(text: str) -> str:
-    """The number of the Slurm step in which the node's script ran; empty if there was none."""
-    number = re.search(r"(?:^| )step=([0-9]{1,11})(?: |$)", text)
-    return number[1] if number else ""

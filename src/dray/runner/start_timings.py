@@ -28,7 +28,6 @@ class StartTimings:
         self.parts = start_times.before(started, processes.mark(os.getpid())[0], began)
         self._plan = plan
         self._me = me
-        self._step = start_times.step(started)
         self.nodes: list[dict[str, float]] = [{} for _ in names(plan)]
         """The times of each node; other nodes have their own alone."""
         self._written = [*self.nodes]
@@ -63,7 +62,7 @@ class StartTimings:
                 return parts
         if not self._me and self.nodes != self._written:  # with thousands of nodes one write has many news
             self._written = [*self.nodes]
-            text = json.dumps({"attempt": self._plan["attempt"], "step": self._step, "nodes": self.nodes})
+            text = json.dumps({"attempt": self._plan["attempt"], "nodes": self.nodes})
             failure_record.put(f"{self._plan['folder']}/{run_folder.STARTUP}", text)
         return {}
 

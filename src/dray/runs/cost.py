@@ -1,14 +1,13 @@
-"""The cost of attempts: time on nodes and GPUs, and the energy that Slurm counted. Nothing is estimated."""
+"""The cost of attempts: time on nodes and GPUs. Nothing is estimated."""
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from datetime import datetime
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from dray.runs import slurm
 from dray.runs.store import Attempt, Run, RunPaths
@@ -22,14 +21,12 @@ class Cost(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    seconds: Annotated[float, Field(ge=0, le=1e7)]
+    seconds: NonNegativeFloat
     """Seconds from planning to end, by one clock."""
-    nodes: Annotated[int, Field(ge=1, le=1 << 20)]
+    nodes: PositiveInt
     """All nodes of the job, spare nodes too."""
-    gpus: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    gpus: NonNegativeInt = 0
     """GPUs on all nodes."""
-    joules: Annotated[float, Field(gt=0)] | None = None
-    """Energy of these nodes in joules, by Slurm's accounting; None if Slurm does not count it."""
 
 
 class Spent(BaseModel):
@@ -41,34 +38,25 @@ class Spent(BaseModel):
     """Nodes times hours."""
     gpu_hours: float | None = None
     """GPUs times hours; None if the job had no GPUs."""
-    kwh: float | None = None
-    """Energy of the nodes in kWh; None unless Slurm's accounting has it for every attempt."""
     unknown: list[int] = []
     """Attempts whose cost was not recorded; the figures do not include them."""
 
 
-def here(paths: RunPaths, plan: Plan, seconds: float) -> Cost | None:
+def here(paths: RunPaths, plan: Plan, seconds: float) -> Cost:
     """The cost of an attempt without Slurm: one node, whatever number of nodes the plan has."""
-    with suppress(ValueError):
-        gpus = int(Attempt(Run(paths.run), paths.attempt).facts.get("gpus_per_node") or 0)
-        gpus *= len(plan.world.nodes) * (plan.variant != "cpu")
-        return Cost(seconds=round(seconds, 1), nodes=1, gpus=gpus)
-    return None
+    per_node = Attempt(Run(paths.run), paths.attempt).facts.get("gpus_per_node", "")
+    gpus = int(per_node) * len(plan.world.nodes) if per_node.isdecimal() and plan.variant != "cpu" else 0
+    return Cost(seconds=round(seconds, 1), nodes=1, gpus=gpus)
 
 
-def parse(known: str, job: int, step: str) -> Cost | None:
-    """The cost from `begun_s=S ended_s=S allocated_nodes=N allocated_gpus=N` of the job's script, and sacct's lines.
-
-    The energy is that of the step that started the nodes; the job's own sum counts the same energy again.
-    """
+def parse(known: str) -> Cost | None:
+    """The cost from `begun_s=S ended_s=S allocated_nodes=N allocated_gpus=N` of the job's script."""
     fields = slurm.fields(known)
     try:
-        nodes = int(fields["allocated_nodes"])
         seconds = float(fields["ended_s"]) - float(fields["begun_s"])
-        gpus = int(fields.get("allocated_gpus", "0")) * nodes
-        counted = re.findall(rf"^sacct={job}\.{step}\|(\d{{1,13}})\|?$", known, re.MULTILINE) if step else []
-        joules = float(counted[-1]) if counted else 0.0  # where Slurm does not count energy, sacct prints 0 or nothing
-        return Cost(seconds=round(seconds, 1), nodes=nodes, gpus=gpus, joules=joules or None)
+        nodes = int(fields["allocated_nodes"])
+        gpus = int(fields.get("allocated_gpus", "0"))
+        return Cost(seconds=round(seconds, 1), nodes=nodes, gpus=nodes * gpus)
     except (KeyError, ValueError):  # pydantic's ValidationError is a ValueError
         return None
 
@@ -76,12 +64,11 @@ def parse(known: str, job: int, step: str) -> Cost | None:
 def queue_s(known: str) -> float | None:
     """Seconds from submission to start, by Slurm's clock; only for the first attempt of a batch job."""
     fields = slurm.fields(known)
-    if fields.get("first_of_job") != "1" or not slurm.is_batch(fields):
+    if "first_of_job" not in fields or not slurm.is_batch(fields):
         return None
-    with suppress(KeyError, ValueError, OverflowError):
-        times = [time.strptime(fields[name], "%Y-%m-%dT%H:%M:%S") for name in ("SubmitTime", "StartTime")]
-        waited = time.mktime(times[1]) - time.mktime(times[0])
-        return waited if 0 <= waited < 1e7 else None  # else a clock was set
+    with suppress(KeyError, ValueError):
+        started, submitted = (datetime.fromisoformat(fields[name]) for name in ("StartTime", "SubmitTime"))
+        return max(0.0, (started - submitted).total_seconds())  # negative if a clock was set
     return None
 
 
@@ -90,38 +77,19 @@ def spent(attempts: Sequence[tuple[int, Cost | None]]) -> Spent | None:
     known = [cost for _, cost in attempts if cost]
     if not known:
         return None
-    joules = [cost.joules for cost in known if cost.joules]
-    gpus = [cost.seconds * cost.gpus for cost in known if cost.gpus]
+    gpu_hours = sum(cost.seconds * cost.gpus for cost in known) / 3600
     return Spent(
         node_hours=round(sum(cost.seconds * cost.nodes for cost in known) / 3600, 4),
-        gpu_hours=round(sum(gpus) / 3600, 4) if gpus else None,
-        kwh=round(sum(joules) / 3.6e6, 4) if len(joules) == len(known) else None,
+        gpu_hours=round(gpu_hours, 4) or None,
         unknown=[number for number, cost in attempts if cost is None],
     )
 
 
 def text(found: Spent | None) -> str:
-    """`12.3 GPU-hours, 4.10 kWh`; empty if no cost is known."""
+    """`12.34 GPU-h`, after a `>` if an attempt's cost is unknown; node-h without GPUs; empty if no cost is known."""
     if found is None:
         return ""
-    parts = [_hours(found, "hours")]
-    parts += [f"{_figure(found.kwh)} kWh"] if found.kwh is not None else []
-    parts += [f"without attempt {' and '.join(map(str, found.unknown))}"] if found.unknown else []
-    return ", ".join(parts)
-
-
-def short(found: Spent | None) -> str:
-    """`12.3 GPU-h`, after a `>` if an attempt's cost is unknown."""
-    return f"{'>' * bool(found.unknown)}{_hours(found, 'h')}" if found else ""
-
-
-def _hours(found: Spent, unit: str) -> str:
+    more = ">" if found.unknown else ""
     if found.gpu_hours is None:
-        return f"{_figure(found.node_hours)} node-{unit}"
-    return f"{_figure(found.gpu_hours)} GPU-{unit}"
-
-
-def _figure(value: float) -> str:
-    """The value with about three digits."""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
-    return f"{value:,.{digits}f}"
+        return f"{more}{found.node_hours:,.2f} node-h"
+    return f"{more}{found.gpu_hours:,.2f} GPU-h"

@@ -16,8 +16,9 @@ from dray.runs import capsule, causes, cost, process_group, records, requeue, st
 from dray.runs.cost import Cost
 from dray.runs.metrics import WARNED_OF, Event, Metrics, number, result_warnings, whole
 from dray.runs.result import Cause, Result, history
+from dray.runs.status import write_summary
 from dray.runs.stop import Stop, utc
-from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, write_summary, written
+from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, written
 
 _FULL = 1 << 16
 """A disk with fewer free bytes is full."""
@@ -95,7 +96,7 @@ class Ended:
             hosts = [node.name for node in plan.world.nodes]
             fields |= {"world_size": plan.world.size, "hosts": hosts}
             fields["command"] = plan.recipe.train is None
-            spent = spent or cost.parse(known, plan.job, startup.step(paths))
+            spent = spent or cost.parse(known)
             if alone := self.tried(paths.process_group, process_group.warning, paths, plan):
                 self.warnings.append(alone)
         if stopped:
@@ -133,7 +134,7 @@ class Ended:
     def recorded(self, folder: Path) -> Cause | None:
         """The first failure that is recorded in the folder."""
         warn, logs = self.warnings.append, self.paths.logs
-        found = self.tried(folder, records.read, folder, logs, code=self.code, warn=warn)
+        found = self.tried(folder, records.read, folder, logs, warn=warn)
         return found[0].cause if found else None
 
     def unrecorded(self) -> Cause:

@@ -46,8 +46,8 @@ def tail(path: Path, least: int = _TAIL) -> list[Event]:
     with suppress(FileNotFoundError):
         for size in (least, _TAIL + LONGEST):
             end, whole = files.end(path, size)
-            lines = end.split(b"\n")
-            events = [event for line in (lines if whole else lines[1:]) if (event := parsed(line))]
+            lines = end.split(b"\n")[0 if whole else 1 :]
+            events = [event for event in map(parsed, lines) if event]
             if whole or any(event.get("event") == "step" for event in events):
                 break
     return events
@@ -70,15 +70,13 @@ def parsed(line: bytes) -> Event | None:
 def whole(event: object, name: str) -> int | None:
     """The value as a count; None if it is none."""
     value = dig(event, name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+    return int(value) if isinstance(value, int) and 0 <= value < 1 << 62 else None
 
 
 def number(event: object, name: str) -> float | None:
     """The value as a finite number; None if it is none."""
     value = dig(event, name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if -1e300 < value < 1e300 else None  # neither NaN nor infinite
+    return float(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else None
 
 
 _UNSAVED = {"checkpoint": "not saved", "mirror": "not copied"}
@@ -88,20 +86,18 @@ WARNED_OF = (*_UNSAVED, "divergence")
 
 def result_warnings(events: Sequence[Event]) -> list[str]:
     """Warnings in metrics: each kind of failed save, and the first loss jumps."""
-    jumps = [str(event.get("why"))[:600] for event in events if event.get("event") == "divergence"]
-    more = [f"and {counted(len(jumps) - 5, 'time')} more"] if len(jumps) > 5 else []
-    return [*unsaved(events), *jumps[:5], *more]
+    jumps = [str(event.get("why")) for event in events if event.get("event") == "divergence"]
+    return [*_unsaved(events), *jumps[:5]]
 
 
-def unsaved(events: Sequence[Event]) -> list[str]:
+def _unsaved(events: Sequence[Event]) -> list[str]:
     """A warning for each kind of failed save."""
     found = []
     for kind, what in _UNSAVED.items():
-        saves = [event for event in events if event.get("event") == kind and isinstance(event.get("checkpoint"), int)]
+        saves = [event for event in events if event.get("event") == kind]
         failed = [event for event in saves if event.get("saved") is False]
         if failed:
-            count, step = counted(len(failed), "checkpoint"), failed[0]["checkpoint"]
-            text = f"{count} {what}, the first of step {step}: {failed[0].get('why')}"[:600]
-            mended = f"; step {saves[-1]['checkpoint']} was saved again" if saves[-1].get("saved") is True else ""
-            found.append(text + mended)
+            first_one = f"the first of step {failed[0].get('checkpoint')}: {failed[0].get('why')}"
+            mended = "; the last one was saved" if saves[-1].get("saved") is True else ""
+            found.append(f"{counted(len(failed), 'checkpoint')} {what}, {first_one}{mended}")
     return found

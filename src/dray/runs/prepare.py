@@ -37,7 +37,6 @@ from dray.runs.store import (
     plan_of,
     require_own,
     run_name,
-    write_summary,
 )  # fmt: skip
 
 _LARGEST_FILE = 256 << 10  # of a configuration; PyYAML takes seconds for that
@@ -204,7 +203,6 @@ def write(
     if options := render.srun_options(decided):
         write_atomic(paths.srun_options, options)
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
-    write_summary(paths)
     capsule.begun(paths, decided, beside)
     return decided, paths
 

@@ -167,7 +167,7 @@ class Result(_Part):
 def read(path: Path | str) -> Result:
     """Read a result; OSError or ValueError if it is damaged or of another version."""
     found = from_json(files.read(path))
-    require_version(found, path)
+    require_version(found)
     return Result.model_validate(printable(found))
 
 

@@ -6,7 +6,7 @@ wrapper may print lines of its own between them.
 
 from __future__ import annotations
 
-import getpass
+import math
 import os
 import re
 import time
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from dray import process
 from dray.config import dray_home
 from dray.contract.control_characters import printable
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError
 from dray.runs.store import Queued
 
 JUST_S = 10.0  # until squeue lists a job after sbatch's answer
@@ -30,7 +30,9 @@ _LATE_S = 120.0  # clocks differ, and a job may be queued before its number is r
 # squeue does not list ended jobs; all others have nodes.
 _HELD = frozenset({"REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _WAITING = _HELD | {"PENDING", "EXPEDITING", "REQUEUED"}
-_COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last column may contain any character
+_COLUMNS = "%A|%i|%T|%V|%r|%S|%o"
+# Times are seconds since 1970, or words such as N/A; the command may contain any character.
+_LINE = re.compile(r"^([0-9]+)\|([^|\n]*)\|([^|\n]*)\|([0-9]*)[^|\n]*\|([^|\n]*)\|([0-9]*)[^|\n]*\|(.*)$", re.MULTILINE)
 
 
 def _answer(*argv: str, seconds: float | None = None) -> str:
@@ -64,7 +66,8 @@ def sbatch(argv: Sequence[str]) -> Queued:
 # Jobs --------------------------------------------------------------------------------------------------------------
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job:
     """A job that waits, runs or is ending."""
 
     number: int
@@ -91,11 +94,6 @@ class Job(NamedTuple):
         return self.state in _HELD or self.reason.startswith(("JobHeld", "launch failed requeued held"))
 
     @property
-    def held_by_hand(self) -> bool:
-        """Whether its user or an administrator wants it to wait."""
-        return self.reason.startswith("JobHeld")
-
-    @property
     def by_salloc(self) -> bool:
         """Whether it is an allocation, which outlives the runs in it."""
         return self.command in ("", "(null)")
@@ -105,22 +103,13 @@ def jobs(cluster: str = "") -> list[Job]:
     """All jobs of this user. DrayError if Slurm is missing or does not answer."""
     # Variables such as SQUEUE_PARTITION would hide jobs.
     hidden = [f"--unset={name}" for name in os.environ if name.startswith("SQUEUE_")]
-    prefix = ["env", *hidden] if hidden else []
-    options = ["--array", "--noheader", f"--user={os.geteuid()}", *_on(cluster), f"--format={'|'.join(_COLUMNS)}"]
-    seconds_since_1970 = {"SLURM_TIME_FORMAT": "%s"}
-    done = process.run([*prefix, "squeue", *options], env=seconds_since_1970, check=False, seconds=_ANSWER_S)
-    if done.code:
-        raise UnfitError("squeue failed, so dray cannot see your jobs", where="squeue", found=done.err.strip()[-300:])
-    return [job for job in map(_job, done.out.splitlines()) if job]
-
-
-def _job(line: str) -> Job | None:
-    fields = line.split("|", len(_COLUMNS) - 1)
-    if len(fields) < len(_COLUMNS) or not fields[0].isdecimal():
-        return None
-    number, id_, state, submitted, reason, start, command = map(printable, fields)
-    since = float(submitted) if submitted.isdecimal() else 0.0
-    return Job(int(number), id_, state, since, reason, float(start) if start.isdecimal() else None, command.strip())
+    options = ["--array", "--noheader", f"--user={os.geteuid()}", *_on(cluster), f"--format={_COLUMNS}"]
+    argv = ["env", *hidden, "squeue", *options] if hidden else ["squeue", *options]
+    printed = printable(process.run(argv, env={"SLURM_TIME_FORMAT": "%s"}, seconds=_ANSWER_S).out)
+    return [
+        Job(int(number), id_, state, float(submitted or 0), reason, float(start) if start else None, command.strip())
+        for number, id_, state, submitted, reason, start, command in _LINE.findall(printed)
+    ]
 
 
 class Slurm:
@@ -129,21 +118,22 @@ class Slurm:
     def __init__(self) -> None:
         self._known: dict[str, list[Job] | DrayError] = {}
         self._asked: dict[str, float] = {}
-        self._restarted: dict[str, bool] = {}
-        self._by_word: dict[str, dict[str, list[Job]]] = {}
+        self._commands: dict[str, str] = {}
+        """Of all jobs: most runs are in none of them."""
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All jobs of this user on the cluster. DrayError if Slurm is missing or does not answer."""
         if cluster not in self._known:
             self._asked[cluster] = time.time()
             try:
-                self._known[cluster] = jobs(cluster)
+                self._known[cluster] = found = jobs(cluster)
+                self._commands[cluster] = "".join(f" {job.command} " for job in found)
             except DrayError as silent:
                 self._known[cluster] = silent
-        found = self._known[cluster]
-        if isinstance(found, DrayError):
-            raise found
-        return found
+        known = self._known[cluster]
+        if isinstance(known, DrayError):
+            raise known
+        return known
 
     @cached_property
     def is_absent(self) -> bool:
@@ -153,48 +143,39 @@ class Slurm:
     @cached_property
     def cluster(self) -> str:
         """The name of this machine's cluster; empty if Slurm does not answer."""
-        return "" if isinstance(self._known.get(""), DrayError) else cluster_name()
+        return cluster_name()
 
-    def is_older(self, at: float, cluster: str = "", *, margin_s: float = 0.0) -> bool:
+    def is_older(self, at: float, cluster: str = "") -> bool:
         """Whether Slurm was asked before this time and so cannot know of it; a future time is another clock's error."""
-        return self._asked.get(cluster, at + margin_s) - margin_s < at < time.time() + JUST_S
+        return self._asked.get(cluster, math.inf) < at < time.time() + JUST_S
 
     def job_of(self, ids: Mapping[str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """A job with one of these ids that existed at that time, or with such a run folder (`--run=`). A running job
         comes before a waiting one. DrayError as from `jobs`."""
-        if cluster not in self._by_word:  # there may be thousands of jobs
-            known = self.jobs(cluster)
-            by_word = self._by_word.setdefault(cluster, {})
-            for job in known:
-                for word in (job.id, *job.command.split(" ")):
-                    by_word.setdefault(word, []).append(job)
-        by_word = self._by_word[cluster]
-        found = [
-            job for id_, at in ids.items() for job in by_word.get(id_, ()) if job.id == id_ and self._existed(job, at)
-        ]
-        for folder in folders:  # its name may contain spaces
-            candidates = by_word.get(f"--run={folder}".partition(" ")[0], ())
-            found += [job for job in candidates if f" --run={folder} " in f" {job.command} "]
+        listed = self.jobs(cluster)
+        found = [job for job in listed if job.id in ids and self._existed(job, ids[job.id])]
+        for folder in folders:
+            option = f" --run={folder} "  # its name may contain spaces
+            if option in self._commands[cluster]:
+                found += [job for job in listed if option in f" {job.command} "]
         return min(found, key=lambda job: job.waits, default=None)
 
-    def _existed(self, job: Job, at: float) -> bool:
+    @staticmethod
+    def _existed(job: Job, at: float) -> bool:
         """Whether the job existed at this time; else Slurm reused its number. DrayError if Slurm does not answer."""
         if job.submitted <= at + _LATE_S:
             return True
-        if job.id not in self._restarted:  # a requeue changes the time of submission
-            # Not `show`: taken for "no", silence would let a second job write into the run.
-            shown = process.run(["scontrol", "show", "job", "--oneliner", job.id], seconds=_ANSWER_S).out
-            self._restarted[job.id] = fields(shown).get("Restarts", "0") != "0"
-        return self._restarted[job.id]
+        # A requeue changes that time. Not `show`: taken for "no", silence would let a second job write into the run.
+        shown = process.run(["scontrol", "show", "job", "--oneliner", job.id], seconds=_ANSWER_S).out
+        return fields(shown).get("Restarts", "0") != "0"
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
-    """Cancel the job; with `waiting`, only if it has not started."""
+    """Cancel the job; with `waiting`, only if it has not started. DrayError if Slurm refuses."""
     # `--state=PENDING` does not find a held job, which cannot start meanwhile.
     state = ["--state=PENDING"] if waiting and job.state not in _HELD else []
-    done = process.run(["scancel", *_on(cluster), *state, job.id], check=False, seconds=_ANSWER_S)
-    if done.code and not state:  # with a state, scancel also fails if no job matched
-        raise DrayError("scancel failed", where=f"job {job.id}", found=(done.err or done.out).strip()[-300:])
+    argv = ["scancel", *_on(cluster), *state, job.id]
+    process.run(argv, check=not state, seconds=_ANSWER_S)  # with a state, it also fails if no job matches
 
 
 def release(job: Job, cluster: str = "") -> None:
@@ -219,13 +200,12 @@ def is_batch(job: Mapping[str, str]) -> bool:
     return job.get("BatchFlag") == "1"
 
 
-_NEVER = ("", "None", "N/A", "Unknown")
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
 
 
 def end_state(job: Mapping[str, str]) -> str:
     """The state in which a job ended or is ending, from `show`: while it ends, its JobState is COMPLETING."""
-    preempted = job.get("PreemptTime", "") not in _NEVER
+    preempted = job.get("PreemptTime", "")[:1].isdigit()  # else None or N/A
     return _BY_REASON.get(job.get("Reason", ""), "PREEMPTED" if preempted else job.get("JobState", ""))
 
 
@@ -269,7 +249,6 @@ _MEANINGS = {
 
 def meaning(reason: str) -> str:
     """Why a job waits, in plain words: the meaning of the first name with which Slurm's reason begins, else empty."""
-    reason = reason.strip("()")
     return next((text for name, text in _MEANINGS.items() if reason.startswith(name)), "")
 
 
@@ -303,20 +282,20 @@ def cluster_name(config: Mapping[str, str] | None = None) -> str:
 
 
 def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, object]:
-    """Facts on preemption in these partitions, or in the default one; of several grace times the shortest."""
+    """Facts on preemption in the first of these partitions, or in the default one."""
     found: dict[str, object] = {}
     if kill := re.match("[0-9]{1,9}", config.get("KillWait", "")):
         found["kill_wait_s"] = int(kill[0])
     if config.get("PreemptType", "(null)") in ("(null)", "preempt/none"):
         return found
-    found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "").split(",")
     key, wanted = ("PartitionName", names) if names else ("Default", ["YES"])
     shown = map(fields, _answer("scontrol", "show", "partition", "--oneliner").splitlines())
-    chosen = [partition for partition in shown if partition.get(key) in wanted]
-    modes = [partition.get("PreemptMode") or config.get("PreemptMode", "") for partition in chosen]
-    graces = [int(partition["GraceTime"]) for partition in chosen if partition.get("GraceTime", "").isdecimal()]
-    found["preempt_mode"] = next((mode for mode in modes if mode != "OFF"), "OFF" if modes else "")
-    return found | ({"preempt_grace_s": min(graces)} if graces else {})
+    partition = next((one for one in shown if one.get(key) in wanted), {})
+    found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "")
+    found["preempt_mode"] = partition.get("PreemptMode", "")
+    if (grace := partition.get("GraceTime", "")).isdecimal():
+        found["preempt_grace_s"] = int(grace)
+    return found
 
 
 def partitions() -> list[Partition]:
@@ -337,29 +316,35 @@ def limits() -> dict[str, str]:
     return dict(line.split("|") for line in lines if line.count("|") == 1)
 
 
+_OFFERS = {
+    "constraint": ("sinfo", "--noheader", "--format=%f"),
+    "account": ("sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account"),
+    "qos": ("sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=qos"),
+}
+
+
+def _offered(option: str) -> list[str]:
+    """The values that an option of sbatch may have for this user; none if Slurm does not answer in time."""
+    argv = _OFFERS[option]
+    if argv[0] == "sacctmgr":
+        argv = (*argv, f"user={os.environ.get('USER', os.geteuid())}")
+    names = re.split(r"[\s,]+", _answer(*argv))
+    return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
+
+
 def features() -> list[str]:
     """The features that --constraint may name."""
-    return sorted({*re.split("[\n,]", _answer("sinfo", "--noheader", "--format=%f"))} - {"", "(null)"})
+    return _offered("constraint")
 
 
 def accounts() -> list[str]:
-    """The Slurm accounts that this user's jobs may name; none if Slurm has none, or does not answer in time."""
-    return _associated("account")
+    """The Slurm accounts that this user's jobs may name."""
+    return _offered("account")
 
 
 def qualities() -> list[str]:
-    """The names that --qos may give, likewise."""
-    return _associated("qos")
-
-
-def _associated(column: str) -> list[str]:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user id that no passwd knows
-        return []
-    options = ("--noheader", "--parsable2", "show", "associations", f"format={column}", f"user={user}")
-    names = re.split(r"[\s,]+", _answer("sacctmgr", *options))
-    return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
+    """The names that --qos may give."""
+    return _offered("qos")
 
 
 # The allocation around this shell --------------------------------------------------------------------------------
@@ -399,9 +384,14 @@ class Allocation(NamedTuple):
 
     def argv(self, *, run: str, site: str, recipe: Sequence[str], command: Sequence[str]) -> list[str]:
         """The bash command that starts the batch script inside the allocation."""
-        script = dray_home.root() / "slurm" / ("singlenode.sh" if self.nodes == "1" else "multinode.sh")
-        options = [*([f"--run={run}"] if run else []), *([f"--site={site}"] if site else [])]
-        return ["bash", str(script), *options, *recipe, *(["--", *command] if command else [])]
+        script = "singlenode.sh" if self.nodes == "1" else "multinode.sh"
+        argv = ["bash", str(dray_home.root() / "slurm" / script)]
+        if run:
+            argv.append(f"--run={run}")
+        if site:
+            argv.append(f"--site={site}")
+        argv += recipe
+        return [*argv, "--", *command] if command else argv
 
 
 def allocation_environment(env: Mapping[str, str], runs: Path) -> dict[str, str]:

@@ -9,21 +9,23 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.control_characters import printable
-from dray.contract.findings import DrayError, duration
+from dray.contract.findings import DrayError
 from dray.runs import metrics, startup, stop
 from dray.runs.cost import Spent
-from dray.runs.slurm import JUST_S, Job, Slurm, meaning
+from dray.runs.slurm import JUST_S, Job, Slurm
 from dray.runs.startup import Startup
 from dray.runs.stop import Stop, utc
-from dray.runs.store import OR_NONE, Attempt, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
+from dray.runs.store import Attempt, Queued, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
     "queued", "running", "done", "failed", "stopped", "lost", "no result",
@@ -32,39 +34,16 @@ Kind = Literal["queued", "starting", "running", "ended", "unknown"]
 FRESH_S = 120.0
 """A run whose files changed within this time is alive: the trainer touches its lease every 10 s, and NFS caches a
 file's time for up to a minute."""
-AT_STEP = "at step "
-"""With what the note of a loss that jumped or is not finite begins."""
-_MOST_NOTES = 16  # a run of thousands of ranks may name each
-_KILLED_S = 45.0  # the same after SIGTERM: Slurm kills the job after KillWait, 30 s by default
+_STAGES = (
+    (run_folder.rank_log(0), "ranks load the data and build the model"),
+    (run_folder.PREFLIGHT, "preflight, then the launcher starts the ranks"),
+    (run_folder.RENDEZVOUS, "rendezvous: the first node waits for the others"),
+    (run_folder.node_log(0), "nodes start the image"),
+)
+"""What happens before the first line of metrics, by the newest of these files."""
 
-
-class Waiting(BaseModel):
-    """The waiting job of a run, as Slurm shows it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    job: int
-    id: str = ""
-    """The id for Slurm's commands."""
-    state: str
-    reason: str
-    meaning: str = ""
-    """The reason in plain words; empty if it is unknown."""
-    start: str | None = None
-    """The start that Slurm expects, or the earliest possible."""
-
-
-class Node(BaseModel):
-    """A node, from the files of its ranks and its runner."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    ranks: list[int]
-    quiet_s: float | None = None
-    """Seconds since one of its logs was last written; None without logs."""
-    notes: list[str] = []
-    """Failures and slow ranks."""
+_SLOW = 4  # the last reports of slow ranks
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class Live(BaseModel):
@@ -73,18 +52,17 @@ class Live(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     stage: str
-    nodes: list[Node] = []
     quiet_s: float | None = None
-    """Seconds since any of its files was last written."""
+    """Seconds since its metrics or one of its logs was last written."""
     restarts: int = 0
     notes: list[str] = []
-    """Slow ranks, failed saves, loss jumps, and a request to end."""
+    """Failures, slow ranks, failed saves, loss jumps, and a request to end."""
 
 
 class State(BaseModel):
     """One run at the time of the query."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
     run: str
     folder: str
@@ -92,35 +70,32 @@ class State(BaseModel):
     """queued, running, done, failed, stopped, lost (the job ended without a result), or `no result` (it runs, or was
     killed before it could write one)."""
     recipe: str | None = None
-    command: bool = False
-    """Whether a command runs instead of dray's trainer."""
-    job: int | None = None
     job_id: str | None = None
     """The id for Slurm's commands: 12, or 12_3 for an array task."""
     attempt: int | None = None
     attempts: int = 0
     nodes: list[str] = []
-    ranks: int | None = None
+    ranks: _Count | None = None
     started: str | None = None
-    """When the first attempt began, or, without one, when the run was submitted."""
-    attempt_started: str | None = None
+    """When the last attempt began, or, without one, when the run was submitted."""
     finished: str | None = None
-    step: int | None = None
-    steps: int | None = None
+    step: _Count | None = None
+    steps: _Count | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
     left_s: float | None = None
-    exit_code: int | None = None
+    """The time left after the last step that was logged."""
+    exit_code: _Count | None = None
     why: str | None = None
     """What failed, or what stopped the run."""
     goes_on: bool = False
     """Whether another attempt follows the last one."""
-    waiting: Waiting | None = None
+    waiting: Job | None = None
     live: Live | None = None
     """Details of a running attempt, if requested."""
-    startup: Annotated[Startup | None, OR_NONE] = None
+    startup: Startup | None = None
     """How long each part of the last attempt's start took, if requested."""
-    spent: Annotated[Spent | None, OR_NONE] = None
+    spent: Spent | None = None
     """The cost of all attempts, if the last one has ended."""
     warnings: list[str] = []
 
@@ -136,13 +111,8 @@ class State(BaseModel):
     """The job's cluster, if Slurm knows several; empty for this machine's cluster."""
     process: Annotated[int, Field(exclude=True)] = 0
     """The process that has the run, on this machine."""
-
-    run_path: Annotated[Path | None, Field(exclude=True)] = None
-
-    @property
-    def path(self) -> Path:
-        """The run folder; its name in `folder` is printable."""
-        return self.run_path or Path(self.folder)
+    path: Annotated[Path, Field(exclude=True)] = Path()
+    """The run folder; its name in `folder` is printable."""
 
     @property
     def where(self) -> str:
@@ -152,232 +122,245 @@ class State(BaseModel):
         return f"process {self.process}" if self.process else self.unclear
 
 
+class _Holder(NamedTuple):
+    """What has a run."""
+
+    kind: Kind
+    slurm_job: Job | None = None
+    process: int = 0
+    unclear: str = ""
+
+
 def status(run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False) -> State:
     """The state of a run, or of one attempt by its folder. Pass one `slurm` for many runs: it is asked once.
 
-    Looked at `closely`, a running attempt has its stage, its nodes and its start.
+    Looked at `closely`, a running attempt has its stage, its notes and its start.
     """
-    number = None
+    slurm, number = slurm or Slurm(), None
     if isinstance(run, Path):
-        folder = run.absolute()
-        if not is_run(folder):
-            paths = last_attempt(folder)
-            folder, number = paths.run, paths.attempt
-        run = Run(folder)
-    attempts = [attempt for attempt in run.attempts if number in (None, attempt.number)]
-    look = _Look(run, attempts[-1] if attempts else None, slurm or Slurm())
-    look.decide()
-    fields = look.of_attempt(closely=closely) if look.attempt else look.before()
-    own: Table = {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
-    return State(
-        **printable(own | fields), kind=look.kind, unclear=look.unclear, slurm_job=look.job, cluster=look.cluster,
-        process=look.process, run_path=run.folder, paths=look.attempt.paths if look.attempt else None,
-    )  # fmt: skip
+        paths = None if is_run(run) else last_attempt(run)
+        run, number = Run(paths.run if paths else run), paths and paths.attempt
+    attempt = next((one for one in run.attempts if one.number == number), run.last)
+    return _seen(run, attempt, _holder(run, attempt, slurm), slurm, closely=closely)
 
 
-class _Look:
-    """One look at a run."""
+def listed(folder: Path, slurm: Slurm) -> State:
+    """The state of a run for a list: of one that has ended, its summary tells it, which is one file."""
+    file = folder / run_folder.SUMMARY
+    with suppress(OSError, ValueError):
+        seen = State.model_validate(printable(from_json(files.read(file))))
+        began, submitted = written(file) or 0.0, written(folder / run_folder.JOB) or 0.0
+        job = None
+        with suppress(DrayError):
+            job = slurm.job_of({seen.job_id or "": began}, {str(folder), seen.folder})
+        if not job and not seen.goes_on and submitted <= began:
+            return seen.model_copy(update={"run": folder.name, "folder": str(folder)})
+    return status(Run(folder), slurm)
 
-    def __init__(self, run: Run, attempt: Attempt | None, slurm: Slurm) -> None:
-        self.run, self.attempt, self.slurm = run, attempt, slurm
-        self.kind: Kind = "ended"
-        self.unclear, self.process = "", 0
-        self.job: Job | None = None
-        # Another user's file does not choose a cluster: Slurm does not list their jobs here.
-        self.cluster = run.cluster if run.owner == os.geteuid() else ""
-        begun = run.job and run.job.id in {attempt.job_id for attempt in run.attempts}
-        self.queued = None if begun else run.job
-        """The submitted job that has not begun an attempt yet."""
 
-    @property
-    def _ended(self) -> float | None:
-        """When the attempt wrote its result, valid or not."""
-        return self.attempt.ended if self.attempt else None
+def write_summary(paths: RunPaths) -> None:
+    """Write the state of a run that has ended into its summary.json. The file's time is when the attempt began, so that
+    a list is sorted before any file is opened."""
+    run, file = Run(paths.run), paths.run / run_folder.SUMMARY
+    attempt = run.last
+    if attempt and attempt.number == paths.attempt:  # else a late `dray finish`
+        seen = _seen(run, attempt, _Holder("ended"), Slurm(), closely=False)
+        with suppress(OSError):  # a list reads the files themselves then
+            files.write_atomic(file, seen.model_dump_json() + "\n")
+            os.utime(file, (attempt.began, attempt.began))
 
-    # Who has the run ----------------------------------------------------------------------------------------------
 
-    def decide(self) -> None:
-        """Set `kind`, and the job or process that has the run."""
-        attempt, ended = self.attempt, self._ended
-        over = ended is not None and not self.queued and not (attempt and attempt.goes_on)
-        over = over or (attempt is None and self.run.job is not None and self.run.job.stopped is not None)
-        if not self.queued and not (attempt and attempt.job_id):
-            self._decide_by_process()
-            if self.kind != "ended":
-                return
-            over = True
-        try:
-            if job := self._find_job():
-                self._decide_by_job(job)
-            elif not over:
-                self.unclear = self._unlisted()
-        except DrayError as silent:
-            self.unclear = "" if over else silent.finding.problem
-        if self.unclear:
-            self.kind = "unknown"
+def _seen(run: Run, attempt: Attempt | None, holder: _Holder, slurm: Slurm, *, closely: bool) -> State:
+    fields = _of_attempt(run, attempt, holder, slurm, closely=closely) if attempt else _before(run.job, holder, slurm)
+    fields |= {"run": run.name, "folder": str(run.folder), "warnings": run.warnings}
+    own: Table = {"path": run.folder, "paths": attempt and attempt.paths, "cluster": run.cluster}
+    return _state(printable(fields) | holder._asdict() | own)
 
-    def _find_job(self) -> Job | None:
-        """The job that has the run. Slurm itself may requeue an ended one, as after a preemption."""
-        ids: dict[str, float] = {}
-        folders = {str(self.run.folder)}
-        if self.attempt:
-            ids[self.attempt.job_id] = self._ended or self.attempt.began
-            folders.add(str(self.attempt.plan.get("run_folder")))
-        if self.queued:
-            ids[self.queued.id] = self.queued.time
-        return self.slurm.job_of(ids, folders, self.cluster)
 
-    def _decide_by_job(self, job: Job) -> None:
-        attempt = self.attempt
-        if job.waits and not self._is_new():
-            self.kind, self.job = "queued", job
-            return
-        ended = self._ended
-        again = ended is not None and attempt and (attempt.goes_on or (job.start or 0.0) > ended)
-        if attempt is None or job.id != attempt.job_id or again:  # an allocation by salloc outlives an attempt
-            self.kind, self.job = "starting", job
-        elif ended is None:  # with a result, the run has ended, and Slurm is cleaning up
-            self.kind, self.job = "running", job
+def _state(fields: Table) -> State:
+    """The state, without the values that a damaged file has instead of others."""
+    try:
+        return State(**fields)
+    except ValidationError as wrong:
+        damaged = {str(error["loc"][0]) for error in wrong.errors()}
+    valid = {name: value for name, value in fields.items() if name not in damaged}
+    return State(**valid)
 
-    def _is_new(self) -> bool:
-        """Whether the attempt started after Slurm was asked, and still runs."""
-        attempt = self.attempt
-        return attempt is not None and self.slurm.is_older(attempt.began, self.cluster) and self._ended is None
 
-    def _unlisted(self) -> str:
-        """Why the run may be active although Slurm here does not list its job; empty if it is not."""
-        if self.run.owner != os.geteuid():  # squeue was asked for this user's jobs only
-            return f"the job belongs to user {self.run.owner}"
-        if self.queued and self.slurm.is_older(self.queued.time, self.cluster, margin_s=JUST_S):
-            return f"job {self.queued.id} was submitted a moment ago, so squeue does not list it yet"
-        if self._is_new():
-            return "the attempt began a moment ago, after squeue was asked"
-        cluster = self.attempt.facts.get("cluster", "") if self.attempt and not self.cluster else ""
-        if cluster and cluster != self.slurm.cluster:  # another cluster with the same disk
-            here = self.slurm.cluster or "without a name"
-            return f"the job is on cluster {cluster}, but Slurm here is {here}"
-        return ""
+# What has a run ----------------------------------------------------------------------------------------------------
 
-    def _decide_by_process(self) -> None:
-        """Decide of a run without Slurm."""
-        if self.attempt is None or self._ended is not None:
-            return
-        process = _process(self.attempt.paths)
-        if process is None:
-            self.unclear = "no file names the process that runs it"
-        elif not processes.here(process):
-            self.unclear = "it was started on another machine, or before this machine last booted"
-        elif not processes.gone(process):
-            self.kind, self.process = "running", process[2]
-        elif scratch.held(self.attempt.plan.get("scratch")):
-            self.unclear = "the process that started it ended, but its runner is alive"
-        if self.unclear:
-            self.kind = "unknown"
 
-    # What it is called --------------------------------------------------------------------------------------------
+def _holder(run: Run, attempt: Attempt | None, slurm: Slurm) -> _Holder:
+    """The job or process that has the run."""
+    if attempt:
+        over = attempt.ended is not None and not run.queued and not attempt.goes_on
+    else:
+        over = run.job is not None and run.job.stopped is not None
+    if not run.queued and not (attempt and attempt.job_id):  # without Slurm
+        over = True
+        if attempt and attempt.ended is None:
+            holder = _local(attempt)
+            if holder.kind != "ended":
+                return holder
+    try:
+        if job := _find_job(run, attempt, slurm):
+            return _by_job(job, run, attempt, slurm)
+        unclear = "" if over else _unlisted(run, attempt, slurm)
+    except DrayError as silent:
+        unclear = "" if over else silent.problem
+    return _Holder("unknown" if unclear else "ended", unclear=unclear)
 
-    def before(self) -> Table:
-        """What is told of a submitted run before its first attempt."""
-        job = self.run.job
-        if job is None:
-            return {"state": NO_RESULT}
-        names = [word.partition("=")[2] for word in job.argv if word.startswith("--job-name=")]
-        fields: Table = {"recipe": next(iter(names), None), "job": job.job, "job_id": job.id, "started": _utc(job.time)}
-        if self.kind == "queued" and self.job:
-            return fields | {"state": QUEUED, "waiting": _waiting(self.job)}
-        if self.kind == "starting":
-            return fields | {"state": RUNNING, "live": {"stage": "the job is planning the run"}}
-        if self.kind == "ended":
-            stopped = f"dray stop cancelled job {job.id} in the queue; the run never started"
-            lost = f"job {job.id} ended before its first attempt: see its output, job-{job.id}.log"
-            return fields | ({"state": STOPPED, "why": stopped} if job.stopped else {"state": LOST, "why": lost})
-        if self.slurm.is_absent:
+
+def _find_job(run: Run, attempt: Attempt | None, slurm: Slurm) -> Job | None:
+    """The job that has the run. Slurm itself may requeue an ended one, as after a preemption."""
+    ids: dict[str, float] = {}
+    folders = {str(run.folder)}
+    if attempt:
+        ids[attempt.job_id] = attempt.ended or attempt.began
+        folders.add(str(attempt.plan.get("run_folder")))
+    if run.queued:
+        ids[run.queued.id] = run.queued.time
+    return slurm.job_of(ids, folders, run.cluster)
+
+
+def _by_job(job: Job, run: Run, attempt: Attempt | None, slurm: Slurm) -> _Holder:
+    """What a job that Slurm lists does with the run."""
+    began = attempt.began if attempt and attempt.ended is None else 0.0
+    if job.waits and not slurm.is_older(began, run.cluster):
+        return _Holder("queued", job)
+    if attempt is None or job.id != attempt.job_id:
+        return _Holder("starting", job)
+    if attempt.ended is None:
+        return _Holder("running", job)
+    if attempt.goes_on or (job.start or 0.0) > attempt.ended:  # an allocation by salloc outlives an attempt
+        return _Holder("starting", job)
+    return _Holder("ended")  # Slurm is cleaning up
+
+
+def _unlisted(run: Run, attempt: Attempt | None, slurm: Slurm) -> str:
+    """Why the run may be active although Slurm here does not list its job; empty if it is not."""
+    if run.owner != os.geteuid():  # squeue was asked for this user's jobs only
+        return f"the job belongs to user {run.owner}"
+    began = run.queued.time + JUST_S if run.queued else attempt.began if attempt else 0.0
+    if slurm.is_older(began, run.cluster):
+        return "it was submitted or began a moment ago, so squeue does not list it yet"
+    cluster = attempt.facts.get("cluster", "") if attempt and not run.cluster else ""
+    if cluster and cluster != slurm.cluster:  # another cluster with the same disk
+        return f"the job is on cluster {cluster}, but Slurm here is {slurm.cluster or 'without a name'}"
+    return ""
+
+
+def _local(attempt: Attempt) -> _Holder:
+    """What has an attempt that began without Slurm."""
+    process = None
+    with suppress(OSError, ValueError, RecursionError):
+        match json.loads(files.read(attempt.paths.process)):
+            case [str(), str(), int(), str()] as found if found[2] > 1:
+                process = list(found)
+    if process is None or not processes.here(process):
+        unclear = "it was started on another machine, or before this machine last booted"
+        return _Holder("unknown", unclear=unclear)
+    if not processes.gone(process):
+        return _Holder("running", process=process[2])
+    if scratch.held(attempt.plan.get("scratch")):
+        return _Holder("unknown", unclear="the process that started it ended, but its runner is alive")
+    return _Holder("ended")
+
+
+# What a run is called ----------------------------------------------------------------------------------------------
+
+
+def _before(job: Queued | None, holder: _Holder, slurm: Slurm) -> Table:
+    """What is told of a submitted run before its first attempt."""
+    if job is None:
+        return {"state": NO_RESULT}
+    match holder.kind:
+        case "queued":
+            seen: Table = {"state": QUEUED, "waiting": holder.slurm_job}
+        case "starting":
+            seen = {"state": RUNNING, "live": {"stage": "the job is planning the run"}}
+        case "ended" if job.stopped:
+            why = f"dray stop cancelled job {job.id} in the queue; the run never started"
+            seen = {"state": STOPPED, "why": why}
+        case "ended":
+            why = f"job {job.id} ended before its first attempt: see its output, job-{job.id}.log"
+            seen = {"state": LOST, "why": why}
+        case _ if slurm.is_absent:
             why = f"this machine has no Slurm, so it cannot tell whether job {job.id} waits, runs or has ended"
-            return fields | {"state": NO_RESULT, "why": why}
-        return fields | {"state": QUEUED}
+            seen = {"state": NO_RESULT, "why": why}
+        case _:
+            seen = {"state": QUEUED}
+    return seen | {"job_id": job.id, "started": utc(job.time)}
 
-    def of_attempt(self, *, closely: bool) -> Table:
-        """What is told of an attempt."""
-        attempt = self.attempt
-        assert attempt
-        state, stopped = self._state(attempt)
-        plan, job = attempt.plan, self.job
-        nodes = dig(plan, "world", "nodes")
-        names = [str(dig(node, "name")) for node in nodes] if isinstance(nodes, list) else []
-        first = written(RunPaths(self.run.folder).plan) if attempt.number > 1 else None
-        fields: Table = {
-            "state": state,
-            "recipe": _text(dig(plan, "recipe", "name")),
-            "command": bool(dig(plan, "recipe", "command")),
-            "job": (job.number if job else metrics.whole(plan, "job")) or None,
-            "job_id": (job.id if job else attempt.job_id) or None,
-            "attempt": attempt.number,
-            "attempts": len(self.run.attempts),
-            "nodes": names,
-            "ranks": metrics.whole(dig(plan, "world"), "size"),
-            "started": _utc(first or attempt.began),
-            "attempt_started": _utc(attempt.began),
-            "steps": metrics.whole(dig(plan, "recipe", "train"), "steps"),
-            "waiting": _waiting(job) if job and state == QUEUED else None,
-        }
-        result = attempt.result
-        if result and isinstance(result.get("status"), str):
-            fields |= {"goes_on": attempt.goes_on, **_result(result, self.run, closely=closely)}
-            return fields | ({"live": {"stage": "the job is planning the next attempt"}} if state == RUNNING else {})
-        if stopped:
-            fields |= {"why": stopped.reason, "finished": stopped.at}
-        tail = list[metrics.Event]()
-        try:
-            tail = metrics.tail(attempt.paths.metrics) if closely else metrics.tail(attempt.paths.metrics, 4096)
-            if fields["steps"] is None:  # it counts epochs
-                fields["steps"] = metrics.whole(metrics.first(attempt.paths.metrics), "steps")
-        except OSError as wrong:
-            self.run.warnings.append(f"{attempt.paths.metrics} cannot be read: {reason(wrong)}")
-        if closely and state != QUEUED:
-            fields["startup"] = startup.read(attempt.paths, names)
-            fields["live"] = _live(attempt, names, tail, fields["steps"])
-        step = next((event for event in reversed(tail) if event.get("event") == "step"), {})
-        fields["step"] = metrics.whole(step, "step")
-        fields |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
-        at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")
-        if at is not None and left is not None and state == RUNNING:
-            fields["left_s"] = round(max(0.0, left - max(0.0, time.time() - at)), 1)
-        return fields
 
-    def _state(self, attempt: Attempt) -> tuple[str, Stop | None]:
-        """The state's name, and what stopped an attempt that left no result."""
-        ended, status = self._ended, dig(attempt.result, "status")
-        by_result = (status if status in (DONE, FAILED, STOPPED) else NO_RESULT), None
-        job, kind = self.job, self.kind
-        if attempt.number < self.run.attempts[-1].number:  # Slurm's job belongs to a later attempt
-            return by_result if ended else _lost(attempt)
-        if kind == "queued":
-            return QUEUED, None
-        if (job and not job.by_salloc) or kind == "starting" or self.process:
-            return RUNNING, None
-        if ended:
-            waits = kind == "unknown" and self.queued and not self.slurm.is_absent
-            return (QUEUED, None) if waits else by_result
-        return _lost(attempt) if kind == "ended" else _by_files(attempt)  # an salloc allocation outlives its runs
+def _of_attempt(run: Run, attempt: Attempt, holder: _Holder, slurm: Slurm, *, closely: bool) -> Table:
+    """What is told of an attempt."""
+    state, stopped = _name(run, attempt, holder, slurm)
+    plan, job, result = attempt.plan, holder.slurm_job, attempt.result
+    fields: Table = {
+        "state": state,
+        "recipe": dig(plan, "recipe", "name"),
+        "job_id": (job.id if job else attempt.job_id) or None,
+        "attempt": attempt.number,
+        "attempts": len(run.attempts),
+        "nodes": attempt.nodes,
+        "ranks": dig(plan, "world", "size"),
+        "started": utc(attempt.began),
+        "steps": dig(plan, "recipe", "train", "steps"),
+        "waiting": job if state == QUEUED else None,
+    }
+    if result:
+        if state == RUNNING:
+            fields["live"] = {"stage": "the job is planning the next attempt"}
+        return fields | _result(result, run, closely=closely) | {"goes_on": attempt.goes_on}
+    if stopped:
+        fields |= {"why": stopped.reason, "finished": stopped.at}
+    tail: list[metrics.Event] = []
+    try:
+        tail = metrics.tail(attempt.paths.metrics) if closely else metrics.tail(attempt.paths.metrics, 4096)
+        if fields["steps"] is None:  # it counts epochs
+            fields["steps"] = metrics.first(attempt.paths.metrics).get("steps")
+    except OSError as wrong:
+        run.warnings.append(f"{attempt.paths.metrics} cannot be read: {reason(wrong)}")
+    if closely and state != QUEUED:
+        fields["startup"] = startup.read(attempt.paths, attempt.nodes)
+        fields["live"] = _live(attempt, tail, fields["steps"])
+    step = next((event for event in reversed(tail) if event.get("event") == "step"), {})
+    fields |= {name: step.get(name) for name in ("step", "loss", "tokens_per_s")}
+    if state == RUNNING:
+        fields["left_s"] = step.get("seconds_left")
+    return fields
+
+
+def _name(run: Run, attempt: Attempt, holder: _Holder, slurm: Slurm) -> tuple[str, Stop | None]:
+    """The state's name, and what stopped an attempt that left no result."""
+    told = dig(attempt.result, "status")
+    by_result = told if told in (DONE, FAILED, STOPPED) else NO_RESULT
+    if attempt is not run.last:  # Slurm's job belongs to a later attempt
+        return _lost(attempt) if attempt.ended is None else (by_result, None)
+    if holder.kind == "queued":
+        return QUEUED, None
+    if (holder.slurm_job and not holder.slurm_job.by_salloc) or holder.kind == "starting" or holder.process:
+        return RUNNING, None
+    if attempt.ended is not None:
+        waits = holder.kind == "unknown" and run.queued and not slurm.is_absent
+        return QUEUED if waits else by_result, None
+    # An salloc allocation outlives its runs.
+    return _lost(attempt) if holder.kind == "ended" else _by_files(attempt)
 
 
 def _result(result: Table, run: Run, *, closely: bool) -> Table:
     """What the result tells."""
-    cause = dig(result, "cause", "why")
-    fields: Table = {
-        "finished": _text(result.get("finished")),
-        "step": metrics.whole(result, "steps"),
-        "loss": metrics.number(result, "loss_last"),
-        "tokens_per_s": metrics.number(result, "tokens_per_s"),
-        "exit_code": metrics.whole(result, "exit_code"),
-        "why": _text(cause.partition("\n")[0] if isinstance(cause, str) else result.get("reason")),
-        "spent": result.get("spent"),
-    }
+    cause, warnings = dig(result, "cause", "why"), result.get("warnings")
+    names = ["finished", "exit_code", "tokens_per_s", "spent"]
     if closely:
-        warnings = result.get("warnings")
-        own = [str(text) for text in warnings] if isinstance(warnings, list) else []
-        fields |= {"startup": result.get("startup"), "warnings": [*run.warnings, *own]}
-    return fields
+        names.append("startup")
+        run.warnings += map(str, warnings) if isinstance(warnings, list) else ()
+    return {name: result.get(name) for name in names} | {
+        "step": result.get("steps"),
+        "loss": result.get("loss_last"),
+        "why": cause.partition("\n")[0] if isinstance(cause, str) else result.get("reason"),
+    }
 
 
 def _lost(attempt: Attempt) -> tuple[str, Stop | None]:
@@ -385,130 +368,65 @@ def _lost(attempt: Attempt) -> tuple[str, Stop | None]:
     stopped = stop.of_files(attempt.paths.folder, attempt.job, attempt.began)
     if stopped is None:
         reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": stop.TERM}
-        known = [reasons[line] for line in stop.asked(attempt.paths.folder) if line in reasons]
-        stopped = Stop(known[-1], utc(written(attempt.paths.stop) or 0.0)) if known else None
+        for line in stop.asked(attempt.paths.folder):
+            if line in reasons:
+                stopped = Stop(reasons[line], utc(written(attempt.paths.stop) or 0.0))
     return (STOPPED, stopped) if stopped and stopped.by_wish else (LOST, None)
 
 
 def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
     """The state of an attempt without a result, by its files alone."""
+    paths = attempt.paths
     held = scratch.held(attempt.plan.get("scratch"))
-    if held is not None:
-        return (RUNNING, None) if held else _lost(attempt)
-    if stop.of_files(attempt.paths.folder, attempt.job, attempt.began):
-        return _lost(attempt)
-    paths, folder = attempt.paths, dig(attempt.plan, "recipe", "checkpoint", "folder")
-    checkpoints = Path(folder) if isinstance(folder, str) and folder else paths.checkpoints
-    places = (paths.metrics, checkpoints / "lease.json", paths.node_log(0), paths.rank_log(0), paths.plan)
-    newest = max(written(place) or 0.0 for place in places)
-    terminated = "TERM" in stop.asked(paths.folder)
-    if newest > time.time() - (_KILLED_S if terminated else FRESH_S):
+    if held:
         return RUNNING, None
-    return _lost(attempt) if terminated else (NO_RESULT, None)
+    if held is False or stop.of_files(paths.folder, attempt.job, attempt.began):
+        return _lost(attempt)
+    lease = written(paths.checkpoints / "lease.json") or 0.0  # which the trainer touches
+    if max(lease, _sign_of_life(paths)) > time.time() - FRESH_S:
+        return RUNNING, None
+    return _lost(attempt) if "TERM" in stop.asked(paths.folder) else (NO_RESULT, None)
+
+
+def _sign_of_life(paths: RunPaths) -> float:
+    """When the plan, the metrics or a log was last written."""
+    return max(written(path) or 0.0 for path in (paths.plan, paths.metrics, *paths.logs.glob("*.log")))
 
 
 # A running attempt ---------------------------------------------------------------------------------------------------
 
 
-def _live(attempt: Attempt, names: list[str], tail: list[metrics.Event], steps: int | None) -> Live:
-    """The stage of a running attempt and the state of its nodes."""
-    paths = attempt.paths
-    slow: dict[str, list[str]] = {}
-    noted: list[str] = []
-    for event in tail:
-        if event.get("event") == "slow" and (times := metrics.number(event, "times")):
-            node = str(event.get("node"))
-            noted.append(f"slow: rank {event.get('rank')} on {node}, {times:.2f} times the median rank")
-            slow.setdefault(node, []).append(noted[-1])
-        elif event.get("event") == "divergence":
-            noted.append(f"{AT_STEP}{metrics.whole(event, 'last_step')}: {str(event.get('why'))[:600]}")
-    restarts = [path for path in paths.failures.glob(run_folder.restart("*").partition("/")[2]) if path.is_dir()]
-    nodes = _nodes(attempt, names, slow)
-    ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
-    if at := written(paths.metrics):
-        ages.append(_age(at))
-    quiet = min(ages, default=None)
-    notes = [*noted[-_MOST_NOTES:], *metrics.unsaved(tail)]
-    asked = stop.asked(paths.folder)
-    notes += [f"asked to save and end ({asked[0][:40]})"] if asked else []
-    if quiet is not None and quiet > FRESH_S:
-        notes.append(f"no output for {duration(quiet)}")
-    elif not dig(attempt.plan, "recipe", "command"):  # each rank logs each step
-        for node_ in nodes:
-            if node_.quiet_s is not None and node_.quiet_s > FRESH_S:
-                node_.notes.append(f"silent for {duration(node_.quiet_s)}, unlike the others")
-    restarted = max((written(path) or 0.0 for path in restarts), default=0.0)
+def _live(attempt: Attempt, tail: list[metrics.Event], steps: object) -> Live:
+    """The stage of a running attempt, its last sign of life, and what is wrong with it."""
+    quiet_s = max(0.0, time.time() - _sign_of_life(attempt.paths))
+    restarts = sum(1 for _ in attempt.paths.failures.glob("restart-*/"))
     last = tail[-1] if tail else {}
-    if not tail or (metrics.number(last, "time") or 0.0) < restarted:
-        stage = "all ranks are restarting" if restarted else _start_stage(attempt)
+    if not tail:
+        stage = _start_stage(attempt)
     elif last.get("event") == "end" or (last.get("event") == "step" and last.get("step") == steps):
         stage = "all steps are done: it evaluates, saves and writes the result"
     else:
         stage = "compiling before the first step" if last.get("event") == "start" else "training"
-    return Live(stage=stage, nodes=nodes, quiet_s=quiet, restarts=len(restarts), notes=notes)
-
-
-def _age(at: float) -> float:
-    return round(max(0.0, time.time() - at), 1)
+    return Live(stage=stage, quiet_s=round(quiet_s, 1), restarts=restarts, notes=[*_notes(attempt, tail)])
 
 
 def _start_stage(attempt: Attempt) -> str:
     """The stage before the first line of metrics, or of a command, which writes none."""
-    paths, plan = attempt.paths, attempt.plan
-    log = b""
-    with suppress(OSError), files.open_regular(paths.node_log(0)) as file:
-        log = file.read(1 << 18)
-    proved = not plan.get("preflight") or b"dray: preflight took " in log
-    stages = {
-        "the command runs" if dig(plan, "recipe", "command") else "ranks load the data and build the model":
-            paths.rank_log(0).exists(),
-        "the launcher starts the ranks" if proved else "preflight": b"dray: cores of each rank: " in log,
-        "rendezvous: the first node waits for the others": paths.rendezvous.exists(),
-        "nodes check their copy of the image and start it" if plan.get("stage") else "nodes start the image":
-            paths.node_log(0).exists(),
-    }  # fmt: skip
-    first = "Slurm starts the nodes" if plan.get("job") else "the nodes start"
-    return next((stage for stage, reached in stages.items() if reached), first)
+    paths = attempt.paths
+    if dig(attempt.plan, "recipe", "command") and paths.rank_log(0).exists():
+        return "the command runs"
+    return next((stage for name, stage in _STAGES if (paths.folder / name).exists()), "the nodes start")
 
 
-def _nodes(attempt: Attempt, names: list[str], slow: dict[str, list[str]]) -> list[Node]:
-    ranks_per_node = min(metrics.whole(dig(attempt.plan, "world"), "ranks_per_node") or 1, 1024)
-    failures = {path.name for path in attempt.paths.failures.glob("*.json")}
-    found = []
-    for number, name in enumerate(names):
-        ranks = [*range(number * ranks_per_node, (number + 1) * ranks_per_node)]
-        stems = [f"node-{number}", *(f"rank-{rank}" for rank in ranks)]
-        newest = max(written(attempt.paths.logs / f"{stem}.log") or 0.0 for stem in stems)
-        failed = [stem for stem in stems if f"{stem}.json" in failures]
-        own = slow.get(name, [])[-_MOST_NOTES:]
-        own += [f"failed: {', '.join(failed)}"] if failed else []
-        own += ["lost"] if any(re.fullmatch(rf"node-\d+-lost-{number}\.json", file) for file in failures) else []
-        quiet = _age(newest) if newest else None
-        found.append(Node(name=name, ranks=ranks, quiet_s=quiet, notes=own))
-    return found
-
-
-def _process(paths: RunPaths) -> list[Any] | None:
-    with suppress(OSError, ValueError, RecursionError):
-        match json.loads(files.read(paths.process)):
-            case [str(), str(), int(), str()] as found if found[2] > 1:
-                return list(found)
-    return None
-
-
-def _waiting(job: Job) -> Table:
-    return {
-        "job": job.number, "id": job.id, "state": job.state, "reason": job.reason, "meaning": meaning(job.reason),
-        "start": _utc(job.start),
-    }  # fmt: skip
-
-
-def _utc(seconds: float | None) -> str | None:
-    return None if seconds is None else utc(seconds)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
+def _notes(attempt: Attempt, tail: list[metrics.Event]) -> Iterator[str]:
+    for path in sorted(attempt.paths.failures.glob("*.json")):
+        lost = re.fullmatch(r"node-\d+-lost-(\d{1,7})", path.stem)
+        yield f"lost: node {lost[1]}" if lost else f"failed: {path.stem}"
+    for event in [event for event in tail if event.get("event") == "slow"][-_SLOW:]:
+        yield f"slow: rank {event.get('rank')} on {event.get('node')}, {event.get('times')} times the median rank"
+    yield from metrics.result_warnings(tail)
+    if asked := stop.asked(attempt.paths.folder):
+        yield f"asked to save and end ({asked[0][:40]})"
 
 
 # Over several attempts -------------------------------------------------------------------------------------------
@@ -527,8 +445,7 @@ class Watched:
     def __init__(self, run: Path) -> None:
         self.run, self.slurm = run, Slurm()
         self._asked = time.monotonic()
-        self._ended: float | None = None
-        self._unknown: float | None = None
+        self._since: float | None = None
 
     def look(self, *, closely: bool = False) -> State:
         """The current state; asks Slurm at most four times a minute."""
@@ -538,13 +455,13 @@ class Watched:
 
     def over(self, seen: State) -> bool:
         """Whether the run is over; the next attempt may enter the queue some seconds after the previous one."""
-        now = time.monotonic()
-        if seen.state == NO_RESULT:
-            self._unknown = self._unknown or now
-            return now >= self._unknown + self.unknown_s
-        self._unknown = None
+        now, wait = time.monotonic(), 0.0
         if seen.state in (QUEUED, RUNNING):
-            self._ended = None
+            self._since = None
             return False
-        self._ended = self._ended or now
-        return not seen.goes_on or self.slurm.is_absent or now >= self._ended + self.next_s
+        if seen.state == NO_RESULT:
+            wait = self.unknown_s
+        elif seen.goes_on and not self.slurm.is_absent:
+            wait = self.next_s
+        self._since = self._since or now
+        return now >= self._since + wait

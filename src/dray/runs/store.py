@@ -6,8 +6,6 @@ runs/result.py are the strict readers.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
 import secrets
@@ -20,13 +18,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic_core import from_json
 
 from dray.config.load_toml import explained
 from dray.contract import files
 from dray.contract import run_folder as names
-from dray.contract.findings import ConfigError, DrayError, listed, nearest
+from dray.contract.findings import ConfigError, listed, nearest
 
 if TYPE_CHECKING:
     from dray.planning.schema import Plan
@@ -36,52 +34,48 @@ VERSION = 1
 Table = dict[str, Any]
 _ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_JOB = re.compile("[0-9]{1,18}")
 _JOB_ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
-_DATE = re.compile(r"20\d{6}")
-
-
-class _In:
-    """The path of a name in an attempt's folder."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, paths: RunPaths, _owner: object) -> Path:
-        return paths.folder / self._name
 
 
 class RunPaths:
-    """The paths of one attempt: a folder of its own, beside the checkpoints that all attempts share."""
+    """The paths of one attempt: a folder of its own, beside the checkpoints that all attempts share.
 
-    plan = _In(names.PLAN)
-    node_script = _In(names.NODE_SCRIPT)
-    srun_options = _In(names.SRUN_OPTIONS)
-    stop = _In(names.STOP)
-    saved = _In(names.SAVED)
-    process = _In(names.PROCESS)
-    enter_script = _In(names.ENTER_SCRIPT)
-    facts = _In(names.FACTS)
-    secret = _In(names.SECRET)
-    logs = _In(names.LOGS)
-    failures = _In(names.FAILURES)
-    preflight = _In(names.PREFLIGHT)
-    preflight_report = _In(names.PREFLIGHT_REPORT)
-    process_group = _In(names.PROCESS_GROUP)
-    startup = _In(names.STARTUP)
-    rendezvous = _In(names.RENDEZVOUS)
-    metrics = _In(names.METRICS)
-    profile = _In(names.PROFILE)
-    profile_trace = _In(names.PROFILE_TRACE)
-    result = _In(names.RESULT)
-    capsule = _In(names.CAPSULE)
-    nodes = _In(names.NODES)
-    source_diff = _In(names.SOURCE_DIFF)
-    next = _In(names.NEXT)
-    failing_nodes = _In(names.FAILING_NODES)
+    `plan` and the others have their names in contract/run_folder.py.
+    """
+
+    plan: Path
+    node_script: Path
+    srun_options: Path
+    stop: Path
+    saved: Path
+    process: Path
+    enter_script: Path
+    facts: Path
+    secret: Path
+    logs: Path
+    failures: Path
+    preflight: Path
+    preflight_report: Path
+    process_group: Path
+    startup: Path
+    metrics: Path
+    profile: Path
+    profile_trace: Path
+    result: Path
+    capsule: Path
+    nodes: Path
+    source_diff: Path
+    next: Path
+    failing_nodes: Path
 
     def __init__(self, run: Path, attempt: int = 1) -> None:
         self.run, self.attempt = run, attempt
+
+    def __getattr__(self, name: str) -> Path:
+        if name not in RunPaths.__annotations__:
+            raise AttributeError(name)
+        file: str = getattr(names, name.upper())
+        return self.folder / file
 
     @property
     def folder(self) -> Path:
@@ -109,12 +103,10 @@ class RunPaths:
     def create(self, *, new: bool, share: str = "none") -> None:
         """Make the attempt's folder. Raises FileExistsError if it exists, or if a `new` run exists."""
         make_run_folder(self.run, new=new, share=share)
+        (self.run / names.SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         self.folder.mkdir(mode=0o755)  # also with a umask that lets a group write
         for inner in (self.logs, self.failures, self.checkpoints):
             inner.mkdir(mode=0o755, exist_ok=True)
-
-
-_Cluster = Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")]
 
 
 class Queued(BaseModel):
@@ -122,10 +114,10 @@ class Queued(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    job: Annotated[int, Field(ge=1)]
-    task: Annotated[int, Field(ge=0)] | None = None
+    job: PositiveInt
+    task: NonNegativeInt | None = None
     """The task number, if the job is an array."""
-    cluster: _Cluster = ""
+    cluster: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]*$")] = ""
     """The cluster's name, if sbatch knows several."""
     time: float
     argv: list[str]
@@ -176,8 +168,14 @@ class Attempt:
         """facts.txt; empty if it is missing."""
         with suppress(OSError):
             lines = files.read(self.paths.facts).decode(errors="replace").split("\n")
-            return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+            return dict(line.partition("=")[::2] for line in lines)
         return {}
+
+    @cached_property
+    def nodes(self) -> list[str]:
+        """The names of the planned nodes."""
+        nodes = dig(self.plan, "world", "nodes")
+        return [str(dig(node, "name")) for node in nodes] if isinstance(nodes, list) else []
 
     @cached_property
     def job_id(self) -> str:
@@ -187,10 +185,8 @@ class Attempt:
     @cached_property
     def job(self) -> int:
         """The job's number; 0 without Slurm or if unknown."""
-        planned, probed = self.plan.get("job"), self.facts.get("job", "")
-        if isinstance(planned, int) and 0 < planned < 1 << 62:
-            return planned
-        return int(probed) if _JOB.fullmatch(probed) else 0
+        number = self.facts.get("job", "")
+        return int(number) if number.isdecimal() else 0
 
     @property
     def goes_on(self) -> bool:
@@ -206,19 +202,6 @@ class Run:
         self.warnings: list[str] = []
         """What could not be read."""
 
-    @classmethod
-    def from_summary(cls, folder: Path) -> Run:
-        """The run as its summary tells it, which is one file: enough for a list. Without a summary, as `Run`."""
-        run = cls(folder)
-        if summary := summary_of(folder):
-            run.attempts = [Attempt(run, number) for number in summary.attempts]
-            last = run.attempts[-1]
-            last.plan, last.job_id, last.began = summary.plan, summary.job_id, summary.began
-            last._ended, last._result = summary.ended, summary.result
-            if (written(folder / names.JOB) or 0.0) <= last.began:  # else a job was submitted later
-                run.job, run.cluster = None, summary.cluster
-        return run
-
     @property
     def name(self) -> str:
         return self.folder.name
@@ -233,26 +216,26 @@ class Run:
         """The last attempt, planned or not; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
-    @property
-    def newest(self) -> Attempt | None:
-        """The newest planned attempt."""
-        return next((one for one in reversed(self.attempts) if one.paths.plan.is_file()), None)
-
     @cached_property
     def job(self) -> Queued | None:
         """The submitted job; None if there is none, or, with a warning, if the file is damaged."""
         file = self.folder / names.JOB
-        if (found := read_json(file, self.warnings)) is not None:
-            try:
-                return Queued.model_validate_json(json.dumps(found))
-            except ValidationError:
-                self.warnings.append(f"{file} names no job")
-        return None
+        found = read_json(file, self.warnings)
+        try:
+            return None if found is None else Queued.model_validate(found)
+        except ValidationError:
+            self.warnings.append(f"{file} names no job")
+            return None
+
+    @property
+    def queued(self) -> Queued | None:
+        """The submitted job, if it has not begun an attempt yet."""
+        return self.job if self.job and self.job.id not in [attempt.job_id for attempt in self.attempts] else None
 
     @cached_property
     def cluster(self) -> str:
-        """The cluster of the submitted job, if sbatch knows several."""
-        return self.job.cluster if self.job else ""
+        """The cluster of this user's job, if sbatch knows several."""
+        return self.job.cluster if self.job and self.owner == os.geteuid() else ""
 
     @cached_property
     def owner(self) -> int:
@@ -262,102 +245,24 @@ class Run:
         return os.geteuid()
 
 
-_Time = Annotated[float, Field(ge=0, lt=1 << 36)]
-
-
-class Summary(BaseModel):
-    """The content of summary.json."""
-
-    attempts: Annotated[list[Annotated[int, Field(ge=1, lt=10**9)]], Field(min_length=1)]
-    began: _Time
-    cluster: _Cluster
-    job_id: str
-    jobs: list[str]
-    plan: Table
-    ended: _Time | None
-    result: Table | None
-
-
-def summary_of(run: Path) -> Summary | None:
-    """The run's summary.json; None if it is missing, damaged or of another version: the files themselves tell more."""
-    with suppress(OSError, ValueError):
-        summary = Summary.model_validate_json(files.read(run / names.SUMMARY))
-        if summary.result is not None:
-            require_version(summary.result, run / names.SUMMARY)
-        return summary
-    return None
-
-
-def write_summary(paths: RunPaths) -> None:
-    """Write the run's summary.json, for `dray runs`: of the last attempt's plan and result what decides and shows its
-    state. Its time is when the attempt began, so that a list is sorted before any file is opened."""
-    numbers = attempts(paths.run)
-    if paths.attempt < max(numbers, default=0):  # a late `dray finish`
-        return
-    before = summary_of(paths.run)
-    attempt = Attempt(Run(paths.run), paths.attempt)
-    plan, result, file = attempt.plan, attempt.result, paths.run / names.SUMMARY
-    nodes = dig(plan, "world", "nodes")
-    recipe = {
-        "name": dig(plan, "recipe", "name"),
-        "command": bool(dig(plan, "recipe", "command")),
-        "train": {"steps": dig(plan, "recipe", "train", "steps")},
-        "checkpoint": {"folder": dig(plan, "recipe", "checkpoint", "folder")},
-    }
-    world = {
-        "size": dig(plan, "world", "size"),
-        "nodes": [{"name": dig(node, "name")} for node in nodes] if isinstance(nodes, list) else [],
-    }
-    if result is not None:
-        result = {name: result[name] for name in _SUMMARY_RESULT if name in result}
-        result["cause"] = {"why": dig(attempt.result, "cause", "why")}
-    summary = {
-        "attempts": numbers,
-        "began": attempt.began,
-        "cluster": attempt.run.cluster,
-        "job_id": attempt.job_id,
-        "jobs": sorted({*(before.jobs if before else ()), attempt.job_id, str(attempt.job)} - {"", "0"}),
-        "plan": {name: plan.get(name) for name in ("job", "run_folder", "scratch")}
-        | {"recipe": recipe, "world": world},
-        "ended": attempt.ended,
-        "result": result,
-    }
-    with suppress(OSError):  # a list reads the files themselves then
-        files.write_atomic(file, json.dumps(summary) + "\n")
-        os.utime(file, (attempt.began, attempt.began))
-
-
-_SUMMARY_RESULT = (
-    "version", "status", "exit_code", "finished", "steps", "loss_last", "tokens_per_s", "reason", "next", "spent",
-)  # fmt: skip
-
-
 def plan_of(paths: RunPaths) -> Plan:
     """The plan of an attempt; ConfigError if it is missing, damaged or of another version."""
     from dray.planning.schema import Plan  # noqa: PLC0415  half a second, for which no list of runs waits
 
-    again = shlex.join(["dray", "run", "RECIPE", f"--runs={paths.run.parent}", f"--run={paths.run.name}"])
-    return load(
-        Plan,
-        paths.plan,
-        "run's plan",
-        other_version="this run was planned by another version of dray",
-        version_fix=f"use that version of dray, or start an attempt with this one: {again}",
-    )
+    again = f"dray run RECIPE --run={shlex.quote(str(paths.run))}"
+    return load(Plan, paths.plan, "run's plan", fix=f"start an attempt with a new plan: {again}")
 
 
 # Files -----------------------------------------------------------------------------------------------------------
 
 
-def read_json(
-    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
-) -> Table | None:
+def read_json(path: Path | str, warnings: list[str], check: Callable[[Table], None] = lambda _: None) -> Table | None:
     """The file's JSON object; None if the file is missing, or, with a warning, if it cannot be read."""
     try:
         found = from_json(files.read(path))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
-        check(found, path)
+        check(found)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -366,47 +271,24 @@ def read_json(
     return found
 
 
-def require_version(found: object, path: Path | str) -> None:
-    """Raise OSError if the result is no JSON object or has another version."""
-    version = found.get("version", VERSION) if isinstance(found, dict) else None
+def require_version(result: object) -> None:
+    """Raise ValueError if the result has another version."""
+    version = result.get("version", VERSION) if isinstance(result, dict) else None
     if version != VERSION:
-        wrong = f"result version {ascii(version)[:40]}, but this dray reads {VERSION}"
-        raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
+        raise ValueError(f"result version {ascii(version)[:40]}, but this dray reads {VERSION}")
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def load(
-    model: type[Model], path: Path, noun: str, *, fix: str = "", other_version: str = "", version_fix: str = ""
-) -> Model:
-    """The content of a file of dray's own; ConfigError if it is missing (`fix`), damaged or of another version
-    (`version_fix`)."""
+def load(model: type[Model], path: Path, noun: str, *, fix: str = "") -> Model:
+    """The content of a file of dray's own; ConfigError if it is missing, damaged or of another version."""
     text = files.text(path, f"the {noun}", fix=fix)
-    version = dig(files.parse_json(text, f"the {noun}", path), "version")
-    known = model.model_fields["version"].default
-    if version != known:
-        raise ConfigError(
-            other_version or f"this {noun} was made by another version of dray",
-            where=path,
-            wanted=f"version {known}",
-            found=f"version {version!r:.40}",
-            fix=version_fix,
-        )
     try:
         return model.model_validate_json(text)
     except ValidationError as wrong:
-        raise ConfigError(f"the {noun} is damaged", where=path, found=explained(wrong)) from wrong
-
-
-def _or_none(told: object, check: Callable[[object], object]) -> object:
-    with suppress(ValidationError):
-        return check(told)
-    return None
-
-
-OR_NONE = WrapValidator(_or_none)
-"""Reads a damaged part of a file as None, so that the rest stays readable."""
+        problem = f"the {noun} is damaged, or of another version of dray"
+        raise ConfigError(problem, where=path, found=explained(wrong), fix=fix) from wrong
 
 
 def dig(value: Any, *keys: str) -> Any:  # noqa: ANN401  any JSON value
@@ -426,11 +308,8 @@ def written(path: Path | str) -> float | None:
 
 def reason(error: Exception) -> str:
     """The error in one line."""
-    if isinstance(error, DrayError):
-        text = ": ".join(filter(None, [error.problem, error.finding.found]))
-    else:
-        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:300]
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return " ".join((text or type(error).__name__).split())[:300]
 
 
 # Names and folders of runs -----------------------------------------------------------------------------------------
@@ -472,16 +351,13 @@ def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
 
 def of_job(runs: Path, name: str, job: int) -> list[str]:
     """This user's runs that the job started before it was requeued, newest first, because a new Slurm installation
-    reuses job numbers."""
+    reuses job numbers. OSError if the disk does not answer: it may hold such a run."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
     found = []
     for run in runs.glob(f"*-{name}-{job}*"):
-        try:
+        with suppress(FileNotFoundError, PermissionError):
             if pattern.fullmatch(run.name) and run.stat().st_uid == os.geteuid():
                 found.append(run.name)
-        except OSError as error:  # a broken link; but a disk that does not answer may hold the run
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
-                raise
     return sorted(found, reverse=True)
 
 
@@ -494,15 +370,15 @@ def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None
         run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
         _require_kept(run.parent)
         run.mkdir(mode=names.MODES["none"], exist_ok=not new)
-        for what, found in (("a folder", run.stat()), ("a link", run.lstat())):
-            if found.st_uid != os.geteuid():
-                raise ConfigError(
-                    "the run folder belongs to another user, who could change what this run starts",
-                    where=run,
-                    wanted=f"a folder of user {os.geteuid()}",
-                    found=f"{what} of user {found.st_uid}",
-                    fix="choose another name (--run) or another folder (--runs)",
-                )
+        others = {run.stat().st_uid, run.lstat().st_uid} - {os.geteuid()}  # a folder, or a link to one
+        if others:
+            raise ConfigError(
+                "the run folder belongs to another user, who could change what this run starts",
+                where=run,
+                wanted=f"a folder of user {os.geteuid()}",
+                found=f"a folder or a link of user {others.pop()}",
+                fix="choose another name (--run) or another folder (--runs)",
+            )
         run.chmod(names.MODES[share] | run.stat().st_mode & stat.S_ISGID)
         if share == "group":
             os.umask((os.umask(0o077) & ~0o050) | 0o020)
@@ -585,41 +461,27 @@ def attempt_at(folder: Path) -> RunPaths:
 
 def last_attempt(folder: Path) -> RunPaths:
     """The attempt of this folder, or a run's last attempt, with or without a plan."""
-    folder = folder.absolute()
-    if number := _number(folder.name):
-        if not os.path.lexists(folder):
-            raise ConfigError(
-                "the run has no such attempt",
-                where=folder.parent,
-                wanted=" or ".join(map(names.attempt, attempts(folder.parent)[-8:])),
-                found=folder.name,
-            )
-        return RunPaths(folder.parent, number)
-    last = Run(folder).last if folder.is_dir() else None
-    return last.paths if last else newest_attempt(folder)
+    return _attempt(folder, planned=False)
 
 
 def newest_attempt(folder: Path) -> RunPaths:
-    """The newest planned attempt of a run, or the attempt of this folder."""
+    """The attempt of this folder, or a run's newest attempt, with a plan."""
+    return _attempt(folder, planned=True)
+
+
+def _attempt(folder: Path, *, planned: bool) -> RunPaths:
     folder = folder.absolute()
-    if (number := _number(folder.name)) and (folder / names.PLAN).is_file():
-        return RunPaths(folder.parent, number)
-    if newest := Run(folder).newest:
-        return newest.paths
-    if (folder / names.JOB).exists():
-        raise ConfigError(
-            "the run has no attempt yet",
-            where=folder,
-            wanted="a run whose job has started",
-            found=f"{names.JOB}, but no {names.attempt(1)}",
-            fix=f"dray why {shlex.quote(str(folder))}",
-        )
+    number = _number(folder.name)
+    run = folder.parent if number else folder
+    for attempt in reversed(Run(run).attempts):
+        if number in (None, attempt.number) and (not planned or attempt.paths.plan.is_file()):
+            return attempt.paths
     raise ConfigError(
-        "this is not a run folder",
+        "the run has no such attempt" if is_run(run) else "this is not a run folder",
         where=folder,
-        wanted=f"a folder with {names.attempt(1)}/{names.PLAN} in it",
+        wanted=listed(map(names.attempt, attempts(run))) or f"a folder with {names.attempt(1)}/{names.PLAN} in it",
         found="a folder without it" if folder.is_dir() else "a file" if folder.exists() else "it does not exist",
-        fix="give the `run folder:` that the run printed last; a job that is still in the queue has no plan yet",
+        fix=f"dray why {shlex.quote(str(run))}" if is_run(run) else "give the `run folder:` that the run printed last",
     )
 
 
@@ -631,14 +493,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def node_number(nodes: Sequence[str], word: str) -> int:
     """The number of the node with this number or name."""
-    if word in nodes:
-        return nodes.index(word)
-    last = max(1, len(nodes)) - 1
-    if re.fullmatch("[0-9]{1,7}", word) and int(word) <= last:
-        return int(word)
-    wanted = f"a number from 0 to {last}" if last else "0"
-    if nodes:
-        wanted += f", or one of {listed(nodes)}"
+    numbers = [str(number) for number in range(max(1, len(nodes)))]
+    for known in (nodes, numbers):
+        if word in known:
+            return known.index(word)
+    wanted = f"a number from 0 to {numbers[-1]}, or the name of a node: {listed(nodes)}"
     raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
 
 
@@ -652,19 +511,17 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-def _began(folder: str) -> float | None:
+def _began(folder: Path) -> float | None:
     """When the run's last attempt began, or its job was submitted; None if it is no run.
 
     Each time is that of a file that is written once; the folder's own time changes with dray enter.
     """
-    if at := written(f"{folder}/{names.SUMMARY}"):
+    if at := written(folder / names.SUMMARY):
         return at
     with suppress(OSError):  # a circular link, or a folder that this user may not read
-        numbers = attempts(Path(folder))
-        planned = written(f"{folder}/{names.attempt(numbers[-1])}/{names.PLAN}") if numbers else None
-        submitted = written(f"{folder}/{names.JOB}")
-        if numbers or submitted:
-            return planned or submitted or written(folder)
+        last = Run(folder).last
+        planned = (last.began or written(last.paths.folder)) if last else None
+        return planned or written(folder / names.JOB)
     return None
 
 
@@ -673,9 +530,10 @@ def newest_first(runs: Path) -> list[Path]:
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
-            if not entry.name.startswith(".") and (began := _began(entry.path)) is not None:
-                found.append((began, entry.path))
-    return [Path(folder) for _, folder in sorted(found, reverse=True)]
+            folder = Path(entry.path)
+            if not entry.name.startswith(".") and (began := _began(folder)) is not None:
+                found.append((began, folder))
+    return [folder for _, folder in sorted(found, reverse=True)]
 
 
 def find(word: str = "", runs: Path | None = None) -> Path:
@@ -687,56 +545,27 @@ def find(word: str = "", runs: Path | None = None) -> Path:
     if word and ("/" in word or os.path.lexists(word)):
         return Path(word).absolute()
     known = newest_first(runs)
-    if not word:
-        if known:
-            return known[0]
-        raise ConfigError(
-            "there are no runs",
-            where=runs,
-            wanted=f"a folder of run folders, each with {names.attempt(1)} in it",
-            found="no run folder" if runs.is_dir() else "the folder does not exist",
-            fix="give the `run folder:` that the run printed last, or --runs=FOLDER",
-        )
-    fitting = [run for run in known if run.name.startswith(word)]
-    # To find a job, a file of every run is read; a name begins with its date.
-    is_date = _DATE.fullmatch(word) and fitting
-    if _JOB_ID.fullmatch(word) and not is_date and (run := _of_job(word, known)):
-        return run
-    if runs / word in fitting:
+    if known and not word:
+        return known[0]
+    if runs / word in known:
         return runs / word
+    fitting = [run for run in known if run.name.startswith(word)]
     if len(fitting) == 1:
         return fitting[0]
-    wanted = "a run's folder, its name or the beginning of it, or the number of its job"
+    if _JOB_ID.fullmatch(word):  # to find a job, files of every run are read
+        for folder in known:
+            run = Run(folder)
+            if word in [attempt.job_id for attempt in run.attempts] or (run.job and run.job.id == word):
+                return folder
+    problem, fix = "there is no such run" if word else "there are no runs", "dray runs lists them"
     if fitting:
-        found, fix = f"{word!r}: {listed(sorted(run.name for run in fitting))}", "type more letters"
-        raise ConfigError("several runs begin with this name", where=runs, wanted=wanted, found=found, fix=fix)
-    near = nearest(word, [run.name for run in known])
-    fix = f"did you mean {near}?" if near else "dray runs lists them; --runs=FOLDER names another folder"
-    raise ConfigError("there is no such run", where=runs, wanted=wanted, found=ascii(word), fix=fix)
-
-
-def _job_ids(folder: Path) -> set[str]:
-    """The jobs of a run: their numbers, and 12_3 for array tasks."""
-    run = Run(folder)
-    if summary := summary_of(folder):
-        found = {*summary.jobs}
-    else:
-        found = {word for attempt in run.attempts for word in (str(attempt.job), attempt.job_id)}
-    found |= {str(run.job.job), run.job.id} if run.job else set()
-    return found - {"", "0"}  # without Slurm
-
-
-def _of_job(word: str, known: Sequence[Path]) -> Path | None:
-    """The newest run of this job or array task. The number of a whole array is refused: it has several runs."""
-    found = {run: ids for run in known if word in (ids := _job_ids(run))}
-    newest = next(iter(found), None)
-    tasks = {id_ for ids in found.values() for id_ in ids if id_.startswith(f"{word}_")}
-    if newest and len(tasks) > 1 and tasks & found[newest]:
-        raise ConfigError(
-            "the job is an array, and each task is a run",
-            where=newest.parent,
-            wanted=f"one task: {listed(sorted(tasks, key=lambda task: (len(task), task)))}",
-            found=word,
-            fix="dray study show STUDY shows all tasks",
-        )
-    return newest
+        problem, fix = "several runs begin with this name", "type more letters"
+    elif near := nearest(word, [run.name for run in known]):
+        fix = f"did you mean {near}?"
+    raise ConfigError(
+        problem,
+        where=runs,
+        wanted="a run's folder, its name or the beginning of it, or its job: 12, or 12_3 for a task of an array",
+        found=listed(sorted(run.name for run in fitting)) or ascii(word),
+        fix=f"{fix}; --runs=FOLDER names another folder",
+    )

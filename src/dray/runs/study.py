@@ -60,7 +60,7 @@ class Member(BaseModel):
 class Study(BaseModel):
     """The content of study.json, and how its runs start: as Slurm jobs, or one after another here."""
 
-    version: int = 1
+    version: Literal[1] = 1
     kind: Literal["strong", "weak", "sweep", "tune"]
     """strong: the same global batch on any number of ranks; weak: the same batch per rank; sweep: other settings."""
     recipe: str

@@ -5,6 +5,7 @@ The job itself cannot see that Slurm holds it, that it hangs in its end, or that
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,13 +14,14 @@ from pathlib import Path
 from dray.contract.findings import DrayError, duration
 from dray.runs import slurm
 from dray.runs.metrics import whole
-from dray.runs.status import AT_STEP, LOST, QUEUED, State, Watched
+from dray.runs.slurm import Job
+from dray.runs.status import LOST, State, Watched
 from dray.runs.store import Run, dig
 
 Tell = Callable[[str, State], None]
 _LOOK_S = 30.0
 _STALL_S = 600.0  # longer than a compiler or a large checkpoint is silent
-_CLOSING_S = 600.0  # Slurm's epilog takes minutes at most
+_CLOSING, _CLOSING_S = "closing", 600.0  # Slurm's epilog takes minutes at most
 _LATE_S = 60.0  # until a shared disk shows a result
 
 
@@ -27,23 +29,17 @@ def news(seen: State) -> dict[str, str]:
     """What there is to say of a run, each line with the name of its cause: it is said once while it lasts."""
     attempt = f"attempt {seen.attempt}: " if seen.attempt else ""
     why = f" ({seen.waiting.reason})" if seen.waiting else f", {seen.why}" if seen.why else ""
-    step = f" after step {seen.step:,}" if seen.step and seen.state != QUEUED else ""
-    again = "; it goes on with another attempt" if seen.goes_on else ""
-    found = {f"{seen.state} {seen.attempt}": f"{attempt}{seen.state}{step}{why}{again}"}
+    found = {f"{seen.state} {seen.attempt}": f"{attempt}{seen.state}{why}"}
     if job := seen.slurm_job:
         if job.held:
             found["held"] = f"Slurm holds job {job.id} ({job.reason}); scontrol release {job.id} releases it"
         if job.state == "COMPLETING":
-            found["closing"] = f"job {job.id} has been ending for {duration(_CLOSING_S)}: a process or a disk hangs"
+            found[_CLOSING] = f"job {job.id} has been ending for {duration(_CLOSING_S)}: a process or a disk hangs"
     if seen.live:
         if seen.live.quiet_s and seen.live.quiet_s > _STALL_S:
             found["stall"] = f"{attempt}no output for {duration(seen.live.quiet_s)}"
-        for node in seen.live.nodes:
-            for note in node.notes:
-                if note == "lost" or note.startswith("failed"):
-                    found[f"{node.name} {note}"] = f"{attempt}node {node.name} {note}"
         for note in seen.live.notes:
-            if note.startswith(AT_STEP):  # a loss that jumped or is not finite
+            if note.startswith(("failed", "lost", "the loss", "the gradient")):
                 found[note] = f"{attempt}{note}"
     return found
 
@@ -53,8 +49,8 @@ class Watcher:
 
     def __init__(self, run: Path, tell: Tell, submit: Callable[[], None]) -> None:
         self._run, self._tell, self._submit = run, tell, submit
-        self._since: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._due: dict[str, float] = {}
+        """When each cause that lasts is to be told; never again once it was."""
         self._released = 0
 
     def watch(self, wait: Callable[[float], None] = time.sleep) -> State:
@@ -64,7 +60,7 @@ class Watcher:
             seen = watched.look(closely=True)
             self.tell(seen)
             if seen.slurm_job and seen.slurm_job.held:
-                self._release(seen)
+                self._release(seen, seen.slurm_job)
             if seen.state == LOST and self.may_start(seen):
                 wait(_LATE_S)
                 seen = watched.look(closely=True)
@@ -79,28 +75,25 @@ class Watcher:
     def tell(self, seen: State) -> None:
         """Tell what is new since the last look."""
         found, now = news(seen), time.monotonic()
-        self._since = {cause: self._since.get(cause, now) for cause in found}
-        self._told &= found.keys()
+        self._due = {cause: self._due.get(cause, now + _CLOSING_S * (cause == _CLOSING)) for cause in found}
         for cause, line in found.items():
-            delay = _CLOSING_S if cause == "closing" else 0.0
-            if cause not in self._told and now >= self._since[cause] + delay:
-                self._told.add(cause)
+            if now >= self._due[cause]:
+                self._due[cause] = math.inf
                 self._tell(line, seen)
 
     def may_start(self, seen: State) -> bool:
         """Whether the recipe's `max_requeues` allows another attempt."""
-        newest = Run(seen.path).newest
-        if newest is None:  # its job was held or cancelled before it began
+        last = Run(seen.path).last
+        if last is None:  # its job was held or cancelled before it began
             return False
-        return seen.attempts + self._released <= (whole(dig(newest.plan, "recipe"), "max_requeues") or 0)
+        return seen.attempts + self._released <= (whole(dig(last.plan, "recipe"), "max_requeues") or 0)
 
-    def _release(self, seen: State) -> None:
-        assert seen.slurm_job
-        if self.may_start(seen) and not seen.slurm_job.reason.startswith("JobHeld"):  # somebody holds it on purpose
+    def _release(self, seen: State, job: Job) -> None:
+        if self.may_start(seen) and not job.reason.startswith("JobHeld"):  # else somebody wants it to wait
             with suppress(DrayError):
-                slurm.release(seen.slurm_job, seen.cluster)
+                slurm.release(job, seen.cluster)
                 self._released += 1
-                self._tell(f"released job {seen.slurm_job.id}, as max_requeues allows", seen)
+                self._tell(f"released job {job.id}, as max_requeues allows", seen)
 
     def _start(self, seen: State) -> bool:
         if slurm.last_state(seen.job_id or "", seen.cluster).startswith("CANCELLED"):

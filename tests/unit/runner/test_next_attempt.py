@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_gets_no_second_job(tmp_path: Path, monkeypatch: pyte
     slurm, run = Slurm(tmp_path, monkeypatch), tmp_path / "mine"
     submit.require_free(run, [])
     run.mkdir()
-    for ago, refused_by in ((3600, ""), (1, "job 17 was submitted a moment ago, so squeue does not list it yet")):
+    for ago, refused_by in ((3600, ""), (1, "it was submitted or began a moment ago, so squeue does not list it yet")):
         (run / "job.json").write_text(json.dumps({"job": 17, "time": time.time() - ago, "argv": []}))
         with pytest.raises(ConfigError) if refused_by else nullcontext() as refused:
             submit.require_free(run, [])

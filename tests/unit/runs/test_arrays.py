@@ -256,8 +256,8 @@ MEMBER = {"run": "r", "ranks": 1}
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"version": 2}, "this study was made by another version of dray"),
-        ({"version": None}, "this study was made by another version of dray"),
+        ({"version": 2}, "the study is damaged, or of another version of dray"),
+        ({"version": None}, "the study is damaged, or of another version of dray"),
         ({"members": [MEMBER | {"run": "../x"}]}, "the study is damaged"),
         ({"members": [MEMBER | {"run": "a/b"}]}, "the study is damaged"),
         ({"members": [MEMBER | {"run": "a\n"}]}, "the study is damaged"),

@@ -427,8 +427,8 @@ def test_a_run_that_is_submitted_again(slurm: Slurm, paths: RunPaths, *, silent:
     queued(paths.run, 60, time.time() - 5)
     if silent:
         (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\necho down >&2\nexit 1\n")
-    said = "squeue failed, so dray cannot see your jobs" if silent else (
-        "job 60 was submitted a moment ago, so squeue does not list it yet"
+    said = "squeue failed with exit code 1" if silent else (
+        "it was submitted or began a moment ago, so squeue does not list it yet"
     )  # fmt: skip
     assert (status(paths.run).kind, status(paths.run).unclear) == ("unknown", said)
     with pytest.raises(ConfigError, match="the run may be active: two jobs would write into its folder"):

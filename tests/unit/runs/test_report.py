@@ -65,7 +65,7 @@ def begin(runs: Path, name: str) -> RunPaths:
     os.utime(paths.plan, (at, at))
     parts = {"plan": 2.0, "srun": 1.0, "container": 3.0, "rendezvous": 2.0, "preflight": 10.0, "import": 15.0}
     nodes = [parts | {"model": 7.5, "first_step": 4.0}, {"container": 3.5, "rendezvous": 1.5, "import": 14.0}]
-    (paths.folder / "startup.json").write_text(json.dumps({"attempt": paths.attempt, "step": "0", "nodes": nodes}))
+    (paths.folder / "startup.json").write_text(json.dumps({"attempt": paths.attempt, "nodes": nodes}))
     return paths
 
 
@@ -146,9 +146,9 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
     lines(paths, start(BEGAN, 0), step(1, BEGAN + 50))
     first = {"container": 2.0, "rendezvous": 4.0, "import": 20.0, "compile": 12.0, "first_step": 1.5, "tflops": 700.4}
     other = {"container": 5.5, "rendezvous": 0.5, "import": 22.0, "first_step": 0.25, "tflops": 612.3}
-    told_by = {"attempt": 1, "step": "0", "nodes": [first, other]}
+    told_by = {"attempt": 1, "nodes": [first, other]}
     (paths.folder / "startup.json").write_text(json.dumps(told_by))
-    spent = {"node_hours": 1.5, "gpu_hours": 6.0, "kwh": 2.5}
+    spent = {"node_hours": 1.5, "gpu_hours": 6.0}
     ended(paths, finished="2026-11-18T11:10:25Z", startup={"parts": {"queue": 60.0}}, spent=spent)
     made = told(tmp_path / "mine")
     spans, _, nodes = dict(made.sections)["Start-up"]
@@ -167,7 +167,7 @@ def test_a_start_that_was_measured(tmp_path: Path) -> None:
         ("n2", "5.5 s", "500 ms", "22.0 s", "", "250 ms"),
     ]
     rows = [row for _, items in made.sections for item in items if isinstance(item, Table) for row in item.rows]
-    assert ("cost, all attempts", "6.00 GPU-hours, 2.50 kWh") in rows
+    assert ("cost, all attempts", "6.00 GPU-h") in rows
     assert ("measured peak", "612 TFLOP/s on the slowest GPU (on n2), measured before the launch") in rows
 
 
@@ -274,7 +274,7 @@ def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
 )
 def test_a_time_reads_the_same_in_every_verb(seconds: float, text: str) -> None:
     assert plots.seconds(seconds) == text
-    assert list(startup.lines(Startup(parts={"queue": seconds}))) == [f"start-up: queue {text}"]
+    assert startup.text(Startup(parts={"queue": seconds})) == f"start-up: queue {text}"
     assert duration(seconds) == text or seconds < 99.95
 
 

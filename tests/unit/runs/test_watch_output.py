@@ -15,8 +15,8 @@ from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.metrics import parsed
 from dray.runs.prepare import read_recipe, write
-from dray.runs.slurm import meaning
-from dray.runs.status import State, Waiting, Watched
+from dray.runs.slurm import Job
+from dray.runs.status import State, Watched
 from dray.runs.stop import Stop
 from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT
@@ -46,7 +46,7 @@ def test_no_error_sends_an_escape_sequence_to_the_terminal(tmp_path: Path) -> No
 
 
 def test_slurm_has_no_reason_yet() -> None:
-    told = Waiting(job=5, id="5", state="PENDING", reason="None", meaning=meaning("None"))
+    told = Job(5, "5", "PENDING", 0.0, "None", None, "x.sh")
     lines = status.waiting(State(run="r", folder="/r", state="queued", waiting=told))
     assert lines[0] == "  Slurm: job 5 PENDING, Slurm gives no reason yet"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -196,7 +197,7 @@ class TestStates:
             assert {"job-17.log", "why.txt"} <= {name.rpartition("/")[2] for name in packed.getnames()}
         argv = [sys.executable, "-m", "dray", "report", str(run)]
         refused = subprocess.run(argv, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the run has no attempt yet")
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the run has no such attempt")
 
     def test_a_job_that_waits_for_its_first_attempt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Slurm(tmp_path, monkeypatch).has(17, "PENDING", submitted="1970-01-01T00:00:01")
@@ -212,7 +213,8 @@ class TestStates:
         refused = subprocess.run(argv, env=PYTHON, cwd=paths.run, capture_output=True, text=True, check=False)
         assert refused.returncode == 78
         assert refused.stderr == (
-            f"dray: the run has no such attempt\n  where:  {paths.run}\n  wanted: attempt-1\n  found:  attempt-9\n"
+            f"dray: the run has no such attempt\n  where:  {paths.run}/attempt-9\n  wanted: attempt-1\n"
+            f"  found:  it does not exist\n  fix:    dray why {shlex.quote(str(paths.run))}\n"
         )
 
     def test_no_result_yet(self, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +317,7 @@ class TestStates:
         paths.stop.write_text("TERM\n")
         assert status_of(paths.run).state == "running"  # it may be saving
         for path in (paths.plan, paths.stop):
-            os.utime(path, (time.time() - 60,) * 2)
+            os.utime(path, (time.time() - 130,) * 2)
         seen = status_of(paths.run)
         assert (seen.state, seen.why) == ("stopped", "SIGTERM")
         lines = page(paths.run)

@@ -9,5 +9,5 @@ node::now() { # NAME
 }
 
 { read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
-started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
+started="boot=$started ${DRAY_ASKED:-}"
 node::now began

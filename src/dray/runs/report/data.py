@@ -282,7 +282,7 @@ def _failures(paths: RunPaths) -> list[tuple[float, str]]:
     found = []
     for folder in [*sorted(paths.failures.glob("restart-*")), paths.failures]:
         with suppress(OSError):
-            for one in records.read(folder, paths.logs, code=0, warn=lambda _: None)[:1]:
+            for one in records.read(folder, paths.logs, warn=lambda _: None)[:1]:
                 found.append((one.time, f"{who(one.cause)}: {one.cause.why.partition(chr(10))[0][:300]}"))
     return found
 
