@@ -461,7 +461,7 @@ def test_a_full_disk(checkout, tmp_path):
     assert refused.stderr.splitlines()[-4:] == [
         "dray: the disk is full",
         f"  where:  {small}",
-        "  found:  0.0 GB free; dray doctor --build shows what a build needs",
+        "  found:  0.0 GB free; dray doctor --build VARIANT shows what a build needs",
         "  fix:    make room",
     ]
     assert left == []
