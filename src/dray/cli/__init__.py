@@ -53,7 +53,7 @@ HIDDEN = {
     "finish": "",  # slurm/end.sh calls it
 }
 SHOWN = {verb: line for panel in VERBS.values() for verb, line in panel.items()}
-WITH_COMMAND = ("plan", "run", "submit", "enter", "site")
+WITH_COMMAND = ("plan", "run", "submit", "enter")
 """These verbs may end in -- and a command, whose arguments dray does not parse."""
 
 
