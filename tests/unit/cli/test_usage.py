@@ -57,8 +57,8 @@ def dray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             "  wanted: one of bare, docker, podman, apptainer, singularity\n  found:  foo\n",
         ),
         (
-            "model export x --shard-gb nan",
-            "--shard-gb has a wrong value\n  wanted: at least 0.000001\n  found:  nan\n  fix:    P model export -h\n",
+            "model generate x --temperature nan",
+            "--temperature has a wrong value\n  wanted: at least 0\n  found:  nan\n  fix:    P model generate -h\n",
         ),
         (
             "model generate",
