@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -233,8 +231,6 @@ def layer(
         print(f"  {package} {version}")
     print(f"{path}  sha256:{made.sif.sha256}")
     print(f'in a recipe: image = "{variant}", layer = "{path.stem.removeprefix(f"dray-{variant}-")}"')
-    lock_file = shlex.quote(os.path.relpath(path.with_suffix(".lock")))
-    print(f"to build the same bytes again: dray image layer {variant} --lock {lock_file}")
 
 
 @app.command()

@@ -21,7 +21,7 @@ from dray.config.image_definition import ACCELERATORS
 from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
-from dray.contract.findings import ConfigError, listed, nearest
+from dray.contract.findings import ConfigError
 from dray.fitness import host
 from dray.images import store
 from dray.runs import slurm
@@ -41,19 +41,15 @@ def init(
         str,
         typer.Option(help="This cluster's site. Default: the one that dray detects.", autocompletion=candidates.sites),
     ] = "",
-    partition: str = "",
-    account: str = "",
     gpu: str = "",
     model: str = "",
     data: str = "builtin",
 ) -> None:
     """Write a folder from which you build images and submit jobs, with a first recipe, and print the next commands.
 
-    It takes from Slurm and this machine what the options do not give, and overwrites no file.
+    It takes the partition, the account and the GPUs from Slurm and this machine, and overwrites no file.
 
     FOLDER: A new or empty folder, or a checkout of dray.
-    --partition NAME: Slurm partition. Default: the site's, else the one with most GPUs.
-    --account NAME: Slurm account. Default: your first one.
     --gpu VARIANT: Image variant: cuda, cuda12, rocm, rocm6 or cpu. Default: by the names of the GPUs.
     --model MODEL: A model of the hub, or a folder. Default: a GPT-2 of 1 M parameters from scratch.
     --data DATASET: A file, a folder, hub:OWNER/NAME, or builtin: a made-up language.
@@ -63,7 +59,7 @@ def init(
     """
     chosen = host.site(site)
     found = chosen.site
-    queue = _partition(partition, found) if process.which("sbatch") else None
+    queue = _partition(found) if process.which("sbatch") else None
     variant = gpu or found.image or _variant(queue)
     if variant not in ACCELERATORS:
         raise ConfigError("there is no image for such a GPU", wanted=_GPUS, found=variant, fix="--gpu cuda")
@@ -81,9 +77,10 @@ def init(
     commands = []
     if data.startswith("hub:") or (model and not model.startswith("/")):
         commands.append(["data", "prefetch", str(_RECIPE)])
+    account = ""
     if queue:
         accounts = slurm.accounts()
-        if not account and (found.account or len(accounts) > 1):
+        if found.account or len(accounts) > 1:
             account = [*accounts, found.account][0]
         commands += _submit(variant, gpus, found, {"--partition": queue.name, "--account": account})
     else:
@@ -95,18 +92,15 @@ def init(
         print(f"{account} is the site's example: put your own account there.")
 
 
-def _partition(name: str, site: Site) -> slurm.Partition:
-    """The user's or the site's partition, else the one with most GPUs on a node."""
+def _partition(site: Site) -> slurm.Partition:
+    """The site's partition, else the one with most GPUs on a node."""
     partitions = {partition.name: partition for partition in slurm.partitions()}
-    if name and partitions and name not in partitions:
-        fix = f"--partition {nearest(name, partitions) or 'NAME'}"
-        raise ConfigError("Slurm has no such partition", wanted=listed(partitions), found=name, fix=fix)
     for option in site.sbatch:
         if option.startswith("--partition="):
-            name = name or option.partition("=")[2]
-    if not name and partitions:
-        return max(partitions.values(), key=lambda partition: (partition.gpus, partition.nodes))
-    return partitions.get(name, slurm.Partition(name=name, nodes=1, cpus=0, gres=""))
+            name = option.partition("=")[2]
+            return partitions.get(name, slurm.Partition(name=name, nodes=1, cpus=0, gres=""))
+    none = slurm.Partition(name="", nodes=1, cpus=0, gres="")
+    return max(partitions.values(), key=lambda partition: (partition.gpus, partition.nodes), default=none)
 
 
 def _variant(queue: slurm.Partition | None) -> str:

@@ -145,7 +145,7 @@ def test_a_controller_that_does_not_answer_is_told(
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(slurm_commands, "_QUICK_S", 0.2)
     with pytest.raises(DrayError, match="sinfo gave no answer"):  # it would write a recipe for CPUs
-        verb.init(Path("x"), partition="gpu")
+        verb.init(Path("x"))
     assert not Path("x").exists()
 
 
@@ -160,7 +160,6 @@ def test_it_names_what_is_an_example(slurm: Slurm, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"partition": "nope"}, "Slurm has no such partition"),
         ({"gpu": "h100"}, "there is no image for such a GPU"),
         ({"data": "gone.txt"}, "--data names nothing"),
         ({"data": "hub:"}, "the recipe has 1 error"),

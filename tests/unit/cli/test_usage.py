@@ -44,12 +44,18 @@ def dray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     [
         (
             "plan x --nodes two",
-            "--nodes has a wrong value\n  wanted: a whole number\n  found:  two\n  fix:    P plan -h\n",
+            "invalid value for '--nodes' / '-N': Input should be a valid integer, unable to parse string as an integer\n"
+            "  found:  two\n  fix:    P plan -h\n",
         ),
-        ("plan x -N0", "--nodes has a wrong value\n  wanted: at least 1\n  found:  0\n  fix:    P plan -h\n"),
+        (
+            "plan x -N0",
+            "invalid value for '--nodes' / '-N': Input should be greater than or equal to 1\n"
+            "  found:  0\n  fix:    P plan -h\n",
+        ),
         (
             "plan x --format=xml",
-            "--format has a wrong value\n  wanted: one of 'text', 'json', 'bash'\n  found:  xml\n  fix:    P plan -h\n",
+            "invalid value for '--format': Value error, 'xml' is not one of 'text', 'json', 'bash'\n"
+            "  found:  xml\n  fix:    P plan -h\n",
         ),
         (
             "run x --engine foo",
@@ -58,11 +64,12 @@ def dray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         ),
         (
             "model generate x --temperature nan",
-            "--temperature has a wrong value\n  wanted: at least 0\n  found:  nan\n  fix:    P model generate -h\n",
+            "invalid value for '--temperature': Input should be greater than or equal to 0\n"
+            "  found:  nan\n  fix:    P model generate -h\n",
         ),
         (
             "model generate",
-            "RUN is missing\n  wanted: The run: its folder, its name or the beginning of it, or a job number.\n"
+            "missing argument 'RUN'\n  wanted: The run: its folder, its name or the beginning of it, or a job number.\n"
             "  fix:    P model generate -h\n",
         ),
         ("plan --nodes", "option '--nodes' requires an argument\n  fix:    dray -h\n"),
