@@ -210,8 +210,8 @@ def import_(
     if config:
         datasets["config"] = Evaluation(dataset=str(config.absolute()))
     seen = seen.model_copy(update={"evaluate": datasets})
-    sections = ("data", "model", "checkpoint", "evaluate") if settings else ("evaluate",)
     folder = target.parent if target else Path(seen.checkpoint.folder)
+    sections = ("data", "model", "checkpoint", "evaluate")
     raise typer.Exit(one_off_job.once(seen, job, engine=engine, folder=folder, sections=sections))
 
 

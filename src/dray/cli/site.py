@@ -28,9 +28,6 @@ Name = Annotated[
         metavar="SITE", help="A site's name or file. Default: this cluster's.", autocompletion=candidates.sites
     ),
 ]
-_ORDER = """
-Where the image has a library too, Apptainer before 1.5, and SingularityCE, load the host's. Since 1.5 Apptainer loads
-the image's. What the image's LD_LIBRARY_PATH has is loaded first by both."""
 
 
 @app.command("list")
@@ -150,13 +147,10 @@ def _compare(site: Site, image: str) -> None:
         print(f"{site.name} binds no libraries of the host (fabric.strategy = {site.fabric.strategy})")
         return
     compared = host_libraries.compare(site, image)
-    print(f"{'library of the host':<28} {'also in the image':<40} verdict")
     for library in compared.libraries:
-        maybe = (f"{one} (the driver may have it)" for one in library["unresolved"])
+        maybe = (f"{name} (the driver may have it)" for name in library["unresolved"])
         verdict = "; ".join([*library["problems"], *maybe]) or "fits"
-        copy = library["path"] if library["path"] == site.fabric.image_plugin else library["in_image"] or "no"
-        print(f"{Path(library['path']).name:<28} {copy:<40} {verdict}")
-    print(_ORDER)
+        print(f"{Path(library['path']).name:<28} {verdict}")
     if not compared.fits:
         missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]
         found = "\n".join(missing) or "see the verdicts above"

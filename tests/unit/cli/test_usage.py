@@ -44,8 +44,8 @@ def dray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     [
         (
             "plan x --nodes two",
-            "invalid value for '--nodes' / '-N': Input should be a valid integer, unable to parse string as an integer\n"
-            "  found:  two\n  fix:    P plan -h\n",
+            "invalid value for '--nodes' / '-N': Input should be a valid integer, "
+            "unable to parse string as an integer\n  found:  two\n  fix:    P plan -h\n",
         ),
         (
             "plan x -N0",
