@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from dray import process
 from dray.cli.args import Json
 from dray.clients import builder
 from dray.config import dray_home
@@ -28,7 +27,6 @@ from dray.images.fetch import base_image, debs
 from dray.images.layers import make as layers
 from dray.images.locks import conda, uv
 from dray.images.locks import lock as locks
-from dray.images.rootfs import ROOTFS
 from dray.images.sif import format as sif_format
 from dray.images.sif import inspect as summary
 from dray.images.sif import record
@@ -142,20 +140,6 @@ def bundle(
         source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, as_locked=is_locked, say=say)
         made = inputs.to_bundle(root, source, folder, key=key, say=say)
     print(f"{made}\nto build from it: make image-{variant} BUNDLE={made.name}")
-
-
-@app.command()
-def enter(variant: Variant) -> None:
-    """Open a shell in the root filesystem of a failed build; /mnt has the build's inputs.
-
-    dray image enter cpu
-    """
-    failed = store.failed(dray_home.root(build=True), variant)
-    if not (failed / ROOTFS).is_dir():
-        raise ConfigError("there is no failed build of this image", where=failed, fix=f"dray image build {variant}")
-    if not sys.stdin.isatty():
-        raise ConfigError("a shell needs a terminal", where=failed)
-    process.replace(builder.shell(failed / ROOTFS, (failed / "inputs").resolve()))
 
 
 @app.command()
