@@ -364,7 +364,7 @@ class TestNew:
     def test_the_fabric_is_seen_in_sys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         for name in ("hsn0", "hsn1", "eth0"):
-            (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+            (tmp_path / "sys/class/net" / name / "device").mkdir(parents=True)
         probed = site_file.probe({}, tmp_path)
         assert (probed.fabric, probed.interfaces, probed.cluster) == ("slingshot", ("hsn0", "hsn1"), "")
         (tmp_path / "x.toml").write_text(site_file.render("x", probed))
