@@ -6,7 +6,7 @@ import os
 import sys
 
 from dray import __version__
-from dray.cli.streams import Streams, require, settle, silence
+from dray.cli import streams
 from dray.contract import exit_codes, secrets, unexpected
 from dray.contract.findings import ConfigError, DrayError, nearest
 
@@ -53,26 +53,25 @@ HIDDEN = {
     "finish": "",  # slurm/end.sh calls it
 }
 SHOWN = {verb: line for panel in VERBS.values() for verb, line in panel.items()}
-WITH_COMMAND = ("plan", "run", "submit", "enter", "site")
+WITH_COMMAND = ("plan", "run", "submit", "enter")
 """These verbs may end in -- and a command, whose arguments dray does not parse."""
 
 
 def main() -> None:
     """Run one verb. A failure is printed without a traceback, and ends with an exit code of contract.exit_codes."""
     argv = sys.argv[1:]
-    # `finish` handles streams and folders itself: it must not fail.
-    output = None if argv[:1] == ["finish"] else Streams()
+    streams.begin()
     code = _code(argv)
-    if output and (refusal := output.refusal()):
+    # `finish` exits with the job's code, whatever becomes of its output.
+    if argv[:1] != ["finish"] and (refusal := streams.refusal()):
         code = code or _say(refusal)
-    settle()
     raise SystemExit(code)
 
 
 def _code(argv: list[str]) -> int:
     try:
         if argv[:1] != ["finish"]:
-            require(argv)
+            streams.require(argv)
         if "_DRAY_COMPLETE" in os.environ:
             from dray.cli import completion  # noqa: PLC0415  only a TAB needs it
 
@@ -109,8 +108,5 @@ def _help() -> str:
 
 
 def _say(error: DrayError) -> int:
-    try:
-        print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr, flush=True)
-    except OSError:  # standard error may be full too; the exit code still tells
-        silence(2)
+    print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr, flush=True)
     return error.finding.code

@@ -19,8 +19,6 @@ from dray.contract.findings import ConfigError
 
 _PARAMETER = re.compile(r"^(--[\w-]+|[A-Z]+)(?: ([^\s:]+))?: (.*(?:\n +.*)*)\n?", re.MULTILINE)
 _OF_GROUP = 3  # how many examples the help of a group shows
-# Before what pydantic says of a value, and after it.
-_AROUND = re.compile(r"^(Input should be |Value error, .* is not )|, unable to parse.*$|\.$")
 
 
 def run(argv: list[str]) -> int:
@@ -98,18 +96,12 @@ def _epilog(examples: list[str]) -> str | None:
 
 
 def _error(wrong: TyperException) -> ConfigError:
-    """The wrong option, argument or verb, what it takes, what was typed, and the help to read."""
+    """What typer says, what was typed, and the help to read."""
     context: Any = getattr(wrong, "ctx", None)
     parameter: Any = getattr(wrong, "param", None)
+    text = wrong.format_message().rstrip(".")
     fix = f"{context.command_path} -h" if context else "dray -h"
-    if parameter is None:
-        text = wrong.format_message().rstrip(".")
-        return ConfigError(text[:1].lower() + text[1:], fix=fix)
-    option = parameter.param_type_name == "option"
-    name = str(parameter.opts[0] if option else parameter.metavar or parameter.name)
-    if not isinstance(wrong.__cause__, ValidationError):
-        return ConfigError(f"{name} is missing", wanted=parameter.help, fix=fix)
-    value = wrong.__cause__.errors(include_url=False)[0]
-    wanted = _AROUND.sub("", value["msg"]).replace("a valid integer", "a whole number")
-    wanted = wanted.replace("greater than or equal to", "at least")
-    return ConfigError(f"{name} has a wrong value", wanted=wanted, found=value["input"], fix=fix)
+    value = wrong.__cause__
+    if isinstance(value, ValidationError):
+        return ConfigError(text[:1].lower() + text[1:], found=value.errors(include_url=False)[0]["input"], fix=fix)
+    return ConfigError(text[:1].lower() + text[1:], wanted=getattr(parameter, "help", ""), fix=fix)

@@ -6,7 +6,6 @@ The shell runs dray at each TAB, with the line in the environment. Typer answers
 from __future__ import annotations
 
 import os
-import shlex
 from typing import Annotated, Literal
 
 import typer
@@ -90,16 +89,12 @@ def completion(
 def answer() -> int:
     """Print what may follow the words on the line, in the format of the shell that asks."""
     line, _, begun = os.environ.get("_TYPER_COMPLETE_ARGS", "").rpartition(" ")
-    try:
-        typed = shlex.split(line)[1:]
-    except ValueError:  # in the middle of a quoted word
-        typed = line.split()[1:]
+    typed = line.split()[1:]
     if not typed:
         verbs = cli.SHOWN | {"cluster": cli.HIDDEN["cluster"], "completion": cli.HIDDEN["completion"]}
-        as_words = os.environ["_DRAY_COMPLETE"] == "complete_bash"
         for verb, about in verbs.items():
             if verb.startswith(begun):
-                print(verb if as_words else f"{verb}\t{about}")
+                print(verb if os.environ["_DRAY_COMPLETE"] == "complete_bash" else f"{verb}\t{about}")
     elif typed[0] in cli.SHOWN | cli.HIDDEN and "--" not in typed:
         from typer.completion import get_completion_inspect_parameters  # noqa: PLC0415
 

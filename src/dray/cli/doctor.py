@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
+from typing import Annotated
 
 import typer
 
@@ -16,27 +16,17 @@ from dray.fitness import host
 
 
 def doctor(
-    variant: str = "",
     site: Site = "",
-    build: bool = False,
+    build: Annotated[str, typer.Option(metavar="VARIANT", help="Check what a build of this image needs.")] = "",
     as_json: Json = False,
 ) -> None:
     """Check whether runs can start on this machine or node, and print a fix for each problem; exit code 69 if any.
 
-    VARIANT: Check for a build of this image only.
-    --build: Check what an image build needs, without fetching anything.
-
     dray doctor --json
     dray doctor --build cuda
     """
-    code = exit_codes.UNFIT
-    if build or variant:
-        root = dray_home.root(build=True)
-        shared = list(checks.mirror_table())
-        names = [variant] if variant else builds.variants(root)
-        found = [[*builds.check(builds.Build(checkout=root, variant=name)), *shared] for name in names]
-        code = min(max(finding.code for finding in findings) for findings in found)  # of the best image
-        findings = list(dict.fromkeys(chain(*found)))  # images share many
+    if build:
+        findings = builds.check(builds.Build(checkout=dray_home.root(build=True), variant=build))
     else:
         findings = checks.check(host.site(site))
     if as_json:
@@ -44,4 +34,4 @@ def doctor(
     else:
         print("\n".join(finding.line() for finding in findings))
     if any(finding.level == "error" for finding in findings):
-        raise typer.Exit(code)
+        raise typer.Exit(max(finding.code for finding in findings) if build else exit_codes.UNFIT)

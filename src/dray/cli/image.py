@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dray import process
 from dray.cli.args import Json
 from dray.clients import builder
 from dray.config import dray_home
@@ -30,10 +27,9 @@ from dray.images.fetch import base_image, debs
 from dray.images.layers import make as layers
 from dray.images.locks import conda, uv
 from dray.images.locks import lock as locks
-from dray.images.rootfs import ROOTFS
-from dray.images.sif import contents, record
 from dray.images.sif import format as sif_format
 from dray.images.sif import inspect as summary
+from dray.images.sif import record
 from dray.images.sif import sign as signatures
 from dray.images.sif import verify as identity
 
@@ -68,7 +64,6 @@ class Format(enum.StrEnum):
     PODMAN = "podman"
 
 
-_SBOM = "opt/dray/sbom.json"
 _BY_NAME = re.compile(r"[A-Za-z0-9](?!.*://)[ -~]*")  # no option of pip's, no address
 
 
@@ -144,22 +139,7 @@ def bundle(
     with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say, builder.engine():
         source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, as_locked=is_locked, say=say)
         made = inputs.to_bundle(root, source, folder, key=key, say=say)
-    size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
-    print(f"{made}  {size / 1e6:.0f} MB\nto build from it: make image-{variant} BUNDLE={made.name}")
-
-
-@app.command()
-def enter(variant: Variant) -> None:
-    """Open a shell in the root filesystem of a failed build; /mnt has the build's inputs.
-
-    dray image enter cpu
-    """
-    failed = store.failed(dray_home.root(build=True), variant)
-    if not (failed / ROOTFS).is_dir():
-        raise ConfigError("there is no failed build of this image", where=failed, fix=f"dray image build {variant}")
-    if not sys.stdin.isatty():
-        raise ConfigError("a shell needs a terminal", where=failed)
-    process.replace(builder.shell(failed / ROOTFS, (failed / "inputs").resolve()))
+    print(f"{made}\nto build from it: make image-{variant} BUNDLE={made.name}")
 
 
 @app.command()
@@ -178,7 +158,8 @@ def adopt(
     """
     root = dray_home.root(build=True)
     made = adopting.adopt(root, source, name=name, force=force, say=lambda line: print(line, file=sys.stderr))
-    print(f"{made.file}\n{_aligned({'digest': made.digest, **made.versions})}")
+    print(made.file)
+    print(_aligned({"digest": made.digest, **made.versions}))
     if made.brought:
         print(f"dray adds, since the image lacks them: {', '.join(made.brought)}")
     for lack in made.lacks:
@@ -211,8 +192,7 @@ def layer(
     asked = list(packages or [])
     if requirements:
         for line in files.text(requirements, "the requirements").splitlines():
-            package = re.split("(?:^| )#", line)[0].strip()
-            if package:
+            if package := re.split("(?:^| )#", line)[0].strip():
                 asked.append(package)
     if bool(asked) == bool(lock):
         wanted = "--pip or --requirements, or --lock alone"
@@ -233,10 +213,8 @@ def layer(
     )  # fmt: skip
     for package, version in made.packages.items():
         print(f"  {package} {version}")
-    print(f"{path}  {made.sif.size / 1e6:.1f} MB  sha256:{made.sif.sha256}")
+    print(f"{path}  sha256:{made.sif.sha256}")
     print(f'in a recipe: image = "{variant}", layer = "{path.stem.removeprefix(f"dray-{variant}-")}"')
-    lock_file = shlex.quote(os.path.relpath(path.with_suffix(".lock")))
-    print(f"to build the same bytes again: dray image layer {variant} --lock {lock_file}")
 
 
 @app.command()
@@ -295,18 +273,25 @@ def inspect(image: Image, as_json: Json = False) -> None:
     adopted = record.read(file) if store.described(file) else None
     if adopted:  # dray does not read the image itself
         found = adopted.model_dump(mode="json")
-        lines = {"image": f"{file}, adopted from {adopted.base}", "digest": f"sha256:{adopted.sif.sha256}"}
-        lines |= {"variant": adopted.variant, "dray": f"{adopted.dray}, beside it", **adopted.tools}
+        lines = {
+            "image": f"{file}, adopted from {adopted.base}",
+            "digest": f"sha256:{adopted.sif.sha256}",
+            "variant": adopted.variant,
+            "dray": f"{adopted.dray}, beside it",
+            **adopted.tools,
+        }
     else:
         found = printable(summary.report(sif_format.read(file)))
-        signed = f"with {', '.join(found['signed'])} (dray image verify checks it)" if found["signed"] else "no"
         lines = {
             "image": f"{found['file']} ({found['size'] / 1e6:.0f} MB)",
             "digest": found["digest"],
-            "signed": signed,
+            "signed": ", ".join(found["signed"]) or "no",
+            "variant": f"{found['variant']}, {found['architecture']}",
+            "base": found["base"],
+            "python": found["python"],
+            "dray": found["dray"],
+            **found["versions"],
         }
-        lines["variant"] = f"{found['variant']}, {found['architecture']}"
-        lines |= {name: found[name] for name in ("base", "python", "dray")} | found["versions"]
     print(json.dumps(found, indent=1) if as_json else _aligned(lines))
 
 
@@ -324,12 +309,13 @@ def verify(
 
     dray image verify cuda --digest sha256:...
     """
-    if key and not signature:
-        raise ConfigError("--key and --no-signature exclude each other", fix="leave out one of the two")
     sif = sif_format.read(_file(image))
     expected, source = identity.expected(sif.path, digest)
     print(f"{sif.path}\n{identity.require(sif.path, expected, source)} ({source})")
-    print(f"signed by {', '.join(signatures.check(sif, key or ()))}" if signature else "signature unchecked")
+    if signature or key:
+        print(f"signed by {', '.join(signatures.check(sif, key or ()))}")
+    else:
+        print("signature unchecked")
 
 
 @app.command()
@@ -353,19 +339,6 @@ def sign(
     sif = sif_format.read(file)
     digest, fingerprint = signatures.sign(sif, keyidx)
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
-
-
-@app.command()
-def sbom(image: Image) -> None:
-    """Print the bill of materials as CycloneDX 1.6: every package, its licence and its hash.
-
-    dray image sbom cpu
-    """
-    sif = sif_format.read(_file(image))
-    document = contents.file(sif, _SBOM)
-    if document is None:
-        raise ConfigError("dray did not build this image", where=sif.path, wanted=f"/{_SBOM} in it")
-    print(document.decode(), end="")
 
 
 def _file(image: str) -> Path:

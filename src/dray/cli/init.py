@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +15,13 @@ import typer
 from dray import process
 from dray.cli import candidates
 from dray.cli.args import program
-from dray.cli.recipe import require_good, write
+from dray.cli.recipe import absolute, require_good, write
 from dray.config import dray_home, sites
 from dray.config.image_definition import ACCELERATORS
 from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
-from dray.contract.findings import ConfigError, DrayError, listed, nearest
+from dray.contract.findings import ConfigError
 from dray.fitness import host
 from dray.images import store
 from dray.runs import slurm
@@ -41,21 +41,17 @@ def init(
         str,
         typer.Option(help="This cluster's site. Default: the one that dray detects.", autocompletion=candidates.sites),
     ] = "",
-    partition: str = "",
-    account: str = "",
     gpu: str = "",
-    model: str = "small",
+    model: str = "",
     data: str = "builtin",
 ) -> None:
     """Write a folder from which you build images and submit jobs, with a first recipe, and print the next commands.
 
-    It takes from Slurm and this machine what the options do not give, and overwrites no file.
+    It takes the partition, the account and the GPUs from Slurm and this machine, and overwrites no file.
 
     FOLDER: A new or empty folder, or a checkout of dray.
-    --partition NAME: Slurm partition. Default: the site's, else the one with most GPUs.
-    --account NAME: Slurm account. Default: your first one.
     --gpu VARIANT: Image variant: cuda, cuda12, rocm, rocm6 or cpu. Default: by the names of the GPUs.
-    --model MODEL: A model of the hub, a folder, or small: a GPT-2 of 1 M parameters from scratch.
+    --model MODEL: A model of the hub, or a folder. Default: a GPT-2 of 1 M parameters from scratch.
     --data DATASET: A file, a folder, hub:OWNER/NAME, or builtin: a made-up language.
 
     dray init my-runs
@@ -63,16 +59,14 @@ def init(
     """
     chosen = host.site(site)
     found = chosen.site
-    queue = _partition(partition, found, needed=not gpu and not found.image)
+    queue = _partition(found) if process.which("sbatch") else None
     variant = gpu or found.image or _variant(queue)
     if variant not in ACCELERATORS:
         raise ConfigError("there is no image for such a GPU", wanted=_GPUS, found=variant, fix="--gpu cuda")
     gpus = 0 if variant == "cpu" else (queue and queue.gpus) or found.gpus_per_node or 1
-    data = data if data == "builtin" or re.match("[a-z0-9]{2,}:", data) else _absolute("--data", data)
-    if model == "small":
-        model = ""
-    elif model.startswith(("/", "~", ".")) or Path(model).is_dir():
-        model = _absolute("--model", model)
+    data = data if data == "builtin" or re.match("[a-z0-9]{2,}:", data) else absolute("--data", data)
+    if model and (model.startswith(("/", "~", ".")) or Path(model).is_dir()):
+        model = absolute("--model", model)
     text = New(name="mine", train=data, image=variant, gpus=gpus, model=model).text()
     require_good(text)  # before the checkout is written
     if not (folder / "containers" / "steps").is_dir():
@@ -83,13 +77,12 @@ def init(
     commands = []
     if data.startswith("hub:") or (model and not model.startswith("/")):
         commands.append(["data", "prefetch", str(_RECIPE)])
+    account = ""
     if queue:
         accounts = slurm.accounts()
-        if not account and (found.account or len(accounts) > 1):
+        if found.account or len(accounts) > 1:
             account = [*accounts, found.account][0]
-        wanted = {"--partition": queue.name, "--account": account}
-        options = [f"{option}={value}" for option, value in wanted.items() if value]
-        commands += _submit(variant, gpus, found, [option for option in options if option not in found.sbatch])
+        commands += _submit(variant, gpus, found, {"--partition": queue.name, "--account": account})
     else:
         commands += _here(variant)
     _next(folder, commands)
@@ -99,27 +92,15 @@ def init(
         print(f"{account} is the site's example: put your own account there.")
 
 
-def _partition(given: str, site: Site, *, needed: bool) -> slurm.Partition | None:
-    """The user's or the site's partition, else the one with most GPUs on a node; None without Slurm."""
-    if not process.which("sbatch"):
-        return None
-    partitions: dict[str, slurm.Partition] = {}
-    try:
-        partitions = {partition.name: partition for partition in slurm.partitions()}
-    except DrayError as silent:
-        silent.amend(fix="run dray init again, or give --partition and --gpu")
-        if needed:  # whether the nodes have GPUs, only Slurm knows
-            raise
-        print(f"dray: warning: {silent}", file=sys.stderr)
-    if given and partitions and given not in partitions:
-        fix = f"--partition {nearest(given, partitions) or 'NAME'}"
-        raise ConfigError("Slurm has no such partition", wanted=listed(partitions), found=given, fix=fix)
+def _partition(site: Site) -> slurm.Partition:
+    """The site's partition, else the one with most GPUs on a node."""
+    partitions = {partition.name: partition for partition in slurm.partitions()}
     for option in site.sbatch:
         if option.startswith("--partition="):
-            given = given or option.partition("=")[2]
-    if not given and partitions:
-        given = max(partitions, key=lambda name: (partitions[name].gpus, partitions[name].nodes))
-    return partitions.get(given, slurm.Partition(name=given, nodes=1, cpus=0, gres=""))
+            name = option.partition("=")[2]
+            return partitions.get(name, slurm.Partition(name=name, nodes=1, cpus=0, gres=""))
+    none = slurm.Partition(name="", nodes=1, cpus=0, gres="")
+    return max(partitions.values(), key=lambda partition: (partition.gpus, partition.nodes), default=none)
 
 
 def _variant(queue: slurm.Partition | None) -> str:
@@ -133,22 +114,17 @@ def _variant(queue: slurm.Partition | None) -> str:
     return "cuda12" if _OLD.search(queue.gres) else "cuda"
 
 
-def _absolute(option: str, given: str) -> str:
-    """The absolute path of a file, a folder or a pattern, since the recipe may move."""
-    path = Path(given).expanduser().absolute()
-    if not path.exists() and not any(path.parent.glob(path.name)):
-        raise ConfigError(f"{option} names nothing", where=path, fix=f"leave out {option}")
-    return str(path)
-
-
-def _submit(variant: str, gpus: int, site: Site, options: Sequence[str]) -> list[list[str]]:
-    engine = site.engine or "apptainer"
+def _submit(variant: str, gpus: int, site: Site, options: Mapping[str, str]) -> list[list[str]]:
+    """The commands on a cluster; of these options of sbatch those that the site does not add itself."""
     argv = ["submit", str(_RECIPE), "--nodes", "1"]
     if gpus:
         argv += ["--gpus-per-node", str(gpus)]
     if site.name != host.site().site.name:
         argv += ["--site", site.name]
-    argv += [f"--sbatch={option}" for option in options]
+    for option, value in options.items():
+        if value and f"{option}={value}" not in site.sbatch:
+            argv.append(f"--sbatch={option}={value}")
+    engine = site.engine or "apptainer"
     absent = store.absent(store.job_file(dray_home.root(), variant, engine), variant, engine)
     return [*([["image", "build", variant]] if absent else []), [*argv, "--dry-run"], argv]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,33 +39,26 @@ TrustRun = Annotated[
         help="For another user's run: use its env, pass_env, trust_remote_code and functions on rows too.",
     ),
 ]
-ShardGb = Annotated[
-    float, typer.Option(min=1e-6, help="Largest size of one weight file, in GB; the memory needed grows with it.")
+DeviceMap = Annotated[
+    Literal["auto"] | None,
+    typer.Option(help="For a model larger than one device: auto places its layers on all GPUs, then in host memory."),
 ]
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
-_SIZE = re.compile(r"(cpu|\d+)=\d+(\.\d+)?[KMG]i?B")
 
 
 @app.command("eval")
 def evaluate(
     run: Run,
     overrides: Overrides = None,
-    device_map: Literal["auto"] | None = None,
-    max_memory: list[str] | None = None,
-    offload_folder: Path | None = None,
+    device_map: DeviceMap = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
 ) -> None:
     """Evaluate a run's model on the recipe's datasets, or on others, on this machine's GPU or CPUs.
 
-    --device-map: For a model larger than one device: auto places its layers on all GPUs, then in host memory.
-    --max-memory DEVICE=SIZE: Limit of a device, such as 0=20GB or cpu=60GB; may be repeated.
-    --offload-folder FOLDER: Folder for layers that fit into no memory; slow.
-
     dray model eval RUN evaluate.mine.dataset=some.txt
     """
-    placing = _placing(device_map, max_memory, offload_folder)
     folder = _folder(run, runs)
     plan, model = one_off_job.ended(folder, trust=trust_run)
     for setting in overrides or []:
@@ -77,9 +70,8 @@ def evaluate(
         theirs = recipe.maps().items() & plan.recipe.maps().items()
         trusting.require_no_functions(theirs, str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
-    job = image_tasks.Evaluate(str(model), changed, placing)
-    recipe = _writing(recipe, offload_folder)
-    seen = ("data", "evaluate", "checkpoint")
+    job = image_tasks.Evaluate(str(model), changed, bool(device_map))
+    seen = ("data", "evaluate")
     raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
 
 
@@ -92,9 +84,7 @@ def generate(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed for a temperature above 0.")] = 0,
-    device_map: Literal["auto"] | None = None,
-    max_memory: list[str] | None = None,
-    offload_folder: Path | None = None,
+    device_map: DeviceMap = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
@@ -102,9 +92,6 @@ def generate(
     """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
 
     PROMPT: The text to continue; an sft model answers it.
-    --device-map: For a model larger than one device: auto places its layers on all GPUs, then in host memory.
-    --max-memory DEVICE=SIZE: Limit of a device, such as 0=20GB or cpu=60GB; may be repeated.
-    --offload-folder FOLDER: Folder for layers that fit into no memory; slow.
 
     dray model generate RUN 'two: the' --tokens 40
     """
@@ -112,11 +99,9 @@ def generate(
     objective = plan.recipe.train.objective if plan.recipe.train else "causal"
     job = image_tasks.Generate(
         str(model), objective, prompt, tokens or 0, temperature, seed,
-        trust_remote_code=plan.recipe.model.trust_remote_code,
-        placing=_placing(device_map, max_memory, offload_folder),
+        trust_remote_code=plan.recipe.model.trust_remote_code, device_map=bool(device_map),
     )  # fmt: skip
-    recipe = _writing(plan.recipe, offload_folder)
-    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=("checkpoint",), by_gpu=True))
+    raise typer.Exit(one_off_job.once(plan.recipe, job, engine=engine, folder=model, by_gpu=True))
 
 
 @app.command()
@@ -125,7 +110,6 @@ def export(
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
     to: Path | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
-    shard_gb: ShardGb = 4.0,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
@@ -141,11 +125,11 @@ def export(
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     chosen = _step(folder, plan.run, step)
     target = _new(to or paths.run / "exports" / f"step-{chosen}")
-    job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
-    recipe = _writing(plan.recipe, folder)
-    raise typer.Exit(
-        one_off_job.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
-    )
+    job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, plan.model_dump(mode="json"))
+    # The container sees the checkpoints by the recipe's folder of them.
+    recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
+    seen = ("model", "checkpoint")
+    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=target.parent, sections=seen))
 
 
 @app.command()
@@ -186,7 +170,6 @@ def import_(
     config: Path | None = None,
     prefix: str | None = None,
     dtype: Literal["auto", "fp32", "bf16"] = "auto",
-    shard_gb: ShardGb = 4.0,
     trust: bool = False,
     engine: Engine = "bare",
 ) -> None:
@@ -219,7 +202,6 @@ def import_(
         config=str(config.absolute()) if config else "",
         prefix=prefix,
         dtype=dtype,
-        shard_gb=shard_gb,
         trust=trust,
     )
     seen = settings or Recipe(name="import", image="cpu", command=Command(argv=("true",)))
@@ -228,8 +210,8 @@ def import_(
     if config:
         datasets["config"] = Evaluation(dataset=str(config.absolute()))
     seen = seen.model_copy(update={"evaluate": datasets})
-    sections = ("data", "model", "checkpoint", "evaluate") if settings else ("evaluate",)
     folder = target.parent if target else Path(seen.checkpoint.folder)
+    sections = ("data", "model", "checkpoint", "evaluate")
     raise typer.Exit(one_off_job.once(seen, job, engine=engine, folder=folder, sections=sections))
 
 
@@ -249,42 +231,20 @@ def _new(target: Path) -> Path:
     return target
 
 
-def _placing(device_map: str | None, max_memory: list[str] | None, folder: Path | None) -> dict[str, Any] | None:
-    """How the job places a model on several devices; None if it uses one."""
-    if not (device_map or max_memory or folder):
-        return None
-    for limit in max_memory or []:
-        if not _SIZE.fullmatch(limit):
-            fix = "--max-memory 0=20GB --max-memory cpu=60GB"
-            raise ConfigError("--max-memory has a wrong value", wanted="DEVICE=SIZE", found=limit, fix=fix)
-    sizes = dict(limit.split("=") for limit in max_memory or [])
-    return {"max_memory": sizes, "offload_folder": str(folder.absolute()) if folder else ""}
-
-
-def _writing(recipe: Recipe, folder: Path | None) -> Recipe:
-    """The recipe with `folder` as its checkpoint folder: the only one to which a container may write."""
-    held = recipe.checkpoint.model_copy(update={"folder": str(folder.absolute()) if folder else "", "mirror": ""})
-    return recipe.model_copy(update={"checkpoint": held})
-
-
 def _step(folder: Path, run: str, step: int | None) -> int:
     """The step of this run's checkpoint, by default the newest; other runs may keep theirs in the same folder."""
     own = []
     for path in folder.glob("step-*"):
-        if path.name[5:].isdigit():  # without a manifest the export says what is wrong
-            name = dig(read_json(path / "manifest.json", []), "run")
-            if name in (None, run):
-                own.append(int(path.name[5:]))
+        # Without a manifest the export says what is wrong.
+        if path.name[5:].isdigit() and dig(read_json(path / "manifest.json", []), "run") in (None, run):
+            own.append(int(path.name[5:]))
     chosen = step or max(own, default=None)
     if chosen in own:
         return chosen
-    found = f"steps {', '.join(map(str, sorted(own)))}" if own else "none"
-    if not own and (folder / "final").is_dir():
-        found = f"{folder / 'final'} is an export of the last model"
     raise ConfigError(
         f"this run has no checkpoint of step {step}" if step else "this run has no checkpoint",
         where=folder,
-        found=found,
+        found=f"steps {', '.join(map(str, sorted(own)))}" if own else "none",
         fix="--step N, with a step of this run" if own else "checkpoint.every=N in the recipe keeps checkpoints",
     )
 

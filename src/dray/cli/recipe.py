@@ -7,13 +7,11 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from dray.cli import candidates
 from dray.cli.args import Json, Overrides, RecipeFile
-from dray.config import dray_home, requirements
+from dray.config import dray_home
 from dray.config.describe_keys import Schema
 from dray.config.load_toml import Spec, validate
 from dray.config.new_recipe import New
@@ -33,20 +31,13 @@ def list_(as_json: Json = False) -> None:
 
     dray recipe list --json
     """
-    recipes = []
-    needs: set[str] = set()
-    for path in sorted((dray_home.root() / "recipes").glob("*.toml")):
-        recipe = read_recipe(path)
-        more = {package.module for package in requirements.of(recipe) if not package.demo}
-        recipes.append({"name": path.stem, "about": recipe.about, "file": str(path), "needs": sorted(more)})
-        needs |= more
+    files = sorted((dray_home.root() / "recipes").glob("*.toml"))
+    recipes = [{"name": path.stem, "about": read_recipe(path).about, "file": str(path)} for path in files]
     if as_json:
         print(json.dumps(recipes, indent=1))
         return
     for entry in recipes:
-        mark = " *" if entry["needs"] else ""
-        print(f"{entry['name']}{mark}".ljust(30), entry["about"])
-    print(f"\n* needs {' or '.join(sorted(needs))}, which only an image has: dray run NAME scale=tiny --engine docker")
+        print(f"{entry['name']:<30} {entry['about']}")
 
 
 @app.command()
@@ -86,33 +77,32 @@ def new(
     dray recipe new mine.toml --text stories.txt
     """
     if file.suffix != ".toml":
-        raise ConfigError("a recipe is a TOML file", found=file, fix=f"dray recipe new {file}.toml")
-    dataset = "builtin"
-    if text:
-        path, folder = text.absolute(), file.absolute().parent
-        if not path.exists():
-            raise ConfigError("--text names no existing file or folder", where=path, fix="--text FILE")
-        dataset = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
-    content = New(name=recipe_name(file.stem), train=dataset).text()
+        file = Path(f"{file}.toml")
+    content = New(name=recipe_name(file.stem), train=absolute("--text", str(text)) if text else "builtin").text()
     write(file, content)
     print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
 @app.command()
 def keys(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="[KEY]", help="A table or a key, such as train. Default: all.", autocompletion=candidates.key_names
-        ),
-    ] = "",
+    key: str = "",
 ) -> None:
     """Print the keys of a recipe, or of one of its tables, each with its type, default and meaning.
+
+    KEY: A table or a key, such as train. Default: all.
 
     dray recipe keys train
     dray recipe keys checkpoint.every
     """
-    show_keys(Recipe, name)
+    show_keys(Recipe, key)
+
+
+def absolute(option: str, given: str) -> str:
+    """The absolute path of a file, a folder or a pattern, since the recipe may move."""
+    path = Path(given).expanduser().absolute()
+    if not path.exists() and not any(path.parent.glob(path.name)):
+        raise ConfigError(f"{option} names nothing", where=path, fix=f"leave out {option}")
+    return str(path)
 
 
 def require_good(content: str) -> None:
@@ -123,27 +113,25 @@ def require_good(content: str) -> None:
 def write(file: Path, content: str) -> None:
     """Write a valid recipe as a new file; never replace one."""
     require_good(content)
-    write_new(file, content, "the recipe", fix="give another name")
+    write_new(file, content, "the recipe", fix="name a new file, in a folder to which you may write")
 
 
 def write_new(file: Path, content: str, what: str, *, fix: str) -> None:
-    """Write a new file; ConfigError with the fix if it exists."""
+    """Write a new file; ConfigError with the fix if it cannot be written, or exists."""
     try:
         files.write_new(file, content)
-    except FileExistsError as error:
-        raise ConfigError(f"cannot write {what}", where=file, found="it exists already", fix=fix) from error
     except OSError as error:
-        fix = "name a file in a folder to which you may write, on a disk with free space"
         raise ConfigError(f"cannot write {what}", where=file, found=error.strerror, fix=fix) from error
 
 
 def show_keys(model: type[Spec], name: str) -> None:
     """Print the keys of such a file, or only those of the table or key `name`."""
     described = Schema(model).describe()
-    chosen = [entry for entry in described if not name or re.match(rf"{re.escape(name)}(\W|$)", entry[0])]
+    chosen = [entry for entry in described if re.match(rf"{re.escape(name)}(\W|$)", entry[0])] if name else described
     if not chosen:
-        tables = list(dict.fromkeys(re.split(r"\W", key)[0] for key, *_ in described))
-        fix = f"{model.lists} {nearest(name, [*tables, *(key for key, *_ in described)])}"
+        names = [key for key, *_ in described]
+        tables = list(dict.fromkeys(re.split(r"\W", key)[0] for key in names))
+        fix = f"{model.lists} {nearest(name, [*tables, *names])}"
         raise ConfigError("there is no such key or table", wanted=listed(tables), found=name, fix=fix.rstrip())
     for key, kind, default, about in chosen:
         print(f"{key}  ({kind}; {default or 'may be left out'})\n    {' '.join(about.split())}")

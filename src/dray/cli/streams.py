@@ -21,7 +21,7 @@ _PATHS = ("HOME", "HF_HOME", "XDG_CONFIG_HOME", "TMPDIR")
 
 
 class _Output(io.FileIO):
-    """Standard output that may fail while the verb goes on: training continues if the disk is full or a pipe closed."""
+    """A stream that may fail while the verb goes on: training continues if the disk is full or a pipe closed."""
 
     refused: OSError | None = None
 
@@ -55,72 +55,60 @@ def show(stream: TextIO) -> TextIO:
     return cast("TextIO", stream if isinstance(stream, Shown) else Shown(stream))
 
 
-class Streams:
-    """The standard streams, with control characters escaped. A closed one (`>&-`) becomes /dev/null: else a later file
-    gets its number, and dray's lines."""
+def begin() -> None:
+    """Escape control characters in what is printed, and outlive a full disk and a closed pipe.
 
-    def __init__(self) -> None:
-        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-            if getattr(sys, name) is None:
-                setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
-        self._out = _Output(1, "w", closefd=False)
-        if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout = io.TextIOWrapper(
-                io.BufferedWriter(self._out),
-                encoding=sys.stdout.encoding,
+    A closed stream (`>&-`) becomes /dev/null: else a later file gets its number, and dray's lines.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r", encoding="utf-8")
+        elif number and stream is getattr(sys, f"__{name}__"):
+            stream = io.TextIOWrapper(
+                io.BufferedWriter(_Output(number, "w", closefd=False)),
+                encoding=stream.encoding,
                 errors="backslashreplace",
-                line_buffering=sys.stdout.line_buffering,
+                line_buffering=stream.line_buffering,
             )
-        sys.stdout, sys.stderr = show(sys.stdout), show(sys.stderr)
+        setattr(sys, name, show(stream) if number else stream)
 
-    def refusal(self) -> DrayError | None:
-        """The error if output was lost; None if a reader has just closed its pipe (`| head`)."""
-        sys.stdout.flush()
-        refused = self._out.refused
-        if refused is None or isinstance(refused, BrokenPipeError):
-            return None
-        return UnfitError("the output could not be written", where="standard output", found=refused.strerror)
+
+def _refused() -> OSError | None:
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw.refused if isinstance(raw, _Output) else None
 
 
 def is_gone() -> bool:
     """Whether standard output can no longer be written: a verb that only prints may end then."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return isinstance(raw, _Output) and raw.refused is not None
+    return _refused() is not None
 
 
-def settle() -> None:
-    """Drop what cannot be written: else Python tries again at its end, and exits with 120."""
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        if stream is None:  # dray was started with it closed
-            continue
-        try:
-            stream.flush()
-        except OSError:  # a full disk or a closed pipe
-            silence(number)
-
-
-def silence(number: int) -> None:
-    """Send the rest of this stream to /dev/null."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+def refusal() -> DrayError | None:
+    """The error if output was lost; None if a reader has just closed its pipe (`| head`)."""
+    sys.stdout.flush()
+    refused = _refused()
+    if refused is None or isinstance(refused, BrokenPipeError):
+        return None
+    return UnfitError("the output could not be written", where="standard output", found=refused.strerror)
 
 
 def require(argv: Sequence[str]) -> None:
     """Refuse a working folder that is gone, and names that are not UTF-8: both would fail later."""
-    names = {f"argument {number}": word for number, word in enumerate(argv, start=1)}
-    names |= {name: os.environ[name] for name in os.environ if name in _PATHS or name.startswith("DRAY_")}
     try:
-        names["the working folder"] = str(Path.cwd())
+        names = {"the working folder": str(Path.cwd())}
     except OSError as gone:
         raise ConfigError("the working folder is gone", found=gone.strerror, fix="cd into one that exists") from gone
+    names |= {f"argument {number}": word for number, word in enumerate(argv, start=1)}
+    names |= {name: os.environ[name] for name in os.environ if name in _PATHS or name.startswith("DRAY_")}
     for where, text in names.items():
-        if not text.isascii() and "\\udc" in ascii(text):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            wanted, found = "UTF-8, as plans and scripts are", ascii(text)
             raise ConfigError(
-                "a name is not UTF-8 text",
-                where=where,
-                wanted="UTF-8, as plans and scripts are",
-                found=ascii(text),
-                fix="rename it",
-            )
+                "a name is not UTF-8 text", where=where, wanted=wanted, found=found, fix="rename it"
+            ) from None
 
 
 def shown(line: bytes) -> str:

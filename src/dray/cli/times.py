@@ -27,7 +27,7 @@ def since(text: str) -> float:
         return now.timestamp() - int(age[1]) * _SECONDS[age[2]]
     with suppress(ValueError, OverflowError):
         if re.fullmatch(r"[0-9]{1,2}:[0-9:]+", text):
-            at = datetime.fromisoformat(f"{now:%Y-%m-%d}T{text.rjust(5, '0') if len(text) < 6 else text}")
+            at = datetime.fromisoformat(f"{now:%Y-%m-%d}T{text:0>5}")
             return (at if at <= now else at - timedelta(days=1)).timestamp()
         return datetime.fromisoformat(text).timestamp()
     raise ConfigError(

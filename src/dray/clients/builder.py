@@ -219,18 +219,6 @@ def _started(
         running.remove(force=True)
 
 
-def shell(rootfs: Path, inputs: Path) -> list[str]:
-    """The command that opens a shell in a root filesystem, as the root that its steps had, with their inputs."""
-    options = ["shell", "--writable", "--fakeroot", "--no-home", f"--bind={inputs}:/mnt", str(rootfs)]
-    with engine() as client:
-        if client is None:
-            return [str(process.apptainer()), *options]
-    run = ["docker", "run", "--rm", "--interactive", "--tty", "--user", "{}:{}".format(*builder_container.caller())]
-    run += [f"--security-opt={name}" for name in (*builder_container.SECURITY, "systempaths=unconfined")]
-    run += [f"--volume={path}:{path}" for path in (rootfs, inputs)]
-    return [*run, TAG, APPTAINER, *options]
-
-
 def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
     """The id of the image with Apptainer, which is built if it is missing. Only the build needs a base."""
     read = "".join(path.read_text() for path in _read(checkout))

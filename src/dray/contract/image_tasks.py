@@ -10,15 +10,12 @@ class Evaluate(NamedTuple):
 
     model: str
     plan: dict[str, Any]
-    placing: dict[str, Any] | None = None
+    device_map: bool = False
+    """Whether its layers are placed on several devices."""
 
 
 class Generate(NamedTuple):
-    """Generate text from a prompt; with 0 tokens, as many as fit.
-
-    `placing` is for a model on several devices: `max_memory` by device, and `offload_folder`, empty if nothing may
-    go to the disk.
-    """
+    """Generate text from a prompt; with 0 tokens, as many as fit."""
 
     model: str
     objective: str
@@ -27,7 +24,7 @@ class Generate(NamedTuple):
     temperature: float
     seed: int
     trust_remote_code: bool
-    placing: dict[str, Any] | None = None
+    device_map: bool = False
 
 
 class Export(NamedTuple):
@@ -36,8 +33,9 @@ class Export(NamedTuple):
     checkpoint: str
     target: str
     dtype: str
-    shard_gb: float
     plan: dict[str, Any]
+    shard_gb: float = 4.0
+    """Largest size of one file of weights, which is in memory as a whole."""
 
 
 class Push(NamedTuple):
@@ -73,7 +71,6 @@ class Importing(NamedTuple):
     config: str
     prefix: str | None
     dtype: str
-    shard_gb: float
     trust: bool
 
 

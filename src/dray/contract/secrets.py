@@ -1,4 +1,4 @@
-"""What counts as a secret: the one place that recipes, sites, plans, reports and `dray site env` ask."""
+"""What counts as a secret: the one place that recipes, sites, plans and reports ask."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -119,14 +120,14 @@ def _made(
 
 
 def _keep_failed(failed: Path, source: BuildContext, scratch: Path, error: DrayError) -> None:
-    """Keep the sandbox of a failed build, for `dray image enter`."""
+    """Keep the sandbox of a failed build, and name the command that opens a shell in it."""
     for sandbox in (*scratch.glob(f"build-temp-*/{ROOTFS}"), *scratch.glob(ROOTFS)):
         shutil.rmtree(failed, ignore_errors=True)
         failed.mkdir(parents=True)
         sandbox.replace(failed / ROOTFS)
-        (failed / "inputs").symlink_to(source.inputs)
         if not error.finding.fix:
-            error.amend(fix=f"dray image enter {failed.name} opens a shell where it failed")
+            shell = ["apptainer", "shell", "--writable", "--fakeroot", "--no-home", f"--bind={source.inputs}:/mnt"]
+            error.amend(fix=f"a shell where it failed: {shlex.join([*shell, str(failed / ROOTFS)])}")
         return
 
 

@@ -92,7 +92,7 @@ def _disk_full(build: Path, written: list[Path]) -> UnfitError:
     return UnfitError(
         "the disk is full",
         where=full,
-        found=f"{shutil.disk_usage(full).free / 1e9:.1f} GB free; dray doctor --build shows what a build needs",
+        found=f"{shutil.disk_usage(full).free / 1e9:.1f} GB free; dray doctor --build VARIANT shows what a build needs",
         fix=f"make room; {build} can be removed: it holds fetched files and built images" if ours else "make room",
     )
 

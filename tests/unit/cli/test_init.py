@@ -140,19 +140,14 @@ def test_what_a_site_s_wrapper_prints_is_no_partition(slurm: Slurm, capsys: pyte
 
 
 def test_a_controller_that_does_not_answer_is_told(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm()
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(slurm_commands, "_QUICK_S", 0.2)
-    verb.init(Path("x"), gpu="cuda", partition="gpu")
-    out, err = capsys.readouterr()
-    assert err.startswith("dray: warning: sinfo gave no answer in 0.2 s\n")
-    assert "--sbatch=--partition=gpu" in out
-    with pytest.raises(DrayError, match="sinfo gave no answer") as refused:  # it would write a recipe for CPUs
-        verb.init(Path("y"), partition="gpu")
-    assert refused.value.finding.fix == "run dray init again, or give --partition and --gpu"
-    assert not Path("y").exists()
+    with pytest.raises(DrayError, match="sinfo gave no answer"):  # it would write a recipe for CPUs
+        verb.init(Path("x"))
+    assert not Path("x").exists()
 
 
 def test_it_names_what_is_an_example(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +161,6 @@ def test_it_names_what_is_an_example(slurm: Slurm, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"partition": "nope"}, "Slurm has no such partition"),
         ({"gpu": "h100"}, "there is no image for such a GPU"),
         ({"data": "gone.txt"}, "--data names nothing"),
         ({"data": "hub:"}, "the recipe has 1 error"),

@@ -73,19 +73,12 @@ def test_a_recipe_is_good_whole_and_tiny(path: Path) -> None:
 def test_the_list_names_each_with_a_line() -> None:
     ended = dray("recipe", "list")
     assert (ended.returncode, ended.stderr) == (0, "")
-    *lines, empty, note = ended.stdout.splitlines()
-    marked = [f"{path.stem} *" if path.stem in IN_AN_IMAGE else path.stem for path in RECIPES]
-    about = [load(Recipe, path).about for path in RECIPES]
-    assert lines == [f"{name:<30} {line}" for name, line in zip(marked, about, strict=True)]
-    assert (empty, note) == (
-        "",
-        "* needs aihwkit_lightning or deepspeed, which only an image has: dray run NAME scale=tiny --engine docker",
-    )
+    assert ended.stdout.splitlines() == [f"{path.stem:<30} {load(Recipe, path).about}" for path in RECIPES]
     assert max(map(len, ended.stdout.splitlines())) <= 120
 
 
 def test_what_make_demo_installs() -> None:
-    """All that recipes need which are not marked."""
+    """All that recipes need which run outside an image."""
     needed = {one.module for path in RECIPES for one in requirements.of(read_recipe(path)) if one.demo}
     assert needed == {"transformers", "accelerate", "peft"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

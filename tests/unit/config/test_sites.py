@@ -86,8 +86,6 @@ def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> 
     arguments = ("recipes/smoke-cpu.toml", "--site", str(tmp_path / "mine.toml"))
     shown = dray(root, "plan", *arguments, "--json")
     assert json.loads(shown.stdout)["engine"] == "pyxis", shown.stderr
-    checked = dray(root, "site", "env", *arguments, NCCL_DEBUG="INFO")
-    assert "not passed" not in checked.stdout
 
 
 def test_a_submission_asks_as_the_site_does(root: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -127,45 +126,25 @@ def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
     assert variables.warnings(made(root), {}) == []
 
 
-class TestCommand:
+class TestPlan:
     def run(self, root: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
         given = {**PYTHON, "DRAY_HOME": str(root), "HOME": "/none", **env}
-        argv = [sys.executable, "-m", "dray", "site", "env", "recipes/smoke-cpu.toml", *options]
+        argv = [sys.executable, "-m", "dray", "plan", "recipes/smoke-cpu.toml", *options]
         return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
 
     @pytest.mark.seconds
-    def test_a_clean_one_is_zero(self, root: Path) -> None:
-        ended = self.run(root)
-        assert (ended.returncode, ended.stderr) == (0, "")
-        assert ended.stdout.splitlines()[-1].endswith(" variables inside: 0 errors, 0 warnings, 0 notes")
-
-    @pytest.mark.seconds
-    def test_an_error_is_78_with_its_fix_and_source(self, root: Path) -> None:
+    def test_it_warns_with_the_fix_and_the_source(self, root: Path) -> None:
         ended = self.run(root, "env.FI_MR_CACHE_MONITOR=memhooks")
-        assert ended.returncode == 78
-        first, where, fix, source, *_ = ended.stdout.splitlines()
-        assert first == "error   FI_MR_CACHE_MONITOR=memhooks: deadlocks with the NCCL plugin"
-        assert [line[:16] for line in (where, fix, source)] == [
+        assert ended.returncode == 0
+        warning = ended.stdout.partition("warning FI_MR_CACHE_MONITOR=memhooks: deadlocks with the NCCL plugin\n")[2]
+        assert [line[:16] for line in warning.splitlines()[:3]] == [
             f"{'':<8}{name:<8}" for name in ("where:", "fix:", "source:")
         ]
-
-    @pytest.mark.seconds
-    def test_a_secret_is_not_shown(self, root: Path) -> None:
-        ended = self.run(root, HF_TOKEN="hf_very_secret")
-        assert "HF_TOKEN=(set): not passed" in ended.stdout
-        assert "very_secret" not in ended.stdout
-        assert "very_secret" not in self.run(root, "--json", HF_TOKEN="hf_very_secret").stdout
 
     @pytest.mark.seconds
     def test_no_value_of_the_shells_is_shown_whatever_its_name(self, root: Path) -> None:
         env = {"HF_TOKN": "hf_very_secret", "HF_ENDPOINT": "https://me:very_secret@h", "OMP_NUM_THREADS": "very_secret"}
         ended = self.run(root, **env)
         assert "HF_TOKN=(set): nothing reads it; did you mean HF_TOKEN?" in ended.stdout
-        for shown in (ended, self.run(root, "--json", **env)):
+        for shown in (ended, self.run(root, "--format", "json", HF_TOKEN="hf_very_secret")):
             assert "very_secret" not in shown.stdout + shown.stderr
-
-    @pytest.mark.seconds
-    def test_json(self, root: Path) -> None:
-        ended = self.run(root, "--json", NCCL_DEBUG="INFO")
-        (one,) = json.loads(ended.stdout)
-        assert (one["problem"], one["level"], one["where"]) == ("NCCL_DEBUG=(set)", "note", "your shell")

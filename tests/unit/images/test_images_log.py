@@ -41,6 +41,6 @@ def test_the_full_disk_is_named(error, out, free, full, tmp_path, monkeypatch):
     more = f"; {tmp_path}/build can be removed: it holds fetched files and built images" if full == "build" else ""
     assert str(raised.value) == (
         f"the disk is full\n  where:  {folders[full]}\n"
-        f"  found:  {free[full] / 1e9:.1f} GB free; dray doctor --build shows what a build needs\n"
+        f"  found:  {free[full] / 1e9:.1f} GB free; dray doctor --build VARIANT shows what a build needs\n"
         f"  fix:    make room{more}"
     )

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray import render
-from dray.cli import image as verbs
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
@@ -201,7 +200,3 @@ class TestVerify:
     def test_the_end_of_a_key_is_not_enough(self, check, key: str) -> None:
         with pytest.raises(ConfigError, match="not a key's fingerprint"):
             check(key)
-
-    def test_a_key_without_a_signature_to_check(self) -> None:
-        with pytest.raises(ConfigError, match="--key and --no-signature exclude each other"):
-            verbs.verify("cpu", key=[A], signature=False)

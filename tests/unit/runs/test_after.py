@@ -109,18 +109,13 @@ def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> N
     assert all(torch.equal(whole[name], final[name]) for name in final)
     again = dray("model", "export", run.folder)
     assert (again.returncode, "the target exists already" in again.stderr) == (78, True)
-    parts = tmp_path / "in parts"
-    assert (
-        dray("model", "export", run.folder, "--to", parts, "--shard-gb", "0.00005", "--dtype", "bf16").returncode == 0
-    )
-    files = sorted(path.name for path in parts.glob("*.safetensors"))
-    assert len(files) > 1
-    assert files[-1] == f"model-{len(files):05}-of-{len(files):05}.safetensors"
-    network = AutoModelForCausalLM.from_pretrained(parts)
+    half = tmp_path / "in bf16"
+    assert dray("model", "export", run.folder, "--to", half, "--dtype", "bf16").returncode == 0
+    network = AutoModelForCausalLM.from_pretrained(half)
     assert network.dtype == torch.bfloat16
     for name, weight in network.named_parameters():
         assert torch.equal(weight, final[name].bfloat16()), name
-    assert len(AutoTokenizer.from_pretrained(parts)) == 257
+    assert len(AutoTokenizer.from_pretrained(half)) == 257
 
 
 @pytest.mark.slow
@@ -138,7 +133,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
 
     def peak(gigabytes: float) -> int:
         checkpoint, plan = run.folder / "checkpoints" / "step-2", json.loads(run.paths.plan.read_text())
-        job = image_tasks.Export(str(checkpoint), str(tmp_path / f"{gigabytes}"), "fp32", gigabytes, plan)
+        job = image_tasks.Export(str(checkpoint), str(tmp_path / f"{gigabytes}"), "fp32", plan, gigabytes)
         code, output = forks.job(job, tmp_path / "job")
         assert code == 0, output
         return forks.peak
@@ -151,7 +146,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     ("run", "words", "said"),
     [
         ("ended", ("--step", "11"), "found:  steps 10, 20"),
-        ("other", (), "checkpoints/final is an export of the last model\n  fix:    checkpoint.every=N"),
+        ("other", (), "found:  none\n  fix:    checkpoint.every=N"),
         ("unfinished", (), "found:  none\n  fix:    checkpoint.every=N in the recipe keeps checkpoints\n"),
         ("nowhere", (), "this is not a run folder"),
     ],
@@ -172,7 +167,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path, fo
         file.unlink()
         if damage:
             file.write_bytes(damage)
-        code, output = forks.job(image_tasks.Export(str(checkpoint), str(made), "fp32", 4.0, plan), tmp_path / "job")
+        code, output = forks.job(image_tasks.Export(str(checkpoint), str(made), "fp32", plan), tmp_path / "job")
         assert (code, said in output, made.exists()) == (1, True, False), output
         file.write_bytes(kept)
 

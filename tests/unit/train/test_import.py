@@ -49,7 +49,7 @@ def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def take(source: Path, target: Path | None = None, recipe: Any = None, **more: Any) -> None:
-    fields = {"config": "", "prefix": None, "dtype": "auto", "shard_gb": 4.0, "trust": False} | more
+    fields = {"config": "", "prefix": None, "dtype": "auto", "trust": False} | more
     settings = recipe.model_dump(mode="json") if recipe else {}
     importing.run(image_tasks.Importing(str(source), str(target or ""), settings, **fields))
 

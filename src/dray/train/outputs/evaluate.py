@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,24 +40,23 @@ def run(job: Evaluate) -> None:
     )
     train = replace(config.train, strategy="ddp", compile=False)
     config = replace(config, model=saved, train=train, lora=None)
-    if job.placing:  # the head's weight may be on the disk: its own layer makes the logits
+    if job.device_map:  # the head's weight may be on another device: its own layer makes the logits
         whole = replace(config.train, loss="full")
         config = replace(config, train=whole, model=replace(config.model, pad_to_multiple_of=0))
     device = init_distributed(config.variant)
     tokens = tokenizer.load(config)
-    placing: Any = nullcontext({})
-    if job.placing:
+    placed = {}
+    if job.device_map:
         shell = build.shell(config, tokens)
-        placing = device_map.placed(shell.to(shell.config.dtype or torch.float32), job.placing)
-    with placing as placed:
-        network = build.build(config, tokens, filled=True, placed=placed)
-        network.requires_grad_(False)  # the optimizer then holds nothing
-        attention.install(network, config, device)
-        if job.placing:
-            strategy: Strategy = Placed(LossModule(network), config, device_map.first(network))
-        else:
-            strategy = strategies.make(network, config, device)
-        _evaluate(config, tokens, strategy)
+        placed = device_map.placed(shell.to(shell.config.dtype or torch.float32))
+    network = build.build(config, tokens, filled=True, placed=placed)
+    network.requires_grad_(False)  # the optimizer then holds nothing
+    attention.install(network, config, device)
+    if job.device_map:
+        strategy: Strategy = Placed(LossModule(network), config, device_map.first(network))
+    else:
+        strategy = strategies.make(network, config, device)
+    _evaluate(config, tokens, strategy)
 
 
 def _evaluate(config: Config, tokens: Any, strategy: Strategy) -> None:  # noqa: ANN401  a tokenizer

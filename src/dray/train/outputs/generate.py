@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,17 @@ def run(job: Generate) -> None:
             found=f"{', '.join(architectures) or 'no architecture'} in {job.model}",
             fix="train a model with train.objective = causal",
         )
-    placing: Any = nullcontext({})
-    if job.placing:
-        placing = device_map.placed(_shell(job, settings), job.placing)
-    with placing as options:
-        with _reading(job):
-            network: Any = AutoModelForCausalLM.from_pretrained(
-                job.model, trust_remote_code=job.trust_remote_code, use_safetensors=True, **options
-            ).eval()
-        if job.placing:
-            device = device_map.first(network)
-        else:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            network.to(device)
-        print(_text(job, network, tokenizer, device, chat=chat), flush=True)
+    options = device_map.placed(_shell(job, settings)) if job.device_map else {}
+    with _reading(job):
+        network: Any = AutoModelForCausalLM.from_pretrained(
+            job.model, trust_remote_code=job.trust_remote_code, use_safetensors=True, **options
+        ).eval()
+    if job.device_map:
+        device = device_map.first(network)
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        network.to(device)
+    print(_text(job, network, tokenizer, device, chat=chat), flush=True)
 
 
 def _reading(job: Generate) -> AbstractContextManager[None]:

@@ -78,7 +78,7 @@ def _model(job: Importing, found: Source) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(mode=0o755, parents=True)
     network.config.__dict__.pop("auto_map", None)  # code of its own, which is not brought
-    network.save_pretrained(part, max_shard_size=int(job.shard_gb * 1e9))
+    network.save_pretrained(part, max_shard_size="4GB")
     present = names(folder)
     brought = [name for name in (*_TOKENIZER, "generation_config.json") if name in present]
     for name in brought:
