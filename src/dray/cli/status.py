@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from typing import Annotated
-
-import typer
 
 from dray.cli import times
-from dray.cli.args import Run, Runs
+from dray.cli.args import Json, Run, Runs
 from dray.cli.on import On, hand_over
 from dray.contract.control_characters import cell
 from dray.contract.findings import counted, duration
@@ -20,14 +18,16 @@ from dray.runs.store import find
 
 _NODES = 8
 _NO_RESULT = {
-    statuses.LOST: "the run was killed before it could write a result",
-    statuses.NO_RESULT: "the run is active, or was killed before it could write a result",
+    statuses.STOPPED: "stopped by {why} {at}, before it could write a result",
+    statuses.LOST: "the run was killed before it could write a result: dray why {folder}",
+    statuses.NO_RESULT: "the run is active, or was killed before it could write a result: dray why {folder}",
 }
+"""What is told of an attempt without a result."""
 
 
 def status(
     run: Run = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
@@ -50,12 +50,12 @@ def text(seen: State) -> list[str]:
     if result and seen.paths:
         return [*lines, *start, *summary(result, seen.paths).splitlines()]
     lines += [*running(seen), *start]
-    if seen.why and not seen.live:
-        lines.append(f"  {seen.why}")
-    if seen.attempt and seen.state == statuses.STOPPED:
-        lines.append(f"  stopped by {seen.why} {times.local(seen.finished)}, before it could write a result")
     if seen.attempt and seen.state in _NO_RESULT:
-        lines.append(f"  {_NO_RESULT[seen.state]}: dray why {seen.run}")
+        told = _NO_RESULT[seen.state]
+        at, folder = times.local(seen.finished), shlex.quote(seen.folder)
+        lines.append("  " + told.format(why=seen.why, at=at, folder=folder))
+    elif seen.why:
+        lines.append(f"  {seen.why}")
     lines += [f"warning: {warning}" for warning in seen.warnings]
     return [*lines, f"run folder: {seen.folder}"]
 
@@ -76,16 +76,11 @@ def waiting(seen: State) -> list[str]:
     if job is None:
         submitted = f"  job {seen.job_id} was submitted {times.local(seen.started)}; Slurm gives no details here"
         return [submitted] if seen.state == statuses.QUEUED else []
-    why = ": ".join(word for word in (job.reason, job.meaning) if word not in ("", "None"))
-    lines = [f"  Slurm: job {job.id} {job.state}{', ' * bool(why)}{why}"]
-    if job.start is None:
-        lines.append("  expected start: Slurm has no estimate yet")
-    else:
-        left = duration(max(0.0, (times.seconds(job.start) or 0.0) - time.time()))
-        when = f"{times.local(job.start)} (in {left})"
-        estimate = f"  expected start: {when}; Slurm's estimate, which changes with the queue"
-        lines.append(f"  not before: {when}" if job.reason == "BeginTime" else estimate)
-    return [*lines, f"  earlier attempts: {seen.attempts}"] if seen.attempts else lines
+    start = "expected start: Slurm has no estimate yet"
+    if at := times.seconds(job.start):
+        what = "not before" if job.reason == "BeginTime" else "expected start"
+        start = f"{what}: {times.local(job.start)} (in {duration(max(0.0, at - time.time()))})"
+    return [f"  Slurm: job {job.id} {job.state} ({job.reason}): {job.meaning}".removesuffix(": "), f"  {start}"]
 
 
 def running(seen: State) -> list[str]:
@@ -93,9 +88,13 @@ def running(seen: State) -> list[str]:
     live = seen.live
     if live is None:
         return []
-    lines = [f"  {'stage' if seen.state == statuses.RUNNING else 'stage reached'}: {live.stage}"]
+    lines = [f"  stage: {live.stage}"]
     if seen.step is not None:
-        lines.append(f"  {figures(seen)}")
+        parts = [f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps else "")]
+        parts += [f"loss {seen.loss:.4f}"] if seen.loss is not None else []
+        parts += [f"{seen.tokens_per_s:,.0f} tokens/s"] if seen.tokens_per_s else []
+        parts += [f"{duration(seen.left_s)} left"] if seen.left_s is not None else []
+        lines.append("  " + "  ".join(parts))
     if seen.attempt_started:
         lines.append(f"  began {times.local(seen.attempt_started)}")
     if live.quiet_s is not None:
@@ -105,12 +104,3 @@ def running(seen: State) -> list[str]:
         lines.append(f"  restarts: {live.restarts}")
     of_nodes = {note for node in live.nodes for note in node.notes}
     return lines + [f"  {note}" for note in live.notes if note not in of_nodes]
-
-
-def figures(seen: State) -> str:
-    """Step, loss, speed, time left."""
-    parts = [f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps else "")] if seen.step is not None else []
-    parts += [f"loss {seen.loss:.4f}"] if seen.loss is not None else []
-    parts += [f"{seen.tokens_per_s:,.0f} tokens/s"] if seen.tokens_per_s else []
-    parts += [f"{duration(seen.left_s)} left"] if seen.left_s is not None else []
-    return "  ".join(parts)
