@@ -88,7 +88,7 @@ def test_each_is_shown_by_its_own_number(slurm: Slurm, tmp_path: Path) -> None:
     assert status.text(seen[0])[0] == "s-1: running (smoke-cpu, attempt 1, job 12_1, 4 ranks on n1 n2)"
     assert status.text(seen[2])[:2] == [
         "s-3: queued (tiny, job 12_3)",
-        "  Slurm: job 12_3 PENDING, Slurm gives no reason yet",
+        "  Slurm: job 12_3 PENDING (None): Slurm gives no reason yet",
     ]
 
 

@@ -192,6 +192,6 @@ def figure(value: float | None, digits: int = 0) -> str:
     return f"{value:,.{max(0, digits - len(f'{size:.0f}') + 1)}f}"
 
 
-def seconds(value: float | None) -> str:
+def seconds(value: float | None, none: str = MISSING) -> str:
     """A measured time."""
-    return MISSING if value is None else measured(value)
+    return none if value is None else measured(value)

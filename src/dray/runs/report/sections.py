@@ -158,7 +158,7 @@ def _measures(run: Run) -> dict[str, str]:
         "MFU, median": MISSING if mfu is None else f"{mfu:.1%}",
         "measured peak": f"{slowest.s:.0f} TFLOP/s on the slowest GPU (on {slowest.node})" if slowest else MISSING,
         "memory, estimated": reasons.get("memory", MISSING),
-        "memory of rank 0, peak": figure(max(trace.values("memory_gb"), default=None), 2),
+        "peak memory of rank 0, GB": figure(max(trace.values("memory_gb"), default=None), 2),
         "checkpoints": f"{len(saved)} saved, the slowest in {seconds(max(saved))}" if saved else MISSING,
         "checkpoints not saved": str(len(saves) - len(saved)) if len(saves) > len(saved) else MISSING,
         "waiting for checkpoints": seconds(trace.checkpoint_s or None),
@@ -221,14 +221,14 @@ def _step_times(run: Run) -> Iterator[Item]:
             rows.append((name, statistics.median(ordered), ordered[0], high, ordered[-1]))
     rows.sort(key=itemgetter(1), reverse=True)
     head = ("node", "median", "minimum", "95 %", "maximum")
-    yield Table(f"{run.prefix}step time", head, [(name, *map(seconds, times)) for name, *times in rows])
+    yield Table(f"{run.prefix}Step time", head, [(name, *map(seconds, times)) for name, *times in rows])
     if trace.nodes:
         yield Text(
             "All ranks wait for one another in each step. A node's own time is the forward pass and the wait for data "
             "of its slowest rank, without waiting for other ranks."
         )
     if trace.events["slow"]:
-        yield Table(f"{run.prefix}slow ranks", ("rank", "node", "times the median rank", "step", "attempt"), [
+        yield Table(f"{run.prefix}Slow ranks", ("rank", "node", "times the median rank", "step", "attempt"), [
             (f"rank {event.get('rank')}", str(event.get("node")), figure(number(event, "times"), 2),
              figure(number(event, "step")), str(event["attempt"])) for event in trace.events["slow"]
         ])  # fmt: skip
@@ -257,20 +257,20 @@ def _attempts(run: Run) -> Iterator[Item]:
     for attempt in run.attempts:
         name, result, steps = f"attempt {attempt.number}", attempt.result, run.trace.steps.get(attempt.number)
         queue = attempt.startup.parts.get("queue")
-        status, ended, lost_s = "no result", "", None
+        status, ended, lost = "no result", "", ""
         if result:
             why = result.cause.head if result.cause else result.reason
             status = f"{result.status}: {why}" if why else result.status
-            ended, lost_s = result.finished, result.lost_s
-            recoveries += [Text(f"{run.prefix}recovered in {name}: {recovery}") for recovery in result.recoveries]
+            ended, lost = result.finished, seconds(result.lost_s or None, "")
+            recoveries += [Text(f"{run.prefix}Recovered in {name}: {recovery}") for recovery in result.recoveries]
         logged = f"{steps[0]:,} to {steps[1]:,}" if steps else "none"
         nodes = " ".join(attempt.hosts[:8])
-        rows.append((name, status, nodes, logged, seconds(queue), attempt.began, ended, seconds(lost_s or None)))
+        rows.append((name, status, nodes, logged, seconds(queue, ""), attempt.began, ended, lost))
         failures += [(at, name, why) for at, why in attempt.failures]
     head = ("attempt", "status", "nodes", "steps", "in the queue", "began", "ended", "lost training")
-    yield Table(f"{run.prefix}attempts", head, rows)
+    yield Table(f"{run.prefix}Attempts", head, rows)
     if failures:
-        caption = f"{run.prefix}first failure of each attempt and restart"
+        caption = f"{run.prefix}First failure of each attempt and restart"
         yield Table(caption, ("when", "attempt", "what failed"), failures)
     yield from recoveries
 
@@ -307,15 +307,13 @@ def _spans(startup: Startup) -> list[Span]:
 
 def _node_starts(name: str, startup: Startup) -> Table:
     parts = [part for part in NAMES if any(part in row for row in startup.nodes.values())]
-    rows = [
-        (node, *(seconds(row[part]) if part in row else "" for part in parts)) for node, row in startup.nodes.items()
-    ]
+    rows = [(node, *(seconds(row.get(part), "") for part in parts)) for node, row in startup.nodes.items()]
     return Table(f"{name}: start-up of each node", ("node", *(NAMES[part] for part in parts)), rows, folded=True)
 
 
 def _settings(run: Run) -> Iterator[Item]:
     if run.plan:
-        caption = f"{run.prefix}each setting with its reason"
+        caption = f"{run.prefix}Each setting with its reason"
         yield Table(caption, ("setting", "reason"), [*run.plan.reasons.items()], folded=True)
 
 
