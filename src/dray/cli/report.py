@@ -58,17 +58,17 @@ def report(
     dray report 4711 4712 --out compared.html
     dray report 4711 --sync --to mlflow
     """
-    words = named or [""]
+    named = named or [""]
     misplaced = out if sync else to or follow
     if misplaced:
         raise ConfigError("--to and --follow belong to --sync, and --out does not", fix="dray report RUN --sync")
     if sync:
         hand_over(on)
-        raise typer.Exit(max(_sync(find(name, runs), to or [], follow=follow) for name in words))
+        raise typer.Exit(max(_sync(find(name, runs), to or [], follow=follow) for name in named))
     if on:
-        bring_back(on, ["report", *(named or [])], out, runs if typed(context, "runs") else None, _require)
+        bring_back(on, ["report", *filter(None, named)], out, runs if typed(context, "runs") else None, _require)
         return
-    gathered = [gather(folder) for folder in dict.fromkeys(find(name, runs) for name in words)]
+    gathered = [gather(folder) for folder in dict.fromkeys(find(name, runs) for name in named)]
     target = out or Path(f"dray-report-{gathered[0].explained.run if len(gathered) == 1 else 'runs'}.html")
     _require(target)
     made = time.strftime(f"Made by dray {__version__} at %Y-%m-%dT%H:%M:%SZ.", time.gmtime())

@@ -96,7 +96,7 @@ class Trace:
                     self.nodes[host].append(seconds)
 
     def _add_event(self, event: Event, attempt: int) -> None:
-        kind, step = str(event.get("event"))[:200], whole(event, "step")
+        kind, step = str(event.get("event")), whole(event, "step")
         if "loss" in event and step is not None:
             self.evals[kind][step] = event
         else:

@@ -159,8 +159,9 @@ def _measures(run: Run) -> dict[str, str]:
         "measured peak": f"{slowest.s:.0f} TFLOP/s on the slowest GPU (on {slowest.node})" if slowest else MISSING,
         "memory, estimated": reasons.get("memory", MISSING),
         "peak memory of rank 0, GB": figure(max(trace.values("memory_gb"), default=None), 2),
-        "checkpoints": f"{len(saved)} saved, the slowest in {seconds(max(saved))}" if saved else MISSING,
-        "checkpoints not saved": str(len(saves) - len(saved)) if len(saves) > len(saved) else MISSING,
+        "checkpoints": f"{len(saved)} of {len(saves)} saved, slowest {seconds(max(saved, default=None))}"
+        if saves
+        else MISSING,
         "waiting for checkpoints": seconds(trace.checkpoint_s or None),
         "waiting for data": seconds(trace.data_s or None),
         "cost, all attempts": cost.text(result.spent if result else None) or MISSING,
