@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from dray.contract.control_characters import printable
-from dray.contract.findings import counted
+from dray.contract.findings import counted, listed
 from dray.contract.start_times import NAMES
 from dray.runs import cost
 from dray.runs.metrics import number
@@ -124,8 +124,7 @@ def _measured(runs: Sequence[Run]) -> Table:
     columns = [_measures(run) for run in runs]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     names = [run.name for run in runs] if len(runs) > 1 else ["value"]
-    caption = "The runs compared" if len(runs) > 1 else "What ran, and how fast"
-    return Table(caption, ("measure", *names), [row for row in rows if {*row[1:]} != {MISSING}])
+    return Table("What ran, and how fast", ("measure", *names), [row for row in rows if {*row[1:]} != {MISSING}])
 
 
 def _measures(run: Run) -> dict[str, str]:
@@ -136,7 +135,7 @@ def _measures(run: Run) -> dict[str, str]:
     steps = max((last_step for _, last_step in trace.steps.values()), default=None)
     planned, losses = number(start, "steps"), trace.values("loss")
     ranks = (result and result.world_size) or (run.plan.world.size if run.plan else None)
-    nodes = f"{counted(len(last.hosts), 'node')}: {' '.join(last.hosts[:12])}{' ...' * (len(last.hosts) > 12)}"
+    nodes = f"{counted(len(last.hosts), 'node')}: {listed(last.hosts, 12)}"
     slowest = last.startup.tflops
     saves = trace.events["checkpoint"]
     saved = [number(event, "seconds") or 0.0 for event in saves if event.get("saved") is True]
