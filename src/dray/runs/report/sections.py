@@ -145,7 +145,7 @@ def _measures(run: Run) -> dict[str, str]:
         "attempts": str(run.explained.attempt),
         "nodes": nodes if last.hosts else MISSING,
         "ranks": figure(ranks),
-        "GPU": str(start.get("device") or MISSING)[:100],
+        "GPU": str(start.get("device") or MISSING),
         "parameters": figure(number(start, "parameters")),
         "training": reasons.get("training", MISSING),
         "global batch": reasons.get("batch", MISSING),
@@ -264,7 +264,7 @@ def _attempts(run: Run) -> Iterator[Item]:
             ended, lost = result.finished, seconds(result.lost_s or None, "")
             recoveries += [Text(f"{run.prefix}Recovered in {name}: {recovery}") for recovery in result.recoveries]
         logged = f"{steps[0]:,} to {steps[1]:,}" if steps else "none"
-        nodes = " ".join(attempt.hosts[:8])
+        nodes = listed(attempt.hosts, 8)
         rows.append((name, status, nodes, logged, seconds(queue, ""), attempt.began, ended, lost))
         failures += [(at, name, why) for at, why in attempt.failures]
     head = ("attempt", "status", "nodes", "steps", "in the queue", "began", "ended", "lost training")
