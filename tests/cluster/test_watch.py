@@ -37,7 +37,7 @@ def test_a_run_is_followed_over_its_requeue(cluster, login, short, tmp_path: Pat
             seen = status(job)
             assert (seen["state"], seen["attempt"], seen["nodes"]) == ("running", 1, ["n1", "n2"])
             assert cluster.exec(["scancel", "--batch", "--signal=USR1", job]).code == 0
-            until(lambda: "PENDING, BeginTime" in shown.read_text())  # it asks Slurm each 15 s
+            until(lambda: "PENDING (BeginTime)" in shown.read_text())  # it asks Slurm each 15 s
             waits = status(job)
             assert (waits["state"], waits["attempts"], waits["waiting"]["reason"]) == ("queued", 1, "BeginTime")
             # Slurm would wait two minutes; in its first second a node takes the job for the one that has just ended.
@@ -52,7 +52,7 @@ def test_a_run_is_followed_over_its_requeue(cluster, login, short, tmp_path: Pat
         re.search(pattern, text, re.MULTILINE)
         for pattern in (
             r": running \(smoke-cpu, attempt 1, ", rf": queued \(smoke-cpu, attempt 1, job {job}, ",
-            rf"^  Slurm: job {job} PENDING, BeginTime: ", r": running \(smoke-cpu, attempt 2, ", "^resumed at step ",
+            rf"^  Slurm: job {job} PENDING \(BeginTime\): ", r": running \(smoke-cpu, attempt 2, ", "^resumed at step ",
             "^step 200 ", "^done: 200 steps, ",
         )
     ]  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -19,9 +19,8 @@ from dray.contract.findings import ConfigError
 from dray.runs import one_off_job
 from dray.runs.report import sections
 from dray.runs.report.data import gather
-from dray.runs.store import find
+from dray.runs.store import find, require_own
 
-_MOST = 24  # colours and dashes that can be told apart
 _MADE = b"<footer><p>Made by dray "
 _LOCAL = ("aim", "dvclive", "tensorboard")
 """Trackers without a server."""
@@ -32,12 +31,12 @@ def report(
     named: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Runs: folders, names or their beginnings, or job numbers. Default: the newest."
+            metavar="RUN", help="Runs: folders, names or their beginnings, or job numbers. Default: the newest."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="File to write, .html. Default: dray-report-RUN.html."),
+        typer.Option("--out", metavar="FILE", help="File to write. Default: dray-report-RUN.html."),
     ] = None,
     sync: Annotated[
         bool, typer.Option("--sync", help="Send the run's metrics to its trackers' servers instead; nothing twice.")
@@ -59,26 +58,18 @@ def report(
     dray report 4711 4712 --out compared.html
     dray report 4711 --sync --to mlflow
     """
-    if (to or follow) and not sync:
-        raise ConfigError("--to and --follow belong to --sync", fix="add --sync")
+    named = named or [""]
+    misplaced = out if sync else to or follow
+    if misplaced:
+        raise ConfigError("--to and --follow belong to --sync, and --out does not", fix="dray report RUN --sync")
     if sync:
-        if named and len(named) > 1:
-            raise ConfigError("--sync takes one run", found=" ".join(map(ascii, named)), fix="name one RUN")
         hand_over(on)
-        raise typer.Exit(_sync(find(named[0] if named else "", runs), to or [], follow=follow))
-    if out and out.suffix != ".html":
-        raise ConfigError(
-            "--out has a wrong ending", wanted="a FILE that ends in .html", found=ascii(str(out)),
-            fix=f"--out={shlex.quote(str(out.with_suffix('.html')) if out.name else 'report.html')}",
-        )  # fmt: skip
+        raise typer.Exit(max(_sync(find(name, runs), to or [], follow=follow) for name in named))
     if on:
-        bring_back(on, ["report", *(named or [])], out, runs if typed(context, "runs") else None, _require)
+        bring_back(on, ["report", *filter(None, named)], out, runs if typed(context, "runs") else None, _require)
         return
-    folders = list(dict.fromkeys(find(name, runs) for name in named or [""]))
-    if len(folders) > _MOST:
-        raise ConfigError("too many runs for one report", wanted=f"at most {_MOST}", found=str(len(folders)))
-    gathered = [gather(folder) for folder in folders]
-    target = out or Path(f"dray-report-{gathered[0].told.run if len(gathered) == 1 else 'runs'}.html")
+    gathered = [gather(folder) for folder in dict.fromkeys(find(name, runs) for name in named)]
+    target = out or Path(f"dray-report-{gathered[0].explained.run if len(gathered) == 1 else 'runs'}.html")
     _require(target)
     made = time.strftime(f"Made by dray {__version__} at %Y-%m-%dT%H:%M:%SZ.", time.gmtime())
     try:
@@ -94,41 +85,34 @@ def _require(file: Path) -> None:
     """Refuse a FILE that dray did not write: a mistyped option must not cost a recipe."""
     if not os.path.lexists(file):
         return
-    found = "a file that dray did not write"
-    try:
+    with suppress(OSError):
         if _MADE in files.end(file, 1024)[0]:
             return
-    except OSError as error:
-        found = error.strerror or str(error)
     raise ConfigError(
         "the report would replace a file that is not a report",
         where=file,
         wanted="a new file, or an older report of dray",
-        found=found,
         fix="another name, such as --out=dray-report.html",
     )
 
 
 def _sync(run: Path, to: list[str], *, follow: bool) -> int:
     """Send what was not sent before; return the exit code."""
+    require_own(run)  # what was sent is recorded in it
     plan, paths = one_off_job.trained(run)
-    train = plan.recipe.train
-    names = to or [name for name in (train.trackers if train else ()) if name not in _LOCAL]
-    if not names or not {*names} <= {*get_args(Tracker)}:
+    trackers = plan.recipe.train.trackers if plan.recipe.train else ()
+    names = list(dict.fromkeys(to or [name for name in trackers if name not in _LOCAL]))
+    known = get_args(Tracker)
+    if not names or not {*names} <= {*known}:
         raise ConfigError(
             "--sync needs a tracker with a server",
             where=paths.run,
-            wanted=f"one of {', '.join(get_args(Tracker))} in train.trackers, or by --to",
-            found=", ".join(names) or f"train.trackers = [{', '.join(train.trackers if train else ())}]",
+            wanted=f"one of {', '.join(known)} in train.trackers, or by --to",
+            found=", ".join(names) or f"train.trackers = [{', '.join(trackers)}]",
             fix="--to wandb, even if the recipe does not name it",
         )
-    if not files.is_own(paths.run):
-        raise ConfigError(
-            "the run is another user's: dray cannot record in it what it sent", where=paths.run,
-            wanted="a run of yours", fix="let its owner sync it, or copy the run folder",
-        )  # fmt: skip
-    own = tuple(f"{name.partition('_')[0].upper()}_" for name in names)
-    given = (*one_off_job.hub_variables(), *sorted(name for name in os.environ if name.startswith(own)))
-    recipe = plan.recipe.model_copy(update={"env": {}, "pass_env": tuple(dict.fromkeys(given))})
+    prefixes = tuple(f"{name.partition('_')[0].upper()}_" for name in names)
+    given = (*one_off_job.hub_variables(), *(name for name in os.environ if name.startswith(prefixes)))
+    recipe = plan.recipe.model_copy(update={"env": {}, "pass_env": given})
     job = image_tasks.Sync(str(paths.run), plan.run, plan.recipe.name, names, follow)
     return one_off_job.once(recipe, job, engine="bare", folder=paths.run, env={"HF_HUB_OFFLINE": "0"})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from typing import Annotated
-
-import typer
 
 from dray.cli import times
-from dray.cli.args import Run, Runs
+from dray.cli.args import Json, Run, Runs
 from dray.cli.on import On, hand_over
 from dray.contract.control_characters import cell
 from dray.contract.findings import counted, duration
@@ -22,14 +20,16 @@ from dray.runs.store import find
 
 _NODES = 8
 _NO_RESULT = {
-    statuses.LOST: "the run was killed before it could write a result",
-    statuses.NO_RESULT: "the run is active, or was killed before it could write a result",
+    statuses.STOPPED: "stopped by {why} {at}, before it could write a result",
+    statuses.LOST: "the run was killed before it could write a result: dray why {folder}",
+    statuses.NO_RESULT: "the run is active, or was killed before it could write a result: dray why {folder}",
 }
+"""What is told of an attempt without a result."""
 
 
 def status(
     run: Run = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
@@ -52,12 +52,12 @@ def text(seen: State) -> list[str]:
     if result and seen.paths:
         return [*lines, *start, *summary(result, seen.paths).splitlines()]
     lines += [*running(seen), *start]
-    if seen.why and not seen.live:
-        lines.append(f"  {seen.why}")
-    if seen.attempt and seen.state == statuses.STOPPED:
-        lines.append(f"  stopped by {seen.why} {times.local(seen.finished)}, before it could write a result")
     if seen.attempt and seen.state in _NO_RESULT:
-        lines.append(f"  {_NO_RESULT[seen.state]}: dray why {seen.run}")
+        told = _NO_RESULT[seen.state]
+        at, folder = times.local(seen.finished), shlex.quote(seen.folder)
+        lines.append("  " + told.format(why=seen.why, at=at, folder=folder))
+    elif seen.why:
+        lines.append(f"  {seen.why}")
     lines += [f"warning: {warning}" for warning in seen.warnings]
     return [*lines, f"run folder: {seen.folder}"]
 
@@ -95,9 +95,13 @@ def running(seen: State) -> list[str]:
     live = seen.live
     if live is None:
         return []
-    lines = [f"  {'stage' if seen.state == statuses.RUNNING else 'stage reached'}: {live.stage}"]
+    lines = [f"  stage: {live.stage}"]
     if seen.step is not None:
-        lines.append(f"  {figures(seen)}")
+        parts = [f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps else "")]
+        parts += [f"loss {seen.loss:.4f}"] if seen.loss is not None else []
+        parts += [f"{seen.tokens_per_s:,.0f} tokens/s"] if seen.tokens_per_s else []
+        parts += [f"{duration(seen.left_s)} left"] if seen.left_s is not None else []
+        lines.append("  " + "  ".join(parts))
     if seen.started:
         lines.append(f"  began {times.local(seen.started)}")
     if live.quiet_s is not None:
@@ -105,12 +109,3 @@ def running(seen: State) -> list[str]:
     if live.restarts:
         lines.append(f"  restarts: {live.restarts}")
     return lines + [f"  {note}" for note in live.notes]
-
-
-def figures(seen: State) -> str:
-    """Step, loss, speed, time left."""
-    parts = [f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps else "")] if seen.step is not None else []
-    parts += [f"loss {seen.loss:.4f}"] if seen.loss is not None else []
-    parts += [f"{seen.tokens_per_s:,.0f} tokens/s"] if seen.tokens_per_s else []
-    parts += [f"{duration(seen.left_s)} left"] if seen.left_s is not None else []
-    return "  ".join(parts)

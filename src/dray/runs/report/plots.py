@@ -1,11 +1,10 @@
-"""Curves and time lines: what page.html draws."""
+"""Tables, curves and time lines: what page.html draws."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from dray.contract.findings import measured
@@ -14,8 +13,16 @@ MOST = 2000
 """The most points of a curve."""
 MISSING = "not measured"
 _PLACES = 50  # with numbers, under the pointer and in the table
-_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 Point = tuple[float, float]
+
+
+class Text(NamedTuple):
+    """A paragraph."""
+
+    text: str
+    style: str = ""
+    """`warning`, `failure` or empty."""
+    kind: str = "text"
 
 
 class Table(NamedTuple):
@@ -35,19 +42,6 @@ class Series(NamedTuple):
     name: str
     points: Sequence[Point]
     colour: str
-
-
-class Span(NamedTuple):
-    """A bar in a time line, in seconds."""
-
-    begin: float
-    end: float
-    name: str
-
-    @property
-    def took(self) -> str:
-        """How long it was."""
-        return measured(self.end - self.begin)
 
 
 class Axis(NamedTuple):
@@ -76,33 +70,52 @@ class Lines:
 
     @property
     def across(self) -> Axis:
-        steps = [step for one in self.series for step, _ in one.points]
+        steps = [step for series in self.series for step, _ in series.points]
         return axis(min(steps), max(steps), tight=True)
 
     @property
     def up(self) -> Axis:
-        values = [value for one in self.series for _, value in one.points]
-        return axis(min(values), max(values), from_zero=self.from_zero)
+        values = [value for series in self.series for _, value in series.points]
+        return axis(0.0 if self.from_zero else min(values), max(values))
 
     @property
     def places(self) -> list[tuple[float, list[float | None]] | None]:
         """For equal parts of the axis the last step and each curve's last value; None where no curve has a point."""
-        across, found = self.across, dict[int, tuple[float, list[float | None]]]()
-        for column, one in enumerate(self.series):
-            for step, value in one.points:
+        across = self.across
+        places: list[tuple[float, list[float | None]] | None] = [None] * _PLACES
+        for column, series in enumerate(self.series):
+            for step, value in series.points:
                 place = min(_PLACES - 1, int(across.share(step) * _PLACES))
-                last, values = found.get(place, (step, [None] * len(self.series)))
+                last, values = places[place] or (step, [None] * len(self.series))
                 values[column] = value
-                found[place] = (max(step, last), values)
-        return [found.get(place) for place in range(_PLACES)]
+                places[place] = (max(step, last), values)
+        return places
 
     @property
     def alt(self) -> str:
         """The curves in words."""
-        return " ".join(
-            f"{self.title}{f' of {one.name}' if len(self.series) > 1 else ''}: {_course(one.points)}."
-            for one in self.series
-        )
+        return " ".join(f"{self.title}, {series.name}: {_course(series.points)}." for series in self.series)
+
+
+def _course(points: Sequence[Point]) -> str:
+    least, most = (choose(points, key=_value) for choose in (min, max))
+    first, last, low, high = (
+        f"{figure(value, 4)} at step {step:,.0f}" for step, value in (points[0], points[-1], least, most)
+    )
+    return f"{first}, {last}, minimum {low}, maximum {high}"
+
+
+class Span(NamedTuple):
+    """A bar in a time line, in seconds."""
+
+    begin: float
+    end: float
+    name: str
+
+    @property
+    def took(self) -> str:
+        """How long it was."""
+        return measured(self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -115,10 +128,7 @@ class TimeLine:
 
     @property
     def across(self) -> Axis:
-        most = max([0.001, *(span.end for _, row in self.rows for span in row)])
-        unit, name = next(((size, name) for size, name in _UNITS if most >= 2 * size), (1.0, "s"))
-        ticks = axis(0.0, most / unit, tight=True).ticks
-        return Axis(0.0, most, [(tick * unit, f"{label} {name}") for tick, label in ticks])
+        return axis(0.0, max(span.end for _, row in self.rows for span in row), tight=True)
 
     @property
     def colours(self) -> dict[str, str]:
@@ -133,12 +143,11 @@ class TimeLine:
         return f"{self.title}. {'; '.join(rows)}."
 
 
-def axis(least: float, most: float, *, from_zero: bool = False, tight: bool = False) -> Axis:
+def axis(least: float, most: float, *, tight: bool = False) -> Axis:
     """An axis for values between these, which ends at ticks unless `tight`."""
-    least = 0.0 if from_zero else least
     if not most > least:
         spread = abs(least) or 1.0
-        least, most = (0.0, spread * 2) if from_zero else (least - spread / 2, least + spread / 2)
+        least, most = least - spread / 2, least + spread / 2
     rough = (most - least) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= rough * (1 - 1e-9))
@@ -152,25 +161,20 @@ def axis(least: float, most: float, *, from_zero: bool = False, tight: bool = Fa
     return Axis(least, most, [*zip(ticks, labels, strict=True)])
 
 
-def reduced(steps: Sequence[float], values: Sequence[float], most: int = MOST) -> list[Point]:
-    """At most `most` points: from equal parts of the curve the lowest and the highest value, so that peaks remain."""
-    if len(values) <= most:
-        return [*zip(steps, values, strict=True)]
-    parts = most // 2 - 1
-    edges = [1 + (len(values) - 2) * part // parts for part in range(parts + 1)]
-    places = {0, len(values) - 1}
-    for begin, end in pairwise(edges):
-        part = values[begin:end]
-        places |= {begin + part.index(min(part)), begin + part.index(max(part))}
-    return [(steps[place], values[place]) for place in sorted(places)]
+def reduced(points: Sequence[Point]) -> Sequence[Point]:
+    """At most MOST points: of equal parts of the curve the lowest and the highest value, so that peaks remain."""
+    if len(points) <= MOST:
+        return points
+    length = math.ceil(len(points) / (MOST // 2 - 1))
+    kept = {points[0], points[-1]}
+    for begin in range(0, len(points), length):
+        part = points[begin : begin + length]
+        kept |= {min(part, key=_value), max(part, key=_value)}
+    return sorted(kept)
 
 
-def _course(points: Sequence[Point]) -> str:
-    least, most = (choose(points, key=lambda point: point[1]) for choose in (min, max))
-    first, last, low, high = (
-        f"{figure(value, 4)} at step {step:,.0f}" for step, value in (points[0], points[-1], least, most)
-    )
-    return f"{first}, {last}, minimum {low}, maximum {high}"
+def _value(point: Point) -> float:
+    return point[1]
 
 
 def colour(place: int) -> str:
