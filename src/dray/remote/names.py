@@ -54,7 +54,7 @@ def parse(name: str, place: str, where: Path | None = None) -> Remote:
 def read() -> dict[str, Remote]:
     """All remotes by name."""
     path = file()
-    if not path.exists():
+    if not (path.exists() or path.is_symlink()):
         return {}
     if trouble := files.open_to_others(path):
         raise ConfigError(
