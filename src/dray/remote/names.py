@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -14,21 +13,18 @@ from dray.contract import files
 from dray.contract.findings import ConfigError, listed
 
 # No host can be an option of ssh, and none needs quoting in a shell.
-_PLACE = re.compile(r"((?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*):(/(?!/).*)")
+_PLACE = re.compile(r"((?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*):(/[^/.].*)")
 
 
 class Remote(NamedTuple):
     """A login node, and the folder there that dray uses."""
 
     name: str
+    place: str
+    """As `dray remote add` takes it."""
     host: str
     """As ssh takes it: `user@host`, or a Host of ~/.ssh/config."""
     path: str
-
-    @property
-    def place(self) -> str:
-        """As `dray remote add` takes it."""
-        return f"{self.host}:{self.path}"
 
 
 def file() -> Path:
@@ -39,16 +35,15 @@ def file() -> Path:
 def parse(name: str, place: str, where: Path | None = None) -> Remote:
     """Parse a remote as the user types it, or from the file `where`."""
     found = _PLACE.fullmatch(place)
-    path = os.path.normpath(found[2]) if found else "/"
     # A control character would end a line of a batch script.
-    if not found or path == "/" or ".." in found[2].split("/") or not path.isprintable():
+    if not found or not place.isprintable():
         raise ConfigError(
             "this is not a folder of yours on another machine", where=where,
             wanted="USER@HOST:/FOLDER or HOST:/FOLDER, where HOST may be a Host of ~/.ssh/config, and FOLDER is a path "
-            "such as /scratch/USER/dray, without `..`",
+            "such as /scratch/USER/dray",
             found=ascii(place),
         )  # fmt: skip
-    return Remote(name, found[1], path)
+    return Remote(name, place, found[1], found[2].rstrip("/"))
 
 
 def read() -> dict[str, Remote]:
@@ -79,13 +74,10 @@ def write(remotes: dict[str, Remote]) -> None:
 
 def find(name: str) -> Remote:
     """The remote with this name."""
-    remotes = read()
-    if name not in remotes:
+    found = read().get(name)
+    if found is None:
         raise ConfigError(
-            "there is no such remote",
-            where=file(),
-            wanted=f"one of {listed(sorted(remotes))}" if remotes else "a remote that you have added",
-            found=ascii(name),
+            "there is no such remote", where=file(), wanted=listed(read()), found=ascii(name),
             fix="dray remote add NAME USER@HOST:/FOLDER",
-        )
-    return remotes[name]
+        )  # fmt: skip
+    return found

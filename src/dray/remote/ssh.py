@@ -15,8 +15,6 @@ from dray.remote.names import Remote
 
 Output = Callable[[bytes], object]
 _SCRIPT = Path(__file__).with_name("there.sh")
-_LOST = 255
-"""ssh's own exit code; there.sh never ends with it."""
 # What a Host of the user's may ask for, and what has no sense beside a command of ours.
 _OURS = ("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes", "-o", "ServerAliveInterval=15")
 # A configuration may have each command leave its connection in the background; before 8.5 that keeps our streams open.
@@ -45,17 +43,11 @@ class Connection:
         """Call a function of there.sh, pass its output on as it comes, and return its exit code."""
         call = shlex.join(["there::main", function, self.remote.path, *argv])
         script = f"exec >&3 3>&-\n{_SCRIPT.read_text(encoding='utf-8')}\n{call}; exit\n"
-        errors = bytearray()
-
-        def error(block: bytes) -> None:
-            errors.extend(block)
-            on_err(block)
-
         command = [*self._ssh, "--", self.remote.host, _BASH]
-        code = process.converse(command, feed=[script.encode()], on_out=on_out, on_err=error)
-        if code == _LOST or code < 0:
+        code = process.converse(command, feed=[script.encode()], on_out=on_out, on_err=on_err)
+        if code == 255 or code < 0:  # ssh's own exit code; there.sh never ends with it
             raise UnfitError(
-                "the connection was lost; jobs on the remote continue", where=self.remote.place, found=_end(errors),
+                "the connection was lost; jobs on the remote continue", where=self.remote.place,
                 fix=f"dray runs --on {self.remote.name} shows the runs there",
             )  # fmt: skip
         return code

@@ -33,18 +33,15 @@ def copy_image(connection: Connection, image: Path, say: Callable[[str], None]) 
     """Copy the image and dray's scripts, if the remote does not have them. Later verbs use them."""
     digest = verify.digest(image).removeprefix("sha256:")
     sif = f"images/{digest}.sif"
-    state = connection.ask("image", sif).strip()
-    root = dray_home.root()
-    scripts = [f"{top}/{name}" for top in _SCRIPTS for name in files_of(root / top)]
-    content = hashlib.sha256()
-    for name in scripts:
-        content.update(f"\0{name}\0".encode() + (root / name).read_bytes())
-    dray = f"dray/{content.hexdigest()}"
-    copy_files(connection, root, scripts, dray)
-    if state != "here":
-        say(f"copying {image.name}, {image.stat().st_size / 1e6:,.1f} MB, to {connection.remote.place}")
+    if connection.ask("image", sif).strip() != "here":
+        say(f"copying {image.name} to {connection.remote.place}")
         connection.rsync(str(image.absolute()), f"{sif}.part", "--partial")
         connection.ask("arrived", sif)
+    root = dray_home.root()
+    scripts = [f"{top}/{name}" for top in _SCRIPTS for name in files_of(root / top)]
+    content = b"".join(f"\0{name}\0".encode() + (root / name).read_bytes() for name in scripts)
+    dray = f"dray/{hashlib.sha256(content).hexdigest()}"
+    copy_files(connection, root, scripts, dray)
     connection.ask("keep", dray, sif)
     return Copied(dray, sif)
 
@@ -55,8 +52,7 @@ def copy_files(connection: Connection, folder: Path, names: Sequence[str], item:
         listed.write(os.fsencode("\0".join(names)))
         listed.flush()
         # By content, and with the time of now: sites remove files from scratch that look old.
-        options = ("--links", "--checksum", "--from0", f"--files-from={listed.name}")
-        connection.rsync(f"{folder}/", f"{item}/", *options)
+        connection.rsync(f"{folder}/", f"{item}/", "--links", "--checksum", "--from0", f"--files-from={listed.name}")
 
 
 def files_of(top: Path) -> list[str]:
@@ -79,7 +75,7 @@ def files_of(top: Path) -> list[str]:
             total += path.lstat().st_size
             if total > BYTES:
                 raise ConfigError(
-                    "the recipe's folder is too large to copy", where=top, wanted=f"at most {BYTES >> 20} MiB",
+                    "the recipe's folder is too large to copy", where=top, wanted="at most 64 MiB",
                     fix="put the recipe and its code in a folder of their own; copy data to the remote once, and give "
                     "its absolute path there",
                 )  # fmt: skip

@@ -13,8 +13,7 @@ import pytest
 
 from dray import process
 from dray.contract.findings import ConfigError
-from dray.remote import transfer
-from dray.remote.names import Remote
+from dray.remote import names, transfer
 from dray.remote.ssh import Connection
 from dray.remote.transfer import Copied
 from dray.runs.prepare import read_recipe
@@ -28,7 +27,7 @@ class Here(Connection):
     """The connection, without ssh."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(Remote("mine", "cluster", str(folder)), [])
+        super().__init__(names.parse("mine", f"cluster:{folder}"), [])
 
     def ask(self, function: str, *argv: str) -> str:
         # This disk may be slow, and nobody pulls its plug.
@@ -81,7 +80,7 @@ def test_the_image_and_the_scripts_are_copied_once(image: Path, there: Here) -> 
     said: list[str] = []
     first = transfer.copy_image(there, image, said.append)
     sif = f"images/{hashlib.sha256(b'a').hexdigest()}.sif"
-    assert (first.image, said) == (sif, [f"copying a.sif, 0.0 MB, to cluster:{there.remote.path}"])
+    assert (first.image, said) == (sif, [f"copying a.sif to cluster:{there.remote.path}"])
     home = Path(there.remote.path)
     assert (home / sif).read_bytes() == b"a"
     assert (home / first.dray / "slurm/login.sh").read_bytes() == (ROOT / "slurm/login.sh").read_bytes()
