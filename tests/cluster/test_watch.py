@@ -37,7 +37,7 @@ def test_a_run_is_followed_over_its_requeue(cluster, login, short, tmp_path: Pat
             seen = status(job)
             assert (seen["state"], seen["attempt"], seen["nodes"]) == ("running", 1, ["n1", "n2"])
             assert cluster.exec(["scancel", "--batch", "--signal=USR1", job]).code == 0
-            until(lambda: "PENDING (BeginTime)" in shown.read_text())  # it asks Slurm each 15 s
+            until(lambda: "PENDING, BeginTime" in shown.read_text())  # it asks Slurm each 15 s
             waits = status(job)
             assert (waits["state"], waits["attempts"], waits["waiting"]["reason"]) == ("queued", 1, "BeginTime")
             # Slurm would wait two minutes; in its first second a node takes the job for the one that has just ended.

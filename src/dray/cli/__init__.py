@@ -38,7 +38,7 @@ VERBS = {
         "why": "Show why a run failed: the first failure, its cause and the fix",
         "report": "Write a report of a run, or of several side by side",
         "diff": "Show what differs between two runs, the most important first",
-        "replay": "Repeat a run from its capsule",
+        "replay": "Repeat a run with the same recipe, nodes and ranks",
         "model": "Evaluate, export or push a model, or generate text with it",
     },
     "Several runs and machines": {

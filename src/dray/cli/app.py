@@ -99,7 +99,7 @@ def _error(wrong: TyperException) -> ConfigError:
     """What typer says, what was typed, and the help to read."""
     context: Any = getattr(wrong, "ctx", None)
     parameter: Any = getattr(wrong, "param", None)
-    text = wrong.format_message().rstrip(".")
+    text = wrong.format_message().rstrip(".").replace("Value error, ", "")
     fix = f"{context.command_path} -h" if context else "dray -h"
     value = wrong.__cause__
     if isinstance(value, ValidationError):

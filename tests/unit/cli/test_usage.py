@@ -54,9 +54,8 @@ def dray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         ),
         (
             "run x --engine foo",
-            "--engine has a wrong value\n"
-            "  wanted: one of 'bare', 'docker', 'podman', 'apptainer', 'singularity'\n"
-            "  found:  foo\n  fix:    P run -h\n",
+            "invalid value for '--engine': 'foo' is not one of 'bare', 'docker', 'podman', 'apptainer', "
+            "'singularity'\n  found:  foo\n  fix:    P run -h\n",
         ),
         (
             "model generate x --temperature nan",

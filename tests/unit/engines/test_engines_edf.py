@@ -176,8 +176,8 @@ def test_slurm_alone_starts_it() -> None:
     ended = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (78, "")
     assert ended.stderr == (
-        "dray: --engine has a wrong value\n"
-        "  wanted: one of 'bare', 'docker', 'podman', 'apptainer', 'singularity'\n  found:  edf\n"
+        "dray: invalid value for '--engine': 'edf' is not one of 'bare', 'docker', 'podman', 'apptainer', "
+        "'singularity'\n  found:  edf\n"
         "  fix:    dray run -h\n"
     )
 

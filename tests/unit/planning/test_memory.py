@@ -194,7 +194,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
     ]
     fix = "  fix:    set train.strategy=zero3 train.offload=optimizer, which takes 6.1 GB on each GPU: weights 1.66"
     assert refusal[3].startswith(fix)
-    queued = dray("submit", *plain[1:], "train.strategy=ddp", "--sbatch=-Amine", HF_HOME=str(home))
+    queued = dray("submit", *plain[1:-1], "train.strategy=ddp", "--sbatch=-Amine", HF_HOME=str(home))
     assert (queued.returncode, "the model does not fit" in queued.stderr) == (78, True)
     for words in (("--gpu-memory", "0"), ("--gpu-memory", "141")):
         assert dray(*plain, "train.strategy=ddp", *words, HF_HOME=str(home)).returncode == 0

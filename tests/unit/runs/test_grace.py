@@ -134,7 +134,7 @@ class TestSlurm:
         assert slurm_module.conf() == {}
 
     def test_doctor_shows_the_cluster(self, slurm: Slurm) -> None:
-        assert next(doctor._slurm()).found == "slurm 24.11.0, cluster harbour"
+        assert next(doctor._slurm()).found == "slurm 24.11.0, cluster harbour, partitions main, safe"
 
     def test_facts_keep_it(self, slurm: Slurm) -> None:
         recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")

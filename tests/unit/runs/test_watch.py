@@ -422,7 +422,7 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     slurm("51|51|PENDING|2026-11-24T05:00:00|BeginTime|2026-11-25T01:28:40|x")
     assert status.text(look(paths.run, Slurm(), closely=True))[:3] == [
         "mine: queued (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
-        "  Slurm: job 51 PENDING (BeginTime): its begin time has not come; Slurm waits two minutes before it "
+        "  Slurm: job 51 PENDING, BeginTime: its begin time has not come; Slurm waits two minutes before it "
         "starts a requeued job",
         "  not before: 2026-11-25 01:28 (in 2 min)",
     ]

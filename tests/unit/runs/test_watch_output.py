@@ -48,7 +48,7 @@ def test_no_error_sends_an_escape_sequence_to_the_terminal(tmp_path: Path) -> No
 def test_slurm_has_no_reason_yet() -> None:
     told = Job(5, "5", "PENDING", 0.0, "None", None, "x.sh")
     lines = status.waiting(State(run="r", folder="/r", state="queued", waiting=told))
-    assert lines[0] == "  Slurm: job 5 PENDING (None): Slurm gives no reason yet"
+    assert lines[0] == "  Slurm: job 5 PENDING, Slurm gives no reason yet"
 
 
 @pytest.mark.hostile("files")

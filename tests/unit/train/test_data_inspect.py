@@ -235,10 +235,10 @@ def test_the_verb(tmp_path: Path, lines: Path) -> None:
     ("argv", "said"),
     [
         (("nowhere.toml",), "recipe nowhere.toml does not exist"),
-        ((), "RECIPE is missing"),
+        ((), "missing argument 'RECIPE'"),
         ((ROOT / "tests/tiny.toml", "train.steps=1", "--rows", "-1"), "--rows"),
         ((ROOT / "tests/tiny.toml", "train.stesp=1"), "did you mean `steps`?"),
-        ((ROOT / "tests/tiny.toml", "train.steps=1", "--engine", "none"), "--engine has a wrong value"),
+        ((ROOT / "tests/tiny.toml", "train.steps=1", "--engine", "none"), "for '--engine': 'none' is not one of"),
     ],
 )
 def test_what_is_refused_at_once(argv: tuple[str | Path, ...], said: str) -> None:

@@ -96,8 +96,8 @@ def test_what_the_model_has_no_positions_for(generate, prompt: str, tokens: int,
 @pytest.mark.parametrize(
     ("run", "words", "code", "said"),
     [
-        ("causal", ("one", "--tokens", "0"), 78, "--tokens has a wrong value\n  wanted: at least 1\n"),
-        ("causal", ("one", "--temperature", "-1"), 78, "--temperature has a wrong value"),
+        ("causal", ("one", "--tokens", "0"), 78, "for '--tokens': Input should be greater than or equal to 1\n"),
+        ("causal", ("one", "--temperature", "-1"), 78, "invalid value for '--temperature': Input"),
         pytest.param("masked", ("one",), 78, "this model does not generate text", marks=pytest.mark.slow),
         ("unfinished", ("one",), 78, "the run has no final model"),
         ("none", ("one",), 78, "this is not a run folder"),

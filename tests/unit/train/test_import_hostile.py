@@ -99,7 +99,7 @@ def take(
         words = (f"checkpoint.folder={folder}/kept", f"data.cache_dir={folder}/tokens", "train.steps=5", *words)
         settings = read_recipe(ROOT / "tests" / "tiny.toml", [*GPT, *words]).model_dump(mode="json")
     target = "" if resume else str(folder / "model")
-    importing.run(Importing(str(source), target, settings, "", None, "auto", 4.0, trust))
+    importing.run(Importing(str(source), target, settings, "", None, "auto", trust))
 
 
 def test_the_plain_one_is_taken(source: Path) -> None:
