@@ -71,6 +71,11 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
     dray data prefetch recipes/gpt2-wikitext-ddp.toml
     """
     settings = read_recipe(recipe, overrides or [])
+    of_hub = [name for name in settings.datasets().values() if name.startswith("hub:")]
+    of_hub += [name for name in (settings.model.name, settings.model.tokenizer) if name and name[0] not in "/."]
+    if not of_hub:
+        print(f"{recipe}: names nothing of the hub; there is nothing to fetch")
+        return
     given = os.environ.get("HF_HOME", "")
     if given and not given.startswith("/"):
         raise ConfigError(

@@ -22,8 +22,6 @@ def run(job: Prefetch) -> None:
             print(f"{key} = {name}", flush=True)
             _report(tuple(file for _, files in hub.dataset(name, split) for file in files))
     model = job.model
-    if not any(name.startswith("hub:") for _, name, _ in names) and not (model["name"] or model["tokenizer"]):
-        print("the recipe names nothing of the hub; there is nothing to fetch")
     for key in ("name", "tokenizer"):
         if model[key] and not model[key].startswith(("/", ".")):
             print(f"model.{key} = {model[key]}", flush=True)
