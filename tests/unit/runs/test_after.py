@@ -121,7 +121,7 @@ def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     wide = (
-        "model.config.n_layer=2",
+        "model.config.n_layer=8",
         "model.config.n_embd=1024",
         "model.config.n_head=4",
         "model.config.n_positions=32",
