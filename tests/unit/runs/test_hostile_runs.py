@@ -38,10 +38,7 @@ stop RUN --no-wait
 report RUN --out OUT.html
 diff RUN OTHER
 diff OTHER RUN
-replay RUN --verify
-replay RUN --pack OUT.tar.gz
 replay RUN --recipe OUT.toml
-replay RUN --compare OTHER
 report RUN --sync
 clean
 model eval RUN
