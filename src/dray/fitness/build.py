@@ -104,9 +104,11 @@ def _room(build: Build, image: Image) -> Iterator[Finding]:
             needs = {folder: fetch + work}
         else:
             needs = {fetched: fetch, folder: work}
-        # An earlier build may have left most of it, and its space is taken already.
-        code = exit_codes.DONE if (fetched / "wheels").is_dir() else exit_codes.UNFIT
+        has_wheels = (fetched / "wheels").is_dir()
         for disk, needed in needs.items():
+            # An earlier build may have left most of it, and its space is taken already.
+            is_partly_there = has_wheels and disk.stat().st_dev == fetched.stat().st_dev
+            code = exit_codes.DONE if is_partly_there else exit_codes.UNFIT
             free = shutil.disk_usage(disk).free / 1e6
             found = f"a build needs {needed / 1000:.1f} GB of disk in {disk}, which has {free / 1000:.1f} GB free"
             room = Finding(f"image {build.variant}", found=found, kind="ok")
