@@ -263,6 +263,7 @@ class Loop:
         problem = f"the {'loss' if ranks else 'gradient'} is not finite any more"
         ranks = ranks or [*range(self.world)]
         data = self._diverged(range(first, last + 1), f"{problem}: {found}", ranks, kind="not finite")
+        barrier()  # the launcher ends rank 0 when another rank has failed, and it writes the metrics
         raise DrayError(
             problem,
             wanted="finite numbers",
