@@ -47,6 +47,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
                 "secret",
                 "startup.json",
                 "stop",
+                "logs/srun.log",
                 *(f"logs/node-{node}.log" for node in range(2)),
                 *(f"logs/rank-{rank}.log" for rank in range(4)),
                 *(f"nodes/node-{node}.json" for node in range(2)),
