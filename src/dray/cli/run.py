@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +23,7 @@ from dray.cli.args import (
     Runs,
     Site,
     chosen,
+    program,
     refuse_or_warn,
     typed,
 )  # fmt: skip
@@ -112,11 +115,14 @@ def run(
         facts = local.facts(recipe, engine=starter, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
     runs = run.parent if run else folder
     plan, paths = prepare.write(recipe, facts, runs=runs, run=name, secret=proof, beside=asked.beside)
-    raise typer.Exit(conduct(plan, paths, only=only).exit_code)
+    words = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    again = [*program(), *words, *([] if run else [f"--run={plan.run}"])]
+    again += ["--", *asked.command] if asked.command else []
+    raise typer.Exit(conduct(plan, paths, again=shlex.join(again), only=only).exit_code)
 
 
-def conduct(plan: Plan, paths: RunPaths, *, only: int | None = None) -> Result:
-    """Start a plan on this machine, show its progress and its end."""
+def conduct(plan: Plan, paths: RunPaths, *, again: str = "", only: int | None = None) -> Result:
+    """Start a plan on this machine, show its progress and its end. `again` is the command for its next attempt."""
     progress = Progress(plan, paths, only)
     refuse_or_warn(plan)
     began = time.monotonic()
@@ -129,5 +135,5 @@ def conduct(plan: Plan, paths: RunPaths, *, only: int | None = None) -> Result:
             stopped = Stop(str(stop) or "Ctrl-C", utc())
     spent = cost.here(paths, plan, time.monotonic() - began) if only is None else None
     result = finish(paths, code=code, stopped=stopped, spent=spent)
-    print(summary(result, paths, shown=progress.rank))
+    print(summary(result, paths, again, progress.rank))
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,10 +135,11 @@ def test_ctrl_c_ends_a_command_in_words(tmp_path: Path) -> None:
     assert "told to end\n" in shown
     assert shown.count("run folder: ") == 2
     safe = "  safe:   what the command itself saved\n"
+    again = f"  again:  {shlex.quote(sys.executable)} -m dray run launcher=python name=talk"
     stopped, _, rest = shown.partition("stopped by Ctrl-C at ")[2].partition("\n")
     run = run_of(tmp_path)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", stopped)
-    assert rest == f"{safe}  again:  the same command with --run={run}\nrun folder: {run}\n"
+    assert rest == f"{safe}{again} --run={run.name} -- sh -c {shlex.quote(TALK)}\nrun folder: {run}\n"
 
 
 @pytest.mark.slow
