@@ -15,7 +15,7 @@ from dray.contract import exit_codes
 from dray.contract.findings import Finding
 from dray.planning.schema import Plan
 
-Level = Literal["error", "warning", "note"]
+Level = Literal["error", "warning"]
 _SHELL = "your shell"
 # How an adopted image finds dray: by a folder of packages for the image's own Python.
 _ADOPTED = ("PYTHONPATH", "dray")
@@ -50,10 +50,9 @@ class Setting(NamedTuple):
     source: str
 
 
-def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> list[Finding]:
-    """Findings on the environment of this plan's ranks, and on the shell's variables that stay outside."""
-    settings = [Setting(name, value, "image") for name, value in image.items()]
-    settings += [Setting(variable.name, variable.value, variable.source) for variable in plan.env]
+def check(plan: Plan, shell: Mapping[str, str]) -> list[Finding]:
+    """Findings on the environment of this plan's ranks, and on misspelt variables of the shell."""
+    settings = [Setting(variable.name, variable.value, variable.source) for variable in plan.env]
     settings += [Setting(name, shell[name], f"{_SHELL}, by pass_env") for name in plan.pass_env if name in shell]
     inside = {setting.name: setting for setting in settings}  # the last one wins
     outside = {name: Setting(name, value, _SHELL) for name, value in shell.items() if name not in inside}
@@ -63,20 +62,16 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
         if (setting.name, setting.source) != _ADOPTED:
             found += _by_rules(plan, inside, setting)
     isolated = engines.get(plan.engine).isolates_env
-    for name, setting in outside.items():
+    for setting in outside.values():
         found += _typo(setting, "warning")
         if not isolated:
             found += _by_rules(plan, {**inside, **outside}, setting)
-        elif name in rules():
-            problem = f"not passed: {plan.engine} passes only the plan's variables"
-            found.append(_finding(setting, "note", problem, fix=f'env.{name}=... or pass_env=["{name}"]'))
-    return sorted(found, key=lambda finding: (-finding.code, finding.kind == "note", finding.problem))
+    return sorted(found, key=lambda finding: (-finding.code, finding.problem))
 
 
 def warnings(plan: Plan, shell: Mapping[str, str]) -> list[Finding]:
-    """Errors and warnings, shown when a run starts; none of them stops it."""
-    found = check(plan, shell, {})
-    return [finding._replace(code=exit_codes.DONE) for finding in found if finding.level != "note"]
+    """The findings, shown when a run starts; none of them stops it."""
+    return [finding._replace(code=exit_codes.DONE) for finding in check(plan, shell)]
 
 
 def _finding(setting: Setting, level: Level, found: str, *, fix: str = "", source: str = "") -> Finding:

@@ -566,6 +566,6 @@ def find(word: str = "", runs: Path | None = None) -> Path:
         problem,
         where=runs,
         wanted="a run's folder, its name or the beginning of it, or its job: 12, or 12_3 for a task of an array",
-        found=listed(sorted(run.name for run in fitting)) or ascii(word),
+        found=listed(sorted(run.name for run in fitting)) or (ascii(word) if word else ""),
         fix=f"{fix}; --runs=FOLDER names another folder",
     )

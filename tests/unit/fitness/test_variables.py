@@ -82,7 +82,7 @@ def test_no_known_name_is_taken_for_a_typo_of_another() -> None:
 
 def test_a_misspelt_one_in_a_site_is_an_error_and_in_the_shell_a_warning(root: Path) -> None:
     site = Site(name="s", about="", env=(SiteVariable(name="CCL_NET_GDR_LEVEL", value="3", why="w"),))
-    found = variables.check(made(root, site=site), {"NCCL_DEBGU": "INFO"}, {})
+    found = variables.check(made(root, site=site), {"NCCL_DEBGU": "INFO"})
     typo = "nothing reads it; did you mean NCCL_NET_GDR_LEVEL?"
     assert about(found, "CCL_NET_GDR_LEVEL") == [("error", "site s", typo)]
     assert about(found, "NCCL_DEBGU") == [("warning", "your shell", "nothing reads it; did you mean NCCL_DEBUG?")]
@@ -92,21 +92,8 @@ def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
     for image, nodes, verdicts in (("rocm", 2, {"error"}), ("rocm", 1, set()), ("cuda", 2, set())):
         size = f"batch.global_size={8 * nodes}"
         plan = made(root, f"image={image}", "env.NCCL_NET_GDR_LEVEL=PHB", size, nodes=nodes, gpus=2)
-        found = about(variables.check(plan, {}, {}), "NCCL_NET_GDR_LEVEL")
+        found = about(variables.check(plan, {}), "NCCL_NET_GDR_LEVEL")
         assert {verdict for verdict, *_ in found} == verdicts, image
-
-
-def test_a_variable_that_stays_outside_is_a_note_with_its_fix(root: Path) -> None:
-    (one,) = [
-        one for one in variables.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if "DEBUG" in one.problem
-    ]
-    assert (one.level, one.found) == ("note", "not passed: apptainer passes only the plan's variables")
-    assert one.fix == 'env.NCCL_DEBUG=... or pass_env=["NCCL_DEBUG"]'
-
-
-def test_the_images_own_environment_is_looked_at(root: Path) -> None:
-    found = variables.check(made(root), {}, {"KMP_AFFINITY": "granularity=fine,compact"})
-    assert [(verdict, set_by) for verdict, set_by, _ in about(found, "KMP_AFFINITY")] == [("warning", "image")]
 
 
 def test_a_pair_that_fights_needs_both(root: Path) -> None:
@@ -115,7 +102,7 @@ def test_a_pair_that_fights_needs_both(root: Path) -> None:
         (["env.ROCR_VISIBLE_DEVICES=0", "env.HIP_VISIBLE_DEVICES=0"], 1),
     ):
         plan = made(root, "image=rocm", *arguments, gpus=2)
-        assert len(about(variables.check(plan, {}, {}), "ROCR_VISIBLE_DEVICES")) == count
+        assert len(about(variables.check(plan, {}), "ROCR_VISIBLE_DEVICES")) == count
 
 
 def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:

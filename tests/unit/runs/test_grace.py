@@ -303,8 +303,8 @@ class TestAfter:
         return result, summary(result, paths)
 
     def test_the_slowest_checkpoint(self, tmp_path: Path) -> None:
-        result, said = self.ended(tmp_path, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"))
-        assert (result.save_s, result.warnings, "warning" in said) == (80.0, [], False)
+        result, printed = self.ended(tmp_path, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"))
+        assert (result.save_s, result.warnings, "warning" in printed) == (80.0, [], False)
 
     @pytest.mark.parametrize("seconds", [None, "80", True, [], 1e999, float("nan")])
     def test_no_number(self, tmp_path: Path, seconds: object) -> None:
