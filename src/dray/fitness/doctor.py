@@ -133,7 +133,7 @@ def _gpus() -> Iterator[Finding]:
 
 def _fabric() -> Finding:
     devices = " ".join(host.devices())
-    found = f"{devices or 'no Slingshot and no InfiniBand device'}; interfaces {' '.join(host.interfaces())}"
+    found = f"{devices or 'no Slingshot and no InfiniBand device'}; interfaces {' '.join(host.interfaces()) or 'none'}"
     return (_ok if devices else _note)("fabric", found)
 
 
