@@ -115,8 +115,8 @@ def run(
         facts = local.facts(recipe, engine=starter, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
     runs = run.parent if run else folder
     plan, paths = prepare.write(recipe, facts, runs=runs, run=name, secret=proof, beside=asked.beside)
-    words = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
-    again = [*program(), *words, *([] if run else [f"--run={plan.run}"])]
+    options = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    again = [*program(), *options, *([] if run else [f"--run={plan.run}"])]
     again += ["--", *asked.command] if asked.command else []
     raise typer.Exit(conduct(plan, paths, again=shlex.join(again), only=only).exit_code)
 
