@@ -52,7 +52,7 @@ def test_a_run_is_followed_over_its_requeue(cluster, login, short, tmp_path: Pat
         re.search(pattern, text, re.MULTILINE)
         for pattern in (
             r": running \(smoke-cpu, attempt 1, ", rf": queued \(smoke-cpu, attempt 1, job {job}, ",
-            rf"^  Slurm: job {job} PENDING \(BeginTime\): ", r": running \(smoke-cpu, attempt 2, ", "^resumed at step ",
+            rf"^  Slurm: job {job} PENDING, BeginTime: ", r": running \(smoke-cpu, attempt 2, ", "^resumed at step ",
             "^step 200 ", "^done: 200 steps, ",
         )
     ]  # fmt: skip
