@@ -71,8 +71,10 @@ class Ended:
         self.paths, self.metrics = paths, Metrics(paths.metrics)
         self.warnings: list[str] = []
         self.plan = self.tried(paths.plan, plan_of, paths)
-        # srun may report a failed node that it killed while the node was ending.
-        self.code = exit_codes.RETRY if code and paths.saved.is_file() else code
+        self.first = self.recorded(paths.failures) if code else None
+        # srun may report a node that it killed while the node was ending, or a rank that lost the one that ended first.
+        has_ended = paths.saved.is_file() or (not stopped and self.first and self.first.code == exit_codes.RETRY)
+        self.code = exit_codes.RETRY if code and has_ended else code
         requests = stop.asked(paths.folder)
         self.by_user = run_folder.BY_USER in requests
         followed = self.code == exit_codes.RETRY or (self.code and run_folder.NOW in requests)
@@ -104,7 +106,7 @@ class Ended:
         figures = self.tried(paths.metrics, self.figures) or {}
         cause = None  # stopped ranks may die in any way; none of them is the cause
         if self.code and not stopped:
-            cause = self.recorded(paths.failures) or self.unrecorded()
+            cause = self.first or self.unrecorded()
         elif plan and not stopped and figures.get("train_seconds") is None:
             cause = self.without_end(plan)
         status = "stopped" if stopped else "failed" if cause else "done"

@@ -561,7 +561,7 @@ def find(word: str = "", runs: Path | None = None) -> Path:
     if fitting:
         problem, fix = "several runs begin with this name", "type more letters"
     elif near := nearest(word, [run.name for run in known]):
-        fix = f"did you mean {near}?"
+        fix = f"type {near}, if you mean it"
     raise ConfigError(
         problem,
         where=runs,

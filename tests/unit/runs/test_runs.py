@@ -286,6 +286,16 @@ def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None
     )
 
 
+def test_a_rank_that_ends_as_asked_before_the_first_step_is_no_failure(root: Path, tmp_path: Path) -> None:
+    """The ranks that lose it fail, and srun reports their code."""
+    paths = begun(root, tmp_path)
+    paths.stop.write_text("dray stop\n")
+    record(paths, "rank-3", 10.0, rank=3, code=75, why="it was asked to save and end")
+    record(paths, "rank-0", 10.5, rank=0, code=1, why="Connection closed by peer")
+    result = finish(paths, code=1)
+    assert (result.status, result.reason, result.exit_code, result.cause) == ("stopped", "dray stop", 75, None)
+
+
 def test_what_was_shown_is_not_shown_again(root: Path, tmp_path: Path) -> None:
     """The output of the first rank is on the terminal already; a launch's last lines are its reason."""
     paths = begun(root, tmp_path)

@@ -102,7 +102,7 @@ def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("word", "problem", "found", "fix"),
     [
         ("20260101", "several runs begin with this name", "-gpt2-41, 20260101-13", "type more letters"),
-        ("2026010-120000-gpt2-41", "there is no such run", "2026010", "did you mean 20260101-120000-gpt2-41?"),
+        ("2026010-120000-gpt2-41", "there is no such run", "2026010", "type 20260101-120000-gpt2-41, if you mean it"),
         ("40", "there is no such run", "'40'", "dray runs lists them"),
         ("\x1b[2J", "there is no such run", r"'\x1b[2J'", "dray runs lists them"),
     ],
