@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dray.train import shards
-from dray.train.checkpoint import Checkpoints
+from dray.train.checkpoint import shards
+from dray.train.checkpoint.checkpoints import Checkpoints
 from dray.train.collectives import control_group, init_distributed
-from dray.train.replicas import Replicas
+from dray.train.parallel.replicas import Replicas
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 WAYS = ("dcp", "dcp with checksums", "dray")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from dray.contract import heartbeat as contract
-from dray.train.heartbeat import Heartbeat
+from dray.train.runtime.heartbeat import Heartbeat
 
 BEATS, BLOCK = 100_000, 20
 

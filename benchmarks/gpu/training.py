@@ -144,7 +144,7 @@ def _free_port() -> int:
 
 def without_tensorboard() -> None:
     """A Python of somebody else's may lack it, and nobody reads it here."""
-    from dray.train import metrics  # noqa: PLC0415  not before the environment is set
+    from dray.train.loop import metrics  # noqa: PLC0415  not before the environment is set
 
     metrics.Trackers = Nothing
 
@@ -181,7 +181,7 @@ def _once(loop: Any, function: Callable[..., Any], more: tuple[Any, ...]) -> Ite
 
 def _looked(plan: str, function: Callable[..., Iterator[Any]], more: tuple[Any, ...]) -> Iterator[Any]:
     from dray.train import __main__ as trainer  # noqa: PLC0415
-    from dray.train.loop import Loop  # noqa: PLC0415
+    from dray.train.loop.loop import Loop  # noqa: PLC0415
 
     def run(loop: Any, evaluate: object) -> None:  # noqa: ANN401
         del evaluate

@@ -17,7 +17,7 @@ from table import Row, fit, line
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from dray.train.checkpoint import Checkpoints
+from dray.train.checkpoint.checkpoints import Checkpoints
 from ranks import Sharded, World, checkpoints
 
 SIZES = (2, 64, 512)

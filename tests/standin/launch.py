@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dray.train import __main__ as trainer
-from dray.train import metrics
-from dray.train.loop import Loop
+from dray.train.loop import metrics
+from dray.train.loop.loop import Loop
 
 
 class Nothing:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dray.train import collectives, saved, shards, strategies
+from dray.train import collectives, parallel
+from dray.train.checkpoint import saved, shards
 from dray.train.config import read
 from dray.train.objectives.base import Batch
-from dray.train.strategies import fsdp
+from dray.train.parallel import fsdp
 
 fsdp._GROUP = 1  # each layer is a group, as layers of real models are
 
@@ -77,7 +78,7 @@ def case(config, words: dict, folder: Path) -> dict:
     torch.manual_seed(1)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=WORDS, **SIZES))
     counted = Counted({tuple(weight.shape) for weight in network.parameters() if weight.dim() > 1})
-    strategy = strategies.make(network.train(), config, torch.device("cpu"))
+    strategy = parallel.make(network.train(), config, torch.device("cpu"))
     losses = []
     for step in range(STEPS):
         if step == STEPS - 1:

@@ -41,7 +41,7 @@ from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
-from dray.train import manifest
+from dray.train.checkpoint import manifest
 from helpers import ROOT
 
 OLD = 1795570000.0
@@ -227,7 +227,7 @@ def _of_checkpoint(path: Path) -> object:
 
 
 def _checkpoint(path: Path) -> object:
-    from dray.train import saved
+    from dray.train.checkpoint import saved
 
     return None if "trouble" in saved.look(path.parent) else "read"
 

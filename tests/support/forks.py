@@ -24,7 +24,7 @@ from dray.train import errors  # noqa: E402
 from dray.train.outputs import __main__ as outputs  # noqa: E402
 
 try:
-    from dray.train.strategies import zero  # noqa: F401
+    from dray.train.parallel import zero  # noqa: F401
 except ImportError:
     print("no deepspeed here", file=sys.stderr)
 

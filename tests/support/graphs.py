@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from dray.train import strategies
+from dray.train import parallel
 from dray.train.model import attention
 from dray.train.objectives.base import Batch
 
@@ -40,7 +40,7 @@ def seen(kind: str, settings: dict[str, Any], strategy: str, checkpointing: bool
         gradient_accumulation_steps=1,
     )
     network.set_attn_implementation(attention._SDPA)
-    made: Any = strategies.make(network, config, CPU)
+    made: Any = parallel.make(network, config, CPU)
     rows, losses = torch.arange(64).view(2, 32), []
     for _ in range(2):
         network.train()

@@ -11,7 +11,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from dray.train import lease
+from dray.train.checkpoint import lease
 lease.BEAT_S = 0.05
 one = lease.Lease(Path(sys.argv[1]), SimpleNamespace(**eval(sys.argv[2])))
 one.acquire()

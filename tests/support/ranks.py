@@ -16,8 +16,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dray.train import checkpoint, collectives, shards
-from dray.train.checkpoint import Checkpoints
+from dray.train import collectives
+from dray.train.checkpoint import checkpoints as checkpoint
+from dray.train.checkpoint import shards
+from dray.train.checkpoint.checkpoints import Checkpoints
 
 _GONE = None
 

@@ -84,8 +84,10 @@ def may_wait(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def main(*plans: str) -> None:
     from dray.train import __main__ as train
-    from dray.train import checkpoint, evaluate, host, loop
+    from dray.train.checkpoint import checkpoints as checkpoint
+    from dray.train.loop import evaluate, loop
     from dray.train.objectives import base
+    from dray.train.runtime import host
 
     host.read = may_wait(host.read)
     base._labelled = may_wait(base._labelled)  # a batch that is on the host still

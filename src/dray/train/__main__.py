@@ -19,24 +19,27 @@ from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.contract.heartbeat import LOAD, MODEL
-from dray.train import checkpoint, manifest, numerics, objectives, strategies
-from dray.train.checkpoint import Checkpoints
+from dray.train import objectives, parallel
+from dray.train.checkpoint import checkpoints as checkpoint
+from dray.train.checkpoint import manifest
+from dray.train.checkpoint.checkpoints import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
-from dray.train.compiled import Compiled
 from dray.train.config import Config, read
 from dray.train.data import datasets, tokenizer
 from dray.train.data.datasets import Datasets
 from dray.train.data.token_cache import IDS, Tokens
 from dray.train.errors import guarded, say
-from dray.train.evaluate import Evaluator
-from dray.train.heartbeat import boottime, heartbeat
-from dray.train.loop import NOT_FINITE, Loop
-from dray.train.metrics import Metrics, flops_per_token
+from dray.train.loop.evaluate import Evaluator
+from dray.train.loop.loop import NOT_FINITE, Loop
+from dray.train.loop.metrics import Metrics, flops_per_token
 from dray.train.model import attention, build, lora
 from dray.train.outputs import card, export
-from dray.train.stop import Stop
-from dray.train.strategies.base import Strategy, check_same
-from dray.train.strategies.ddp import HALF
+from dray.train.parallel.base import Strategy, check_same
+from dray.train.parallel.ddp import HALF
+from dray.train.runtime import numerics
+from dray.train.runtime.compiled import Compiled
+from dray.train.runtime.heartbeat import boottime, heartbeat
+from dray.train.runtime.stop import Stop
 
 _IMPORTED, _IMPORTED_NS = time.time(), boottime()
 _NEW = 64  # tokens of the sample, for which all ranks wait
@@ -65,7 +68,7 @@ def main(path: str) -> None:
     compiled = Compiled(config, device)
     compiled.load()
     say(f"attention: {attention.install(network, config, device)}")
-    strategy = strategies.make(network, config, device)
+    strategy = parallel.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     checkpoints.use(strategy)
     load_s = find_s + _load(data, checkpoints)

@@ -16,7 +16,7 @@ from dray.contract import findings
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.heartbeat import GROUPS
 from dray.contract.silence import unprinted
-from dray.train.heartbeat import heartbeat
+from dray.train.runtime.heartbeat import heartbeat
 
 # How long a rank waits for the others in a step, as NCCL does by default, and in all else.
 _IN_A_STEP, _ELSE = timedelta(minutes=10), timedelta(days=7)

@@ -32,9 +32,9 @@ def _generation(module: Any) -> None:
 
 CHANGES = {
     "transformers.generation.utils": _generation,
-    "dray.train.host": _host,
-    "dray.train.loop": _loop,
-    "dray.train.scaler": _scaler,
+    "dray.train.runtime.host": _host,
+    "dray.train.loop.loop": _loop,
+    "dray.train.parallel.scaler": _scaler,
 }
 
 

@@ -60,7 +60,7 @@ def test_each_figure_has_a_source() -> None:
 @pytest.mark.torch
 def test_the_peak_is_that_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
-    from dray.train import metrics
+    from dray.train.loop import metrics
 
     def peak(device: str, precision: str) -> float:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)

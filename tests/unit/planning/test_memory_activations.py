@@ -155,7 +155,7 @@ def test_the_formula_has_the_rows_of_a_padded_vocabulary(kind: str, multiple: in
     """The head multiplies with a copy that has more rows; no parameter is added."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from dray.train.kernels.head import Head
+    from dray.train.model.head import Head
 
     raw, words = configuration(kind), [f"model.pad_to_multiple_of={multiple}"]
     with torch.device("meta"):

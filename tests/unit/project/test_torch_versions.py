@@ -107,7 +107,7 @@ def test_its_torch_tells_when_it_compiles(variant):
             text = packed.read("torch/_dynamo/config.py").decode()
         names = {one.name for one in read.body if isinstance(one, ast.FunctionDef)}
         settings = set(re.findall(r"^(\w+)\b.*=", text, re.MULTILINE))
-    used = set(re.findall(r"\bcallback\.(\w+)\(", (ROOT / "src/dray/train/compiled.py").read_text()))
+    used = set(re.findall(r"\bcallback\.(\w+)\(", (ROOT / "src/dray/train/runtime/compiled.py").read_text()))
     assert used == {"on_compile_start", "on_compile_end"}
     assert used <= names
     used = set(re.findall(r"\bconfig\.(\w+) = ", (ROOT / "src/dray/train/model/layers.py").read_text()))

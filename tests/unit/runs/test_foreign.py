@@ -27,7 +27,8 @@ from dray.runner import rendezvous
 from dray.runs import one_off_job, prepare
 from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths, make_run_folder, of_job
-from dray.train import config, manifest
+from dray.train import config
+from dray.train.checkpoint import manifest
 from helpers import PYTHON, ROOT
 from jobs import Job
 

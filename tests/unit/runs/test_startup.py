@@ -184,7 +184,7 @@ class TestOfANode:
 def test_what_the_trainer_writes_the_runner_reads(plan, monkeypatch, tmp_path: Path) -> None:
     """A part that is taken up again goes on; no step after the first one is part of it."""
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
-    from dray.train import heartbeat as trainer
+    from dray.train.runtime import heartbeat as trainer
 
     plan["recipe"], plan["world"]["ranks_per_node"] = {"train": {"steps": 1}}, 1
     one = node(plan, 0, monkeypatch)

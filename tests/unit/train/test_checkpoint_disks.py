@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 import stores  # noqa: E402
 from dray.runs.finish import finish  # noqa: E402
-from dray.train import lease  # noqa: E402
+from dray.train.checkpoint import lease  # noqa: E402
 from leases import Other  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
@@ -29,8 +29,8 @@ BEGUN = Callable[..., Run]
 # What befalls the disk, at the steps that a test names; the trainer is as it is.
 STAND_IN = f"""
 import os, runpy, sys
-from dray.train import lease, manifest, mirror
-from dray.train.checkpoint import Checkpoints
+from dray.train.checkpoint import lease, manifest, mirror
+from dray.train.checkpoint.checkpoints import Checkpoints
 from dray.train.collectives import on_rank_0
 lease.BEAT_S, mirror.RETRY_S = 0.1, 0.1
 save, write, statvfs = Checkpoints.save, manifest.write, os.statvfs

@@ -12,7 +12,7 @@ import pytest
 from dray.contract import unexpected
 from dray.contract.findings import UnfitError
 
-saved = pytest.importorskip("dray.train.saved", reason="torch: the training stack is not installed")
+saved = pytest.importorskip("dray.train.checkpoint.saved", reason="torch: the training stack is not installed")
 pytestmark = pytest.mark.torch
 
 

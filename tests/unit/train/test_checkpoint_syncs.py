@@ -83,8 +83,8 @@ def copied(self, source, non_blocking=False):
 
 torch.Tensor.copy_ = copied
 
-from dray.train import checkpoint, shards
-from dray.train.strategies import ddp
+from dray.train.checkpoint import checkpoints as checkpoint, shards
+from dray.train.parallel import ddp
 checkpoint.Staging = lambda device: shards.Staging(torch.device("cuda"))
 updated = ddp.Ddp.update
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import ConfigError  # noqa: E402
-from dray.train import manifest  # noqa: E402
+from dray.train.checkpoint import manifest  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
 from dray.train.model import build  # noqa: E402
 from dray.train.outputs import device_map, generate  # noqa: E402

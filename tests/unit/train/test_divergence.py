@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dray.train import divergence
-from dray.train.divergence import Watch
+from dray.train.loop import divergence
+from dray.train.loop.divergence import Watch
 
 FEED = SimpleNamespace(by_source=lambda numbers: {"data.train": [*numbers]})
 BATCH = SimpleNamespace(per_device=2, gradient_accumulation_steps=2)

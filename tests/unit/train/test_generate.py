@@ -17,7 +17,7 @@ from helpers import PYTHON, ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from dray.train import manifest
+from dray.train.checkpoint import manifest
 from trainings import Forks, Run
 
 pytestmark = pytest.mark.torch

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from safetensors.torch import load_file  # noqa: E402
 
-from dray.train import saved, shards  # noqa: E402
+from dray.train.checkpoint import saved, shards  # noqa: E402
 from dray.train.outputs import importing  # noqa: E402
 from trainings import GPT, Forks, Run  # noqa: E402
 

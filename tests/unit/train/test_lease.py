@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import ConfigError
-from dray.train import lease
-from dray.train.lease import NAME, Lease
+from dray.train.checkpoint import lease
+from dray.train.checkpoint.lease import NAME, Lease
 from helpers import until
 from leases import Other, about
 

@@ -17,8 +17,8 @@ pytest.importorskip("huggingface_hub", reason="the training stack is not install
 
 import stores
 from dray.contract.findings import DrayError
-from dray.train import manifest, mirror
-from dray.train.mirror import Mirror
+from dray.train.checkpoint import manifest, mirror
+from dray.train.checkpoint.mirror import Mirror
 from ranks import World
 
 pytestmark = pytest.mark.hostile("checkpoints")

@@ -15,7 +15,8 @@ from dray.runs import local, one_off_job
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from dray.train import manifest, strategies  # noqa: E402
+from dray.train import parallel  # noqa: E402
+from dray.train.checkpoint import manifest  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
 from dray.train.model import build  # noqa: E402
 from dray.train.outputs import evaluate, generate  # noqa: E402
@@ -54,7 +55,7 @@ def test_an_evaluation_is_by_the_gpu_that_the_run_was_planned_for(
     joined: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(evaluate, "init_distributed", lambda variant: joined.append(variant) or torch.device("cpu"))
-    monkeypatch.setattr(strategies, "make", lambda network, config, device: raises(network, config))
+    monkeypatch.setattr(parallel, "make", lambda network, config, device: raises(network, config))
     plan = json.loads(next(model.parent.glob("run/attempt-1/plan.json")).read_text())
     with pytest.raises(SeenError) as found:
         evaluate.run(image_tasks.Evaluate(str(model), {**plan, "variant": variant}))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dray.train import manifest, saved
-from dray.train.replicas import Replicas
-from dray.train.shards import MismatchError, Reader, Staging, whole
+from dray.train.checkpoint import manifest, saved
+from dray.train.checkpoint.shards import MismatchError, Reader, Staging, whole
+from dray.train.parallel.replicas import Replicas
 from ranks import World
 
 pytestmark = pytest.mark.torch

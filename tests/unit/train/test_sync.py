@@ -9,9 +9,9 @@ import pytest
 
 from dray.contract import image_tasks
 from dray.contract.findings import DrayError
-from dray.train import trackers
+from dray.train.loop import trackers
+from dray.train.loop.trackers import KINDS, Kind
 from dray.train.outputs import sync
-from dray.train.trackers import KINDS, Kind
 
 pytest.importorskip("accelerate", reason="torch: the training stack is not installed (make demo installs it)")
 pytestmark = pytest.mark.torch

@@ -11,8 +11,8 @@ from typing import get_args
 import pytest
 
 from dray.config.training import Tracker
-from dray.train import trackers
-from dray.train.trackers import KINDS, Kind, Tracked, Trackers, numbers
+from dray.train.loop import trackers
+from dray.train.loop.trackers import KINDS, Kind, Tracked, Trackers, numbers
 
 pytest.importorskip("accelerate", reason="torch: the training stack is not installed (make demo installs it)")
 pytestmark = pytest.mark.torch

@@ -18,7 +18,7 @@ from dray.train import objectives  # noqa: E402
 from dray.train.data import chat, sources, tokenizer  # noqa: E402
 from dray.train.data.encoding import LAST_WORD, end_token  # noqa: E402
 from dray.train.data.token_cache import IDS, LABEL, LAST, Tokens  # noqa: E402
-from dray.train.evaluate import Window, _documents, windows_of  # noqa: E402
+from dray.train.loop.evaluate import Window, _documents, windows_of  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch

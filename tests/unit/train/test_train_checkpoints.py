@@ -16,8 +16,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.contract.findings import ConfigError, DrayError  # noqa: E402
-from dray.train import manifest, saved, shards  # noqa: E402
-from dray.train.shards import MismatchError, Shard, Shards, Staging  # noqa: E402
+from dray.train.checkpoint import manifest, saved, shards  # noqa: E402
+from dray.train.checkpoint.shards import MismatchError, Shard, Shards, Staging  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints")]
 MADE_BY = {"run": "one", "image_sha256": "", "dray": "0", "order": {}}

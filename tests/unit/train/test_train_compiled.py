@@ -15,8 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from dray.train import manifest  # noqa: E402
-from dray.train.compiled import Compiled, _key  # noqa: E402
+from dray.train.checkpoint import manifest  # noqa: E402
+from dray.train.runtime.compiled import Compiled, _key  # noqa: E402
 from helpers import python  # noqa: E402
 from trainings import Forks, Run, config  # noqa: E402
 
@@ -28,7 +28,7 @@ import json, os, sys
 from dataclasses import replace
 import torch
 import torch.distributed as dist
-from dray.train.compiled import Compiled
+from dray.train.runtime.compiled import Compiled
 from dray.train.config import read
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.set_num_threads(1)

@@ -24,7 +24,8 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train import manifest, objectives, saved  # noqa: E402
+from dray.train import objectives  # noqa: E402
+from dray.train.checkpoint import manifest, saved  # noqa: E402
 from dray.train.data import arrow, corpus, datasets, encoding, files, resolve, sources, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.stream import Stream  # noqa: E402

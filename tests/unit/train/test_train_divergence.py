@@ -22,8 +22,8 @@ BEGUN = Callable[..., Run]
 # What samples do to the loss, at the steps that a test names; the trainer is as it is.
 STAND_IN = f"""
 import os, runpy, sys
-from dray.train.loop import Loop
-from dray.train.strategies.ddp import Ddp
+from dray.train.loop.loop import Loop
+from dray.train.parallel.ddp import Ddp
 step_, losses, now = Loop._step, Ddp.losses, 0
 
 def stepped(self, step, *rest):

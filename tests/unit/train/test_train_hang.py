@@ -18,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.contract import heartbeat as contract  # noqa: E402
-from dray.train import heartbeat, slow  # noqa: E402
-from dray.train.heartbeat import Heartbeat  # noqa: E402
+from dray.train.runtime import heartbeat, slow  # noqa: E402
+from dray.train.runtime.heartbeat import Heartbeat  # noqa: E402
 from helpers import PYTHON, ROOT  # noqa: E402
 from trainings import GPT  # noqa: E402
 
@@ -39,10 +39,10 @@ def plant(fault, rank):
     while not hasattr(sys.modules["__main__"], "_reload"):  # its last function: all is imported
         time.sleep(0.01)
     import torch.distributed as dist
-    from dray.train.checkpoint import Checkpoints
-    from dray.train.evaluate import Evaluator
-    from dray.train.loop import Loop
-    from dray.train.strategies.ddp import Ddp
+    from dray.train.checkpoint.checkpoints import Checkpoints
+    from dray.train.loop.evaluate import Evaluator
+    from dray.train.loop.loop import Loop
+    from dray.train.parallel.ddp import Ddp
     take, save, batch, losses = Loop._step, Checkpoints.save, Evaluator._batch, Ddp.losses
 
     def step(self, number, *rest):
@@ -176,7 +176,7 @@ def test_the_rank_that_holds_up_the_others_is_named(training, fault: str) -> Non
         assert "in barrier" in stack
     if fault == "stop":
         assert "is stopped (SIGSTOP): at step " in cause["why"]
-    assert "dray/train/loop.py" in stack
+    assert "dray/train/loop/loop.py" in stack
     assert "== fr_trace_json" in other, other
     assert "failed: rank 1 on node2: hang: " in run.output
 

@@ -12,8 +12,8 @@ from torch.nn import functional  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train.kernels import chunked, head  # noqa: E402
-from dray.train.kernels.head import IGNORE_INDEX  # noqa: E402
+from dray.train.model import chunked, head  # noqa: E402
+from dray.train.model.head import IGNORE_INDEX  # noqa: E402
 from dray.train.objectives.base import Batch, LossModule  # noqa: E402
 
 pytestmark = pytest.mark.torch

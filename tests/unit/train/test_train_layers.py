@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
 
 from dray.train.model.layers import layers  # noqa: E402
-from dray.train.strategies.fsdp import Fsdp  # noqa: E402
+from dray.train.parallel.fsdp import Fsdp  # noqa: E402
 from helpers import ROOT  # noqa: E402
 from nodes import free_port  # noqa: E402
 

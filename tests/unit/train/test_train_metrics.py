@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
 
-from dray.train import metrics as module  # noqa: E402
-from dray.train.metrics import Metrics, Speed, flops_per_token  # noqa: E402
+from dray.train.loop import metrics as module  # noqa: E402
+from dray.train.loop.metrics import Metrics, Speed, flops_per_token  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NAN, INF = float("nan"), float("inf")

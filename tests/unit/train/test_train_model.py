@@ -22,11 +22,12 @@ import hubs  # noqa: E402
 import syncs  # noqa: E402
 from dray.contract import unexpected  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train import errors, metrics, schedule  # noqa: E402
+from dray.train import errors  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
+from dray.train.loop import metrics, schedule  # noqa: E402
 from dray.train.model import build  # noqa: E402
-from dray.train.scaler import Scaler  # noqa: E402
-from dray.train.strategies import base, ddp  # noqa: E402
+from dray.train.parallel import base, ddp  # noqa: E402
+from dray.train.parallel.scaler import Scaler  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from dray.contract.findings import ConfigError  # noqa: E402
-from dray.train import collectives, errors, numerics  # noqa: E402
-from dray.train.strategies import base  # noqa: E402
+from dray.train import collectives, errors  # noqa: E402
+from dray.train.parallel import base  # noqa: E402
+from dray.train.runtime import numerics  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch

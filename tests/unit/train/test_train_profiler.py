@@ -18,8 +18,8 @@ from torch._C._autograd import DeviceType  # noqa: E402
 
 from dray.runs.report import sections  # noqa: E402
 from dray.runs.report.data import gather  # noqa: E402
-from dray.train import profiler as module  # noqa: E402
-from dray.train.profiler import Profiler, table  # noqa: E402
+from dray.train.loop import profiler as module  # noqa: E402
+from dray.train.loop.profiler import Profiler, table  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.contract.findings import DrayError, UnfitError  # noqa: E402
-from dray.train import manifest, saved  # noqa: E402
+from dray.train.checkpoint import manifest, saved  # noqa: E402
 from dray.train.collectives import on_all  # noqa: E402
 from ranks import Sharded, World, checkpoints  # noqa: E402
 
@@ -174,8 +174,8 @@ def _saved(own: Any, step: int) -> None:
 def test_who_waits_for_a_write_that_goes_on_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: here each block waits for a beat after the one before."""
     beaten, left = threading.Event(), []
-    monkeypatch.setattr("dray.train.heartbeat.heartbeat.beat", beaten.set)
-    monkeypatch.setattr("dray.train.checkpoint.BEAT_S", 0.01)
+    monkeypatch.setattr("dray.train.runtime.heartbeat.heartbeat.beat", beaten.set)
+    monkeypatch.setattr("dray.train.checkpoint.checkpoints.BEAT_S", 0.01)
     monkeypatch.setattr(manifest, "BLOCK", 500)
     world = World(1)
 

@@ -272,7 +272,7 @@ def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, har
 
 
 def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
-    from dray.train.manifest import sealed
+    from dray.train.checkpoint.manifest import sealed
 
     argv = ("train.steps=3", "checkpoint.every=[[0, 2]]")
     first = run(2, *argv).end()

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from transformers import get_scheduler  # noqa: E402
 
-from dray.train.schedule import learning_rate  # noqa: E402
+from dray.train.loop.schedule import learning_rate  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, listed, nearest
-from dray.train import manifest
+from dray.train.checkpoint import manifest
 
 # The hub's copy of each dataset as parquet, whatever its own format or code; what pins a dataset is a commit of it.
 _PARQUET = "refs/convert/parquet"

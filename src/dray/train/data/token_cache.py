@@ -32,7 +32,7 @@ from dray.contract.files import open_to_others, write_atomic
 from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.train.collectives import all_gather_json, barrier, broadcast_json
 from dray.train.errors import say
-from dray.train.heartbeat import heartbeat
+from dray.train.runtime.heartbeat import heartbeat
 
 LABEL, LAST = 1 << 31, 1 << 30
 """Marks beside a token: it is a label; a document ends with it."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from dray.train.importing.pickles import INDEX, Distributed
 from dray.train.importing.source import Adam, Source, Tensors, checked, damaged, file, names, natural, reading
-from dray.train.pickles import INDEX, Distributed
 
 _OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MOMENTS = ("exp_avg", "exp_avg_sq")

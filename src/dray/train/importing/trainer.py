@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dray.train.importing.pickles import load
 from dray.train.importing.source import WEIGHTS, Source, Tensors, checked, damaged, file, flat, json_of, natural
-from dray.train.pickles import load
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 

@@ -17,8 +17,8 @@ import torch
 
 from dray.contract import files
 from dray.contract.findings import ConfigError, counted
+from dray.train.importing.pickles import load
 from dray.train.importing.source import Adam, Source, Tensors, checked, damaged, file, names, natural
-from dray.train.pickles import load
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d\d)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d\d)_model_states\.pt")

@@ -31,8 +31,8 @@ from aihwkit_lightning.simulator.parameters import (
 from safetensors import safe_open
 
 from dray.contract.findings import ConfigError, listed
+from dray.train.parallel.base import Strategy
 from dray.train.recipe import Analog as Settings
-from dray.train.strategies.base import Strategy
 
 _CLIPS = {"gaussian": WeightClipType.LAYER_GAUSSIAN, "gaussian_channel": WeightClipType.LAYER_GAUSSIAN_PER_CHANNEL}
 _NOISES = {

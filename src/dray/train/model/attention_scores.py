@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dray.train import host
 from dray.train.model import attention
 from dray.train.objectives.base import Batch
-from dray.train.strategies.base import Strategy
+from dray.train.parallel.base import Strategy
+from dray.train.runtime import host
 
 _NAME = "dray-observed"
 _QUERIES = 128  # at a time: at 32 heads and 8,192 tokens their scores are 134 MB, and all scores would be 8.6 GB

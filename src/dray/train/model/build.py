@@ -27,8 +27,7 @@ from dray.contract.findings import ConfigError, nearest
 from dray.train import errors, objectives
 from dray.train.config import Config
 from dray.train.data import hub
-from dray.train.kernels import head
-from dray.train.model import attention, lora
+from dray.train.model import attention, head, lora
 
 _CPU = torch.device("cpu")
 _SMALL = 50_000_000

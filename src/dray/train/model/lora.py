@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from dray.contract.findings import ConfigError, listed
-from dray.train import manifest
+from dray.train.checkpoint import manifest
 from dray.train.recipe import Lora
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"

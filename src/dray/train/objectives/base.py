@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dray.train.config import Config
 from dray.train.data.encoding import PLAIN, Encoding, end_token
-from dray.train.kernels.head import IGNORE_INDEX, Head
+from dray.train.model.head import IGNORE_INDEX, Head
 from dray.train.recipe import Evaluation
 
 _BUCKETS = 16

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from dray.train.config import Config
 from dray.train.data.packing import PADDING
 from dray.train.data.token_cache import IDS, LABEL, LAST
-from dray.train.kernels.head import IGNORE_INDEX
+from dray.train.model.head import IGNORE_INDEX
 from dray.train.objectives.base import Batch, Objective
 from dray.train.recipe import Evaluation
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from dray.train.config import Config
 from dray.train.data.token_cache import IDS
-from dray.train.kernels.head import IGNORE_INDEX
+from dray.train.model.head import IGNORE_INDEX
 from dray.train.objectives.base import Batch, Objective
 
 

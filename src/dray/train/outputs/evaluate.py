@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from dray.contract.image_tasks import Evaluate
-from dray.train import manifest, objectives, strategies
+from dray.train import objectives, parallel
+from dray.train.checkpoint import manifest
 from dray.train.collectives import init_distributed
 from dray.train.config import Config, of_plan
 from dray.train.data import datasets, tokenizer
-from dray.train.evaluate import Evaluator
-from dray.train.metrics import Metrics
+from dray.train.loop.evaluate import Evaluator
+from dray.train.loop.metrics import Metrics
 from dray.train.model import attention, build
 from dray.train.objectives.base import LossModule
 from dray.train.outputs import device_map
-from dray.train.strategies.base import Strategy
-from dray.train.strategies.ddp import Ddp
+from dray.train.parallel.base import Strategy
+from dray.train.parallel.ddp import Ddp
 
 
 class Placed(Ddp):
@@ -55,7 +56,7 @@ def run(job: Evaluate) -> None:
     if job.device_map:
         strategy: Strategy = Placed(LossModule(network), config, device_map.first(network))
     else:
-        strategy = strategies.make(network, config, device)
+        strategy = parallel.make(network, config, device)
     _evaluate(config, tokens, strategy)
 
 

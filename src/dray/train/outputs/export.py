@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from dray.contract.image_tasks import Export
-from dray.train import saved
+from dray.train.checkpoint import saved
+from dray.train.checkpoint.shards import TYPES, Reader, whole
 from dray.train.config import of_plan
 from dray.train.data import tokenizer
 from dray.train.model import build, lora
-from dray.train.shards import TYPES, Reader, whole
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _KINDS = ("weights", "others")

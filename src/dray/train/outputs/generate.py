@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from dray.contract.findings import ConfigError
 from dray.contract.image_tasks import Generate
-from dray.train import errors, manifest, objectives
+from dray.train import errors, objectives
+from dray.train.checkpoint import manifest
 from dray.train.outputs import device_map
 
 _MANY = 64  # tokens, by default

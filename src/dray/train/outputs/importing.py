@@ -14,13 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from dray.contract import files
 from dray.contract.findings import ConfigError, counted
 from dray.contract.image_tasks import Importing
-from dray.train import errors, importing, manifest, saved
+from dray.train import errors, importing
+from dray.train.checkpoint import manifest, saved
+from dray.train.checkpoint.shards import Shards, whole
 from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, tokenizer
 from dray.train.importing.source import Adam, Source, Tensors, file, matched, names, reading
 from dray.train.model import build
-from dray.train.shards import Shards, whole
-from dray.train.strategies.base import KINDS, buffers
+from dray.train.parallel.base import KINDS, buffers
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER = (

@@ -21,7 +21,7 @@ from dray.train.data.packing import PADDING, Packed
 from dray.train.data.resolve import Dataset
 from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens
-from dray.train.kernels.head import IGNORE_INDEX
+from dray.train.model.head import IGNORE_INDEX
 from dray.train.objectives.base import Objective
 
 Table = dict[str, Any]

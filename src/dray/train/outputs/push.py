@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from dray.contract.exit_codes import CONFIG, FAILED
 from dray.contract.findings import ConfigError, DrayError
 from dray.contract.image_tasks import Push
-from dray.train import manifest
+from dray.train.checkpoint import manifest
 
 
 def run(job: Push) -> None:

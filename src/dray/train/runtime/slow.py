@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dray.train.collectives import all_gather_json
 from dray.train.config import Config
-from dray.train.metrics import Metrics
+from dray.train.loop.metrics import Metrics
 
 _STRATEGIES = ("ddp", "zero1", "zero2")  # whose forward pass is a rank's own
 _TIMES, _WINDOWS = 1.25, 5  # so much slower than the median rank, in so many windows in a row

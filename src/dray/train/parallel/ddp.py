@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dray.train.checkpoint.shards import Reader, Shards, whole
 from dray.train.config import Config
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
-from dray.train.replicas import Replicas
-from dray.train.scaler import Scaler
-from dray.train.shards import Reader, Shards, whole
-from dray.train.strategies.base import MOMENTS, adamw, buffers
+from dray.train.parallel.base import MOMENTS, adamw, buffers
+from dray.train.parallel.replicas import Replicas
+from dray.train.parallel.scaler import Scaler
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from dray.train.kernels.entropy import cross_entropy, exact
+from dray.train.model.entropy import cross_entropy, exact
 
 _PARTS = 8
 _LARGEST, _LARGEST_COMPILED = 1 << 27, 1 << 28

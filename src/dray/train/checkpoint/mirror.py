@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from dray.contract import exit_codes, findings
 from dray.contract.files import open_regular
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.train import manifest
+from dray.train.checkpoint import manifest
 from dray.train.collectives import on_all, on_rank_0, placed
 from dray.train.data import remote
 from dray.train.errors import described, say
-from dray.train.heartbeat import BEAT_S, Moved
+from dray.train.runtime.heartbeat import BEAT_S, Moved
 
 if TYPE_CHECKING:
-    from dray.train.metrics import Metrics
+    from dray.train.loop.metrics import Metrics
 
 RETRY_S = 60.0
 _WHAT = "the mirror of the checkpoints"

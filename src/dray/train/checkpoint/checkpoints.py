@@ -22,17 +22,17 @@ from typing import Any
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.train import manifest, saved
+from dray.train.checkpoint import manifest, saved
+from dray.train.checkpoint.lease import Lease
+from dray.train.checkpoint.mirror import Mirror
+from dray.train.checkpoint.shards import Staged, Staging
 from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
-from dray.train.divergence import Watch
 from dray.train.errors import at_end, say
-from dray.train.heartbeat import BEAT_S, Moved
-from dray.train.lease import Lease
-from dray.train.metrics import Metrics
-from dray.train.mirror import Mirror
-from dray.train.shards import Staged, Staging
-from dray.train.strategies.base import Strategy
+from dray.train.loop.divergence import Watch
+from dray.train.loop.metrics import Metrics
+from dray.train.parallel.base import Strategy
+from dray.train.runtime.heartbeat import BEAT_S, Moved
 
 _NAMED = 3  # troubles of a checkpoint that is skipped
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more

@@ -10,8 +10,8 @@ import torch
 from dray.train.config import Config
 from dray.train.model import layers
 from dray.train.objectives.base import LossModule
-from dray.train.strategies.base import Strategy
-from dray.train.strategies.ddp import HALF
+from dray.train.parallel.base import Strategy
+from dray.train.parallel.ddp import HALF
 
 
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Strategy:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dray.contract.files import open_regular, open_to_others
-from dray.train import manifest
+from dray.train.checkpoint import manifest
 from dray.train.collectives import barrier
 from dray.train.config import Config
 from dray.train.errors import say

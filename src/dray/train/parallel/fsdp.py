@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dray.contract import fsdp_nodes
+from dray.train.checkpoint.shards import Shard, Shards
 from dray.train.collectives import all_gather_json
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.model.layers import layers as layers_of
 from dray.train.objectives.base import LossModule
-from dray.train.replicas import Replicas
-from dray.train.shards import Shard, Shards
-from dray.train.strategies.ddp import HALF, Ddp
+from dray.train.parallel.ddp import HALF, Ddp
+from dray.train.parallel.replicas import Replicas
 
 _GROUP = 1 << 24
 """Numbers that are gathered at once at least: 32 MB in 16 bits."""

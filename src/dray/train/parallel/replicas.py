@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dray.train.checkpoint.shards import Reader, Shards, divided, flat
 from dray.train.collectives import barrier
-from dray.train.shards import Reader, Shards, divided, flat
 
 _READERS = 64  # more would send messages to all ranks, and not read much faster from one disk
 _SENT = 1 << 28  # bytes at once

@@ -19,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.contract.unexpected import MENDED
-from dray.train import manifest, shards
+from dray.train.checkpoint import manifest, shards
+from dray.train.checkpoint.manifest import natural
+from dray.train.checkpoint.shards import MismatchError, Reader, Shard, Shards, Staged, Staging, Tensors
 from dray.train.config import Config
-from dray.train.divergence import is_state
-from dray.train.manifest import natural
-from dray.train.shards import MismatchError, Reader, Shard, Shards, Staged, Staging, Tensors
-from dray.train.strategies.base import Strategy
+from dray.train.loop.divergence import is_state
+from dray.train.parallel.base import Strategy
 
 VERSION = 3
 """The version of the manifest and its files."""

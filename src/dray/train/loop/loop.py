@@ -13,23 +13,24 @@ import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
 from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, LOAD, MODEL, STEP
-from dray.train import divergence, host
-from dray.train.checkpoint import Checkpoints, due
+from dray.train.checkpoint.checkpoints import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
-from dray.train.compiled import Compiled
 from dray.train.config import Config
 from dray.train.data.feeds import Feed
 from dray.train.data.order import indices
 from dray.train.errors import say
-from dray.train.heartbeat import heartbeat
-from dray.train.metrics import Metrics, Speed
+from dray.train.loop import divergence
+from dray.train.loop.metrics import Metrics, Speed
+from dray.train.loop.profiler import Profiler
+from dray.train.loop.schedule import learning_rate
 from dray.train.model import attention_scores
 from dray.train.objectives.base import Batch, Objective
-from dray.train.profiler import Profiler
-from dray.train.schedule import learning_rate
-from dray.train.slow import Slow
-from dray.train.stop import Stop
-from dray.train.strategies.base import Strategy
+from dray.train.parallel.base import Strategy
+from dray.train.runtime import host
+from dray.train.runtime.compiled import Compiled
+from dray.train.runtime.heartbeat import heartbeat
+from dray.train.runtime.slow import Slow
+from dray.train.runtime.stop import Stop
 
 if TYPE_CHECKING:
     from dray.train.model.analog import Analog

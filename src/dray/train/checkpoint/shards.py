@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from dray.train.checkpoint.manifest import natural
 from dray.train.errors import say
-from dray.train.manifest import natural
 
 _NAMES = {
     torch.float64: "F64",

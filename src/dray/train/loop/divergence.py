@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from dray.train.checkpoint.manifest import natural
 from dray.train.data.order import indices
-from dray.train.manifest import natural
 
 if TYPE_CHECKING:
     from dray.train.config import Config

@@ -20,13 +20,13 @@ from deepspeed.utils import (
 )
 
 from dray.contract.findings import ConfigError
+from dray.train.checkpoint.shards import Reader, Shard, Shards, divided, whole
 from dray.train.config import Config
 from dray.train.errors import message
 from dray.train.objectives.base import Batch, LossModule
-from dray.train.replicas import Replicas
-from dray.train.scaler import Scaler, refuse
-from dray.train.shards import Reader, Shard, Shards, divided, whole
-from dray.train.strategies.base import KINDS, MOMENTS, adamw, buffers
+from dray.train.parallel.base import KINDS, MOMENTS, adamw, buffers
+from dray.train.parallel.replicas import Replicas
+from dray.train.parallel.scaler import Scaler, refuse
 
 _GATHERED = 1 << 24  # numbers that are made whole at once
 Named = list[tuple[str, Any]]

@@ -18,9 +18,9 @@ from dray.contract import gpus
 from dray.contract.run_folder import METRICS, TRACKERS
 from dray.train.config import Config
 from dray.train.errors import say
+from dray.train.loop.trackers import Tracked, Trackers, require
 from dray.train.model.layers import heads
-from dray.train.strategies.base import Strategy
-from dray.train.trackers import Tracked, Trackers, require
+from dray.train.parallel.base import Strategy
 
 # transformers' names of how many experts a layer has, and how many of them a token meets.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

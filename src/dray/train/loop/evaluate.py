@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
-from dray.train import host
 from dray.train.config import Config
 from dray.train.data import datasets
 from dray.train.data.token_cache import Tokens
-from dray.train.heartbeat import heartbeat
-from dray.train.kernels.head import IGNORE_INDEX
-from dray.train.metrics import Metrics, perplexity
+from dray.train.loop.metrics import Metrics, perplexity
+from dray.train.model.head import IGNORE_INDEX
 from dray.train.objectives.base import Batch, Objective
-from dray.train.strategies.base import Strategy
+from dray.train.parallel.base import Strategy
+from dray.train.runtime import host
+from dray.train.runtime.heartbeat import heartbeat
 
 
 class Window(NamedTuple):

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from dray.contract.findings import ConfigError
+from dray.train.checkpoint.shards import Reader, Shards
 from dray.train.collectives import all_gather_json, broadcast_json
 from dray.train.config import Config
 from dray.train.objectives.base import Batch
-from dray.train.scaler import Scaler
-from dray.train.shards import Reader, Shards
+from dray.train.parallel.scaler import Scaler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weights", *MOMENTS)

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dray.contract.findings import ConfigError
-from dray.train.kernels import chunked
-from dray.train.kernels.entropy import cross_entropy, exact
+from dray.train.model import chunked
+from dray.train.model.entropy import cross_entropy, exact
 
 IGNORE_INDEX = -100
 """The label of a token that is not predicted."""

@@ -1,0 +1,1 @@
+"""Checkpoints: write, find, verify and read them, and copy them elsewhere."""

@@ -1,1 +1,0 @@
-"""Computations that replace those of transformers: head and loss."""
