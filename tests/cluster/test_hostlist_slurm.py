@@ -42,6 +42,7 @@ def _hosts(dice: random.Random) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_expand_names_what_scontrol_names_in_its_order(cluster: LocalCluster) -> None:
     dice = random.Random(1)

@@ -102,6 +102,7 @@ def test_a_job_adopts_it_on_the_way_and_a_changed_file_stops_the_next(theirs, ad
     assert ended.output.startswith(f"dray: the image was changed since it was adopted\n  where:  {SHARED} on node n1\n")
 
 
+@pytest.mark.slow
 def test_a_login_node_without_python(adopted, cluster, root: Path) -> None:
     """README's lines of slurm/dray: bash, Slurm and Apptainer alone; `adopted` has left the wheels."""
     assert cluster.exec(["bash", "-c", "command -v python3"])[0] != 0

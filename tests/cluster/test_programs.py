@@ -93,8 +93,9 @@ def test_ranks_that_train_apart_are_told(sbatch, root: Path, folder: Path) -> No
 
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param("torchrun", marks=pytest.mark.slow), "python", pytest.param("deepspeed", marks=pytest.mark.slow)],
+    ["torchrun", "python", "deepspeed"],
 )
+@pytest.mark.slow
 def test_lightning(sbatch, root: Path, folder: Path, lightning: str, launcher: str) -> None:
     """It takes itself for started by torchrun, and so puts no job back into the queue."""
     ended = sbatch(

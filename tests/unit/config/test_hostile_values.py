@@ -6,12 +6,12 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path, PurePosixPath
 from typing import get_args
 
 import pytest
 
+from command import dray
 from dray import engines
 from dray.config.image_definition import Variant
 from dray.config.site import Site
@@ -27,12 +27,6 @@ FACTS = Facts(scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptain
 ENGINES = "apptainer singularity pyxis edf podman-hpc"
 SMOKE = ROOT / "recipes" / "smoke-cpu.toml"
 NAMES = ["../x", "/tmp/x", ".", "..", ".x", "-x", "a/b", "a b", "x" * 129, "x\ntouch PWNED", "x\n", "é", "$(touch x)"]
-
-
-def dray(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
-    argv = [sys.executable, "-m", "dray", *words]
-    return subprocess.run(argv, cwd=cwd, env={**base, **env}, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

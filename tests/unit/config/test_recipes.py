@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from command import dray
 from dray import render
 from dray.config import requirements, sites
 from dray.config.load_toml import load
@@ -23,7 +23,7 @@ from dray.planning.world import divide
 from dray.runs import local
 from dray.runs import submit as queue
 from dray.runs.prepare import read_recipe
-from helpers import PYTHON, ROOT, golden
+from helpers import ROOT, golden
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 IN_AN_IMAGE = {
@@ -31,12 +31,6 @@ IN_AN_IMAGE = {
     "gpt2-wikitext-zero3-offload", "gpt2-wikitext-zero3", "opt-billions-zero3-offload", "opt125m-yelp",
 }  # fmt: skip
 SCALED = [path for path in RECIPES if path.stem != "smoke-cpu"]  # which is tiny as it is
-
-
-def dray(*words: str | Path, cwd: Path = ROOT, **given: str) -> subprocess.CompletedProcess[str]:
-    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
-    argv = [sys.executable, "-m", "dray", *words]
-    return subprocess.run(argv, cwd=cwd, env={**base, **given}, capture_output=True, text=True, check=False)
 
 
 def same(name: str, text: str) -> None:

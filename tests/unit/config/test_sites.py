@@ -6,11 +6,11 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+import command
 from dray import render
 from dray.config import sites
 from dray.config.image_definition import PLUGIN
@@ -24,7 +24,7 @@ from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import submit as queue
 from dray.runs.prepare import read_recipe
-from helpers import PYTHON, ROOT, golden
+from helpers import ROOT, golden
 
 OURS = sorted((ROOT / "slurm" / "sites").glob("*.toml"))
 TWICE = '{ name = "A", value = "1", why = "w" }'
@@ -35,16 +35,7 @@ SEEN = {
 
 
 def dray(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    given = {
-        **PYTHON,
-        "DRAY_HOME": str(root),
-        "HOME": "/nonexistent",
-        "SLURM_CLUSTER_NAME": "",
-        **env,
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "dray", *arguments], cwd=root, env=given, capture_output=True, text=True, check=False
-    )
+    return command.dray(*arguments, cwd=root, **{"DRAY_HOME": str(root), **env})
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)

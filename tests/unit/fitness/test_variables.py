@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from command import dray
 from dray.config.site import Site, SiteVariable
 from dray.contract.findings import Finding
 from dray.facts import Facts
@@ -16,7 +16,6 @@ from dray.fitness import variables
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.prepare import read_recipe
-from helpers import PYTHON
 
 
 def made(root: Path, *overrides: str, nodes: int = 2, site: Site | None = None, gpus: int = 0) -> Plan:
@@ -115,9 +114,7 @@ def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
 
 class TestPlan:
     def run(self, root: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-        given = {**PYTHON, "DRAY_HOME": str(root), "HOME": "/none", **env}
-        argv = [sys.executable, "-m", "dray", "plan", "recipes/smoke-cpu.toml", *options]
-        return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
+        return dray("plan", "recipes/smoke-cpu.toml", *options, cwd=root, **{"DRAY_HOME": str(root), **env})
 
     @pytest.mark.seconds
     def test_it_warns_with_the_fix_and_the_source(self, root: Path) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from command import dray
 from dray import process, render
 from dray.clients import builder, docker
 from dray.config.site import Site
@@ -284,10 +283,10 @@ class TestStarted:
         ("torch", "variant"),
         [
             ({"cuda": "13.0", "nccl": "2.29.7"}, "cuda"),
-            ({"cuda": "12.8"}, "cuda12"),
+            pytest.param({"cuda": "12.8"}, "cuda12", marks=pytest.mark.slow),
             ({"hip": "6.4.2", "nccl": "2.22.3"}, "rocm6"),
-            ({"hip": "7.0.51831-a3e329ad8", "nccl": "2.26.6"}, "rocm"),
-            ({"hip": "7.1.25424"}, "rocm"),
+            pytest.param({"hip": "7.0.51831-a3e329ad8", "nccl": "2.26.6"}, "rocm", marks=pytest.mark.slow),
+            pytest.param({"hip": "7.1.25424"}, "rocm", marks=pytest.mark.slow),
             ({}, "cpu"),
         ],
     )
@@ -412,10 +411,7 @@ def test_a_name_that_is_typed_wrong_is_told_before_the_queue(checkout, tmp_path,
     folder = checkout / "build" / "dray-theirs"
     folder.mkdir()
     (folder / "image.json").write_text("{}")
-    argv = [sys.executable, "-m", "dray", verb, "adopted=thers", "--", "python3", "-c", "1"]
-    done = subprocess.run(
-        argv, env={**os.environ, "DRAY_HOME": str(checkout)}, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = dray(verb, "adopted=thers", "--", "python3", "-c", "1", cwd=tmp_path, DRAY_HOME=str(checkout))
     assert done.returncode == 78
     assert done.stderr == (
         f"dray: there is no adopted image thers\n  where:  {checkout}/build\n  wanted: one of theirs\n"
@@ -431,10 +427,7 @@ def test_an_adopted_image_is_not_signed_here(checkout, tmp_path):
     folder.mkdir()
     (folder / "image.json").write_text("{}")
     (folder / "image.sif").symlink_to(theirs)
-    argv = [sys.executable, "-m", "dray", "image", "sign", "theirs"]
-    done = subprocess.run(
-        argv, env={**os.environ, "DRAY_HOME": str(checkout)}, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = dray("image", "sign", "theirs", cwd=tmp_path, DRAY_HOME=str(checkout))
     assert (done.returncode, theirs.read_bytes()) == (78, b"an image")
     assert done.stderr == (
         f"dray: an adopted image cannot be signed here: it stays as its owner made it\n  where:  {theirs}\n"

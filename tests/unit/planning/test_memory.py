@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command import dray
 from dray.planning.estimates import memory, model_shape
 from dray.runs.prepare import read_recipe
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 OPT = {
     "model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "ffn_dim": 16384,
@@ -22,12 +21,6 @@ LLAMA = {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
 }  # fmt: skip
-
-
-def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
-    argv = [sys.executable, "-m", "dray", *words]
-    return subprocess.run(argv, cwd=ROOT, env={**base, **env}, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import command
 from dray.facts import Facts
 from dray.runs.prepare import read_recipe, write
 from helpers import GOLDEN, PYTHON, golden
@@ -45,11 +46,8 @@ class Desk:
         shutil.copy(root / "recipes" / "smoke-cpu.toml", folder / "my.toml")
 
     def dray(self, *words: str, **env: str) -> Said:
-        given = {**PYTHON, "DRAY_HOME": str(self.root), "HOME": str(self.folder), **env}
-        ended = subprocess.run(
-            [sys.executable, "-m", "dray", *words],
-            cwd=self.folder, env=given, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        given = {"DRAY_HOME": str(self.root), "HOME": str(self.folder), **env}
+        ended = command.dray(*words, cwd=self.folder, **given)
         shown = [f"{name}={value}" for name, value in env.items()]
         return self.said(" ".join([*shown, "dray", *words]), ended.returncode, ended.stderr)
 

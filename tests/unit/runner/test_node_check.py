@@ -55,7 +55,15 @@ def several(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("unfit", [(1,), (0,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        pytest.param((1,), marks=pytest.mark.slow),
+        pytest.param((0,), marks=pytest.mark.slow),
+        (0, 2),
+        pytest.param((0, 1, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_all_that_are_unfit_are_named_at_once(
     several: dict[str, Any], start: Start, tmp_path: Path, unfit: tuple[int, ...]
 ) -> None:

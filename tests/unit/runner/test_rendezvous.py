@@ -116,7 +116,11 @@ def many(where: tuple[str, int]) -> Iterator[None]:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("attack", [silent, garbage, slow, wrong_secret, replay, many], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "attack",
+    [*(pytest.param(attack, marks=pytest.mark.slow) for attack in (silent, garbage, slow, replay)), wrong_secret, many],
+    ids=lambda one: one.__name__,
+)
 def test_strangers_neither_join_nor_hold_up_a_launch(
     attack: Callable[[tuple[str, int]], Iterator[None]], plan: dict[str, Any], start: Start
 ) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command import dray
 from dray.contract.findings import Finding
 from dray.facts import Facts
 from dray.runs.prepare import at_site, decide, read_recipe
 from dray.runs.store import RunPaths
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 ASKED = ("--time=08:00:00", "--cpus-per-task=8")
 
@@ -144,21 +143,16 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused_before_it_is_submitted(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
-    argv = [sys.executable, "-m", "dray", "submit", "smoke-cpu", "--dry-run", *words]
-    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": str(tmp_path)}
-    ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    ended = dray("submit", "smoke-cpu", "--dry-run", *words, cwd=tmp_path, HOME=str(tmp_path))
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, problem)
 
 
 @pytest.mark.seconds
 def test_a_recipe_of_dray_is_found_from_everywhere(tmp_path: Path) -> None:
-    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": str(tmp_path)}
     for name in ("smoke-cpu", "recipes/smoke-cpu.toml"):
-        argv = [sys.executable, "-m", "dray", "recipe", "check", name]
-        ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        ended = dray("recipe", "check", name, cwd=tmp_path, HOME=str(tmp_path))
         assert (ended.returncode, ended.stdout.startswith(f"{ROOT}/recipes/smoke-cpu.toml: good")) == (0, True)
-    argv = [sys.executable, "-m", "dray", "recipe", "check", "smoke-cpo"]
-    ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    ended = dray("recipe", "check", "smoke-cpo", cwd=tmp_path, HOME=str(tmp_path))
     assert ended.stderr.startswith(
         f"dray: recipe {ROOT}/recipes/smoke-cpo.toml does not exist\n"
         f"  fix:    did you mean `{ROOT}/recipes/smoke-cpu.toml`?"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +16,11 @@ from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+import command  # noqa: E402
 from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train.data import hub  # noqa: E402
-from helpers import PYTHON, ROOT  # noqa: E402
+from helpers import ROOT  # noqa: E402
 from hubs import Repositories, serving  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
@@ -30,9 +30,7 @@ WORDS = (f"evaluate.words.dataset={TEXT}", "evaluate.words.last_word=true", f"da
 
 
 def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
-    argv = [sys.executable, "-m", "dray", *words]
-    return subprocess.run(argv, cwd="/", env={**base, **env}, capture_output=True, text=True, check=False)
+    return command.dray(*words, cwd="/", **env)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import command
 from dray.clients import docker
 from dray.config import sites
 from dray.config.site import Site
@@ -21,7 +20,7 @@ from dray.planning.schema import Plan
 from dray.render import summary
 from dray.runs.prepare import at_site, decide, read_recipe
 from dray.runs.store import RunPaths
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 RAW = ["train.py"]
 
@@ -38,9 +37,7 @@ def planned(*argv: str, overrides: tuple[str, ...] = (), **more: object) -> Plan
 
 
 def dray(folder: Path, *words: str, **env: str) -> tuple[int, str, str]:
-    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
-    argv = [sys.executable, "-m", "dray", *words]
-    ended = subprocess.run(argv, cwd=folder, env={**base, **env}, capture_output=True, text=True, check=False)
+    ended = command.dray(*words, cwd=folder, **env)
     return ended.returncode, ended.stdout, ended.stderr
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 
+from command import dray
 from damage import RECORD
 from dray.facts import Facts
 from dray.runs.finish import finish
@@ -40,9 +41,8 @@ def paths(root: Path, tmp_path: Path) -> RunPaths:
     return paths
 
 
-def ended(paths: RunPaths, *words: str, code: int = 1, known: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", str(code), *words]
-    return subprocess.run(argv, input=known, capture_output=True, timeout=60, check=False)
+def ended(paths: RunPaths, *words: str, code: int = 1, known: bytes = b"") -> subprocess.CompletedProcess[str]:
+    return dray("finish", paths.folder, "--code", str(code), *words, stdin=known)
 
 
 RECORDS: list[tuple[dict[str, object], int]] = [
@@ -63,7 +63,7 @@ def test_a_damaged_record_is_a_warning_that_names_its_rank(
     done = ended(paths, code=7)
     result = json.loads(paths.result.read_text())
     assert (done.returncode, result["exit_code"]) == (code, code)
-    assert b"\x1b" not in done.stdout
+    assert "\x1b" not in done.stdout
     if code == 7:
         assert result["warnings"][0].startswith(f"{paths.failures}/rank-3.json cannot be read: ")
 
@@ -115,7 +115,7 @@ KNOWN = [
 @pytest.mark.parametrize("known", KNOWN, ids=[str(known[:20]) for known in KNOWN])
 def test_what_slurm_tells_may_be_anything(paths: RunPaths, known: bytes) -> None:
     done = ended(paths, "--stopped", code=143, known=known)
-    assert (done.returncode, json.loads(paths.result.read_text())["status"], done.stderr) == (143, "stopped", b"")
+    assert (done.returncode, json.loads(paths.result.read_text())["status"], done.stderr) == (143, "stopped", "")
 
 
 @pytest.mark.seconds
@@ -124,10 +124,10 @@ def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
     paths.result.mkdir()
     done = ended(paths)
     assert done.returncode == 3
-    head, _, text = done.stderr.decode().partition("\n")
+    head, _, text = done.stderr.partition("\n")
     assert head == f"dray: {paths.result} cannot be written: Is a directory. Its content is:"
     assert json.loads(text)["cause"]["why"] == "exit code 3"
-    assert done.stdout.decode().startswith("failed: rank 3 on n2: exit code 3\n")
+    assert done.stdout.startswith("failed: rank 3 on n2: exit code 3\n")
 
 
 @pytest.mark.seconds
@@ -136,7 +136,7 @@ def test_a_folder_that_is_gone(paths: RunPaths) -> None:
     shutil.rmtree(paths.run)
     done = ended(paths, code=78)
     assert done.returncode == 78
-    assert done.stdout.decode().splitlines()[:4] == [
+    assert done.stdout.splitlines()[:4] == [
         f"failed: the launch: the folder of the attempt is gone: {paths.folder}",
         f"  log: {paths.logs}",
         "  cause: the run's folder is gone",
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
                 ballast.write(b"x" * 4096)
         done = ended(paths)
         assert done.returncode == 3
-        head, _, text = done.stderr.decode().partition("\n")
+        head, _, text = done.stderr.partition("\n")
         assert head == f"dray: {paths.result} cannot be written: No space left on device. Its content is:"
         assert json.loads(text)["exit_code"] == 3
         assert [path.name for path in paths.folder.iterdir() if path.name.startswith("result")] == []
@@ -178,7 +178,7 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
         (paths.failures / "rank-3.json").write_text("")  # as where there was no room for it
         (paths.failures / "rank-3.json").unlink()
         done = ended(paths)
-        text = done.stderr.decode().partition("\n")[2] or paths.result.read_text()
+        text = done.stderr.partition("\n")[2] or paths.result.read_text()
         cause = json.loads(text)["cause"]
         assert (done.returncode, cause["code"]) == (69, 69)
         assert cause["why"] == f"the disk is full, so logs and records are incomplete: {paths.folder}"

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from command import dray
 from dray import render
 from dray.cli import model
 from dray.config import dray_home
@@ -29,7 +30,7 @@ from dray.runs.prepare import read_recipe, write
 from dray.runs.store import RunPaths, make_run_folder, of_job
 from dray.train import config
 from dray.train.checkpoint import manifest
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 from jobs import Job
 
 pytestmark = pytest.mark.hostile("runs and checkouts of others")
@@ -40,12 +41,6 @@ LOCAL = Facts(scheduler="local", nodelist="node1", nodes=1, address="127.0.0.1",
 SMOKE = ROOT / "recipes" / "smoke-cpu.toml"
 
 
-def dray(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
-    argv = [sys.executable, "-m", "dray", *words]
-    return subprocess.run(argv, cwd=cwd, env={**base, **env}, capture_output=True, text=True, check=False)
-
-
 def modes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): stat.filemode(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
 
@@ -54,13 +49,9 @@ class TestFolders:
     """In processes with a umask of their own."""
 
     def run(self, tmp_path: Path, umask: int, *words: str) -> dict[str, str]:
-        argv = [sys.executable, "-m", "dray", "run", *words, "--run=mine", "launcher=python", "--", "touch", "made"]
-        env = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
         (tmp_path / "kept").mkdir(exist_ok=True)
-        ended = subprocess.run(
-            argv, cwd=tmp_path / "kept", env={**env, "DRAY_RUNS": str(tmp_path / "runs")}, umask=umask,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        words = ("run", *words, "--run=mine", "launcher=python", "--", "touch", "made")
+        ended = dray(*words, cwd=tmp_path / "kept", umask=umask, DRAY_RUNS=str(tmp_path / "runs"))
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return modes(tmp_path / "runs" / "mine")
 

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import subprocess
-import sys
 import tarfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import command
 from capsules import NODE, begun, nodes, steps
 from dray.cli import replay as cli
 from dray.contract.findings import ConfigError
@@ -23,16 +23,14 @@ from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe
 from dray.runs.store import RunPaths
 from dray.runs.store import plan_of as read
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 LOSSES = (2.0, 1.5)
 IDENTICAL = "losses are identical to the last bit in 3 steps"
 
 
 def dray(*words: str | Path, runs: Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "dray", *words]
-    env = {**PYTHON, "HOME": "/home/me", "DRAY_RUNS": str(runs), "NO_COLOR": "1"}
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return command.dray(*words, HOME="/home/me", DRAY_RUNS=str(runs), NO_COLOR="1")
 
 
 def verb(*words: str | Path, code: int = 0) -> str:

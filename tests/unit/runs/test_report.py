@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 import browser
+import command
 from damage import RECORD
 from dray.contract.findings import ConfigError, duration
 from dray.facts import Facts
@@ -340,8 +341,7 @@ def test_the_numbers_of_several_curves_stand_beside_one_another() -> None:
 
 
 def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "dray", "report", *words]
-    return subprocess.run(argv, cwd=cwd, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
+    return command.dray("report", *words, cwd=cwd)
 
 
 @pytest.mark.seconds

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import command
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
@@ -57,9 +58,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def dray(*words: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "dray", "why", *words]
-    env = {**PYTHON, "HOME": "/home/me", **env}
-    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return command.dray("why", *words, cwd=cwd, **{"HOME": "/home/me", **env})
 
 
 def page(run: Path) -> list[str]:
