@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 import stores
 from dray.contract.findings import DrayError
-from dray.train.data import builders, datasets, resolve, sources, tokenizer
+from dray.train.data import builders, datasets, formats, resolve, tokenizer
 from trainings import config
 
 # datasets leaves files of parquet to the garbage collector.
@@ -84,9 +84,9 @@ KWARGS = {"csv": {"sep": ";"}, "sql": {"sql": "SELECT text FROM documents ORDER 
 
 
 def read(name: str, column: str = "text", **kwargs: dict) -> list[str]:
-    reading = sources.Reading(column, config_kwargs=json.dumps(kwargs))
+    reading = formats.Reading(column, config_kwargs=json.dumps(kwargs))
     pieces = resolve.dataset(name, "train").pieces(reading)
-    return [text for piece in pieces for text in sources.documents(piece, reading)]
+    return [text for piece in pieces for text in formats.documents(piece, reading)]
 
 
 def refused(name: str, column: str = "text", **kwargs: dict) -> str:

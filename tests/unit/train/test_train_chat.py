@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models  # noqa: E402
 
 from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train import objectives  # noqa: E402
-from dray.train.data import chat, sources, tokenizer  # noqa: E402
+from dray.train.data import chat, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import LAST_WORD, end_token  # noqa: E402
 from dray.train.data.token_cache import IDS, LABEL, LAST, Tokens  # noqa: E402
 from dray.train.loop.evaluate import Window, _documents, windows_of  # noqa: E402
@@ -121,8 +121,8 @@ def test_what_is_no_conversation_is_refused(row: object) -> None:
 
 def test_questions_and_answers_may_be_two_columns(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a\nWho?,I.\nWhy?,\n")
-    (piece,) = sources.pieces((str(tmp_path / "a.csv"),))
-    (found,) = sources.documents(piece, sources.Reading("q", chats=True, answer="a"))
+    (piece,) = resolve.of_files((str(tmp_path / "a.csv"),)).pieces(formats.Reading("q"))
+    (found,) = formats.documents(piece, formats.Reading("q", chats=True, answer="a"))
     assert [said["content"] for said in json.loads(found)] == ["Who?", "I."]
 
 

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
 from dray.train.checkpoint import manifest, saved  # noqa: E402
-from dray.train.data import arrow, corpus, datasets, encoding, files, resolve, sources, tokenizer  # noqa: E402
+from dray.train.data import arrow, corpus, datasets, encoding, files, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.stream import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -89,13 +89,13 @@ def written(folder: Path, kind: str) -> Path:
     return path
 
 
+READING = formats.Reading("text")
 KINDS = ("txt", *COMPRESSED, "jsonl", "json", "csv", "tsv", "parquet", "arrow", "arrow-stream")
 
 
-def read(path: Path, piece_size: int = 1 << 24) -> list[str]:
-    return [
-        text for piece in sources.pieces((str(path),)) for text in sources.documents(piece, sources.Reading("text"))
-    ]
+def read(path: Path) -> list[str]:
+    pieces = resolve.pieces(resolve.of_files((str(path),)), READING)
+    return [text for piece in pieces for text in formats.documents(piece, READING)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,20 +148,20 @@ def test_few_rows_are_objects_at_a_time(tmp_path: Path, kind: str, only: tuple |
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000, 1 << 20])
 def test_a_file_cut_anywhere_gives_each_line_once(tmp_path: Path, size: int, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "_PIECE", size)
+    monkeypatch.setattr(resolve, "_PIECE", size)
     assert read(written(tmp_path, "jsonl")) == TEXTS
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow", "txt.gz"])
 @pytest.mark.parametrize(("split", "rows"), [("", slice(0, 300)), (":train[75:205]", slice(75, 205))])
 def test_pieces_for_many_readers_have_each_row_once(tmp_path: Path, kind: str, split: str, rows: slice, monkeypatch):
-    monkeypatch.setattr(sources, "_PIECE", 5000)
-    monkeypatch.setattr(sources, "_LEAST", 100)
-    reading, named = sources.Reading("text"), resolve.dataset(f"{written(tmp_path, kind)}{split}", "train")
+    monkeypatch.setattr(resolve, "_PIECE", 5000)
+    monkeypatch.setattr(resolve, "_LEAST", 100)
+    reading, named = READING, resolve.dataset(f"{written(tmp_path, kind)}{split}", "train")
     counts = []
     for readers in (1, 2, 7, 40, 1000):
         pieces = resolve.pieces(named, reading, readers)
-        assert [text for piece in pieces for text in sources.documents(piece, reading)] == TEXTS[rows]
+        assert [text for piece in pieces for text in formats.documents(piece, reading)] == TEXTS[rows]
         counts.append(len(pieces))
     # A slice's first and last piece of lines stay whole; pyarrow finds any row.
     least = {"jsonl": 1 if split else 40, "parquet": 40, "arrow": 40}.get(kind, 1)
@@ -378,8 +378,8 @@ class TestStream:
     def stream(self, folder: Path, kind: str, shards: int = 8) -> Stream:
         path = folder / f"my texts.{kind}"
         named = resolve.of_files((str(path if path.exists() else written(folder, kind)),))
-        pieces = resolve.pieces(named, sources.Reading("text"), shards)
-        return Stream(pieces, sources.Reading("text"), self.encode, shards=shards, length=16, seed=3)
+        pieces = resolve.pieces(named, READING, shards)
+        return Stream(pieces, READING, self.encode, shards=shards, length=16, seed=3)
 
     @staticmethod
     def encode(documents: list[str]) -> list[int]:
@@ -388,7 +388,7 @@ class TestStream:
     @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
     @pytest.mark.parametrize("shards", [1, 3, 8])
     def test_each_document_comes_once_in_an_epoch(self, tmp_path: Path, kind: str, shards: int, monkeypatch) -> None:
-        monkeypatch.setattr(sources, "_PIECE", 1000)
+        monkeypatch.setattr(resolve, "_PIECE", 1000)
         stream = self.stream(tmp_path, kind, shards)
         seen: Counter[int] = Counter()
         for number in range(shards):
@@ -401,15 +401,15 @@ class TestStream:
 
     @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "arrow"])
     def test_shards_of_one_file_do_not_each_read_all_of_it(self, tmp_path: Path, kind: str, monkeypatch) -> None:
-        monkeypatch.setattr(sources, "_LEAST", 100)
-        made, rows = [], sources._rows
+        monkeypatch.setattr(resolve, "_LEAST", 100)
+        made, rows = [], formats._rows
 
         def counted(*arguments):
             for row in rows(*arguments):
                 made.append(row)
                 yield row
 
-        monkeypatch.setattr(sources, "_rows", counted)
+        monkeypatch.setattr(formats, "_rows", counted)
         stream = self.stream(tmp_path, kind, 32)
         for number in range(32):
             shard = stream._shard(number)
@@ -420,7 +420,7 @@ class TestStream:
 
     @pytest.mark.parametrize("ranks", [1, 2, 4])
     def test_the_samples_are_the_same_on_any_ranks_and_after_a_resume_on_others(self, tmp_path, ranks, monkeypatch):
-        monkeypatch.setattr(sources, "_PIECE", 1000)
+        monkeypatch.setattr(resolve, "_PIECE", 1000)
         whole = self.stream(tmp_path, "jsonl")
         wanted = whole.rows(range(8 * 40))
         share = 8 // ranks

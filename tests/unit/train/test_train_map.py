@@ -22,7 +22,7 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from dray.train.config import Config  # noqa: E402
-from dray.train.data import datasets, sources, tokenizer  # noqa: E402
+from dray.train.data import datasets, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.datasets import Datasets  # noqa: E402
 from dray.train.data.mapping import Map  # noqa: E402
 from dray.train.data.token_cache import Tokens  # noqa: E402
@@ -78,8 +78,10 @@ def rows(folder: Path, kind: str) -> Path:
 
 
 def documents(path: Path, source: str = CLEAN, column: str = "text", **more: object) -> list[str]:
-    reading = sources.Reading(column, map=Map(f"prep.py:clean\n{source}"), **more)
-    return [text for piece in sources.pieces((str(path),)) for text in sources.documents(piece, reading)]
+    reading = formats.Reading(column, map=Map(f"prep.py:clean\n{source}"), **more)
+    return [
+        text for piece in resolve.of_files((str(path),)).pieces(reading) for text in formats.documents(piece, reading)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "tsv", "parquet", "arrow"])
@@ -92,10 +94,10 @@ def test_a_line_is_a_row_with_a_text(tmp_path: Path) -> None:
     path.write_text("one\n\ntwo\n")
     back = "def clean(row):\n    return {**row, 'text': row['text'][::-1]}\n"
     assert documents(path, back) == ["eno", "owt"]
-    (builtin,) = sources.pieces(("builtin",))
-    reading = sources.Reading("text", map=Map(f"prep.py:clean\n{back}"))
-    plain = [*sources.documents(builtin, sources.Reading("text"))]
-    assert [text[::-1] for text in sources.documents(builtin, reading)] == plain
+    (builtin,) = resolve.of_files(("builtin",)).pieces(formats.Reading("text"))
+    reading = formats.Reading("text", map=Map(f"prep.py:clean\n{back}"))
+    plain = [*formats.documents(builtin, formats.Reading("text"))]
+    assert [text[::-1] for text in formats.documents(builtin, reading)] == plain
 
 
 def test_what_it_returns_may_be_a_conversation_or_a_question_with_its_answer(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_its_mistakes_are_told_with_function_row_and_file(tmp_path: Path, source
 
 def test_the_row_is_counted_in_its_part_of_the_file(tmp_path: Path, monkeypatch) -> None:
     fails = "def clean(row):\n    assert int(row['id']) != 17\n    return {'text': row['body']}\n"
-    monkeypatch.setattr(sources, "_PIECE", 100)
+    monkeypatch.setattr(resolve, "_PIECE", 100)
     for kind, place in (("parquet", "row 4 of row group 2 of "), ("jsonl", "row 1 of "), ("csv", "row 18 of ")):
         path = rows(tmp_path, kind)
         with pytest.raises(ConfigError) as refused:

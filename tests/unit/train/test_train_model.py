@@ -393,15 +393,15 @@ def test_a_step_that_fp16_leaves_out_changes_nothing(tmp_path: Path) -> None:
 
 FETCH = """
 import sys
-from dray.train.data import hub, resolve, sources
+from dray.train.data import formats, hub, resolve
 from dray.train.errors import guarded
 def fetch(kind, name):
     if kind == "model":
         print(hub.model(name, "main", weights=True, code=False))
         return
-    reading = sources.Reading("text")
+    reading = formats.Reading("text")
     pieces = resolve.dataset(name, "train").pieces(reading)
-    print([text for piece in pieces for text in sources.documents(piece, reading)])
+    print([text for piece in pieces for text in formats.documents(piece, reading)])
 guarded(fetch, *sys.argv[1:])
 """
 

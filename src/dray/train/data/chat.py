@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from dray.contract.findings import ConfigError
 from dray.train import errors
-from dray.train.data import files
 from dray.train.data.encoding import Encode
 from dray.train.data.token_cache import LABEL, LAST
 
@@ -40,7 +39,7 @@ def conversation(row: object, path: str, column: str) -> str:
     """The messages of a row, as a document; empty where no assistant says a thing."""
     if isinstance(row, str) and row.lstrip().startswith("["):
         with suppress(ValueError):
-            row = files.parsed(row)
+            row = json.loads(row)
     if not isinstance(row, list) or not all(isinstance(message, dict) for message in row):
         _refuse(path, column, f"{type(row).__name__}: {str(row)[:60]}")
     messages = [{**message, **_standard(message)} for message in row]

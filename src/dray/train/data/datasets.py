@@ -16,14 +16,14 @@ from dray.contract.files import open_to_others
 from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
-from dray.train.data import packing, resolve, sources
+from dray.train.data import formats, packing, resolve
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
 from dray.train.data.feeds import Feed, Mapped, Mixed
+from dray.train.data.formats import Reading
 from dray.train.data.mapping import Map
 from dray.train.data.order import Order
 from dray.train.data.packing import Packed, packed
 from dray.train.data.resolve import Dataset
-from dray.train.data.sources import Reading
 from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens, cached, fingerprint, is_own
 from dray.train.errors import say
@@ -228,7 +228,7 @@ def tokenized(
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
             for piece in dataset.pieces(reading):
-                yield from sources.documents(piece, reading)
+                yield from formats.documents(piece, reading)
             if reading.map:
                 say(reading.map.told)
         finally:

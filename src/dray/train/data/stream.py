@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dray.contract.findings import ConfigError
-from dray.train.data import sources
+from dray.train.data import formats
+from dray.train.data.formats import Piece, Reading
 from dray.train.data.order import permuted
-from dray.train.data.sources import Piece, Reading
 
 _AT_ONCE = 16  # documents
 _EMPTY = 20  # epochs without a document
@@ -99,7 +99,7 @@ class Stream:
         """The rest of a part, numbered over all epochs: each epoch has all parts in another order."""
         epoch, place = divmod(part, self.parts)
         number, share = divmod(permuted(place, self.parts, self.seed + epoch), self.sharers)
-        own = islice(sources.documents(self.pieces[number], self.reading), share, None, self.sharers)
+        own = islice(formats.documents(self.pieces[number], self.reading), share, None, self.sharers)
         return islice(own, taken, None)
 
     def rows(self, samples: range) -> NDArray[np.int64]:
