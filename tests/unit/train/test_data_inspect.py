@@ -79,9 +79,9 @@ def test_a_mix_is_told_with_its_shares(tmp_path: Path, lines: Path) -> None:
         "steps 20",
         "global size 8",
         "sequence length 32",
-        "share 0.706",
+        "share 0.7063",
         "samples read 113",
-        "epochs 4.71",
+        "epochs 4.708",
     } <= set(figures(text))
 
 

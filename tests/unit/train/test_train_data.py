@@ -390,7 +390,7 @@ class TestStream:
         stream = self.stream(tmp_path, kind, shards)
         seen: Counter[int] = Counter()
         for number in range(shards):
-            shard = stream._shard(number)
+            shard = stream.shard(number)
             row = []
             while shard.part < stream.parts:
                 row += shard.take(1).tolist()
@@ -410,7 +410,7 @@ class TestStream:
         monkeypatch.setattr(sources, "_rows", counted)
         stream = self.stream(tmp_path, kind, 32)
         for number in range(32):
-            shard = stream._shard(number)
+            shard = stream.shard(number)
             while shard.part < stream.parts:
                 shard.take(1)
         # Each has begun another part too; no row was read to count them; txt has a blank line between two documents.
@@ -451,7 +451,7 @@ class TestStream:
     def test_stream_shards_are_tokenized_at_the_same_time_and_give_the_same_rows(self, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
         one_by_one = self.stream(tmp_path, "jsonl", 3)
-        wanted = [one_by_one._shard(number).take(16) for number in (0, 1, 2, 0, 1)]
+        wanted = [one_by_one.shard(number).take(16) for number in (0, 1, 2, 0, 1)]
         begun = threading.Barrier(3)
         stream = self.stream(tmp_path, "jsonl", 3)
         # Each shard's first documents give both of its samples.

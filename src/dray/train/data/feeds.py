@@ -180,16 +180,19 @@ class Stream:
             places.setdefault(sample % self.count, []).append(place)
         tokens = np.empty((len(samples), self.length), np.int64)
 
-        def take(number: int) -> None:
-            for place in places[number]:
-                tokens[place] = self._shards[number].take(self.length)
+        def take(shard: Shard, places: list[int]) -> None:
+            for place in places:
+                tokens[place] = shard.take(self.length)
 
-        for number in places:
-            if number not in self._shards:
-                self._shards[number] = Shard(number, self, self._states.get(number))
-        for _ in self._threads.map(take, places):
+        for _ in self._threads.map(take, map(self.shard, places), places.values()):
             pass  # an error of a thread is raised here
         return tokens
+
+    def shard(self, number: int) -> Shard:
+        """The shard, which begins or resumes when it is first needed."""
+        if number not in self._shards:
+            self._shards[number] = Shard(number, self, self._states.get(number))
+        return self._shards[number]
 
     def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
         return {"data.train": [*samples]}
