@@ -48,25 +48,25 @@ class Tokens:
     ids: NDArray[np.integer]
     starts: NDArray[np.uint64]
     content: str = field(default="", kw_only=True)
-    """SHA-256 of the whole files that these are of."""
+    """SHA-256 of the files in the cache, also where these tokens are a part."""
 
     @property
     def total(self) -> int:
-        """How many they are."""
+        """The number of tokens."""
         return len(self.ids)
 
     def part(self, first: int, last: int) -> Tokens:
-        """Some of the documents."""
+        """The documents from `first` to before `last`."""
         begin, end = int(self.starts[first]), int(self.starts[last])
         starts = self.starts[first : last + 1] - self.starts[first]
         return Tokens(self.ids[begin:end], starts, content=self.content)
 
     def short(self, most: int) -> Tokens:
-        """At most this many of the tokens; 0 is all."""
+        """The first `most` tokens; 0 is all of them."""
         return Tokens(self.ids[:most], self.starts, content=self.content) if most else self
 
     def slice(self, start: int, length: int) -> NDArray[np.int64]:
-        """`length` tokens from there on; after the last comes the first."""
+        """`length` tokens from `start` on; the first token follows the last."""
         ids = self.ids[start : start + length]
         while len(ids) < length:
             ids = np.concatenate([ids, self.ids[: length - len(ids)]])
