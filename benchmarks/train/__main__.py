@@ -285,7 +285,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
 from transformers import PreTrainedTokenizerFast
 from dray.train.data import datasets, formats, resolve
-from dray.train.data.stream import Stream
+from dray.train.data.feeds import Stream
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 encode = datasets.PLAIN.encoder(tokenizer, datasets.end_token(tokenizer))
 reading = formats.Reading("text")

@@ -14,8 +14,6 @@ class Source:
     column: str
     map: str
     weight: float
-    repeat: int
-    until: int
 
 
 @dataclass(frozen=True, kw_only=True)

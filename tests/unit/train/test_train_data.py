@@ -26,9 +26,9 @@ import pyarrow.parquet as pq  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
 from dray.train.checkpoint import manifest, saved  # noqa: E402
-from dray.train.data import arrow, corpus, datasets, encoding, files, formats, resolve, tokenizer  # noqa: E402
+from dray.train.data import arrow, corpus, datasets, files, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
-from dray.train.data.stream import Stream  # noqa: E402
+from dray.train.data.feeds import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
 from trainings import config  # noqa: E402
 
@@ -193,9 +193,8 @@ def test_any_text_survives_the_tokenizer(tmp_path: Path, text: str) -> None:
     assert tokens.decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "words", "template"])
+@pytest.mark.parametrize("kind", ["bytes", "words", "template"])
 def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) -> None:
-    """Where texts are encoded together, that is the same; where it would not be, they are not."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -214,7 +213,6 @@ def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) ->
     row = PLAIN.encoder(tokens, end_token(tokens))(TEXTS)
     each = [tokens(text)["input_ids"] for text in TEXTS]
     assert row == [token for ids in each for token in (ids if ids[-1] == end else [*ids, end])]
-    assert encoding._joins(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
 
 
 def test_a_tokenizer_that_was_saved_with_lengths_cuts_and_pads_nothing(tmp_path: Path) -> None:
@@ -392,7 +390,7 @@ class TestStream:
         stream = self.stream(tmp_path, kind, shards)
         seen: Counter[int] = Counter()
         for number in range(shards):
-            shard = stream._shard(number)
+            shard = stream.shard(number)
             row = []
             while shard.part < stream.parts:
                 row += shard.take(1).tolist()
@@ -412,7 +410,7 @@ class TestStream:
         monkeypatch.setattr(formats, "_rows", counted)
         stream = self.stream(tmp_path, kind, 32)
         for number in range(32):
-            shard = stream._shard(number)
+            shard = stream.shard(number)
             while shard.part < stream.parts:
                 shard.take(1)
         # Each has begun another part too; no row was read to count them; txt has a blank line between two documents.
@@ -453,7 +451,7 @@ class TestStream:
     def test_stream_shards_are_tokenized_at_the_same_time_and_give_the_same_rows(self, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
         one_by_one = self.stream(tmp_path, "jsonl", 3)
-        wanted = [one_by_one._shard(number).take(16) for number in (0, 1, 2, 0, 1)]
+        wanted = [one_by_one.shard(number).take(16) for number in (0, 1, 2, 0, 1)]
         begun = threading.Barrier(3)
         stream = self.stream(tmp_path, "jsonl", 3)
         # Each shard's first documents give both of its samples.

@@ -220,14 +220,14 @@ ROW = "row 1 of FILE"
          "  found:  KeyError: 'gone'\n  fix:    correct prep.py, then check it: dray data inspect RECIPE"),
         ("import sys\n\ndef clean(row):\n    sys.exit('no')\n", "clean of prep.py failed\n  where:  prep.py:4\n"),
         ("import nowhere.at_all\ndef clean(row):\n    return row\n",
-         "prep.py cannot be imported\n  where:  prep.py:1\n  wanted: a file that imports only what the image has\n"
+         f"clean of prep.py failed\n  where:  prep.py:1\n  wanted: None, a dict or a list of dicts for {ROW}\n"
          "  found:  ModuleNotFoundError: No module named 'nowhere'"),
-        ("def clean(row):\n    return row\nraise SystemExit(3)\n", "prep.py cannot be imported\n  where:  prep.py:3\n"),
-        ("def clean(row):\n    return row\ndel clean\n", "prep.py cannot be imported\n"),
+        ("def clean(row):\n    return row\nraise SystemExit(3)\n", "clean of prep.py failed\n  where:  prep.py:3\n"),
+        ("def clean(row):\n    return row\ndel clean\n", "clean of prep.py failed\n"),
         ("def clean(row):\n    return row['body']\n",
          f"clean of prep.py did not return rows\n  where:  {ROW}\n"
          "  wanted: None, a dict or a list of dicts\n  found:  str: line  00"),
-        ("def clean(row):\n    return [row, 1]\n", "found:  int in a list: 1\n"),
+        ("def clean(row):\n    return [row, 1]\n", "found:  list: [{'id': 0"),
         ("def clean(row):\n    yield row\n", "found:  generator: <generator object clean at"),
         ("def clean(row):\n    return {'txt': 'x'}\n",
          f"there is no column 'text'\n  wanted: text in what clean of prep.py returned for {ROW}\n  found:  txt\n"),
@@ -350,4 +350,4 @@ def test_the_page_s_example_does_what_it_says() -> None:
         for answer in ("4", "four")
     ]
     assert function({**row, "score": 1}, "row 2") == []
-    assert function.told == "ask of prep.py: 2 rows read, 1 dropped, 1 added"
+    assert function.summary == "ask of prep.py: 2 rows read, 1 dropped, 1 added"

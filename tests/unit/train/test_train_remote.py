@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import stores
 from dray.contract.findings import DrayError
 from dray.train.data import formats, remote, resolve
-from dray.train.data.stream import Stream
+from dray.train.data.feeds import Stream
 
 pytestmark = pytest.mark.torch
 

@@ -12,20 +12,18 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from dray.contract import node
-from dray.contract.files import open_to_others
 from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
-from dray.train.data import formats, packing, resolve
+from dray.train.data import formats, resolve
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
-from dray.train.data.feeds import Feed, Mapped, Mixed
+from dray.train.data.feeds import Feed, Mapped, Mixed, Stream
 from dray.train.data.formats import Reading
 from dray.train.data.mapping import Map
 from dray.train.data.order import Order
 from dray.train.data.packing import Packed, packed
 from dray.train.data.resolve import Dataset
-from dray.train.data.stream import Stream
-from dray.train.data.token_cache import Tokens, cached, fingerprint, is_own
+from dray.train.data.token_cache import Tokens, cached, fingerprint
 from dray.train.errors import say
 from dray.train.recipe import Source
 
@@ -73,8 +71,7 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
         for name, one in data.mix.items():
             tokens = _split(_source(config, tokenizer, one), data.validation_split_percentage)[0]
             feeds[name] = _mapped(config, tokenizer, f"mix.{name}", one.dataset, tokens)
-        feed = Mixed(data.mix, feeds, step=config.global_size, seed=config.train.seed)
-        _require_samples(config, feed)
+        feed = Mixed(data.mix, feeds, seed=config.train.seed)
     else:
         training = _read(config, tokenizer, data.train, "train")
         if not data.validation:
@@ -94,7 +91,7 @@ def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, datas
     length = config.data.sequence_length
     tokens = _samples(config, tokenizer, tokens, config.data.max_train_samples)
     if isinstance(tokens, Packed):
-        say(f"packing {tokens.strategy} of the {name} dataset: {packing.told(tokens.counts(), tokens.total)}")
+        say(f"packing {tokens.strategy} of the {name} dataset: {tokens.summary()}")
     return Mapped(_enough(name, dataset, tokens, length), Order(tokens.total, length, config.train.seed))
 
 
@@ -104,19 +101,6 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerFast, tokens: Tokens,
     if data.packing != "wrapped":
         tokens = packed(tokens, data.sequence_length, data.packing, tokenizer.pad_token_id)
     return tokens.short(most * data.sequence_length)
-
-
-def _require_samples(config: Config, feed: Mixed) -> None:
-    """Refuse a run that would go on after the last source of its mix has ended."""
-    wanted, found = config.steps * config.global_size, feed.mix.end
-    if wanted > found:
-        ends = (f"{name} ends after {end:,}" for name, end in zip(feed.sources, feed.mix.ends, strict=True))
-        raise ConfigError(
-            "the mix ends before the run does",
-            wanted=f"{wanted:,} samples: {config.steps} steps (train.steps) of {config.global_size}",
-            found=f"{found:,} samples; {', '.join(ends)}",
-            fix=f"train.steps={found // config.global_size}, or remove repeat and until from a source",
-        )
 
 
 def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tokens]:
@@ -157,9 +141,7 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
         encoding, reading = LAST_WORD if one.last_word else PLAIN, plain
     function = Map(one.map) if one.map else None
     reading = replace(reading, column=one.column or reading.column, map=function)
-    found = tokenized(
-        resolve.dataset(one.dataset, "test"), reading, tokenizer, encoding, cache=_cache(config), scratch=config.scratch
-    )
+    found = tokenized(resolve.dataset(one.dataset, "test"), reading, tokenizer, encoding, cache=_cache(config))
     if one.max_samples and one.last_word:
         found = found.part(0, min(one.max_samples, len(found.starts) - 1))
     elif one.stride:  # its windows overlap, and read over the ends of documents
@@ -179,7 +161,7 @@ def _read(
     encoding, reading = _of_objective(config)
     reading = replace(reading, column=column or reading.column, map=Map(function) if function else reading.map)
     named = resolve.dataset(name, split)
-    return tokenized(named, reading, tokenizer, encoding, cache=_cache(config), scratch=config.scratch)
+    return tokenized(named, reading, tokenizer, encoding, cache=_cache(config))
 
 
 def _of_objective(config: Config) -> tuple[Encoding, Reading]:
@@ -196,17 +178,7 @@ def _of_objective(config: Config) -> tuple[Encoding, Reading]:
 
 
 def _cache(config: Config) -> Path:
-    """Where tokens stay; the attempt's own folder where another user has taken their usual name in /tmp."""
-    shared, own = Path(f"{node.TOKENS}{os.getuid()}"), Path(config.scratch, "tokens")
-    if config.data.cache_dir or not is_own(config.scratch):
-        return Path(config.data.cache_dir or shared)
-    with suppress(FileExistsError):
-        shared.mkdir(mode=0o700)
-    trouble = open_to_others(shared, folder=True)
-    if not trouble:
-        return shared
-    say(f"{shared} is not used: {trouble}. This attempt writes its tokens to {own}; set data.cache_dir to keep them")
-    return own
+    return Path(config.data.cache_dir or f"{node.TOKENS}{os.getuid()}")
 
 
 def tokenized(
@@ -216,7 +188,6 @@ def tokenized(
     encoding: Encoding = PLAIN,
     *,
     cache: Path,
-    scratch: str = "",
 ) -> Tokens:
     """The dataset as tokens on this node's disk; tokenize it if the cache does not have them."""
 
@@ -230,7 +201,7 @@ def tokenized(
             for piece in dataset.pieces(reading):
                 yield from formats.documents(piece, reading)
             if reading.map:
-                say(reading.map.told)
+                say(reading.map.summary)
         finally:
             os.sched_setaffinity(0, own)
 
@@ -253,7 +224,6 @@ def tokenized(
         vocabulary=len(tokenizer),
         marked=not plain,
         dataset=_told(dataset.files),
-        scratch=scratch,
     )
 
 

@@ -187,8 +187,6 @@ class Loop:
         config, scaler, first = self.config, self.strategy.scaler, self._logged + 1
         if all(map(self.checkpoints.watch.leaves_out, range(first, taken + 1))):
             return
-        # Before the host waits for the device, which computes meanwhile.
-        shares = self.feed.shares(range(self._logged * config.global_size, taken * config.global_size))
         loss, last, own = self._check(taken, norm)
         self._logged = taken
         self._lines += 1
@@ -196,8 +194,6 @@ class Loop:
             heartbeat.enter(STEP)
         self._sums.zero_()
         fields = self.speed.measured(taken)
-        if shares:
-            fields["shares"] = shares
         if nodes := self.slow.nodes(own):
             fields["node_s"] = nodes
         if scaler:
