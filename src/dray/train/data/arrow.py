@@ -17,16 +17,12 @@ _ROWS = 1024
 """Rows that are Python's objects at a time: a stream has a file open for each of many shards."""
 
 
-def row_groups(path: str) -> list[int]:
-    """The number of rows of each row group of a parquet file."""
-    with files.readable(path), _damaged():
-        return _sizes(pq.ParquetFile(_file(path)))
-
-
-def count(path: str) -> int:
-    """The number of rows of an Arrow file; a file on a disk is mapped, not read."""
+def group_sizes(path: str) -> list[int]:
+    """The number of rows of each row group of a parquet file, or of each batch of an Arrow file."""
     with _damaged():
-        return int(_table(path).num_rows)
+        if dataset_name.ending(path) == ".parquet":
+            return _sizes(pq.ParquetFile(_file(path)))
+        return [len(batch) for batch in _table(path).to_batches()]
 
 
 def rows(path: str, columns: list[str] | None, only: tuple[int, int] | None) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,7 @@ It runs no code of a dataset's, asks no hub, keeps nothing in a cache, and loses
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,8 +16,8 @@ from dray.train.errors import described
 _TAR_ENDS = 1024  # bytes of zeros
 
 
-def rows(builder: str, path: str, column: str | None, options: str) -> Iterator[Any]:
-    """The column's cells, or whole rows; `options` are load_dataset's options for that builder, as JSON."""
+def rows(builder: str, path: str, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows; `options` are load_dataset's for that builder."""
     number = 0
     if builder == "webdataset" and path.lower().endswith(".tar"):
         _require_whole_tar(path)
@@ -26,12 +25,10 @@ def rows(builder: str, path: str, column: str | None, options: str) -> Iterator[
         with TemporaryDirectory(prefix="dray-datasets-") as cache:
             dataset = _library().load_dataset(
                 builder, data_files={"train": [path]}, split="train", streaming=True, cache_dir=cache,
-                **json.loads(options),
+                **options,
             )  # fmt: skip
             for row in dataset:
-                if column is not None and column not in row:
-                    files.no_column(path, column, [*row])
-                yield row if column is None else row[column]
+                yield row
                 number += 1
     except (DrayError, OSError, EOFError):
         raise

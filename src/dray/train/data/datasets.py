@@ -167,13 +167,9 @@ def _read(
 def _of_objective(config: Config) -> tuple[Encoding, Reading]:
     data, objective = config.data, objectives.named(config.train.objective)
     chats = objective.conversations
+    function = Map(data.map) if data.map else None
     return objective.encoding, Reading(
-        data.column,
-        data.min_characters,
-        chats,
-        data.answer_column,
-        Map(data.map) if data.map else None,
-        json.dumps(data.config_kwargs, sort_keys=True),
+        data.column, data.min_characters, chats, data.answer_column, function, data.config_kwargs
     )
 
 
@@ -210,7 +206,7 @@ def tokenized(
         cache,
         fingerprint(
             *dataset.identity,
-            *(options for builder in dataset.builders if (options := reading.options(builder)) != "{}"),
+            *(json.dumps(reading.config_kwargs.get(builder), sort_keys=True) for builder in sorted(dataset.builders)),
             reading.column,
             reading.least,
             tokenizer.backend_tokenizer.to_str(),

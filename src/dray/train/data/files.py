@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
 from dray.contract.dataset_name import BUILDERS, BUILTIN, ENDINGS, ending
-from dray.contract.findings import ConfigError, listed, nearest
+from dray.contract.findings import ConfigError, listed
 from dray.train.data import remote
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -24,7 +24,7 @@ LINES, ARROW = (".txt", ".text", ".md", ".jsonl", ".ndjson"), (".parquet", ".arr
 _KNOWN = (*LINES, ".json", ".csv", ".tsv", *ARROW)
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
-Identity = tuple[tuple[object, ...], ...]
+Identity = tuple[tuple[Any, ...], ...]
 """Files, each with what tells one version of it from another: a time, or a URL's size and tag."""
 
 
@@ -96,12 +96,11 @@ def readable(path: str) -> Iterator[None]:
             "the dataset is not UTF-8", where=path, found=error, fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'"
         ) from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        number = getattr(error, "errno", None)
         raise ConfigError(
             "the dataset cannot be read",
             wanted=f"a whole {ending(path).removeprefix('.') or 'text'} file at {path}",
             found=getattr(error, "strerror", None) or str(error).partition("\n")[0],
-            fix="check [data] in the recipe" if number else "fetch or write that file again",
+            fix="check [data] in the recipe; or fetch or write that file again",
         ) from error
 
 
@@ -130,10 +129,9 @@ def lines(path: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[i
 
 def no_column(path: str, column: str, found: list[str]) -> NoReturn:
     """Refuse a dataset without this column."""
-    near = nearest(column, map(str, found))
     raise ConfigError(
         f"there is no column {column!r}",
         wanted=f"{column} in {path}",
         found=listed(map(str, found)) or "none",
-        fix=f"set data.column{near and f' to {near}'}",
+        fix="set data.column to one of these",
     )

@@ -6,10 +6,10 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from types import ModuleType
 from typing import Any
 
@@ -36,12 +36,8 @@ class Reading:
     """The column of the answers, where `column` is that of the questions."""
     map: Map | None = field(default=None, repr=False)
     """The user's function, which has the rows first."""
-    config_kwargs: str = "{}"
-    """load_dataset's options for each builder, as JSON."""
-
-    def options(self, builder: str) -> str:
-        """Those of one builder."""
-        return json.dumps(json.loads(self.config_kwargs).get(builder, {}), sort_keys=True)
+    config_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """load_dataset's options for each builder."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +60,22 @@ class Piece:
         return replace(self, rows=(start + first, start + last))
 
 
-def in_arrow(path: str) -> bool:
-    """Whether pyarrow reads it, which finds a row without making those before it."""
+def has_groups(path: str) -> bool:
+    """Whether parts of its rows can be read without those before them; an Arrow file elsewhere comes as a whole."""
+    return _in_arrow(path) and (ending(path) == ".parquet" or "://" not in path)
+
+
+def groups(path: str) -> list[tuple[int, int]]:
+    """The first row of each group of a file, and the one after its last."""
+    with readable(path):
+        return [*pairwise(accumulate(_arrow().group_sizes(path), initial=0))]
+
+
+def _in_arrow(path: str) -> bool:
     return ending(path) in ARROW and not builder_of(path)[0]
 
 
-def arrow() -> ModuleType:
+def _arrow() -> ModuleType:
     """dray's use of pyarrow, which takes half a second to import, and which only some files need."""
     return import_module("dray.train.data.arrow")
 
@@ -87,12 +93,10 @@ def documents(piece: Piece, reading: Reading) -> Iterator[str]:
 
 
 def count(piece: Piece, reading: Reading) -> int:
-    """How many rows it has; only an Arrow file tells without being read."""
+    """How many rows it has; a file without groups has to be read."""
     if piece.rows:
         return piece.rows[1] - piece.rows[0]
     with readable(piece.path):
-        if in_arrow(piece.path):
-            return int(arrow().count(piece.path))
         return sum(1 for _ in _rows(piece, None, reading))
 
 
@@ -150,11 +154,11 @@ def _rows(piece: Piece, columns: list[str] | None, reading: Reading) -> Iterator
     """The rows, at least with these columns."""
     builder, path = builder_of(piece.path)
     kind = ending(path)
-    if in_arrow(piece.path):
-        yield from arrow().rows(path, columns, piece.rows)
+    if _in_arrow(piece.path):
+        yield from _arrow().rows(path, columns, piece.rows)
         return
     if builder:
-        rows: Iterator[Row] = builders.rows(builder, path, None, reading.options(builder))
+        rows: Iterator[Row] = builders.rows(builder, path, reading.config_kwargs.get(builder, {}))
     elif path == BUILTIN:
         rows = _of_column(corpus.documents(), columns)
     elif kind in (".csv", ".tsv"):

@@ -27,11 +27,10 @@ Seen = tuple[int, str]
 _TAGS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SHARED_CREDENTIALS_FILE")
 _HUB = re.compile("hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?")
-_PACKAGES = {"abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "gs": "gcsfs", "gcs": "gcsfs"}
+_PACKAGE = re.compile("nstall ([a-z0-9]+)")
 _SECRETS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS (the path of a file)",
-    "hf": "HF_TOKEN",
 }
 _TEMPORARY = {408, 429, 500, 502, 503, 504}
 _BUFFER = 1 << 22
@@ -147,8 +146,9 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
     except hub.FAILURES as error:
         hub.failed(url, error, offline='if the nodes reach the hub: env.HF_HUB_OFFLINE = "0"')
     except ImportError as error:
-        package = _PACKAGES.get(protocol) or error.name or protocol
-        raise missing_package(package, f"{protocol}://", str(error)) from error
+        package = _PACKAGE.search(str(error))  # as fsspec says it: "Install adlfs to access Azure"
+        name = package[1] if package else error.name or protocol
+        raise missing_package(name, f"{protocol}://", str(error)) from error
     except Exception as error:
         # fsspec says of each failure of a web server that the file is missing.
         cause = error.__cause__ or error if protocol in ("http", "https") else error
@@ -159,12 +159,9 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
             fix = f"export {secret} before you submit, and name it in pass_env" if secret else "name a public file"
         elif isinstance(cause, FileNotFoundError | NotADirectoryError) or status in (404, 410):
             problem, fix = f"{what} does not exist", "check the name of the bucket and of the file"
-        elif isinstance(cause, ValueError) and "range requests" in str(cause):
-            problem = "this server does not send parts of a file"
-            fix = "download the file, and name the local copy in [data]"
-        elif isinstance(cause, ValueError) and "Protocol not known" in str(cause):
-            problem = f"{what} has a protocol that fsspec does not know: {protocol}"
-            fix = "s3://, hf://, gs:// or https://"
+        elif isinstance(cause, ValueError) and re.search("Protocol not known|range requests", str(cause)):
+            problem = f"{what} cannot be {done} by {protocol}://"
+            fix = "name files of s3://, gs://, hf:// or of another server; or a copy on a disk"
         elif _is_networks(cause):
             problem, fix = f"{what} cannot be {done}", "check the network, then run the same command again"
             code = exit_codes.FAILED

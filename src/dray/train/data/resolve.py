@@ -6,20 +6,17 @@ readers there are in all, never from who reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
-from dray.contract.dataset_name import HUB, ending, parse
+from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import ConfigError
 from dray.train.collectives import on_rank_0
 from dray.train.data import builders, formats, hub
 from dray.train.data.files import Identity, builder_of, find, has_lines, identity
 from dray.train.data.formats import Piece, Reading
-from dray.train.data.remote import Seen
 
 _PIECE, _LEAST = 1 << 24, 1 << 14  # bytes of a file of lines; of a piece of it, where readers are many
 _AT_ONCE = 32  # footers
@@ -39,7 +36,7 @@ class Dataset:
     @property
     def files(self) -> tuple[str, ...]:
         """Their names."""
-        return tuple(str(name) for name, *_ in self.versions)
+        return tuple(name for name, *_ in self.versions)
 
     @property
     def builders(self) -> set[str]:
@@ -49,16 +46,17 @@ class Dataset:
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(cast(int, about[0]) for _, *about in self.versions if about)
+        return sum(version[0] for _, *version in self.versions if version)
 
     @property
     def identity(self) -> tuple[object, ...]:
         """It changes when the files do, or another slice is named."""
         return tuple(part for rows, files in self.parts for part in (*([rows] if rows else []), *files))
 
-    def pieces(self, reading: Reading) -> list[Piece]:
-        """All of it, in order."""
-        return [piece for rows, files in self.parts for piece in _slice(rows, _pieces(files), reading)]
+    def pieces(self, reading: Reading, readers: int = 1) -> list[Piece]:
+        """All of it, in order, and smaller pieces of lines where the readers are many."""
+        size = max(_LEAST, min(_PIECE, self.size // readers))
+        return [piece for rows, files in self.parts for piece in _slice(rows, _pieces(files, size), reading)]
 
 
 def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
@@ -87,46 +85,27 @@ def pieces(dataset: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
     """Cut the dataset into pieces for this many readers; rank 0 looks, and counts rows if there are slices."""
 
     def look() -> list[tuple[Any, ...]]:
-        whole = dataset.pieces(reading)
-        parts = -(-readers // max(1, len(whole)))
-        cut = [part for piece in whole for part in (_cut(piece, parts, reading) if parts > 1 else [piece])]
-        return [(piece.path, piece.bytes, piece.rows, piece.seen) for piece in cut]
+        return [(piece.path, piece.bytes, piece.rows, piece.seen) for piece in dataset.pieces(reading, readers)]
 
-    return [Piece(path, *(values and cast(Any, tuple(values)) for values in parts)) for path, *parts in on_rank_0(look)]
+    return [Piece(path, *(part and tuple(part) for part in parts)) for path, *parts in on_rank_0(look)]
 
 
-def _pieces(files: Identity) -> list[Piece]:
-    """Parts of the files that can be read without what is before them."""
-    parquet = [str(name) for name, *_ in files if formats.in_arrow(str(name)) and ending(str(name)) == ".parquet"]
+def _pieces(files: Identity, size: int) -> list[Piece]:
+    """Parts of the files that can be read without what is before them; of lines, with so many bytes."""
+    grouped = [name for name, *_ in files if formats.has_groups(name)]
     with ThreadPoolExecutor(_AT_ONCE) as threads:  # each answer from elsewhere takes its time
-        groups = dict(zip(parquet, threads.map(formats.arrow().row_groups, parquet) if parquet else (), strict=True))
+        groups = dict(zip(grouped, threads.map(formats.groups, grouped), strict=True))
     found = []
-    for name, *about in files:
-        path = str(name)
-        whole = Piece(path, seen=cast(Seen, tuple(about)) if "://" in path else None)
-        if path in groups:
-            begin = 0
-            for size in groups[path]:
-                found.append(whole.part(begin, begin + size))
-                begin += size
-        elif has_lines(path):
-            size = cast(int, about[0])
-            found += [replace(whole, bytes=(begin, min(begin + _PIECE, size))) for begin in range(0, size, _PIECE)]
+    for name, *version in files:
+        whole = Piece(name, seen=(version[0], version[1]) if "://" in name else None)
+        if name in groups:
+            found += [replace(whole, rows=rows) for rows in groups[name]]
+        elif has_lines(name):
+            end = version[0]
+            found += [replace(whole, bytes=(begin, min(begin + size, end))) for begin in range(0, end, size)]
         else:
             found.append(whole)
     return found
-
-
-def _cut(piece: Piece, parts: int, reading: Reading) -> Iterator[Piece]:
-    """So many parts of a piece, where one can be read without what is before it."""
-    by_bytes = piece.bytes if not piece.rows else None
-    if not by_bytes and not formats.in_arrow(piece.path):
-        yield piece
-        return
-    begin, end = by_bytes or (0, formats.count(piece, reading))
-    parts = max(1, min(parts, (end - begin) // (_LEAST if by_bytes else 1)))
-    for first, last in pairwise(begin + (end - begin) * part // parts for part in range(parts + 1)):
-        yield replace(piece, bytes=(first, last)) if by_bytes else piece.part(first, last)
 
 
 def _slice(rows: str, pieces: list[Piece], reading: Reading) -> list[Piece]:
