@@ -244,8 +244,8 @@ from dray.train.data import datasets, formats, resolve
 folder = Path(sys.argv[1])
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 shutil.rmtree(folder / "cold", ignore_errors=True)
-names = (str(folder / "text.txt"),)
-made = datasets.tokenized(resolve.of_files(names), formats.Reading("text"), tokenizer, cache=folder / "cold")
+text = resolve.dataset(str(folder / "text.txt"), "train")
+made = datasets.tokenized(text, formats.Reading("text"), tokenizer, cache=folder / "cold")
 print(json.dumps({"tokens": len(made.ids)}))
 """
 

@@ -74,7 +74,7 @@ KWARGS = {"csv": {"sep": ";"}}
 
 
 def read(name: str, column: str = "text", **kwargs: dict) -> list[str]:
-    reading = formats.Reading(column, config_kwargs=json.dumps(kwargs))
+    reading = formats.Reading(column, config_kwargs=kwargs)
     pieces = resolve.dataset(name, "train").pieces(reading)
     return [text for piece in pieces for text in formats.documents(piece, reading)]
 
@@ -159,7 +159,7 @@ def test_nothing_is_left_and_no_hub_is_asked(tmp_path: Path) -> None:
         "def refuse(*_): raise SystemExit('asked the network')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from dray.train.data import builders\n"
-        "print(len([*builders.rows('webdataset', sys.argv[1], 'txt', '{}')]))\n"
+        "print(len([*builders.rows('webdataset', sys.argv[1], {})]))\n"
     )
     env = {**os.environ, "HOME": str(home), "TMPDIR": str(tmp_path / "tmp"), "HF_HUB_OFFLINE": "0"}
     env = {key: value for key, value in env.items() if key not in ("HF_HOME", "HF_DATASETS_CACHE")}
@@ -178,7 +178,7 @@ def test_a_script_of_that_name_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert read(name, "txt") == TEXTS
     with pytest.raises(DrayError):
-        [*builders.rows("./webdataset", name, "txt", "{}")]
+        [*builders.rows("./webdataset", name, {})]
 
 
 def test_other_arguments_make_other_tokens(tmp_path: Path) -> None:

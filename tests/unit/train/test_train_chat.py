@@ -118,7 +118,7 @@ def test_what_is_no_conversation_is_refused(row: object) -> None:
 
 def test_questions_and_answers_may_be_two_columns(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a\nWho?,I.\nWhy?,\n")
-    (piece,) = resolve.of_files((str(tmp_path / "a.csv"),)).pieces(formats.Reading("q"))
+    (piece,) = resolve.dataset(str(tmp_path / "a.csv"), "train").pieces(formats.Reading("q"))
     (found,) = formats.documents(piece, formats.Reading("q", chats=True, answer="a"))
     assert [said["content"] for said in json.loads(found)] == ["Who?", "I."]
 

@@ -80,7 +80,9 @@ def rows(folder: Path, kind: str) -> Path:
 def documents(path: Path, source: str = CLEAN, column: str = "text", **more: object) -> list[str]:
     reading = formats.Reading(column, map=Map(f"prep.py:clean\n{source}"), **more)
     return [
-        text for piece in resolve.of_files((str(path),)).pieces(reading) for text in formats.documents(piece, reading)
+        text
+        for piece in resolve.dataset(str(path), "train").pieces(reading)
+        for text in formats.documents(piece, reading)
     ]
 
 
@@ -94,7 +96,7 @@ def test_a_line_is_a_row_with_a_text(tmp_path: Path) -> None:
     path.write_text("one\n\ntwo\n")
     back = "def clean(row):\n    return {**row, 'text': row['text'][::-1]}\n"
     assert documents(path, back) == ["eno", "owt"]
-    (builtin,) = resolve.of_files(("builtin",)).pieces(formats.Reading("text"))
+    (builtin,) = resolve.dataset("builtin", "train").pieces(formats.Reading("text"))
     reading = formats.Reading("text", map=Map(f"prep.py:clean\n{back}"))
     plain = [*formats.documents(builtin, formats.Reading("text"))]
     assert [text[::-1] for text in formats.documents(builtin, reading)] == plain

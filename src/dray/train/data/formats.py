@@ -116,13 +116,7 @@ def _require_same(piece: Piece) -> None:
 def _texts(row: object, place: str, columns: list[str], reading: Reading) -> Iterator[str]:
     """The documents of one row."""
     if not isinstance(row, dict):
-        raise ConfigError(
-            "a row has no columns",
-            where=place,
-            wanted='an object, such as {"text": "..."}',
-            found=f"{type(row).__name__}: {str(row)[:60]}",
-            fix="correct that row",
-        )
+        files.no_column(place, columns[0], [type(row).__name__])
     rows = [row]
     if function := reading.map:
         rows, place = function(row, place), f"what {function.name} of {function.file} returned for {place}"

@@ -28,10 +28,7 @@ _TAGS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtim
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SHARED_CREDENTIALS_FILE")
 _HUB = re.compile("hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?")
 _PACKAGE = re.compile("nstall ([a-z0-9]+)")
-_SECRETS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS (the path of a file)",
-}
+_SECRETS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (s3://), or GOOGLE_APPLICATION_CREDENTIALS (gs://)"
 _TEMPORARY = {408, 429, 500, 502, 503, 504}
 _BUFFER = 1 << 22
 _AT_ONCE = 32  # questions about files
@@ -154,9 +151,8 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
         cause = error.__cause__ or error if protocol in ("http", "https") else error
         status, code = getattr(cause, "status", 0), exit_codes.CONFIG
         if isinstance(cause, PermissionError) or status in (401, 403):
-            secret = _SECRETS.get(protocol)
             problem = f"no permission: {what} cannot be {done}"
-            fix = f"export {secret} before you submit, and name it in pass_env" if secret else "name a public file"
+            fix = f"export {_SECRETS} before you submit, and name them in pass_env; or name a public file"
         elif isinstance(cause, FileNotFoundError | NotADirectoryError) or status in (404, 410):
             problem, fix = f"{what} does not exist", "check the name of the bucket and of the file"
         elif isinstance(cause, ValueError) and re.search("Protocol not known|range requests", str(cause)):

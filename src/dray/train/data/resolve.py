@@ -76,11 +76,6 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
     return Dataset(tuple((rows, tuple(tuple(file) for file in files)) for rows, files in parts))
 
 
-def of_files(names: tuple[str, ...]) -> Dataset:
-    """Files of this machine's disk, all of their rows."""
-    return Dataset((("", identity(names)),))
-
-
 def pieces(dataset: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
     """Cut the dataset into pieces for this many readers; rank 0 looks, and counts rows if there are slices."""
 
