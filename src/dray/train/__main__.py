@@ -64,7 +64,6 @@ def main(path: str) -> None:
     network = build.build(config, tokens, filled=build.has_weights(), restored=restored, device=device)
     parameters, trained = _sizes(network)
     check_same(network)
-    numerics.keep_rotary_exact(network)
     compiled = Compiled(config, device)
     compiled.load()
     say(f"attention: {attention.install(network, config, device)}")

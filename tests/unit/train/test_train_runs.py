@@ -272,21 +272,21 @@ def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, har
 
 
 def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
-    from dray.train.checkpoint.manifest import sealed
+    from dray.train.checkpoint import manifest
 
     argv = ("train.steps=3", "checkpoint.every=[[0, 2]]")
     first = run(2, *argv).end()
     again = run(2, *argv)
     newest = again.folder / "checkpoints/step-2"
     shutil.copytree(first.folder / "checkpoints/step-2", newest)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    del manifest["sha256"]
-    (newest / "manifest.json").write_text(json.dumps(sealed({**manifest, "version": 4})))
+    found = manifest.read(newest)
+    (newest / "manifest.json").unlink()
+    manifest.write(newest, {**found, "version": 4})
     refused = (
         "the checkpoint was written by another version of dray\n"
         f"  where:  {newest}/manifest.json\n"
         "  wanted: checkpoint version 3\n"
-        f"  found:  checkpoint version 4, written by dray {manifest['dray']}\n"
+        f"  found:  checkpoint version 4, written by dray {found['dray']}\n"
         "  fix:    resume with an image of that version; or start from its model: model.name=RUN/checkpoints/final, "
         "and another checkpoint.folder\n"
     )

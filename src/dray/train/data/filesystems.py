@@ -23,7 +23,8 @@ _TEMPORARY = {408, 429, 500, 502, 503, 504}
 class _Arrow(ArrowFSWrapper):  # type: ignore[misc]  # it has no types
     def _open(self, path: str, mode: str = "rb", **options: Any) -> io.BufferedReader:  # noqa: ANN401  fsspec's own
         # Some builders of `datasets` ask for a line, which is a request for each byte of it without a buffer.
-        return io.BufferedReader(super()._open(path, mode, **options), _BUFFER)
+        file = super()._open(path, mode, **options)
+        return io.BufferedReader(file, _BUFFER) if mode == "rb" else file
 
 
 class S3(_Arrow):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dray.train.checkpoint.manifest import natural
 from dray.train.data.order import indices
 
 if TYPE_CHECKING:
@@ -102,19 +100,3 @@ def text(found: dict[str, list[list[int]]]) -> str:
 def steps_text(first: int, last: int) -> str:
     """`step 7`, `steps 7 to 9`."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def is_state(found: Any) -> bool:  # noqa: ANN401  any JSON value
-    """Whether `load` takes it."""
-    match found:
-        case {"skipped": [*skipped], "losses": [*losses]}:
-            numbers = all(isinstance(one, float) and math.isfinite(one) for one in losses)
-            return numbers and len(skipped) <= MOST and all(map(_is_pair, skipped))
-    return bool(found == {})
-
-
-def _is_pair(found: Any) -> bool:  # noqa: ANN401  any JSON value
-    match found:
-        case [first, last]:
-            return natural(first) and natural(last) and 0 < first <= last
-    return False
