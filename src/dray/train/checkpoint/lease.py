@@ -1,7 +1,7 @@
 """A lock file gives a checkpoint folder to one run at a time; the run touches it every ten seconds.
 
-dray trusts no lock of a file system, and no clock: those of two machines differ. A file that does not change while it is
-watched belongs to a run that has ended. A run that was only paused finds another run's file, and writes nothing more.
+dray trusts no lock of a file system, and no clock: those of two machines differ. A file that does not change while it
+is watched belongs to a run that has ended. A run that was only paused finds another run's file, and writes no more.
 """
 
 from __future__ import annotations
