@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.contract.unexpected import MENDED
+from dray.train import ranks
 from dray.train.checkpoint import manifest
 from dray.train.checkpoint.lease import Lease
 from dray.train.checkpoint.mirror import Mirror
@@ -93,7 +92,7 @@ class Checkpoints:
         self.run, self.keep = config.run, config.checkpoint.keep
         self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
         self.order = order(config, dataset)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world = ranks.rank(), ranks.world()
         place = config.checkpoint.mirror
         self.mirror = Mirror(place, metrics, keep=self.keep) if place else None
         self._writer = ThreadPoolExecutor(1)
@@ -225,7 +224,9 @@ class Checkpoints:
         step = about["step"]
         try:
             # Each rank says what it has written: rank 0 may not see the files of other nodes yet.
-            on_all(lambda: self._write_own(part, staged), join, lambda ranks: self._complete(part, {**about, **ranks}))
+            on_all(
+                lambda: self._write_own(part, staged), join, lambda written: self._complete(part, {**about, **written})
+            )
         except DrayError as error:  # on all ranks alike
             staged.wait()
             if self.rank == 0:

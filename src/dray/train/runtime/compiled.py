@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dray.contract import files
+from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import say
 
@@ -27,8 +26,8 @@ class Compiled:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._on = config.train.compile is True
-        self.path = Path(config.compiled) / _key(config, device) / f"local-rank-{os.environ.get('LOCAL_RANK', '0')}"
-        self._saves = self._on and dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.path = Path(config.compiled) / _key(config, device) / f"local-rank-{ranks.local_rank()}"
+        self._saves = self._on and ranks.rank() < ranks.local_world()
         self._size = 0
         self.nanoseconds = self._since = self._depth = 0
         if self._on or "torch._dynamo" in sys.modules:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from dray.train import ranks
 from dray.train.collectives import all_gather_json
 from dray.train.config import Config
 from dray.train.loop.metrics import Metrics
@@ -28,7 +28,7 @@ class Slow:
     """Times of all ranks, the same on each; they are summed together with the losses of a line."""
 
     def __init__(self, config: Config, device: torch.device, metrics: Metrics) -> None:
-        self._metrics, self._device, world = metrics, device, dist.get_world_size()
+        self._metrics, self._device, world = metrics, device, ranks.world()
         self.ranks = world if world > 1 and config.train.strategy in _STRATEGIES else 0
         self._hosts = all_gather_json(os.environ[config.host_variable]) if self.ranks else []
         self._own = self._ready = 0.0  # seconds since the last line, and between the two lines before
@@ -65,7 +65,7 @@ class Slow:
         """Zeros, with this rank's time before the last line in its slot."""
         seconds = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
         if self.ranks:
-            seconds[dist.get_rank()] = self._ready
+            seconds[ranks.rank()] = self._ready
         return seconds
 
     def nodes(self, seconds: list[float]) -> list[float]:
