@@ -36,7 +36,7 @@ def spins():
 
 
 def plant(fault, rank):
-    while not hasattr(sys.modules["__main__"], "_reload"):  # its last function: all is imported
+    while not hasattr(sys.modules["__main__"], "_start"):  # its last function: all is imported
         time.sleep(0.01)
     import torch.distributed as dist
     from dray.train.checkpoint.checkpoints import Checkpoints

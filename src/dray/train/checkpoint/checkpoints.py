@@ -29,7 +29,6 @@ from dray.train.checkpoint.shards import Staged, Staging
 from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.errors import at_end, say
-from dray.train.loop.divergence import Watch
 from dray.train.loop.metrics import Metrics
 from dray.train.parallel.base import Strategy
 from dray.train.runtime.heartbeat import BEAT_S, Moved
@@ -72,7 +71,6 @@ class Checkpoints:
         self._unsaved: UnfitError | None = None
         self._checkpoint: tuple[Path, dict[str, Any]] | None = None  # what `find` returned: its folder and manifest
         self.newest: int | None = None  # the step of the newest that is complete
-        self.watch = Watch()
 
     def use(self, strategy: Strategy) -> None:
         """Save and load the tensors of this strategy from now on."""
@@ -93,13 +91,12 @@ class Checkpoints:
             self._not_saved(step, failed)
             return
         scaler = self.strategy.scaler
-        updates = step - (scaler.skipped if scaler else 0) - self.watch.left_out(step)
+        updates = step - (scaler.skipped if scaler else 0)
         state = self.strategy.state()
         staged = self._staging.fill({**state, **saved.positions(position)}, self.rank)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
             self.fence()
-        about = {"step": step, "updates": updates, "watch": self.watch.state()}
-        about |= {"scaler": scaler.state() if scaler else None}
+        about = {"step": step, "updates": updates, "scaler": scaler.state() if scaler else None}
         self._pending = self._writer.submit(self._write, part, staged, about)
 
     def fence(self) -> None:
@@ -221,7 +218,6 @@ class Checkpoints:
                 continue
             saved.require_order(self.order, path, found["order"])
             self.newest = step
-            self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.known:
                 self.mirror.put(path)
@@ -234,20 +230,6 @@ class Checkpoints:
         if self._checkpoint is None:
             return {}
         path, found = self._checkpoint
-        return saved.load(self.strategy, path, found)
-
-    def again(self, *, without: list[int]) -> Mapping[int, list[Any]]:
-        """Load the newest checkpoint again and skip the steps from first to last of `without`; as `resume`."""
-        path = self.folder / f"step-{self.newest}"
-        found = on_rank_0(partial(saved.look, path))
-        troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
-        if troubles:
-            raise DrayError(
-                "the checkpoint to which the run goes back is damaged", where=path, found="; ".join(troubles)
-            )
-        skipped = [*self.watch.skipped, without]
-        self.watch.load(found.get("watch", {}))
-        self.watch.skipped = skipped
         return saved.load(self.strategy, path, found)
 
     def _begin(self) -> list[tuple[int, bool]]:

@@ -23,7 +23,6 @@ from dray.train.checkpoint import manifest, shards
 from dray.train.checkpoint.manifest import natural
 from dray.train.checkpoint.shards import MismatchError, Reader, Shard, Shards, Staged, Staging, Tensors
 from dray.train.config import Config
-from dray.train.loop.divergence import is_state
 from dray.train.parallel.base import Strategy
 
 VERSION = 3
@@ -164,7 +163,6 @@ def look(path: Path) -> dict[str, Any]:
             and natural(world)
             and 0 < world <= len(found["files"])
             and _is_scale(found.get("scaler"))
-            and is_state(found.get("watch", {}))
         ):
             return found
     return {"trouble": "its manifest is not of this step, or not of a checkpoint"}
