@@ -131,6 +131,9 @@ class Train(Spec):
     lr_scheduler_kwargs: dict[str, Positive | Literal["linear", "cosine", "1-sqrt"]] = {}
     """Options of the schedule, by transformers' names. polynomial: power. cosine_with_restarts: num_cycles.
     inverse_sqrt: timescale. warmup_stable_decay: num_decay_steps (left out: a tenth of the steps) and decay_type."""
+    sequence_length_warmup: tuple[tuple[Count, Count], ...] = ()
+    """Pairs [until, length]: [[1000, 256], [3000, 512]] cuts samples into rows of 256 tokens until step 1,000, and of
+    512 until step 3,000. The tokens of each step stay the same."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)

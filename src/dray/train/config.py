@@ -11,6 +11,7 @@ from dray.contract import files, run_folder
 from dray.train.recipe import Analog, Checkpoint, Data, Evaluation, Lora, Model, Source, Train
 
 Section = TypeVar("Section")
+_OF_PLAN = ("run", "run_folder", "attempt", "job", "folder", "scratch", "variant", "image_sha256", "dray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +74,11 @@ def of_plan(plan: dict[str, Any]) -> Config:
     lora, analog = recipe["lora"], recipe["analog"]
     return Config(
         name=recipe["name"],
-        run=plan["run"],
-        run_folder=plan["run_folder"],
-        attempt=plan["attempt"],
-        job=plan["job"],
-        folder=plan["folder"],
         final_model=str(checkpoints / run_folder.FINAL_MODEL),
         checkpoints=recipe["checkpoint"]["folder"] or str(checkpoints),
         compiled=str(Path(plan["run_folder"], run_folder.COMPILED)),
-        scratch=plan["scratch"],
         host_variable=plan["world"]["identity"]["name"],
-        variant=plan["variant"],
-        image_sha256=plan["image_sha256"],
-        dray=plan["dray"],
+        **{name: plan[name] for name in _OF_PLAN},
         **plan["batch"],
         steps=recipe["train"]["steps"] or 0,
         hang_timeout_s=recipe["hang_timeout_s"],

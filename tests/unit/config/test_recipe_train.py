@@ -39,6 +39,11 @@ def told(*words: str) -> str:
             'lr_scheduler_kwargs.lr_end: lr_scheduler_type = "polynomial" has power',
         ),
         (("train.steps=5", "train.lr_scheduler_kwargs.power=-1"), "train.lr_scheduler_kwargs.power=-1"),
+        (("train.steps=5", "train.sequence_length_warmup=[[2, 60]]"), "60 must divide data.sequence_length"),
+        (
+            ("train.steps=5", "train.sequence_length_warmup=[[2, 64]]", "data.document_mask=true"),
+            "set data.document_mask=false",
+        ),
         (("train.steps=5", "train.offload=all"), "offload = all needs strategy zero3, but it is ddp"),
         (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "needs strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),

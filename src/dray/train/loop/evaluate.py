@@ -65,26 +65,22 @@ class Evaluator:
 
     def all(self, step: int, validation: dict[str, Tokens]) -> None:
         """What is evaluated during training, by event, then each of [evaluate]."""
-        figures = {event: self._measure(self._side_by_side(tokens)) for event, tokens in validation.items()}
-        if datasets.VALIDATION not in figures:
+        for event, tokens in validation.items():
+            self.dataset(event, step, tokens)
+        if datasets.VALIDATION not in validation:
             mix = self.config.data.mix
-            sources = [(source.weight, figures[f"{datasets.VALIDATION}-{name}"]) for name, source in mix.items()]
+            sources = [(source.weight, self.figures[f"{datasets.VALIDATION}-{name}"]) for name, source in mix.items()]
             total = sum(weight for weight, _ in sources)
             mean = {key: sum(weight * own[key] for weight, own in sources) / total for key in ("loss", "accuracy")}
             self._write(datasets.VALIDATION, step, mean | {"perplexity": perplexity(mean["loss"])})
-        for event, own in figures.items():
-            self._write(event, step, own)
         for event, evaluated in self._more.items():
             self._write(event, step, self._measure(evaluated))
 
     def dataset(self, event: str, step: int, tokens: Tokens) -> None:
         """One dataset, sample by sample."""
-        self._write(event, step, self._measure(self._side_by_side(tokens)))
-
-    def _side_by_side(self, tokens: Tokens) -> Evaluated:
         length = self.config.data.sequence_length
         windows = windows_of(tokens.total, length, 0, predicts_next=self.objective.predicts_next)
-        return Evaluated(tokens, windows, self.objective)
+        self._write(event, step, self._measure(Evaluated(tokens, windows, self.objective)))
 
     def _write(self, event: str, step: int, figures: dict[str, float]) -> None:
         name = event.replace("eval", "evaluation").replace("-", " ")

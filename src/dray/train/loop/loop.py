@@ -133,7 +133,11 @@ class Loop:
             samples = indices(
                 step, micro, self.rank, world=self.world, per_device=config.per_device, accumulation=micros
             )
-            batches.append(self.objective.batch(self.feed.rows(samples), samples))
+            batch = self.objective.batch(self.feed.rows(samples), samples)
+            length = next((length for until, length in config.train.sequence_length_warmup if step < until), 0)
+            if length:  # the same tokens and labels, in shorter rows
+                batch = Batch(batch.input_ids.view(-1, length), batch.labels.view(-1, length), None)
+            batches.append(batch)
         return batches, sum(batch.label_count for batch in batches), self.feed.state()
 
     def _step(self, step: int, batches: list[Batch], count: int) -> None:

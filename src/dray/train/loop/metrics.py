@@ -56,8 +56,9 @@ class Metrics:
         if self._file is None:
             return
         with self._lock:
-            line = {"event": event, "time": round(time.time(), 3), **_finite(fields)}
-            self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
+            line = {"event": event, "time": round(time.time(), 3), **fields}
+            line = json.loads(json.dumps(line), parse_constant=lambda _: None)  # NaN and Inf become null
+            self._unwritten += json.dumps(line).encode() + b"\n"
             with suppress(OSError):  # a full disk does not end the run: it is there once there is room
                 while self._unwritten:
                     self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -72,15 +73,6 @@ class Metrics:
         """Let the trackers finish."""
         if self._trackers:
             self._trackers.close()
-
-
-def _finite(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """The same with null for what is not finite, for which JSON has no number."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Speed:
@@ -112,7 +104,6 @@ class Speed:
         left = (now - self._began) / (taken - self._first_step) * (config.steps - taken)
         figures = {
             "tokens_per_s": round(tokens_per_s, 1),
-            "samples_per_s": round(steps * config.global_size / seconds, 2),
             "step_s": round(seconds / steps, 5),
             "data_s": round(self._spent["data_s"], 4),
             "checkpoint_s": round(self._spent["checkpoint_s"], 4),

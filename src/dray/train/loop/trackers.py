@@ -186,7 +186,4 @@ def read(run: Path) -> Iterator[dict[str, Any]]:
 
 def newest(events: Iterable[dict[str, Any]]) -> dict[str, int]:
     """The last step of each event."""
-    steps = dict[str, int]()
-    for event in events:
-        steps[event["event"]] = max(event["step"], steps.get(event["event"], -1))
-    return steps
+    return {event["event"]: event["step"] for event in sorted(events, key=lambda event: event["step"])}
