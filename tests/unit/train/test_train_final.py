@@ -14,8 +14,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from dray.train import __main__ as program  # noqa: E402
-from dray.train.outputs import export  # noqa: E402
+from dray.train.outputs import export, final_model  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -113,17 +112,26 @@ def test_a_16_bit_run_saves_16_bits(forks: Forks, tmp_path: Path, strategy: str)
     assert run.events("end")[0]["sample"]
 
 
-def test_a_model_is_loaded_again_where_it_fits_with_a_quarter_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("free", "asked"), [(125, [8]), (124, [])])
+def test_a_model_is_loaded_again_where_it_fits_with_a_quarter_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, asked: list[int]
+) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (125, 1000))
-    gpu = torch.device("cuda", 0)
-    assert program._fits(100, gpu)
-    assert not program._fits(101, gpu)
-    assert program._fits(101, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1000))
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    assert sampled(monkeypatch, tmp_path, 16, torch.device("cuda", 0)) == asked
 
 
-def test_the_sample_is_short_whatever_the_sequence_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("length", "asked"), [(16, [8]), (128, [64]), (8192, [64])])
+def test_the_sample_is_short_whatever_the_sequence_length(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int, asked: list[int]
+) -> None:
     """All ranks wait for it."""
+    assert sampled(monkeypatch, tmp_path, length, torch.device("cpu")) == asked
+
+
+def sampled(monkeypatch: pytest.MonkeyPatch, folder: Path, length: int, device: torch.device) -> list[int]:
+    """How many tokens each call of `generate` asks for."""
     asked: list[int] = []
 
     class Network:
@@ -131,7 +139,6 @@ def test_the_sample_is_short_whatever_the_sequence_length(monkeypatch: pytest.Mo
             return self
 
         def to(self, device: torch.device) -> Network:
-            assert device.type == "cpu"
             return self
 
         def generate(self, prompt: torch.Tensor, *, max_new_tokens: int, **_: object) -> torch.Tensor:
@@ -140,14 +147,14 @@ def test_the_sample_is_short_whatever_the_sequence_length(monkeypatch: pytest.Mo
 
     auto = SimpleNamespace(from_pretrained=lambda *_, **__: Network())
     objective = SimpleNamespace(auto_model=auto, predicts_next=True)
-    monkeypatch.setattr(program.objectives, "named", lambda _: objective)
+    monkeypatch.setattr(final_model.objectives, "named", lambda _: objective)
     tokens = SimpleNamespace(pad_token_id=0, decode=lambda *_, **__: "text")
-    monkeypatch.setattr(program.AutoTokenizer, "from_pretrained", lambda *_, **__: tokens)
+    monkeypatch.setattr(final_model.AutoTokenizer, "from_pretrained", lambda *_, **__: tokens)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor)
     validation = SimpleNamespace(slice=lambda first, last: torch.zeros(last - first, dtype=torch.int32).numpy())
-    for length in (16, 128, 8192):
-        config = SimpleNamespace(
-            model=SimpleNamespace(trust_remote_code=False), train=SimpleNamespace(objective="causal"),
-            data=SimpleNamespace(sequence_length=length),
-        )  # fmt: skip
-        assert program._reload(tmp_path, validation, config, torch.device("cpu")) == "text"
-    assert asked == [8, 64, 64]
+    config = SimpleNamespace(
+        final_model=str(folder), model=SimpleNamespace(trust_remote_code=False),
+        train=SimpleNamespace(objective="causal"), data=SimpleNamespace(sequence_length=length),
+    )  # fmt: skip
+    assert final_model.sample(config, validation, device) == ("text" if asked else "")
+    return asked

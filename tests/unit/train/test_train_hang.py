@@ -37,7 +37,7 @@ def spins():
 
 
 def plant(fault, rank):
-    while not hasattr(sys.modules["__main__"], "_reload"):  # its last function: all is imported
+    while not hasattr(sys.modules["__main__"], "_start"):  # its last function: all is imported
         time.sleep(0.01)
     import torch.distributed as dist
     from dray.train.checkpoint.checkpoints import Checkpoints
@@ -294,7 +294,7 @@ def test_who_is_steadily_slower(
     told = Told()
     ranks = of_four(monkeypatch, told)
     for step, window in enumerate(windows):
-        ranks.see(window, step)
+        ranks.observe(window, step)
     assert [(event["rank"], event["times"]) for event in told.events] == named
 
 
@@ -305,5 +305,5 @@ def test_each_node_s_own_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     found = []
     for step in (41, 50, 60, 45, 50):
         found.append(ranks.nodes(own))
-        ranks.see(own, step)
+        ranks.observe(own, step)
     assert found == [[], [], [round(2 / 9, 6), round(3 / 9, 6)], [0.2, 0.3], []]

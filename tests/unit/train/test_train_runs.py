@@ -118,6 +118,17 @@ def test_ranks_and_passes_change_nothing(run: BEGUN, alone: Run, ranks: int, per
     same_weights(other, alone.weights())
 
 
+def test_short_rows_at_the_start_are_the_same_on_any_ranks(run: BEGUN, alone: Run) -> None:
+    words = ("train.sequence_length_warmup=[[2, 8], [4, 16]]", "train.steps=6", "train.warmup_steps=2")
+    one = run(1, *words, steps="").end()
+    other = run(2, *words, "train.strategy=fsdp", steps="").end()
+    assert other.losses() == pytest.approx(one.losses(), rel=2e-5)
+    first, whole = one.events("step")[0], alone.events("step")[0]
+    assert first["tokens"] == whole["tokens"]
+    assert first["loss"] == pytest.approx(whole["loss"], rel=0.05)  # the same tokens, with fewer before them
+    assert first["loss"] != whole["loss"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "offload"),
     [
@@ -492,7 +503,7 @@ def test_metrics_and_tensorboard(run: BEGUN) -> None:
     steps = other.events("step")
     assert [event["step"] for event in steps] == [1, 4, 8, 12, 16, 20]
     assert [event["step"] for event in other.events("eval")] == [8, 16, 20]
-    keys = {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "samples_per_s", "step_s", "data_s", "checkpoint_s",
+    keys = {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "data_s", "checkpoint_s",
             "memory_gb", "seconds_left", "attention_min", "attention_max"}  # fmt: skip
     assert set(steps[0]) == {"event", "time", "step", *keys}
     assert steps[1]["tokens"] == 4 * 8 * 32

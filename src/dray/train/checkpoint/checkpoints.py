@@ -29,7 +29,6 @@ from dray.train.checkpoint.staging import Staged, Staging
 from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.errors import at_end, say
-from dray.train.loop.divergence import Watch
 from dray.train.loop.metrics import Metrics
 from dray.train.parallel.base import Strategy
 from dray.train.runtime.heartbeat import BEAT_S, Moved
@@ -102,7 +101,6 @@ class Checkpoints:
         self._manifest: dict[str, Any] | None = None  # of the checkpoint that `find` returned
         self.newest: int | None = None
         """The step of the newest complete checkpoint."""
-        self.watch = Watch()
 
     def use(self, strategy: Strategy) -> None:
         """Save and load the tensors of this strategy from now on."""
@@ -123,13 +121,12 @@ class Checkpoints:
             self._not_saved(step, error)
             return
         scaler = self.strategy.scaler
-        updates = step - (scaler.skipped if scaler else 0) - self.watch.left_out(step)
+        updates = step - (scaler.skipped if scaler else 0)
         state = {**self.strategy.state(), **position_shards(position)}
         staged = self._staging.fill(state, self.rank)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
             self.fence()
-        about = {"step": step, "updates": updates, "watch": self.watch.state()}
-        about |= {"scaler": scaler.state() if scaler else None}
+        about = {"step": step, "updates": updates, "scaler": scaler.state() if scaler else None}
         self._pending = self._writer.submit(self._write, part, staged, about)
 
     def fence(self) -> None:
@@ -182,7 +179,6 @@ class Checkpoints:
                 continue
             self._require_order(path, found["order"])
             self.newest, self._manifest = step, found
-            self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.steps:
                 self.mirror.put(path)
@@ -190,21 +186,22 @@ class Checkpoints:
         return False
 
     def resume(self) -> Mapping[int, list[Any]]:
-        """Load the checkpoint that `find` found, if any; return the feed's positions."""
-        return self._load(self._manifest) if self._manifest else {}
-
-    def again(self, *, without: list[int]) -> Mapping[int, list[Any]]:
-        """Load the newest checkpoint again and skip the steps from first to last of `without`; as `resume`."""
-        path = self.folder / f"step-{self.newest}"
-        found, damage = self._verify(path)
-        if damage:
-            raise DrayError(
-                "the checkpoint to which the run goes back is damaged", where=path, found="; ".join(damage[:3])
-            )
-        skipped = [*self.watch.skipped, without]
-        self.watch.load(found.get("watch", {}))
-        self.watch.skipped = skipped
-        return self._load(found)
+        """Load the checkpoint that `find` found, if any; return the feed's positions. All ranks together."""
+        found, path = self._manifest, self.folder / f"step-{self.newest}"
+        if found is None:
+            return {}
+        if self.strategy.scaler and found.get("scaler"):
+            self.strategy.scaler.load(found["scaler"])
+        try:
+            self.strategy.load(Reader(path, found["tensors"]), found["updates"])
+        except MismatchError as error:
+            raise ConfigError(
+                "the checkpoint is of another model",
+                wanted="the tensors of this recipe's model",
+                found=f"in {path}: {error}",
+                fix="set another checkpoint.folder, or use the recipe that made the checkpoint",
+            ) from error
+        return Positions(path, found["tensors"])
 
     def _part(self, step: int) -> Path:
         return self.folder / f"step-{step}.part-{self.run}"
@@ -224,9 +221,7 @@ class Checkpoints:
         step = about["step"]
         try:
             # Each rank says what it has written: rank 0 may not see the files of other nodes yet.
-            on_all(
-                lambda: self._write_own(part, staged), join, lambda written: self._complete(part, {**about, **written})
-            )
+            on_all(lambda: self._write_own(part, staged), join, lambda files: self._complete(part, about | files))
         except DrayError as error:  # on all ranks alike
             staged.wait()
             if self.rank == 0:
@@ -313,22 +308,6 @@ class Checkpoints:
                     found=f"{name} = {value}",
                     fix="restore it, or start anew: another checkpoint.folder, and model.name = a final model's folder",
                 )
-
-    def _load(self, found: dict[str, Any]) -> Positions:
-        """Load weights, optimizer and loss scale of a verified checkpoint; all ranks together."""
-        path = self.folder / f"step-{self.newest}"
-        if self.strategy.scaler and found.get("scaler"):
-            self.strategy.scaler.load(found["scaler"])
-        try:
-            self.strategy.load(Reader(path, found["tensors"]), found["updates"])
-        except MismatchError as error:
-            raise ConfigError(
-                "the checkpoint is of another model",
-                wanted="the tensors of this recipe's model",
-                found=f"in {path}: {error}",
-                fix="set another checkpoint.folder, or use the recipe that made the checkpoint",
-            ) from error
-        return Positions(path, found["tensors"])
 
 
 def _steps(folder: Path) -> list[int]:

@@ -61,7 +61,7 @@ class Slow:
             end.record()
             self._events.append((begin, end))
 
-    def told(self) -> torch.Tensor:
+    def own_seconds(self) -> torch.Tensor:
         """Zeros, with this rank's time before the last line in its slot."""
         seconds = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
         if self.ranks:
@@ -77,7 +77,7 @@ class Slow:
             slowest[host] = max(slowest[host], rank_seconds)
         return [round(host_seconds / self._steps, 6) for host_seconds in slowest.values()]
 
-    def see(self, seconds: list[float], step: int) -> None:
+    def observe(self, seconds: list[float], step: int) -> None:
         """Take the times of all ranks at a line; the device has finished all work before it."""
         self._ready = self._own + sum(begin.elapsed_time(end) / 1e3 for begin, end in self._events)
         self._own, self._events = 0.0, []
