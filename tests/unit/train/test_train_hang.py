@@ -272,7 +272,7 @@ def of_four(monkeypatch: pytest.MonkeyPatch, told: Told) -> slow.Slow:
     """Four ranks on two nodes."""
     monkeypatch.setenv("NODE", "n1")
     monkeypatch.setattr(slow, "all_gather_json", lambda _: ["n1", "n1", "n2", "n2"])
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr(slow.ranks, "world", lambda: 4)
     config: Any = SimpleNamespace(train=SimpleNamespace(strategy="ddp"), host_variable="NODE")
     return slow.Slow(config, torch.device("cpu"), told)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from safetensors.torch import _TYPES
 from dray.contract.findings import DrayError
 from dray.train.checkpoint import manifest
 
-TYPES: dict[str, torch.dtype] = _TYPES
+TYPES = cast(dict[str, torch.dtype], _TYPES)
 """By the names that safetensors has for them."""
 _FEED = "feed."
 

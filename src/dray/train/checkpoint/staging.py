@@ -131,4 +131,5 @@ def write(folder: Path, batches: Iterable[Shards], about: dict[str, Any]) -> Non
     """Write a checkpoint outside of a run, with `about` in its manifest; one batch at a time is in memory."""
     staging = Staging(torch.device("cpu"))
     parts = (staging.fill(batch, number).write(folder) for number, batch in enumerate(batches))
-    manifest.write(folder, {**about, "version": manifest.VERSION, **reduce(join, parts)})
+    files: dict[str, Any] = reduce(join, parts)
+    manifest.write(folder, {**about, "version": manifest.VERSION, **files})
