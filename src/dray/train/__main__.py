@@ -1,4 +1,4 @@
-"""`python -m dray.train PLAN.json`, on each rank: data, model, loop, evaluation, a saved model that loads again."""
+"""`python -m dray.train PLAN.json`, on each rank: data, model, loop, evaluation, the final model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dray.train.loop.evaluate import Evaluator
 from dray.train.loop.loop import NOT_FINITE, Loop
 from dray.train.loop.metrics import Metrics, flops_per_token
 from dray.train.model import attention, build
-from dray.train.outputs import card, export, final_model
+from dray.train.outputs import export, final_model
 from dray.train.parallel.base import Strategy, check_same
 from dray.train.runtime import numerics
 from dray.train.runtime.compiled import Compiled
@@ -100,17 +100,10 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     _require_finite(evaluator.figures[datasets.VALIDATION]["loss"], checkpoints)
     if data.test is not None:
         evaluator.dataset("test", config.steps, data.test)
-    sample = ""
     if config.checkpoint.final:
-        final_model.save(config, strategy, tokens)
-        if first_rank:
-            card.write(
-                Path(config.final_model), config,
-                parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.figures,
-            )  # fmt: skip
-            sample = final_model.sample(config, next(iter(data.validation.values())), device)
+        final_model.save(config, strategy, tokens, parameters=parameters, figures=evaluator.figures)
     speed = (config.steps - resumed) * config.step_tokens / seconds
-    metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
+    metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2))
     checkpoints.close()
     metrics.close()
     barrier()

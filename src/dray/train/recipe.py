@@ -71,6 +71,7 @@ class Train:
     warmup_steps: int
     lr_scheduler_type: str
     lr_scheduler_kwargs: dict[str, Any]
+    sequence_length_warmup: tuple[tuple[int, int], ...]
     min_lr: float
     betas: tuple[float, float]
     eps: float

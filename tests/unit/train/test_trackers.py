@@ -90,7 +90,7 @@ def test_a_tracker_that_does_not_answer_holds_up_no_step(kept, tmp_path: Path, c
     one = Trackers(["slow"], Tracked("p", "r", tmp_path / "trackers"))
     one.log(step(1))
     monkeypatch.setattr(trackers, "_PATIENCE_S", 0.0)
-    (thread,) = one._all
+    (thread,) = one._threads
     one.close()
     assert "slow did not take all metrics" in capsys.readouterr().out
     assert slow == []

@@ -210,7 +210,7 @@ class Loop:
             scaler.see(*scaled)
         if bad != _NEVER:
             self._end_not_finite(int(bad), int(bad))
-        if not math.isfinite(loss):
+        elif not math.isfinite(loss):
             self._end_not_finite(self._logged + 1, taken)
         return loss / max(labels, 1.0), norm, seconds
 

@@ -110,40 +110,37 @@ class Trackers:
     """The trackers of a run, each in a thread: a slow or dead server delays no step and ends no run."""
 
     def __init__(self, names: Iterable[str], to: Tracked) -> None:
-        before = newest(read(to.folder.parent))
-        # A step is tracked once. TensorBoard alone takes it back.
-        self._all = [_Thread(name, to, {} if name == "tensorboard" else before) for name in names]
+        self._tracked = newest(read(to.folder.parent))
+        self._threads = [_Thread(name, to) for name in names]
         at_end(self.close)  # also of a run that fails
 
     def log(self, event: dict[str, Any]) -> None:
-        """Send the numbers of a line that has a step to all trackers."""
-        for tracker in self._all:
-            tracker.log(event)
+        """Send a line that has a step to all trackers, each step once; TensorBoard alone takes a step back."""
+        is_new = event["step"] > self._tracked.get(event["event"], -1)
+        for thread in self._threads:
+            if thread.is_alive() and (is_new or thread.name == "tensorboard"):
+                thread.lines.put(event)
 
     def close(self) -> None:
         """Let them finish."""
-        for tracker in self._all:
-            tracker.lines.put(None)
-        for tracker in self._all:
-            tracker.join(_PATIENCE_S)
-            if tracker.is_alive():
-                late = f"{tracker.name} did not take all metrics in {_PATIENCE_S:.0f} s"
+        for thread in self._threads:
+            thread.lines.put(None)
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+            if thread.is_alive():
+                late = f"{thread.name} did not take all metrics in {_PATIENCE_S:.0f} s"
                 say(f"WARNING: {late}: send them with dray report --sync")
-        self._all = []
+        self._threads = []
 
 
 class _Thread(Thread):
-    def __init__(self, name: str, to: Tracked, before: dict[str, int]) -> None:
+    def __init__(self, name: str, to: Tracked) -> None:
         super().__init__(name=name, daemon=True)
         self.lines = SimpleQueue[dict[str, Any] | None]()
-        self._to, self._before, self._lost = to, before, False
+        self._to = to
         for variable, value in KINDS[name].offline.items():
             os.environ.setdefault(variable, value.format(to.folder / name))
         self.start()
-
-    def log(self, event: dict[str, Any]) -> None:
-        if not self._lost and event["step"] > self._before.get(event["event"], -1):
-            self.lines.put(event)
 
     def run(self) -> None:
         try:
@@ -152,7 +149,6 @@ class _Thread(Thread):
                 tracker.log(numbers(event), step=event["step"])
             tracker.finish()
         except BaseException as error:  # some end their program
-            self._lost = True
             say(f"WARNING: {self.name} gets no more metrics: {secrets.redacted(str(error) or repr(error))}")
 
 
