@@ -171,14 +171,14 @@ class Checkpoints:
             path = self.folder / f"step-{step}"
             if mirrored and not self._fetch(step):
                 continue
-            found, damage = self._verify(path)
+            about, damage = self._verify(path)
             if damage:
                 say(f"checkpoint {path} is skipped: {'; '.join(damage[:3])}")
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            self._require_order(path, found["order"])
-            self.newest, self._manifest = step, found
+            self._require_order(path, about["order"])
+            self.newest, self._manifest = step, about
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.steps:
                 self.mirror.put(path)
@@ -187,13 +187,13 @@ class Checkpoints:
 
     def resume(self) -> Mapping[int, list[Any]]:
         """Load the checkpoint that `find` found, if any; return the feed's positions. All ranks together."""
-        found, path = self._manifest, self.folder / f"step-{self.newest}"
-        if found is None:
+        about, path = self._manifest, self.folder / f"step-{self.newest}"
+        if about is None:
             return {}
-        if self.strategy.scaler and found.get("scaler"):
-            self.strategy.scaler.load(found["scaler"])
+        if self.strategy.scaler and about.get("scaler"):
+            self.strategy.scaler.load(about["scaler"])
         try:
-            self.strategy.load(Reader(path, found["tensors"]), found["updates"])
+            self.strategy.load(Reader(path, about["tensors"]), about["updates"])
         except MismatchError as error:
             raise ConfigError(
                 "the checkpoint is of another model",
@@ -201,7 +201,7 @@ class Checkpoints:
                 found=f"in {path}: {error}",
                 fix="set another checkpoint.folder, or use the recipe that made the checkpoint",
             ) from error
-        return Positions(path, found["tensors"])
+        return Positions(path, about["tensors"])
 
     def _part(self, step: int) -> Path:
         return self.folder / f"step-{step}.part-{self.run}"
@@ -242,10 +242,10 @@ class Checkpoints:
             return staged.write(part, self._moved.count)
 
     def _complete(self, part: Path, about: dict[str, Any]) -> None:
-        found = {"version": manifest.VERSION, **about, **self.made_by, "world_size": self.world, "order": self.order}
+        made_by = {"version": manifest.VERSION, **self.made_by, "world_size": self.world, "order": self.order}
         with self._writing():
-            manifest.write(part, found)
-            for name, file in found["files"].items():  # before older checkpoints are deleted
+            manifest.write(part, {**about, **made_by})
+            for name, file in about["files"].items():  # before older checkpoints are deleted
                 size = (part / name).stat().st_size
                 if size != file["bytes"]:
                     raise OSError(errno.EIO, f"{name} has {size} bytes, but {file['bytes']} were written")
@@ -294,9 +294,9 @@ class Checkpoints:
 
     def _verify(self, path: Path) -> tuple[dict[str, Any], list[str]]:
         """The manifest, and what is damaged; each rank checks a share of the files."""
-        found = on_rank_0(partial(manifest.read_checkpoint, path))
+        about = on_rank_0(partial(manifest.read_checkpoint, path))
         share = slice(self.rank, None, self.world)
-        return found, on_all(lambda: manifest.damage(path, found, share), operator.add)
+        return about, on_all(lambda: manifest.damage(path, about, share), operator.add)
 
     def _require_order(self, path: Path, saved: dict[str, Any]) -> None:
         """Refuse another batch, sequence length, seed or dataset: the order of samples would differ."""

@@ -174,11 +174,11 @@ class Lease:
 
         A rename: without any file in between, a third run could create one.
         """
-        own = self.path.with_name(f"{NAME}.{self.own.token}")
-        self._create(own)
+        part = self.path.with_name(f"{NAME}.{self.own.token}")
+        self._create(part)
         if self._read() != state:
-            own.unlink()
+            part.unlink()
             return False
-        own.rename(self.path)
+        part.rename(self.path)
         time.sleep(_SETTLE_S)
         return self._holds()

@@ -77,13 +77,13 @@ class Mirror:
         rank, world = placed()
         try:
             on_rank_0(lambda: self._fetch(part, name, [manifest.NAME]))
-            found = on_rank_0(lambda: manifest.read(part))
-            if "trouble" not in found:
-                share = sorted(found["files"])[rank::world]
+            about = on_rank_0(lambda: manifest.read(part))
+            if "trouble" not in about:
+                share = sorted(about["files"])[rank::world]
                 on_all(lambda: self._fetch(part, name, share), lambda *_: None)
         except DrayError as error:
             return self._warn(error, required=required)
-        return str(found.get("trouble", ""))
+        return str(about.get("trouble", ""))
 
     def put(self, path: Path) -> None:
         """Begin to copy this checkpoint; on rank 0. It replaces an older one that still waits."""

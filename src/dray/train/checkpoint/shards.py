@@ -140,15 +140,15 @@ class Reader:
 
 def open_checkpoint(path: Path) -> Reader:
     """The tensors of a checkpoint, which is verified here and not by the run's ranks."""
-    found = manifest.read_checkpoint(path)
-    if reasons := manifest.damage(path, found):
+    about = manifest.read_checkpoint(path)
+    if reasons := manifest.damage(path, about):
         raise DrayError(
             "the checkpoint is incomplete",
             wanted="the files of its manifest",
             found=f"{'; '.join(reasons[:3])} in {path}",
             fix="use another checkpoint: --step",
         )
-    return Reader(path, found["tensors"])
+    return Reader(path, about["tensors"])
 
 
 def position_shards(states: list[Any] | None) -> Shards:
