@@ -17,7 +17,7 @@ from dray.train import objectives  # noqa: E402
 from dray.train.data import chat, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import LAST_WORD, end_token  # noqa: E402
 from dray.train.data.token_cache import IDS, LABEL, LAST, Tokens  # noqa: E402
-from dray.train.loop.evaluate import Window, _documents, windows_of  # noqa: E402
+from dray.train.loop.evaluate import Window, documents_of, windows_of  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -159,7 +159,6 @@ def test_with_a_stride_each_token_counts_once_and_has_much_before_it(total: int,
     assert covered(windows_of(total, 10, 0, predicts_next=True)) == [token for token in range(total) if token % 10]
 
 
-def test_a_document_is_seen_as_far_back_as_a_sample_reaches(tmp_path: Path) -> None:
-    settings = config(tmp_path, "data.sequence_length=10")
+def test_a_document_is_seen_as_far_back_as_a_sample_reaches() -> None:
     tokens = Tokens(np.arange(25), np.array([0, 5, 25]))
-    assert _documents(tokens, settings) == [Window(0, 0, 3), Window(14, 0, 9)]
+    assert documents_of(tokens, 10) == [Window(0, 0, 3), Window(14, 0, 9)]

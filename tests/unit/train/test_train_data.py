@@ -24,7 +24,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
-from dray.train.checkpoint import manifest, saved  # noqa: E402
+from dray.train.checkpoint import manifest, shards, staging  # noqa: E402
 from dray.train.data import arrow, corpus, datasets, files, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.feeds import Stream  # noqa: E402
@@ -407,9 +407,9 @@ class TestStream:
 
         streams = [self.stream(tmp_path, "jsonl") for _ in range(ranks)]
         before = some(streams, range(15))
-        kept = saved.positions([state for stream in streams for state in stream.state()])
-        saved.write(tmp_path, [kept], {})
-        states = saved.Positions(tmp_path, manifest.read(tmp_path)["tensors"])
+        kept = shards.position_shards([state for stream in streams for state in stream.state()])
+        staging.write(tmp_path, [kept], {})
+        states = shards.Positions(tmp_path, manifest.read(tmp_path)["tensors"])
         assert [*states] == [*range(len(states))] == [*range(8)]
         others = [self.stream(tmp_path, "jsonl") for _ in range(2)]
         for other in others:
