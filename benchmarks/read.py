@@ -54,11 +54,11 @@ def texts(way: str, path: Path, kind: str, cache: str) -> Iterator[str]:
     """Every text of the file."""
     file = f"s3://{path.parent.name}/{path.name}" if way.endswith("by URL") else str(path)
     if way.startswith("dray"):
-        from dray.train.data import sources  # noqa: PLC0415  each process has one of the two
+        from dray.train.data import formats, resolve  # noqa: PLC0415  each process has one of the two
 
-        reading = sources.Reading("text")
-        for piece in sources.pieces((file,)):
-            yield from sources.documents(piece, reading)
+        reading = formats.Reading("text")
+        for piece in resolve.dataset(file, "train").pieces(reading):
+            yield from formats.documents(piece, reading)
         return
     from datasets import load_dataset  # noqa: PLC0415
 

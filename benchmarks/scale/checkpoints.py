@@ -71,15 +71,15 @@ def _checkpoint(count: int) -> dict[str, float]:
         save = _timed(world, lambda rank: _save(checkpoints(Path(folder), held[rank])))
         path = Path(folder) / "step-1"
         files = [*path.iterdir()]
-        verify, whole = [0.0] * count, Checkpoints._troubles
+        verify, whole = [0.0] * count, Checkpoints._verify
 
-        def timed(own: Checkpoints, path: Path, found: dict[str, Any]) -> list[str]:
+        def timed(own: Checkpoints, path: Path) -> tuple[dict[str, Any], list[str]]:
             began = time.perf_counter()
-            troubles = whole(own, path, found)
+            found = whole(own, path)
             verify[own.rank] = time.perf_counter() - began
-            return troubles
+            return found
 
-        with mock.patch.object(Checkpoints, "_troubles", timed):
+        with mock.patch.object(Checkpoints, "_verify", timed):
             both = _timed(readers := World(count), lambda rank: _resume(checkpoints(Path(folder), held[rank])))
         if not all(one.is_read() for one in held):
             raise AssertionError("the ranks read something else than they wrote")

@@ -240,12 +240,12 @@ TOKENS = """
 import json, shutil, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from dray.train.data import datasets, resolve, sources
+from dray.train.data import datasets, formats, resolve
 folder = Path(sys.argv[1])
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 shutil.rmtree(folder / "cold", ignore_errors=True)
-names = (str(folder / "text.txt"),)
-made = datasets.tokenized(resolve.of_files(names), sources.Reading("text"), tokenizer, cache=folder / "cold")
+text = resolve.dataset(str(folder / "text.txt"), "train")
+made = datasets.tokenized(text, formats.Reading("text"), tokenizer, cache=folder / "cold")
 print(json.dumps({"tokens": len(made.ids)}))
 """
 
@@ -284,12 +284,12 @@ folder, names, (readers, cores, steps, length) = Path(sys.argv[1]), sys.argv[2],
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
 from transformers import PreTrainedTokenizerFast
-from dray.train.data import datasets, files, sources
-from dray.train.data.stream import Stream
+from dray.train.data import datasets, formats, resolve
+from dray.train.data.feeds import Stream
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 encode = datasets.PLAIN.encoder(tokenizer, datasets.end_token(tokenizer))
-reading = sources.Reading("text")
-pieces = sources.cut(sources.pieces(files.find(str(folder / names))), readers, reading)
+reading = formats.Reading("text")
+pieces = resolve.pieces(resolve.dataset(str(folder / names), "train"), reading, readers)
 feed = Stream(pieces, reading, encode, shards=32, length=length, seed=1)
 feed.rows(range(32))
 began = time.perf_counter()

@@ -127,9 +127,10 @@ def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, root: Path, folder:
     cluster.exec(["rm", "-rf", tokens], user="root", node="n2")
     assert other("mkdir", "-m", "777", tokens).code == 0
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
-    assert ended.code == 0, ended.output
+    assert ended.code == 78, ended.output
     log = (ended.attempt / "logs" / "rank-1.log").read_text()
-    assert f"{tokens} is not used: a folder of user " in log
+    assert "the token cache is open to other users\n" in log
+    assert "set data.cache_dir to a folder of yours\n" in log
     assert other("ls", "-A", tokens).out == ""
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dray.train import collectives, parallel
-from dray.train.checkpoint import saved, shards
+from dray.train.checkpoint import shards, staging
 from dray.train.config import read
 from dray.train.objectives.base import Batch
 from dray.train.parallel import fsdp
@@ -55,13 +55,13 @@ def restored(strategy, folder: Path) -> bool:
     """Whether what the ranks write between them is on all of them again, where there was something else."""
     number = dist.get_rank()
     folder.mkdir(exist_ok=True)
-    own = saved.written(folder, shards.Staging(torch.device("cpu")).fill(strategy.state(), number), number)
+    own = staging.Staging(torch.device("cpu")).fill(strategy.state(), number).write(folder)
     everything: list = [None] * RANKS
-    dist.all_gather_object(everything, own["tensors"])
+    dist.all_gather_object(everything, own)
     before = {name: values.clone() for name, values in whole(strategy).items()}
     for values in whole(strategy).values():
         values.zero_()
-    strategy.load(shards.Reader(folder, functools.reduce(shards.joined, everything)), STEPS)
+    strategy.load(shards.Reader(folder, functools.reduce(shards.join, everything)["tensors"]), STEPS)
     return all(torch.equal(values, before[name]) for name, values in whole(strategy).items())
 
 

@@ -216,6 +216,10 @@ def _tokens(path: Path) -> object:
     return None if entry.holds == "(incomplete)" else entry
 
 
+def _sealed(found: dict[str, Any]) -> bytes:
+    return json.dumps({**found, "sha256": manifest._checksum(found)}).encode()
+
+
 def _manifest(path: Path) -> object:
     return None if "trouble" in manifest.read(path.parent) else "read"
 
@@ -227,9 +231,7 @@ def _of_checkpoint(path: Path) -> object:
 
 
 def _checkpoint(path: Path) -> object:
-    from dray.train.checkpoint import saved
-
-    return None if "trouble" in saved.look(path.parent) else "read"
+    return None if "trouble" in manifest.read_checkpoint(path.parent) else "read"
 
 
 def _recipe(key: str) -> Callable[[Path], object]:
@@ -331,10 +333,10 @@ READERS: dict[str, Reader] = {
         f"{'0' * 24}/manifest.json", b'{"dataset": "x"}', _tokens, refuses=False
     ),
     "manifest": Reader(
-        "step-3/manifest.json", b'{"version": 3, "files": {}}', _manifest, refuses=False, values=True
+        "step-3/manifest.json", _sealed({"version": 3, "files": {}}), _manifest, refuses=False, values=True
     ),
     "checkpoint": Reader(
-        "step-3/manifest.json", b'{"version": 3, "files": {}}', _checkpoint, refuses=None, torch=True
+        "step-3/manifest.json", _sealed({"version": 3, "files": {}}), _checkpoint, refuses=None
     ),
     "imported checkpoint": Reader("config.json", b"{}", _of_checkpoint, refuses=None, torch=True),
 }  # fmt: skip

@@ -50,10 +50,15 @@ def serving(objects: Objects) -> Iterator[Store]:
 
 def forget() -> None:
     """A process reads its variables once; a test has other ones."""
-    from dray.train.data import filesystems, remote
+    import fsspec
 
-    filesystems.S3.clear_instance_cache()
-    remote.own_system.cache_clear()
+    from dray.train.data import remote
+
+    for protocol in ("s3", "http", "https"):
+        fsspec.config.conf.pop(protocol, None)
+        fsspec.get_filesystem_class(protocol).clear_instance_cache()
+    remote.register.cache_clear()
+    remote._shared.cache_clear()
 
 
 class _Store(BaseHTTPRequestHandler):

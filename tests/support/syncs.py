@@ -98,7 +98,7 @@ def main(*plans: str) -> None:
 
         InputRangeForward.backward = staticmethod(may_wait(InputRangeForward.backward))
     loop.Loop.run = guarded(loop.Loop.run)
-    evaluate.Evaluator._measured = guarded(evaluate.Evaluator._measured)
+    evaluate.Evaluator._measure = guarded(evaluate.Evaluator._measure)
     for plan in plans:
         train.main(plan)
         dist.destroy_process_group()

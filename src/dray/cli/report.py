@@ -22,7 +22,7 @@ from dray.runs.report.data import gather
 from dray.runs.store import find, require_own
 
 _MADE = b"<footer><p>Made by dray "
-_LOCAL = ("aim", "dvclive", "tensorboard")
+_LOCAL = ("tensorboard",)
 """Trackers without a server."""
 
 

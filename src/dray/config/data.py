@@ -42,10 +42,6 @@ class Source(Spec):
     """A function on its rows, written as in data.map. Left out: data.map."""
     weight: Annotated[float, Field(gt=0, le=1e15)] = 1.0
     """Its share of the samples, relative to the other sources: 3 and 1 give three samples of four."""
-    repeat: Natural = 0
-    """Epochs after which it ends, and the other sources take its share. 0: it repeats until the run ends."""
-    until: Natural = 0
-    """The step after which it ends, and the other sources take its share. 0: the last step."""
 
 
 class Data(Spec):
@@ -54,7 +50,7 @@ class Data(Spec):
     train: str = "builtin"
     """The dataset to train on: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a
     pattern of txt, json, jsonl, csv, tsv, parquet or arrow, one document per line or row, on a disk or by URL (s3://, hf://,
-    https://); `BUILDER:FILES` for what another builder of `datasets` reads, such as webdataset or xml; or
+    https://); `BUILDER:FILES` for what another builder of `datasets` reads, such as webdataset; or
     `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`. `:train[:1%]` behind files takes a part of their rows. A relative path
     starts at the recipe's own folder."""
     mix: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], Source] = {}
@@ -75,7 +71,7 @@ class Data(Spec):
     """FILE.py:FUNCTION: your function, which gets each row as a dict before `column` is read, and returns a dict, a
     list of dicts, or None to drop the row. The plan has the file's text. A relative path starts beside the recipe."""
     config_kwargs: dict[Literal[*dataset_name.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
-    """More arguments of load_dataset, by builder of `datasets`, such as sep for csv or sql for sql."""
+    """More arguments of load_dataset, by builder of `datasets`, such as sep for csv."""
     min_characters: Natural = 0
     """Shorter documents are left out. The length of a conversation includes the names of its roles."""
     sequence_length: Annotated[int, Field(ge=2)] = 128

@@ -377,6 +377,11 @@ class Recipe(Spec):
             yield f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
         if self.data.answer_column and train.objective != "sft":
             yield f'data.answer_column is for train.objective = "sft", but it is {train.objective}'
+        for _, length in train.sequence_length_warmup:
+            if self.data.sequence_length % length:
+                yield f"train.sequence_length_warmup: {length} must divide data.sequence_length"
+        if train.sequence_length_warmup and self.data.document_mask:
+            yield "train.sequence_length_warmup cuts documents; set data.document_mask=false"
         masked = train.objective == "masked"
         if self.data.packing != "wrapped" and masked:
             yield (

@@ -16,9 +16,15 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
-Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+Tracker = Literal["mlflow", "tensorboard", "trackio", "wandb"]
 """accelerate's names."""
 _STEPS = re.compile("[1-9][0-9]{0,17}-[1-9][0-9]{0,17}")
+_LR_OPTIONS = {
+    "polynomial": ("power",),
+    "cosine_with_restarts": ("num_cycles",),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type"),
+}
 
 
 class Sharding(NamedTuple):
@@ -112,12 +118,22 @@ class Train(Spec):
     """Peak learning rate."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises; it reaches its peak with the last of them."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "polynomial", "cosine_with_restarts"] = "cosine"
-    """How the learning rate changes after the warm-up."""
-    lr_power: Positive = 1.0
-    """The polynomial's power; 1 is linear."""
-    lr_cycles: Count = 1
-    """Number of cosine cycles of cosine_with_restarts."""
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "constant",
+        "polynomial",
+        "cosine_with_restarts",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "cosine"
+    """How the learning rate changes after the warm-up: a schedule of transformers."""
+    lr_scheduler_kwargs: dict[str, Positive | Literal["linear", "cosine", "1-sqrt"]] = {}
+    """Options of the schedule, by transformers' names. polynomial: power. cosine_with_restarts: num_cycles.
+    inverse_sqrt: timescale. warmup_stable_decay: num_decay_steps (left out: a tenth of the steps) and decay_type."""
+    sequence_length_warmup: tuple[tuple[Count, Count], ...] = ()
+    """Pairs [until, length]: [[1000, 256], [3000, 512]] cuts samples into rows of 256 tokens until step 1,000, and of
+    512 until step 3,000. The tokens of each step stay the same."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -164,9 +180,6 @@ class Train(Spec):
     compile: Literal["auto"] | bool = "auto"
     """Whether torch.compile compiles each layer and the loss: a slower first step, faster steps from then on. auto: on
     GPUs, but not with zero3 or analog layers."""
-    on_divergence: Literal["stop", "skip"] = "stop"
-    """What a run does whose loss is not finite, or jumps. stop: end, or warn where it jumps. skip: go back to the last
-    checkpoint, and on without the samples of those steps, at most three times; with ddp and fsdp alone."""
     activation_checkpointing: bool = False
     """Whether activations are computed again in the backward pass instead of kept."""
     deepspeed: str | None = None
@@ -178,9 +191,9 @@ class Train(Spec):
     """Whether the smallest and the largest attention score of each layer are logged."""
     profile: str = ""
     """Steps to profile with torch.profiler on rank 0, such as 10-12, both included: a trace, and a table of the longest
-    kernels for `dray report`. These steps are slower. Left out: none."""
+    kernels in its log. These steps are slower. Left out: none."""
     trackers: tuple[Tracker, ...] = ()
-    """Trackers of accelerate that get the metrics too; offline, unless their own environment variables say otherwise.
+    """Trackers that get the metrics too; offline, unless their own environment variables say otherwise.
     TensorBoard's files are always written."""
 
     def contradictions(self) -> Iterator[str]:
@@ -192,15 +205,13 @@ class Train(Spec):
             yield f"{shown}; set train.warmup_steps=0 too, or at most {self.steps}"
         if self.profile:
             yield from self._of_profile()
-        wants = {"lr_power": "polynomial", "lr_cycles": "cosine_with_restarts"}
-        for name, kind in wants.items():
-            value = getattr(self, name)
-            if value != 1 and self.lr_scheduler_type != kind:
-                yield f'{name} = {value} wants lr_scheduler_type = "{kind}", not {self.lr_scheduler_type}'
+        options = _LR_OPTIONS.get(self.lr_scheduler_type, ())
+        for name in self.lr_scheduler_kwargs:
+            if name not in options:
+                expected = ", ".join(options) or "no options"
+                yield f'lr_scheduler_kwargs.{name}: lr_scheduler_type = "{self.lr_scheduler_type}" has {expected}'
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr} is more than lr = {self.lr}"
-        if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
-            yield "on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back"
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.strategy not in stages and not unread:

@@ -12,11 +12,10 @@ from dray.contract import secrets
 
 HUB, BUILTIN = "hub", "builtin"
 BUILDERS = (
-    "arrow", "conll", "csv", "fasta", "fastq", "genbank", "hdf5", "json", "lance", "parquet", "sql", "text", "tsfile",
-    "vortex", "webdataset", "xml",
+    "arrow", "conll", "csv", "fasta", "fastq", "genbank", "hdf5", "json", "parquet", "text", "tsfile", "webdataset",
 )  # fmt: skip
 """The builders of `datasets` that make rows with text. Not `pandas`, whose pickles may run code."""
-ENDINGS = {".tar": "webdataset", ".xml": "xml", ".h5": "hdf5", ".hdf5": "hdf5", ".lance": "lance"}
+ENDINGS = {".tar": "webdataset", ".h5": "hdf5", ".hdf5": "hdf5"}
 """File endings from which dray knows the builder."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
@@ -98,8 +97,6 @@ def kwargs_trouble(names: Iterable[str], kwargs: Mapping[str, Mapping[str, objec
     builders = {named.builder or ENDINGS.get(ending(named.files), "") for named in map(parse, names)}
     if unused := sorted({*kwargs} - builders):
         return f"data.config_kwargs.{unused[0]}: no dataset uses this builder; name one as {unused[0]}:FILES"
-    if "sql" in builders and "sql" not in kwargs.get("sql", {}):
-        return 'sql: the query is missing: data.config_kwargs.sql.sql = "SELECT text FROM documents"'
     return ""
 
 
@@ -109,8 +106,6 @@ def _builder_trouble(named: Named) -> str:
     if named.builder and named.builder not in BUILDERS:
         known = ", ".join(BUILDERS)
         return f"{named.builder} is not a builder that reads text ({known}); write ./ before a file name with a colon"
-    if named.remote and named.builder in ("sql", "lance"):
-        return f"{named.builder}: works only on local files, where dray sees changes; download them, or write parquet"
     for part in filter(None, named.split.split("+")):
         if part.partition("[")[0] != "train":
             return f"files have only the split train, not {part}; name the files of that split"

@@ -82,26 +82,26 @@ def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
     """The values of all ranks, by rank."""
     if _control is None:
         return [value]
-    data = json.dumps(value).encode()
+    data = _encoded(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=_control)
     longest = max(int(size) for size in sizes)
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-    dist.all_gather(parts, padded, group=_control)
-    return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
+    dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - len(data))), group=_control)
+    return [_decoded(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
 
 def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
     """The value of rank 0."""
     if _control is None:
         return value
-    data = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    data = _encoded(value if dist.get_rank() == 0 else None)
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0, group=_control)
-    buffer = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
-    dist.broadcast(buffer, 0, group=_control)
-    return json.loads(bytes(buffer.numpy()))
+    if dist.get_rank():
+        data = torch.zeros(int(size), dtype=torch.uint8)
+    dist.broadcast(data, 0, group=_control)
+    return _decoded(data)
 
 
 def on_all(
@@ -113,24 +113,24 @@ def on_all(
 
     No rank hears more than log2 N others. Where it fails on one, all fail alike: none waits for that one for ever.
     """
-    own, step, (rank, world) = _tried(do), 1, placed()
-    while step < world and not rank & step:  # it has heard `step` ranks, from its own on
+    result, step, (rank, world) = _tried(do), 1, placed()
+    while step < world and not rank & step:  # this rank has the values of `step` ranks, from its own on
         if rank + step < world:
             other = _receive(rank + step)
-            failed = next((one for one in (own, other) if "finding" in one), None)
-            own = failed or {"value": join(own["value"], other["value"])}
+            if "value" in result:
+                result = {"value": join(result["value"], other["value"])} if "value" in other else other
         step *= 2
     if rank:
-        _send(own, rank - step)
-    elif "value" in own:
-        value = own["value"]
-        own = _tried(lambda: then(value))
-    return _or_raised(broadcast_json(own if rank == 0 else {}))
+        _send(result, rank - step)
+    elif "value" in result:
+        value = result["value"]
+        result = _tried(lambda: then(value))
+    return _value_or_raise(broadcast_json(result))
 
 
 def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
     """Run it on rank 0 and broadcast its result: another node may see an older state of a shared folder."""
-    return _or_raised(broadcast_json(_tried(do) if _control is None or dist.get_rank() == 0 else {}))
+    return _value_or_raise(broadcast_json(_tried(do) if placed()[0] == 0 else None))
 
 
 def _tried(do: Callable[[], Any]) -> dict[str, Any]:
@@ -140,27 +140,35 @@ def _tried(do: Callable[[], Any]) -> dict[str, Any]:
         return {"finding": error.finding._asdict()}
 
 
-def _or_raised(own: dict[str, Any]) -> Any:  # noqa: ANN401  any JSON value
-    if "finding" in own:
-        raise findings.error(own["finding"])
-    return own["value"]
+def _value_or_raise(result: dict[str, Any]) -> Any:  # noqa: ANN401  any JSON value
+    if "finding" in result:
+        raise findings.error(result["finding"])
+    return result["value"]
 
 
 def _send(value: Any, rank: int) -> None:  # noqa: ANN401  any JSON value
-    data = json.dumps(value).encode()
-    for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+    data = _encoded(value)
+    for tensor in (torch.tensor([len(data)]), data):
         _wait(dist.isend(tensor, rank, group=_control))
 
 
 def _receive(rank: int) -> Any:  # noqa: ANN401  any JSON value
     size = torch.zeros(1, dtype=torch.int64)
     _wait(dist.irecv(size, rank, group=_control))
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    _wait(dist.irecv(buffer, rank, group=_control))
-    return json.loads(bytes(buffer.numpy()))
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    _wait(dist.irecv(data, rank, group=_control))
+    return _decoded(data)
 
 
 def _wait(work: dist.Work | None) -> None:
     """Between two ranks gloo knows no other limit than the one that the group was made with, unless it is told."""
     assert work is not None
     work.wait(_ELSE)
+
+
+def _encoded(value: Any) -> torch.Tensor:  # noqa: ANN401  any JSON value
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decoded(data: torch.Tensor) -> Any:  # noqa: ANN401  any JSON value
+    return json.loads(bytes(data.numpy()))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from dray.contract import files, run_folder
-from dray.train.recipe import Analog, Checkpoint, Data, Evaluation, Lora, Model, Train
+from dray.train.recipe import Analog, Checkpoint, Data, Evaluation, Lora, Model, Source, Train
+
+Section = TypeVar("Section")
+_OF_PLAN = ("run", "run_folder", "attempt", "job", "folder", "scratch", "variant", "image_sha256", "dray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,51 +71,37 @@ def of_recipe(recipe: dict[str, Any]) -> Config:
 def of_plan(plan: dict[str, Any]) -> Config:
     """The part of the plan that is about training."""
     recipe, checkpoints = plan["recipe"], Path(plan["run_folder"], run_folder.CHECKPOINTS)
-    parts = {
-        field.name: _typed(hint, recipe[field.name])
-        for field, hint in zip(fields(Config), get_type_hints(Config).values(), strict=True)
-        if field.name in ("data", "model", "train", "evaluate", "checkpoint", "lora", "analog")
-    }
-    parts |= {name: None for name in ("lora", "analog") if parts[name] and not parts[name].enabled}
+    lora, analog = recipe["lora"], recipe["analog"]
     return Config(
         name=recipe["name"],
-        run=plan["run"],
-        run_folder=plan["run_folder"],
-        attempt=plan["attempt"],
-        job=plan["job"],
-        folder=plan["folder"],
         final_model=str(checkpoints / run_folder.FINAL_MODEL),
         checkpoints=recipe["checkpoint"]["folder"] or str(checkpoints),
         compiled=str(Path(plan["run_folder"], run_folder.COMPILED)),
-        scratch=plan["scratch"],
         host_variable=plan["world"]["identity"]["name"],
-        variant=plan["variant"],
-        image_sha256=plan["image_sha256"],
-        dray=plan["dray"],
+        **{name: plan[name] for name in _OF_PLAN},
         **plan["batch"],
         steps=recipe["train"]["steps"] or 0,
         hang_timeout_s=recipe["hang_timeout_s"],
         deepspeed=json.loads(recipe["train"]["deepspeed"] or "{}"),
+        data=_section(Data, recipe["data"] | {"mix": _tables(Source, recipe["data"]["mix"])}),
+        model=_section(Model, recipe["model"]),
+        train=_section(Train, recipe["train"]),
+        evaluate=_tables(Evaluation, recipe["evaluate"]),
+        checkpoint=_section(Checkpoint, recipe["checkpoint"]),
+        lora=_section(Lora, lora) if lora and lora["enabled"] else None,
+        analog=_section(Analog, analog) if analog and analog["enabled"] else None,
         recipe={key: recipe[key] for key in ("batch", "data", "model", "train", "evaluate", "lora", "analog")},
-        **parts,
     )
 
 
-def _typed(hint: Any, value: Any) -> Any:  # noqa: ANN401  a type, and a JSON value of it
-    """JSON as the types have it: tables are dataclasses, lists are tuples."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if value is None or hint is Any:
-        return value
-    if isinstance(hint, type) and is_dataclass(hint):
-        return hint(**{name: _typed(inner, value[name]) for name, inner in get_type_hints(hint).items()})
-    if kind is UnionType:
-        return _typed(next(one for one in inner if one is not NoneType), value)
-    if kind is dict:
-        return {name: _typed(inner[1], one) for name, one in value.items()}
-    if kind is tuple:
-        return tuple(_typed(one, part) for one, part in zip(_repeated(inner, len(value)), value, strict=True))
-    return value
+def _section(kind: type[Section], values: dict[str, Any]) -> Section:
+    """A section of the recipe; JSON's lists are its tuples."""
+    return kind(**{key: _tuples(value) for key, value in values.items()})
 
 
-def _repeated(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    return inner[:1] * count if inner[1:] == (...,) else inner
+def _tables(kind: type[Section], tables: dict[str, Any]) -> dict[str, Section]:
+    return {name: _section(kind, values) for name, values in tables.items()}
+
+
+def _tuples(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -66,42 +66,33 @@ def refusing(problem: str, *, fix: str, wanted: object = "", where: object = "")
         raise ConfigError(problem, where=where, wanted=wanted, found=described(error), fix=fix) from error
 
 
-def _nondeterministic(raised: Exception) -> DrayError | None:
-    """What torch refuses with train.deterministic."""
+def _known(raised: Exception) -> DrayError | None:
+    """The finding for what torch raises and is no defect of dray."""
     text = str(raised)
-    if not isinstance(raised, RuntimeError) or "torch.use_deterministic_algorithms(" not in text:
+    if type(raised).__name__ == _FULL_GPU:
+        traceback.print_exception(raised)  # torch says what held the memory
+        return DrayError(
+            "the GPU has no memory left",
+            found=message(raised, 600),
+            fix="batch.per_device smaller, train.activation_checkpointing = true, or more GPUs with fsdp or zero3",
+        )
+    if not isinstance(raised, RuntimeError):
         return None
-    return ConfigError(
-        "an operation of this model is not deterministic on this device",
-        wanted="only deterministic operations, for train.deterministic = true",
-        found=" ".join(text.split(", but you set", maxsplit=1)[0].split())[:200],
-        fix="train.deterministic=false, or another model.attn_implementation",
-    )
-
-
-def _memory(raised: Exception) -> DrayError | None:
-    """A GPU that is full is no defect; torch says what held it."""
-    if type(raised).__name__ != _FULL_GPU:
-        return None
-    traceback.print_exception(raised)
-    return DrayError(
-        "the GPU has no memory left",
-        found=message(raised, 600),
-        fix="batch.per_device smaller, train.activation_checkpointing = true, or more GPUs with fsdp or zero3",
-    )
-
-
-def _of_another(raised: Exception) -> DrayError | None:
-    """Nor is that another rank has ended in the middle of a collective."""
-    text = str(raised)
-    if not isinstance(raised, RuntimeError) or not root_cause.follows([text]):
-        return None
-    traceback.print_exception(raised)
-    return DrayError(
-        "another rank has ended, and this rank cannot go on without it",
-        found=message(raised),
-        fix="dray why RUN shows the first failure; if no rank failed, check the network between the nodes",
-    )
+    if "torch.use_deterministic_algorithms(" in text:
+        return ConfigError(
+            "an operation of this model is not deterministic on this device",
+            wanted="only deterministic operations, for train.deterministic = true",
+            found=" ".join(text.split(", but you set", maxsplit=1)[0].split())[:200],
+            fix="train.deterministic=false, or another model.attn_implementation",
+        )
+    if root_cause.follows([text]):
+        traceback.print_exception(raised)
+        return DrayError(
+            "another rank has ended, and this rank cannot go on without it",
+            found=message(raised),
+            fix="dray why RUN shows the first failure; if no rank failed, check the network between the nodes",
+        )
+    return None
 
 
 def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoReturn:
@@ -115,8 +106,7 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
     try:
         main(*arguments)
     except Exception as raised:
-        known = _nondeterministic(raised) or _memory(raised) or _of_another(raised)
-        found = known or unexpected.error(raised, log=True)
+        found = _known(raised) or unexpected.error(raised, log=True)
         code = found.finding.code
         with suppress(OSError):
             print(f"{name}{found}", file=sys.stderr)

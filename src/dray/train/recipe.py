@@ -14,8 +14,6 @@ class Source:
     column: str
     map: str
     weight: float
-    repeat: int
-    until: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +68,8 @@ class Train:
     lr: float
     warmup_steps: int
     lr_scheduler_type: str
-    lr_power: float
-    lr_cycles: int
+    lr_scheduler_kwargs: dict[str, Any]
+    sequence_length_warmup: tuple[tuple[int, int], ...]
     min_lr: float
     betas: tuple[float, float]
     eps: float
@@ -90,7 +88,6 @@ class Train:
     fsdp_prefetch: int
     offload: str
     compile: str | bool
-    on_divergence: str
     activation_checkpointing: bool
     deepspeed: str | None
     eval_every: int

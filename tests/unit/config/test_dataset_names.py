@@ -23,7 +23,7 @@ from helpers import ROOT
         ("s3://bucket/x/*.jsonl.zst", ("", "s3://bucket/x/*.jsonl.zst", "")),
         ("https://host:8080/a.txt:train[5:]", ("", "https://host:8080/a.txt", "train[5:]")),
         ("webdataset:s3://b/*.tar:train[:5]+train[9:]", ("webdataset", "s3://b/*.tar", "train[:5]+train[9:]")),
-        ("sql:texts.db", ("sql", "texts.db", "")),
+        ("csv:texts.db", ("csv", "texts.db", "")),
         ("hub:me/texts@v1/sub:train[:1%]+test", ("hub", "me/texts@v1/sub", "train[:1%]+test")),
     ],
 )
@@ -60,9 +60,6 @@ def test_a_relative_path_starts_beside_the_recipe_behind_its_builder_and_before_
         ("s3://", "expected a complete URL of files"),
         ("https://[::1", "expected a complete URL of files"),
         ("s3://$BUCKET/x.txt", "expected a complete URL of files"),
-        ("sql:s3://b/x.db", "sql: works only on local files"),
-        ("sql:x.db", 'data.config_kwargs.sql.sql = "SELECT'),
-        ("lance:s3://b/x.lance", "lance: works only on local files"),
     ],
 )
 def test_a_wrong_name_is_refused(tmp_path: Path, name: str, said: str) -> None:
@@ -105,7 +102,7 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(tmp_path: Path, name: str) -
             "trust_remote_code: dray sets this argument itself",
         ),
         (
-            ["data.train=sql:a.db", "data.config_kwargs.sql.con=postgresql://me:pass@h/d"],
+            ["data.train=csv:a.txt", "data.config_kwargs.csv.con=postgresql://me:pass@h/d"],
             "config_kwargs: this looks like a secret",
         ),
         (["data.train=json:a", "data.config_kwargs.json.x=https://me:hunter2hunter2@h/"], "looks like a secret"),
@@ -131,7 +128,6 @@ def test_the_page_s_recipes_are_recipes(tmp_path: Path) -> None:
         line.split("`")[1] for line in page.splitlines() if line.startswith("| `s3://") or line.startswith("| `hub:")
     ]
     assert names == ["s3://BUCKET/a/*.jsonl.zst", "hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]"]
-    for name in ("sql:/data/texts.db", "csv:/data/*.txt", "hub:me/texts:train[:1%]", "a.txt:train[:5%]+train[95%:]"):
+    for name in ("csv:/data/*.txt", "hub:me/texts:train[:1%]", "a.txt:train[:5%]+train[95%:]"):
         assert name in page or name.partition(":")[2] in page
-        more = ["data.config_kwargs.sql.sql=SELECT text FROM documents ORDER BY id"] * name.startswith("sql")
-        recipe(tmp_path, f"data.train={name}", *more)
+        recipe(tmp_path, f"data.train={name}")

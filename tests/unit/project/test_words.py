@@ -36,7 +36,7 @@ RETIRED = {
     r"masked percent": "mlm_probability",
     "recompute[sd]?|recomputing|recomputation": "activation_checkpointing",
     "small matrices beside": "low-rank adapters",
-    r"train\.clip|clip = \d|train\.power|train\.cycles": "max_grad_norm, lr_power, lr_cycles",
+    r"train\.clip|clip = \d": "max_grad_norm",
     'objective answers|objective = "answers"': "sft",
     "(?:the|which|what|other|one|slow|slower) wires?|wire that was used": "transport",
     r"another order of samples": "data order differs",

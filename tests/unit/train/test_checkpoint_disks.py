@@ -29,11 +29,11 @@ BEGUN = Callable[..., Run]
 # What befalls the disk, at the steps that a test names; the trainer is as it is.
 STAND_IN = f"""
 import os, runpy, sys
-from dray.train.checkpoint import lease, manifest, mirror
+from dray.train.checkpoint import lease, manifest
 from dray.train.checkpoint.checkpoints import Checkpoints
 from dray.train.collectives import on_rank_0
-lease.BEAT_S, mirror.RETRY_S = 0.1, 0.1
-save, write, statvfs = Checkpoints.save, manifest.write, os.statvfs
+lease.BEAT_S = 0.1
+save, write = Checkpoints.save, manifest.write
 
 def filled(filler):
     with open(filler, "wb", buffering=0) as file:
@@ -57,12 +57,7 @@ def written(folder, found):
         os.truncate(folder / "rank-0.safetensors", 10)
     write(folder, found)
 
-def told(path):
-    found = [*statvfs(path)]
-    found[2] *= os.environ.get("ROOM_UNKNOWN") != "1"
-    return os.statvfs_result(found)
-
-Checkpoints.save, manifest.write, os.statvfs = saved, written, told
+Checkpoints.save, manifest.write = saved, written
 sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -110,11 +105,9 @@ def saves(run: Run) -> list[tuple[int, bool]]:
 @pytest.mark.slow
 @pytest.mark.tmpfs
 @pytest.mark.hostile("disks")
-@pytest.mark.parametrize("unknown", ["0", "1"])
-def test_a_full_disk_costs_saves_and_not_the_run(run: BEGUN, alone: Run, small: Path, unknown: str) -> None:
-    """Seen before the save, and in the middle of it, as a quota is."""
+def test_a_full_disk_costs_saves_and_not_the_run(run: BEGUN, alone: Run, small: Path) -> None:
     words = (f"checkpoint.folder={small}", "checkpoint.every=4", "checkpoint.keep=2")
-    other = run(2, *words).end(FULL_AT="12", ROOM_AT="20", ROOM_UNKNOWN=unknown)
+    other = run(2, *words).end(FULL_AT="12", ROOM_AT="20")
     assert other.losses() == alone.losses()
     assert saves(other) == [(4, True), (8, True), (12, False), (16, False), (20, True)]
     assert sorted(path.name for path in small.iterdir()) == ["step-20", "step-8"]
@@ -204,7 +197,7 @@ def test_two_runs_on_one_folder(run: BEGUN, tmp_path: Path, monkeypatch: pytest.
         second = run(2, *words).end(78)
         assert second.codes.count(78) >= 1
         assert "another run uses this checkpoint folder\n" in second.said()
-        assert f"found:  job 4711 of {lease._user()} on node-7, run /runs/one, attempt 1, since " in second.said()
+        assert "found:  job 4711 on node-7, run /runs/one, attempt 1, since " in second.said()
     third = run(2, *words, steps="steps=100000")
     with third.going() as pids:
         until(lambda: any(path.name[5:].isdigit() for path in kept.glob("step-*")), third)
@@ -230,14 +223,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Store]:
 
 
 def test_a_run_goes_on_from_its_mirror(run: BEGUN, alone: Run, store: stores.Store) -> None:
-    """The folder is lost; on the way a connection was cut and a byte changed, and no step waited for it."""
+    """The folder is lost; on the way a connection was cut, and no step waited for it."""
     words = ("checkpoint.every=4", "checkpoint.mirror=s3://bucket/mine", "checkpoint.keep=2")
     env = {
         "AWS_ENDPOINT_URL": store.address,
         "AWS_ACCESS_KEY_ID": "AKIAMAYREAD",
         "AWS_SECRET_ACCESS_KEY": "hunter2hunter2",
     }
-    store.cuts, store.flips = 1, 1
+    store.cuts = 1
     first = run(2, *words, steps="steps=12").end(**env)
     assert first.losses() == pytest.approx(alone.losses()[:12], abs=1)  # of another schedule
     complete = [int(name.split("/")[2][5:]) for name in store.objects if name.endswith("manifest.json")]

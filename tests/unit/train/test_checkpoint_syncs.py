@@ -83,9 +83,9 @@ def copied(self, source, non_blocking=False):
 
 torch.Tensor.copy_ = copied
 
-from dray.train.checkpoint import checkpoints as checkpoint, shards
+from dray.train.checkpoint import checkpoints as checkpoint, staging
 from dray.train.parallel import ddp
-checkpoint.Staging = lambda device: shards.Staging(torch.device("cuda"))
+checkpoint.Staging = lambda device: staging.Staging(torch.device("cuda"))
 updated = ddp.Ddp.update
 
 def update(self, lr):

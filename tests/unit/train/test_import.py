@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from safetensors.torch import load_file  # noqa: E402
 
-from dray.train.checkpoint import saved, shards  # noqa: E402
+from dray.train.checkpoint import manifest, shards  # noqa: E402
 from dray.train.outputs import importing  # noqa: E402
 from trainings import GPT, Forks, Run  # noqa: E402
 
@@ -63,8 +63,8 @@ def resumable(source: Path, folder: Path, *words: str, truth: Path, **more: Any)
     """Every weight and average is the one that the other program had in memory."""
     (folder / "kept").mkdir()
     take(source, recipe=recipe(folder, *words), **more)
-    reader, wanted = saved.opened(folder / "kept" / "step-3"), load_file(truth)
-    assert saved.look(folder / "kept" / "step-3")["updates"] == 3
+    reader, wanted = shards.open_checkpoint(folder / "kept" / "step-3"), load_file(truth)
+    assert manifest.read_checkpoint(folder / "kept" / "step-3")["updates"] == 3
     assert reader.tensors.keys() == wanted.keys()
     assert any(tensor.abs().max() > 0 for name, tensor in wanted.items() if "exp_avg." in name)
     for name, tensor in wanted.items():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dray.train.checkpoint import manifest, saved
-from dray.train.checkpoint.shards import MismatchError, Reader, Staging, whole
+from dray.train.checkpoint.shards import MismatchError, Reader, whole
+from dray.train.checkpoint.staging import Staging
 from dray.train.parallel.replicas import Replicas
 from ranks import World
 
@@ -45,8 +45,7 @@ class Counting(Reader):
 
 @pytest.fixture
 def made(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    held = saved.written(tmp_path, Staging(torch.device("cpu")).fill(whole("others", TENSORS), 0), 0)
-    manifest.write(tmp_path, held)
+    held = Staging(torch.device("cpu")).fill(whole("others", TENSORS), 0).write(tmp_path)
     return tmp_path, held["tensors"]
 
 

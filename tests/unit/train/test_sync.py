@@ -34,7 +34,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch):
     lines, wrong = list[tuple](), list[str]()
-    kind = Kind("json", lambda _: {"lines": lines, "wrong": wrong}, {}, {}, ("TEST_SERVER",), own=Server)
+    kind = Kind(lambda _: {"lines": lines, "wrong": wrong}, {}, {}, ("TEST_SERVER",), own=Server)
     monkeypatch.setitem(KINDS, "one", kind)
     monkeypatch.setenv("TEST_SERVER", "here")
     return lines, wrong
@@ -95,7 +95,10 @@ def test_it_follows_a_run_into_its_next_attempt(server, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("one", "one needs the address of its server\n  wanted: TEST_SERVER\n"), ("aim", "aim has no server\n")],
+    [
+        ("one", "one needs the address of its server\n  wanted: TEST_SERVER\n"),
+        ("tensorboard", "tensorboard has no server\n"),
+    ],
 )
 def test_a_tracker_without_a_server_is_refused(server, tmp_path: Path, monkeypatch, name: str, message: str) -> None:
     monkeypatch.delenv("TEST_SERVER")

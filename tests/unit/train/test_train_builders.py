@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 import tarfile
@@ -22,7 +21,7 @@ import pyarrow.parquet as pq
 
 import stores
 from dray.contract.findings import DrayError
-from dray.train.data import builders, datasets, resolve, sources, tokenizer
+from dray.train.data import builders, datasets, formats, resolve, tokenizer
 from trainings import config
 
 # datasets leaves files of parquet to the garbage collector.
@@ -61,32 +60,23 @@ def written(folder: Path, builder: str) -> str:
         (folder / "1.tar").write_bytes(tar(TEXTS[:60]))
         (folder / "2.tar").write_bytes(tar(TEXTS[60:]))
         return f"{folder}/*.tar"  # by its ending
-    elif builder == "xml":
-        for number, text in enumerate(TEXTS):
-            (folder / f"{number:03}.xml").write_text(text)
-        return f"xml:{folder}"
     elif builder == "hdf5":
         import h5py
 
         with h5py.File(folder / "x.h5", "w") as file:
             file["text"] = TEXTS
         return f"{folder}/x.h5"
-    elif builder == "sql":
-        with sqlite3.connect(folder / "x.any") as base:
-            base.execute("CREATE TABLE documents (number INTEGER, text TEXT)")
-            base.executemany("INSERT INTO documents VALUES (?, ?)", enumerate(TEXTS))
-        base.close()
     return f"{builder}:{folder}/x.any"
 
 
-COLUMNS = {"webdataset": "txt", "xml": "xml"}
-KWARGS = {"csv": {"sep": ";"}, "sql": {"sql": "SELECT text FROM documents ORDER BY number"}}
+COLUMNS = {"webdataset": "txt"}
+KWARGS = {"csv": {"sep": ";"}}
 
 
 def read(name: str, column: str = "text", **kwargs: dict) -> list[str]:
-    reading = sources.Reading(column, config_kwargs=json.dumps(kwargs))
+    reading = formats.Reading(column, config_kwargs=kwargs)
     pieces = resolve.dataset(name, "train").pieces(reading)
-    return [text for piece in pieces for text in sources.documents(piece, reading)]
+    return [text for piece in pieces for text in formats.documents(piece, reading)]
 
 
 def refused(name: str, column: str = "text", **kwargs: dict) -> str:
@@ -96,10 +86,10 @@ def refused(name: str, column: str = "text", **kwargs: dict) -> str:
     return str(stopped.value)
 
 
-@pytest.mark.parametrize("builder", ["json", "csv", "text", "parquet", "arrow", "webdataset", "xml", "hdf5", "sql"])
+@pytest.mark.parametrize("builder", ["json", "csv", "text", "parquet", "arrow", "webdataset", "hdf5"])
 def test_every_builder_gives_the_same_documents(tmp_path: Path, builder: str) -> None:
-    if builder in ("hdf5", "sql"):
-        pytest.importorskip({"hdf5": "h5py", "sql": "sqlalchemy"}[builder])
+    if builder == "hdf5":
+        pytest.importorskip("h5py")
     name, kwargs = written(tmp_path, builder), {builder: KWARGS[builder]} if builder in KWARGS else {}
     assert read(name, COLUMNS.get(builder, "text"), **kwargs) == TEXTS
     assert read(f"{name}:train[90%:]", COLUMNS.get(builder, "text"), **kwargs) == TEXTS[90:]
@@ -152,23 +142,12 @@ class TestDamage:
         assert "found:  txt, __key__, __url__" in refused(f"{tmp_path}/a.tar")
         (tmp_path / "a.h5").write_bytes(b"no HDF5")
         assert "cannot be read" in refused(f"{tmp_path}/a.h5")
-        (tmp_path / "a.db").write_bytes(b"no SQLite" * 100)
-        assert "cannot be read" in refused(f"sql:{tmp_path}/a.db", sql={"sql": "SELECT text FROM documents"})
         assert "unexpected keyword" in refused(f"csv:{tmp_path}/a.tar", csv={"between": ";"})
 
     def test_a_package_that_is_not_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, package in (("h5py", "h5py"), ("lance", "pylance"), ("sqlalchemy", "sqlalchemy")):
-            monkeypatch.setitem(sys.modules, name, None)
-            monkeypatch.delitem(sys.modules, f"{name}.file", raising=False)
-            folder = tmp_path / package
-            folder.mkdir()
-            (folder / "x.lance").mkdir()
-            (folder / "x.lance" / "a").write_text("x")
-            (folder / "x.h5").write_text("x")
-            file = {"h5py": "x.h5", "lance": "x.lance", "sqlalchemy": "x.h5"}[name]
-            prefix = "sql:" if name == "sqlalchemy" else ""
-            said = refused(f"{prefix}{folder}/{file}", sql={"sql": "SELECT 1"})
-            assert f"fix:    dray image layer VARIANT --pip {package}, and layer = " in said, said
+        monkeypatch.setitem(sys.modules, "h5py", None)
+        (tmp_path / "x.h5").write_text("x")
+        assert "fix:    dray image layer VARIANT --pip h5py, and layer = " in refused(f"{tmp_path}/x.h5")
 
 
 @pytest.mark.slow
@@ -180,7 +159,7 @@ def test_nothing_is_left_and_no_hub_is_asked(tmp_path: Path) -> None:
         "def refuse(*_): raise SystemExit('asked the network')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from dray.train.data import builders\n"
-        "print(len([*builders.rows('webdataset', sys.argv[1], 'txt', '{}')]))\n"
+        "print(len([*builders.rows('webdataset', sys.argv[1], {})]))\n"
     )
     env = {**os.environ, "HOME": str(home), "TMPDIR": str(tmp_path / "tmp"), "HF_HUB_OFFLINE": "0"}
     env = {key: value for key, value in env.items() if key not in ("HF_HOME", "HF_DATASETS_CACHE")}
@@ -199,7 +178,7 @@ def test_a_script_of_that_name_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert read(name, "txt") == TEXTS
     with pytest.raises(DrayError):
-        [*builders.rows("./webdataset", name, "txt", "{}")]
+        [*builders.rows("./webdataset", name, {})]
 
 
 def test_other_arguments_make_other_tokens(tmp_path: Path) -> None:

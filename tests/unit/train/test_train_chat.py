@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from tokenizers import Tokenizer, models  # noqa: E402
 
 from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train import objectives  # noqa: E402
-from dray.train.data import chat, sources, tokenizer  # noqa: E402
+from dray.train.data import chat, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import LAST_WORD, end_token  # noqa: E402
 from dray.train.data.token_cache import IDS, LABEL, LAST, Tokens  # noqa: E402
-from dray.train.loop.evaluate import Window, _documents, windows_of  # noqa: E402
+from dray.train.loop.evaluate import Window, documents_of, windows_of  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -36,7 +35,6 @@ HIDES = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
-DEEP = "[" * 100_000
 TURNS = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "Who?"},
@@ -48,7 +46,7 @@ TURNS = [
 
 def learned(template: str | None, *chats: list[dict]) -> tuple[list[str], int]:
     """Stretches of the labels, and how many documents there are."""
-    tokens = tokenizer._of_bytes(mask=False, conversations=False)
+    tokens = tokenizer.of_bytes()
     tokens.chat_template = template
     chat.ensure_template(tokens)
     found = np.array(chat.encoder(tokens, end_token(tokens))([json.dumps(one) for one in chats]))
@@ -68,7 +66,7 @@ def test_only_what_the_assistant_says_is_learned() -> None:
 
 def test_an_answer_that_begins_within_a_token_is_learned_whole() -> None:
     """Where a prompt ends in a space, many tokenizers join it to the answer's first word."""
-    tokens = tokenizer._of_bytes(mask=False, conversations=False)
+    tokens = tokenizer.of_bytes()
     joined = Tokenizer(models.BPE(vocab={**tokens.get_vocab(), "Ġy": 300}, merges=[("Ġ", "y")]))
     joined.pre_tokenizer = tokens.backend_tokenizer.pre_tokenizer
     joined.decoder = tokens.backend_tokenizer.decoder
@@ -102,7 +100,7 @@ def test_a_template_that_hides_answers_is_refused() -> None:
 def test_conversations_are_found_under_the_names_that_are_about() -> None:
     shared = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}, {"from": "human", "value": "Oh."}]
     plain = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
-    for row in (shared, json.dumps(shared), plain):
+    for row in (shared, plain):
         found = json.loads(chat.conversation(row, "x", "messages"))
         assert [(said["role"], said["content"]) for said in found] == [("user", "Who?"), ("assistant", "I.")]
     assert chat.conversation(plain[:1], "x", "messages") == ""
@@ -110,10 +108,9 @@ def test_conversations_are_found_under_the_names_that_are_about() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", ["text", "[INST] x", DEEP, 5, None, ["text"], [{"role": "user"}], [{"role": "bot", "content": "x"}]]
+    "row", ["text", "[INST] x", 5, None, ["text"], [{"role": "user"}], [{"role": "bot", "content": "x"}]]
 )
 def test_what_is_no_conversation_is_refused(row: object) -> None:
-    gc.collect()  # else what other tests left ends in the midst of DEEP, and has no room to say so
     with pytest.raises(ConfigError, match="column 'messages' holds no conversations") as stopped:
         chat.conversation(row, "my.jsonl", "messages")
     assert "set data.answer_column too" in stopped.value.finding.fix
@@ -121,8 +118,8 @@ def test_what_is_no_conversation_is_refused(row: object) -> None:
 
 def test_questions_and_answers_may_be_two_columns(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a\nWho?,I.\nWhy?,\n")
-    (piece,) = sources.pieces((str(tmp_path / "a.csv"),))
-    (found,) = sources.documents(piece, sources.Reading("q", chats=True, answer="a"))
+    (piece,) = resolve.dataset(str(tmp_path / "a.csv"), "train").pieces(formats.Reading("q"))
+    (found,) = formats.documents(piece, formats.Reading("q", chats=True, answer="a"))
     assert [said["content"] for said in json.loads(found)] == ["Who?", "I."]
 
 
@@ -142,7 +139,7 @@ def test_labels_follow_the_marks_and_positions_the_documents(tmp_path: Path) -> 
 
 
 def test_a_last_word_is_marked_with_all_of_its_tokens() -> None:
-    tokens = tokenizer._of_bytes(mask=False, conversations=False)
+    tokens = tokenizer.of_bytes()
     found = np.array(LAST_WORD.encoder(tokens, end_token(tokens))(["one two\n", "x"]))
     assert tokens.decode(found[(found & LABEL) != 0] & IDS) == "twox"
     assert np.flatnonzero(found & LAST).tolist() == [7, 9]
@@ -162,7 +159,6 @@ def test_with_a_stride_each_token_counts_once_and_has_much_before_it(total: int,
     assert covered(windows_of(total, 10, 0, predicts_next=True)) == [token for token in range(total) if token % 10]
 
 
-def test_a_document_is_seen_as_far_back_as_a_sample_reaches(tmp_path: Path) -> None:
-    settings = config(tmp_path, "data.sequence_length=10")
+def test_a_document_is_seen_as_far_back_as_a_sample_reaches() -> None:
     tokens = Tokens(np.arange(25), np.array([0, 5, 25]))
-    assert _documents(tokens, settings) == [Window(0, 0, 3), Window(14, 0, 9)]
+    assert documents_of(tokens, 10) == [Window(0, 0, 3), Window(14, 0, 9)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def spins():
 
 
 def plant(fault, rank):
-    while not hasattr(sys.modules["__main__"], "_reload"):  # its last function: all is imported
+    while not hasattr(sys.modules["__main__"], "_start"):  # its last function: all is imported
         time.sleep(0.01)
     import torch.distributed as dist
     from dray.train.checkpoint.checkpoints import Checkpoints
@@ -267,6 +268,15 @@ class Told:
         self.events.append({"event": event, **fields})
 
 
+def of_four(monkeypatch: pytest.MonkeyPatch, told: Told) -> slow.Slow:
+    """Four ranks on two nodes."""
+    monkeypatch.setenv("NODE", "n1")
+    monkeypatch.setattr(slow, "all_gather_json", lambda _: ["n1", "n1", "n2", "n2"])
+    monkeypatch.setattr(slow.ranks, "world", lambda: 4)
+    config: Any = SimpleNamespace(train=SimpleNamespace(strategy="ddp"), host_variable="NODE")
+    return slow.Slow(config, torch.device("cpu"), told)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("windows", "named"),
     [
@@ -282,26 +292,18 @@ def test_who_is_steadily_slower(
     monkeypatch: pytest.MonkeyPatch, windows: list[list[float]], named: list[tuple[int, float]]
 ) -> None:
     told = Told()
-    ranks = slow.Slow.__new__(slow.Slow)
-    ranks.__dict__ |= {
-        "_metrics": told, "_hosts": ["n1", "n1", "n2", "n2"], "ranks": 4, "_events": [], "_own": 0.0,
-        "_window": [0.0] * 4, "_streaks": [0] * 4, "_named": set(), "_step": 0, "_taken": 0, "_passes": 0,
-    }  # fmt: skip
+    ranks = of_four(monkeypatch, told)
     for step, window in enumerate(windows):
-        ranks.see(window, step)
+        ranks.observe(window, step)
     assert [(event["rank"], event["times"]) for event in told.events] == named
 
 
-def test_each_node_s_own_seconds_of_a_step() -> None:
+def test_each_node_s_own_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its slowest rank; not of the first line, which has no steps before it, nor after a run went back."""
-    ranks = slow.Slow.__new__(slow.Slow)
-    ranks.__dict__ |= {
-        "_metrics": Told(), "_hosts": ["n1", "n1", "n2", "n2"], "ranks": 4, "_events": [], "_own": 0.0,
-        "_window": [0.0] * 4, "_streaks": [0] * 4, "_named": set(), "_step": 0, "_taken": 0, "_passes": 0,
-    }  # fmt: skip
+    ranks = of_four(monkeypatch, Told())
     own = [1.0, 2.0, 3.0, 2.5]
     found = []
     for step in (41, 50, 60, 45, 50):
         found.append(ranks.nodes(own))
-        ranks.see(own, step)
+        ranks.observe(own, step)
     assert found == [[], [], [round(2 / 9, 6), round(3 / 9, 6)], [0.2, 0.3], []]

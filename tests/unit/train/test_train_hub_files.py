@@ -27,13 +27,13 @@ COMMIT = "a" * 40
 PROGRAM = """
 import json, sys
 from dray.contract.findings import DrayError
-from dray.train.data import resolve, sources
-reading = sources.Reading("text")
+from dray.train.data import formats, resolve
+reading = formats.Reading("text")
 for word in sys.argv[1:]:
     name, streamed = word.removeprefix("streamed "), word.startswith("streamed ")
     try:
         pieces = resolve.pieces(resolve.dataset(name, "train", streamed=streamed), reading)
-        print(json.dumps([pieces[0].path, [text for piece in pieces for text in sources.documents(piece, reading)]]))
+        print(json.dumps([pieces[0].path, [text for piece in pieces for text in formats.documents(piece, reading)]]))
     except DrayError as error:
         print(json.dumps([str(error), None]))
 """

@@ -22,7 +22,7 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from dray.train.config import Config  # noqa: E402
-from dray.train.data import datasets, sources, tokenizer  # noqa: E402
+from dray.train.data import datasets, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.datasets import Datasets  # noqa: E402
 from dray.train.data.mapping import Map  # noqa: E402
 from dray.train.data.token_cache import Tokens  # noqa: E402
@@ -78,8 +78,12 @@ def rows(folder: Path, kind: str) -> Path:
 
 
 def documents(path: Path, source: str = CLEAN, column: str = "text", **more: object) -> list[str]:
-    reading = sources.Reading(column, map=Map(f"prep.py:clean\n{source}"), **more)
-    return [text for piece in sources.pieces((str(path),)) for text in sources.documents(piece, reading)]
+    reading = formats.Reading(column, map=Map(f"prep.py:clean\n{source}"), **more)
+    return [
+        text
+        for piece in resolve.dataset(str(path), "train").pieces(reading)
+        for text in formats.documents(piece, reading)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "tsv", "parquet", "arrow"])
@@ -92,10 +96,10 @@ def test_a_line_is_a_row_with_a_text(tmp_path: Path) -> None:
     path.write_text("one\n\ntwo\n")
     back = "def clean(row):\n    return {**row, 'text': row['text'][::-1]}\n"
     assert documents(path, back) == ["eno", "owt"]
-    (builtin,) = sources.pieces(("builtin",))
-    reading = sources.Reading("text", map=Map(f"prep.py:clean\n{back}"))
-    plain = [*sources.documents(builtin, sources.Reading("text"))]
-    assert [text[::-1] for text in sources.documents(builtin, reading)] == plain
+    (builtin,) = resolve.dataset("builtin", "train").pieces(formats.Reading("text"))
+    reading = formats.Reading("text", map=Map(f"prep.py:clean\n{back}"))
+    plain = [*formats.documents(builtin, formats.Reading("text"))]
+    assert [text[::-1] for text in formats.documents(builtin, reading)] == plain
 
 
 def test_what_it_returns_may_be_a_conversation_or_a_question_with_its_answer(tmp_path: Path) -> None:
@@ -218,14 +222,14 @@ ROW = "row 1 of FILE"
          "  found:  KeyError: 'gone'\n  fix:    correct prep.py, then check it: dray data inspect RECIPE"),
         ("import sys\n\ndef clean(row):\n    sys.exit('no')\n", "clean of prep.py failed\n  where:  prep.py:4\n"),
         ("import nowhere.at_all\ndef clean(row):\n    return row\n",
-         "prep.py cannot be imported\n  where:  prep.py:1\n  wanted: a file that imports only what the image has\n"
+         f"clean of prep.py failed\n  where:  prep.py:1\n  wanted: None, a dict or a list of dicts for {ROW}\n"
          "  found:  ModuleNotFoundError: No module named 'nowhere'"),
-        ("def clean(row):\n    return row\nraise SystemExit(3)\n", "prep.py cannot be imported\n  where:  prep.py:3\n"),
-        ("def clean(row):\n    return row\ndel clean\n", "prep.py cannot be imported\n"),
+        ("def clean(row):\n    return row\nraise SystemExit(3)\n", "clean of prep.py failed\n  where:  prep.py:3\n"),
+        ("def clean(row):\n    return row\ndel clean\n", "clean of prep.py failed\n"),
         ("def clean(row):\n    return row['body']\n",
          f"clean of prep.py did not return rows\n  where:  {ROW}\n"
          "  wanted: None, a dict or a list of dicts\n  found:  str: line  00"),
-        ("def clean(row):\n    return [row, 1]\n", "found:  int in a list: 1\n"),
+        ("def clean(row):\n    return [row, 1]\n", "found:  list: [{'id': 0"),
         ("def clean(row):\n    yield row\n", "found:  generator: <generator object clean at"),
         ("def clean(row):\n    return {'txt': 'x'}\n",
          f"there is no column 'text'\n  wanted: text in what clean of prep.py returned for {ROW}\n  found:  txt\n"),
@@ -244,7 +248,7 @@ def test_its_mistakes_are_told_with_function_row_and_file(tmp_path: Path, source
 
 def test_the_row_is_counted_in_its_part_of_the_file(tmp_path: Path, monkeypatch) -> None:
     fails = "def clean(row):\n    assert int(row['id']) != 17\n    return {'text': row['body']}\n"
-    monkeypatch.setattr(sources, "_PIECE", 100)
+    monkeypatch.setattr(resolve, "_PIECE", 100)
     for kind, place in (("parquet", "row 4 of row group 2 of "), ("jsonl", "row 1 of "), ("csv", "row 18 of ")):
         path = rows(tmp_path, kind)
         with pytest.raises(ConfigError) as refused:
@@ -348,4 +352,4 @@ def test_the_page_s_example_does_what_it_says() -> None:
         for answer in ("4", "four")
     ]
     assert function({**row, "score": 1}, "row 2") == []
-    assert function.told == "ask of prep.py: 2 rows read, 1 dropped, 1 added"
+    assert function.summary == "ask of prep.py: 2 rows read, 1 dropped, 1 added"

@@ -35,21 +35,19 @@ def test_what_is_not_finite_is_null_also_in_a_list(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_was_spent_before_a_run_went_back_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation fell between the last line and the loss that was not finite."""
+def test_an_evaluation_counts_as_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(module, "flops_per_token", lambda *_: 1.0)
     config: Any = SimpleNamespace(step_tokens=1000, global_size=8, steps=100, train=SimpleNamespace(precision="bf16"))
     strategy: Any = SimpleNamespace(device=torch.device("cpu"), network=None)
     speed = Speed(config, strategy)
-    speed.begin(0)
+    speed.begin(5)
     with speed.spent("evaluation"):
         now = 60.0
-    speed.begin(5)
     now = 62.0
-    found = speed.measured(7)
-    assert (found["tokens_per_s"], found["step_s"]) == (1000.0, 1.0)
+    figures = speed.measured(7)
+    assert (figures["tokens_per_s"], figures["step_s"]) == (1000.0, 1.0)
 
 
 V, H, T = 100, 64, 32

@@ -1,4 +1,4 @@
-"""A mix: each source has its share in every block, gives each of its rows once, and ends where it was said to."""
+"""A mix: each source has its share in every block, and gives each of its rows once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import numpy as np
 from dray.train.data import datasets, tokenizer
 from dray.train.data.datasets import Datasets
 from dray.train.data.feeds import Mixed
-from dray.train.data.mix import FOREVER, Mix, Part
+from dray.train.data.order import Mix
 from trainings import config
 
 pytestmark = pytest.mark.torch
@@ -43,8 +43,7 @@ def test_quotas_are_by_largest_remainder(size: int, weights: list[float], wanted
 
 
 def test_every_block_has_each_source_by_its_quota_in_another_order_than_the_next() -> None:
-    mix = Mix([Part(7), Part(2), Part(1)], seed=3)
-    assert mix.end >= FOREVER
+    mix = Mix([7, 2, 1], seed=3)
     orders = []
     for block in range(4):
         found = [mix.place(sample)[0] for sample in range(block * BLOCK, (block + 1) * BLOCK)]
@@ -53,67 +52,26 @@ def test_every_block_has_each_source_by_its_quota_in_another_order_than_the_next
     assert len({tuple(order) for order in orders}) == 4
     # A source's samples are spread over the block: none of its sixteenths is without the smallest one.
     assert all(2 in orders[0][begin : begin + 64] for begin in range(0, BLOCK, 64))
-    other = Mix([Part(7), Part(2), Part(1)], seed=4)
+    other = Mix([7, 2, 1], seed=4)
     assert [other.place(sample)[0] for sample in range(BLOCK)] not in orders
 
 
-@pytest.mark.parametrize(
-    ("parts", "ends"),
-    [
-        ([Part(1), Part(1)], [FOREVER, FOREVER]),
-        ([Part(3, rows=1000), Part(1)], [1334, FOREVER]),
-        ([Part(3, until=100), Part(1)], [100, FOREVER]),
-        ([Part(1, rows=512), Part(1)], [1024, FOREVER]),
-        ([Part(1, rows=10), Part(2, rows=2000)], [30, 2010]),
-        ([Part(1, until=1500), Part(1, rows=600, until=1400), Part(2, rows=1900)], [1500, 1400, 2633]),
-        ([Part(5, rows=3), Part(3, rows=2), Part(1, rows=1)], [6, 6, 6]),
-        ([Part(1, rows=700)], [700]),
-    ],
-)
-def test_a_source_ends_where_it_is_to_and_gives_each_row_once(parts: list[Part], ends: list[int]) -> None:
-    mix = Mix(parts, seed=1)
-    assert (mix.ends, mix.end) == (ends, max(ends))
-    count = min(mix.end, 5 * BLOCK)
-    found = [mix.place(sample) for sample in range(count)]
-    for source, part in enumerate(parts):
-        samples = [sample for sample, (one, _) in enumerate(found) if one == source]
-        rows = sorted(row for one, row in found if one == source)
-        assert max(samples) < min(ends[source], part.until)
-        assert len(rows) == len(set(rows))
-        if ends[source] <= count:
-            assert rows == list(range(len(rows)))  # none is left out
-            assert len(rows) == part.rows or ends[source] == part.until
-    for samples in {0, 1, 99, 100, 101, 1023, 1024, 1025, 1500, 2047, count} & {*range(count + 1)}:
-        before = Counter(source for source, _ in found[:samples])
-        assert mix.taken(samples) == [before[source] for source in range(len(parts))]
-
-
-@given(
-    some.lists(some.tuples(some.integers(1, 9), some.integers(0, 1500), some.integers(0, 3000)), min_size=1, max_size=4)
-)
+@given(some.lists(some.integers(1, 9), min_size=1, max_size=4), some.integers(1, 3 * BLOCK))
 @settings(max_examples=30, deadline=None)
-def test_any_mix_gives_each_row_once(chosen: list[tuple[int, int, int]]) -> None:
-    parts = [Part(weight, rows or FOREVER, until or FOREVER) for weight, rows, until in chosen]
-    mix = Mix(parts, seed=5)
-    count = min(mix.end, 3 * BLOCK)
-    found = [mix.place(sample) for sample in range(count)]
-    assert len(set(found)) == count
-    counts = Counter(source for source, _ in found)
-    for source, part in enumerate(parts):
-        assert counts[source] <= part.rows
-        assert max((sample for sample, (one, _) in enumerate(found) if one == source), default=-1) < part.until
-    assert mix.taken(count) == [counts[source] for source in range(len(parts))]
-    # Where none has ended yet, each block has the quotas.
-    if count >= BLOCK and min(mix.ends) > BLOCK:
-        first = Counter(source for source, _ in found[:BLOCK])
-        assert [first[source] for source in range(len(parts))] == quotas(BLOCK, [part.weight for part in parts])
+def test_a_source_gives_each_of_its_rows_once_and_none_is_left_out(weights: list[int], count: int) -> None:
+    mix = Mix(weights, seed=5)
+    whole = -(-count // BLOCK) * BLOCK
+    places = [mix.place(sample) for sample in range(whole)]
+    for source in range(len(weights)):
+        rows = sorted(row for other, row in places if other == source)
+        assert rows == list(range(len(rows)))
+    before = Counter(source for source, _ in places[:count])
+    assert mix.taken(count) == [before[source] for source in range(len(weights))]
 
 
 def test_a_sample_far_ahead_is_found_at_once() -> None:
-    mix = Mix([Part(3, rows=10**12), Part(1), Part(2, until=10**9 + 7)], seed=1)
-    assert len(mix.stretches) <= 7
-    place = mix.place(10**15)
-    assert place == mix.place(10**15)
+    mix = Mix([3, 1, 2], seed=1)
+    assert mix.place(10**15) == mix.place(10**15)
     assert sum(mix.taken(10**15)) == 10**15
 
 
@@ -144,7 +102,7 @@ def letters(rows: np.ndarray) -> str:
 
 
 def test_rows_are_the_sources_own_and_each_keeps_its_last_documents(tmp_path: Path, files: dict[str, Path]) -> None:
-    found = loaded(tmp_path, *mixed(files, "data.mix.code.repeat=2", "data.mix.web.until=300"))
+    found = loaded(tmp_path, *mixed(files))
     feed = found.training
     assert isinstance(feed, Mixed)
     assert found.total == 2 * 95 * 64
@@ -153,11 +111,8 @@ def test_rows_are_the_sources_own_and_each_keeps_its_last_documents(tmp_path: Pa
     }  # fmt: skip
     whole = letters(feed.rows(range(BLOCK)))
     assert [feed.mix.place(sample)[0] for sample in range(BLOCK)] == ["wc".index(letter) for letter in whole]
-    # code has two epochs of 190 samples; web goes on alone, until step 300 of 8 samples.
-    assert feed.mix.ends == [2400, 1520]
-    assert feed.mix.taken(2400)[1] == 380
-    assert feed.shares(range(BLOCK)) == {"web": 0.75, "code": 0.25}
-    assert feed.identity == "web of 6080 tokens, weight 3.0, until 300; code of 6080 tokens, weight 1.0, repeat 2"
+    assert feed.mix.taken(BLOCK) == [768, 256]
+    assert feed.identity == "web of 6080 tokens, weight 3.0; code of 6080 tokens, weight 1.0"
     assert feed.state() is None
 
 
@@ -186,28 +141,17 @@ def test_a_source_has_its_own_column_and_limits_hold_for_each(tmp_path: Path, fi
 
 
 def test_one_source_alone_has_all_of_its_rows(tmp_path: Path, files: dict[str, Path]) -> None:
-    feed = loaded(tmp_path, f"data.mix.web.dataset={files['web']}", "data.mix.web.repeat=1", "train.steps=23").training
+    feed = loaded(tmp_path, f"data.mix.web.dataset={files['web']}").training
     assert isinstance(feed, Mixed)
-    assert feed.mix.end == 190
     plain = loaded(tmp_path / "b", f"data.train={files['web']}").training
     order = lambda rows: sorted(map(bytes, rows))  # noqa: E731
-    assert order(feed.rows(range(190))) == order(plain.rows(range(190)))
+    assert order(feed.rows(range(BLOCK))) == order(plain.rows(range(BLOCK)))
 
 
 def refusal(folder: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as refused:
         loaded(folder, *overrides)
     return str(refused.value)
-
-
-def test_a_mix_that_ends_before_the_run_is_refused(tmp_path: Path, files: dict[str, Path]) -> None:
-    over = mixed(files, "data.mix.code.repeat=2", "data.mix.web.until=10", "train.steps=100")
-    assert refusal(tmp_path, *over) == (
-        "the mix ends before the run does\n"
-        "  wanted: 800 samples: 100 steps (train.steps) of 8\n"
-        "  found:  440 samples; web ends after 80, code ends after 440\n"
-        "  fix:    train.steps=55, or remove repeat and until from a source"
-    )
 
 
 @pytest.mark.parametrize(
@@ -236,9 +180,6 @@ def test_a_source_that_is_none_is_named(tmp_path: Path, files, name: str, conten
         (("data.mix.a.weight=nan",), "expected a finite number"),
         (("data.mix.a.weight=inf",), "expected a finite number"),
         (("data.mix.a.weight=1e16",), "at most"),
-        (("data.mix.a.repeat=-1",), "expected a whole number of at least 0"),
-        (("data.mix.a.repeat=1.5",), "expected a whole number of at least 0"),
-        (("data.mix.a.until=-5",), "expected a whole number of at least 0"),
         (("data.mix.a.wieght=1",), "did you mean `weight`?"),
         (("data.mix.A.dataset=x",), "expected a name that matches"),
         (("data.mix.b.weight=2",), "missing: expected text"),

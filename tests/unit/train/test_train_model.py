@@ -24,7 +24,7 @@ from dray.contract import unexpected  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import errors  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
-from dray.train.loop import metrics, schedule  # noqa: E402
+from dray.train.loop import metrics  # noqa: E402
 from dray.train.model import build  # noqa: E402
 from dray.train.parallel import base, ddp  # noqa: E402
 from dray.train.parallel.scaler import Scaler  # noqa: E402
@@ -325,22 +325,6 @@ def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
     assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.95), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
-        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
-        ("polynomial train.lr_power=2", [0.5, 1.0, 1.0, 0.60625, 0.325, 0.15625]),
-        ("cosine_with_restarts train.lr_cycles=2", [0.5, 1.0, 1.0, 0.55, 1.0, 0.55]),
-    ],
-)
-def test_the_learning_rate(tmp_path: Path, kind: str, wanted: list[float]) -> None:
-    said = ("train.steps=6", "train.warmup_steps=2", "train.lr=1.0", "train.min_lr=0.1")
-    chosen = config(tmp_path, *said, *f"train.lr_scheduler_type={kind}".split())
-    assert [schedule.learning_rate(chosen, step) for step in range(6)] == pytest.approx(wanted, abs=1e-6)
-
-
 def test_the_loss_scale_ends_at_its_minimum() -> None:
     """The host learns of it where it reads the numbers the next time, and not from a number read between."""
     scaler, good = Scaler(4.0, torch.device("cpu")), torch.tensor(1.0)
@@ -393,15 +377,15 @@ def test_a_step_that_fp16_leaves_out_changes_nothing(tmp_path: Path) -> None:
 
 FETCH = """
 import sys
-from dray.train.data import hub, resolve, sources
+from dray.train.data import formats, hub, resolve
 from dray.train.errors import guarded
 def fetch(kind, name):
     if kind == "model":
         print(hub.model(name, "main", weights=True, code=False))
         return
-    reading = sources.Reading("text")
+    reading = formats.Reading("text")
     pieces = resolve.dataset(name, "train").pieces(reading)
-    print([text for piece in pieces for text in sources.documents(piece, reading)])
+    print([text for piece in pieces for text in formats.documents(piece, reading)])
 guarded(fetch, *sys.argv[1:])
 """
 

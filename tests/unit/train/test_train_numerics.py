@@ -9,8 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
 from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train import collectives, errors  # noqa: E402
 from dray.train.parallel import base  # noqa: E402
@@ -45,56 +43,6 @@ def test_tf32(tmp_path: Path, device: str, words: tuple, found: tuple) -> None:
     matmul = torch.backends.cuda.matmul
     assert (torch.get_float32_matmul_precision(), matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == found
     assert getattr(matmul, "fp32_precision", None) in (None, "tf32" if matmul.allow_tf32 else "ieee", "none")
-
-
-class Products(TorchDispatchMode):
-    """Count products of matrices, by what torch computes in the end."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
-        return function(*args, **(kwargs or {}))
-
-
-class Rotary(torch.nn.Module):
-    """As transformers 5.17 computes it, for Llama, Qwen3 and GPT-NeoX alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, 64, 2) / 64), persistent=False)
-
-    def forward(self, hidden, position_ids):
-        frequencies = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1)
-        products = (frequencies.float() @ position_ids[:, None, :].float()).transpose(1, 2)
-        return hidden @ torch.cat((products, products), dim=-1).cos().transpose(1, 2)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13's own tracing
-def test_rotary_positions_have_no_tf32() -> None:
-    """In eager mode and in one compiled graph; the module's other products keep it."""
-    network = torch.nn.Sequential(Rotary())
-    inputs = torch.ones(2, 3, 64), torch.arange(0, 16384, 5).expand(2, -1)
-    numerics.keep_rotary_exact(network)  # TF32 is off: all stays
-    with Products() as before:
-        expected = network[0](*inputs)
-    assert before.count == 2
-    torch.set_float32_matmul_precision("high")
-    numerics.keep_rotary_exact(network)
-    with Products() as after:
-        eager = network[0](*inputs)
-    assert after.count == 1
-    graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append([node for node in graph.graph.nodes if "matmul" in str(node.target)])
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(network[0], backend=backend, fullgraph=True)(*inputs)
-    assert [len(products) for products in graphs] == [1]
-    assert torch.equal(eager, expected)
-    assert torch.equal(compiled, expected)
 
 
 def test_an_operation_that_is_not_deterministic_is_refused(tmp_path: Path) -> None:

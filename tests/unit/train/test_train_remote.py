@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 
 import stores
 from dray.contract.findings import DrayError
-from dray.train.data import filesystems, resolve, sources
-from dray.train.data.stream import Stream
+from dray.train.data import formats, remote, resolve
+from dray.train.data.feeds import Stream
 
 pytestmark = pytest.mark.torch
 
 TEXTS = [f"document {number} é" for number in range(300)]
-READING = sources.Reading("text")
+READING = formats.Reading("text")
 
 
 def jsonl(texts: list[str]) -> bytes:
@@ -70,9 +70,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Store]:
         yield served
 
 
-def read(name: str, reading: sources.Reading = READING, *, streamed: bool = False) -> list[str]:
+def read(name: str, reading: formats.Reading = READING, *, streamed: bool = False) -> list[str]:
     pieces = resolve.pieces(resolve.dataset(name, "train", streamed=streamed), reading)
-    return [text for piece in pieces for text in sources.documents(piece, reading)]
+    return [text for piece in pieces for text in formats.documents(piece, reading)]
 
 
 def refused(name: str, code: int = 78, does: Callable[..., object] = read) -> str:
@@ -95,10 +95,10 @@ def test_patterns_and_folders(store: stores.Store, name: str) -> None:
 
 def test_a_file_by_url_is_cut_as_one_on_a_disk_is(store: stores.Store, tmp_path: Path, monkeypatch) -> None:
     """So that its parts have the same order in a stream."""
-    monkeypatch.setattr(sources, "_PIECE", 1000)
+    monkeypatch.setattr(resolve, "_PIECE", 1000)
     (tmp_path / "a.jsonl").write_bytes(FILES["a.jsonl"])
     cut = [
-        [(piece.begin, piece.end) for piece in resolve.pieces(resolve.dataset(name, "train"), READING)]
+        [piece.bytes for piece in resolve.pieces(resolve.dataset(name, "train"), READING)]
         for name in (f"{tmp_path}/a.jsonl", "s3://all/a.jsonl", f"{store.address}/all/a.jsonl")
     ]
     assert len(cut[0]) > 10
@@ -108,7 +108,7 @@ def test_a_file_by_url_is_cut_as_one_on_a_disk_is(store: stores.Store, tmp_path:
 
 def test_only_what_is_asked_for_is_fetched(store: stores.Store) -> None:
     pieces = resolve.dataset("s3://all/a.parquet:train[140:150]", "train").pieces(READING)
-    assert [(piece.begin, piece.rows) for piece in pieces] == [(2, (0, 10))]
+    assert [piece.rows for piece in pieces] == [(140, 150)]
 
 
 @pytest.mark.parametrize("name", ["s3://two/deep/*.jsonl", "s3://all/a.parquet", "{tmp}/a.jsonl", "json:{tmp}/a.jsonl"])
@@ -145,7 +145,7 @@ def test_another_object_has_another_identity_and_is_refused_while_it_is_read(sto
                    for some in (pieces, resolve.dataset(name, "train").pieces(READING))]  # fmt: skip
         assert streams[0] != streams[1]
         with pytest.raises(DrayError, match="the dataset changed while it was read"):
-            list(sources.documents(pieces[0], READING))
+            list(formats.documents(pieces[0], READING))
         store.objects["two/deep/1.jsonl"] = jsonl(TEXTS[:100])
 
 
@@ -157,13 +157,13 @@ def test_another_object_has_another_identity_and_is_refused_while_it_is_read(sto
         ("s3://all/none*.jsonl", "the dataset does not exist"),
         (
             "s3://private/a.jsonl",
-            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY before you submit, and name",
+            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (s3://), or GOOGLE_APP",
         ),
         ("s3://nobody/a.jsonl", "no permission: the dataset cannot be read"),
         ("{web}/all/none.jsonl", "the dataset does not exist"),
         ("{web}/nobody/a.jsonl", "no permission: the dataset cannot be read"),
         ("abfs://container/a.jsonl", "--pip adlfs, and layer ="),
-        ("nothing://a/b.jsonl", "has a protocol that fsspec does not know: nothing"),
+        ("nothing://a/b.jsonl", "found:  Protocol not known: nothing"),
         ("json:s3://all/a.jsonl.zst", "--pip zstandard"),
     ],
 )
@@ -181,19 +181,23 @@ def test_a_secret_of_the_environment_is_used(store: stores.Store, monkeypatch: p
 
 def test_a_transfer_that_breaks_is_taken_up_again(store: stores.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(filesystems.time, "sleep", waits.append)
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(remote.asyncio, "sleep", wait)
     store.breaks = 2
     assert read(f"{store.address}/all/a.jsonl") == TEXTS
     assert waits == [1, 2]
     store.breaks = 1
     assert read("s3://all/a.jsonl") == TEXTS
     store.breaks = 1000
-    assert "5 times" in refused(f"{store.address}/all/a.jsonl", code=1)
+    assert "check the network" in refused(f"{store.address}/all/a.jsonl", code=1)
 
 
 def test_a_server_without_ranges_or_tags_is_refused(store: stores.Store) -> None:
     store.ranges = False
-    assert "this server does not send parts of a file" in refused(f"{store.address}/all/a.txt")
+    assert "appear to support range requests" in refused(f"{store.address}/all/a.parquet")
 
 
 def test_a_damaged_file_is_no_trouble_of_the_network(store: stores.Store) -> None:
@@ -204,7 +208,7 @@ def test_a_damaged_file_is_no_trouble_of_the_network(store: stores.Store) -> Non
     store.objects["all/a.parquet"] = FILES["a.parquet"][:-5]
     assert "a whole parquet file" in refused("s3://all/a.parquet")
     store.objects["all/a.jsonl"] = FILES["a.jsonl"] + b'{"text": \n'
-    assert f"in the line at byte {len(FILES['a.jsonl'])} of s3://all/a.jsonl" in refused("s3://all/a.jsonl")
+    assert f"the line at byte {len(FILES['a.jsonl'])} of s3://all/a.jsonl" in refused("s3://all/a.jsonl")
 
 
 @pytest.mark.parametrize(

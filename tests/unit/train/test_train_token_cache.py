@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -17,11 +16,8 @@ import pytest
 
 np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
-from dray.contract import node  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.runs.clean import tokens_in  # noqa: E402
-from dray.train.data import datasets, tokenizer  # noqa: E402
-from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.hostile("token cache")
 
@@ -102,17 +98,6 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_goes_and_what_one_writes_stays(tmp_path: Path) -> None:
-    name = token_cache.fingerprint("x")
-    for part in ("old", "new"):
-        (tmp_path / f"{name}.part-{part}").mkdir()
-    os.utime(tmp_path / f"{name}.part-old", (0, 0))
-    silent = time.time() - 61  # not so long ago that nobody writes there
-    os.utime(tmp_path / f"{name}.part-new", (silent, silent))
-    made(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.part-new"]
-
-
 def cut(folder: Path) -> None:
     os.truncate(folder / "ids", 1000)
 
@@ -173,47 +158,13 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     assert (refused.value.finding.code, refused.value.finding.found) == (78, "no folder")
 
 
-def squat(path: Path) -> None:
-    path.mkdir(0o777)
-    path.chmod(0o777)
+def test_without_locks_another_run_may_be_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
 
+    monkeypatch.setattr(fcntl, "flock", none)
 
-def link(path: Path) -> None:
-    path.symlink_to(path.parent)
-
-
-def give_away(path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("root gives a folder to another user")
-    path.mkdir()
-    os.chown(path, 65534, 65534)
-
-
-@pytest.mark.parametrize("squats", [squat, link, give_away, os.mkfifo, Path.touch])
-def test_a_name_in_tmp_that_another_user_took_stops_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, squats: Callable[[Path], object]
-) -> None:
-    """Its tokens are made in the attempt's own folder, and later runs have the usual one once it is free."""
-    monkeypatch.setattr(node, "TOKENS", f"{tmp_path}/dray-tokens-")
-    usual = tmp_path / f"dray-tokens-{os.getuid()}"
-    (tmp_path / "own").mkdir(0o700)
-    chosen = config(tmp_path)
-    chosen = replace(chosen, scratch=str(tmp_path / "own"), data=replace(chosen.data, cache_dir=""))
-    squats(usual)
-    loaded = datasets.load(chosen, tokenizer.load(chosen))
-    assert f"{usual} is not used: " in capsys.readouterr().out
-    assert list((tmp_path / "own" / "tokens").glob("*/manifest.json"))
-    usual.rmdir() if usual.is_dir() and not usual.is_symlink() else usual.unlink()
-    again = datasets.load(chosen, tokenizer.load(chosen))
-    assert list(usual.glob("*/manifest.json"))
-    assert again.total == loaded.total
-
-
-def test_another_maker_may_be_ready_earlier(tmp_path: Path) -> None:
     def meanwhile(batch: list[str]) -> list[int]:
-        (part,) = tmp_path.glob("*.part-*")
-        for path in (part, *part.iterdir()):
-            os.utime(path, (time.time() - 61, time.time() - 61))
         made(tmp_path)
         return encode(batch)
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader, BufferedWriter
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from dray.contract.findings import ConfigError, DrayError
 
 NAME = "manifest.json"
 BLOCK = 1 << 24
-LIMIT = 1 << 28  # bytes: a name and three numbers for each tensor and rank
+VERSION = 3
+"""The version of a checkpoint's manifest and files."""
+_SEAL = "sha256"
 _INSIDE = re.compile(r"(\w[\w.-]*/)*\.?\w[\w.-]*", re.ASCII)  # a path that leads nowhere else
-SEAL = "sha256"
 _PROSE = "*.md"  # of a final model; a user may write in its card
 
 
@@ -33,13 +34,10 @@ def new(path: Path) -> Iterator[BufferedWriter]:
         os.fsync(file.fileno())
 
 
-def written(
+def write_file(
     path: Path, *parts: bytes | memoryview, moved: Callable[[int], None] = lambda _size: None
 ) -> dict[str, Any]:
-    """Write a new file; its size and checksum.
-
-    `moved` hears of each block's bytes.
-    """
+    """Write a new file; return its size and checksum. `moved` is called with the size of each block."""
     checksum = hashlib.sha256()
     with new(path) as file:
         for part in parts:
@@ -51,26 +49,13 @@ def written(
 
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
-    """The last file of a folder."""
-    written(folder / NAME, json.dumps(manifest).encode())
+    """Write the last file of a folder, with a checksum of the manifest itself."""
+    write_file(folder / NAME, json.dumps({**manifest, _SEAL: _checksum(manifest)}).encode())
     sync(folder)
 
 
-def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add a checksum of the manifest itself, so that changed bytes are noticed."""
-    return {**manifest, SEAL: hashlib.sha256(json.dumps(manifest).encode()).hexdigest()}
-
-
-def is_sealed(manifest: dict[str, Any]) -> bool:
-    """Whether the manifest's own checksum is right, whatever the JSON's layout."""
-    with suppress(RecursionError):  # of JSON that somebody has crafted
-        return sealed({name: value for name, value in manifest.items() if name != SEAL}) == manifest
-    return False
-
-
-def natural(value: object) -> bool:
-    """Whether this is a non-negative integer; JSON's true is not."""
-    return type(value) is int and 0 <= value < 1 << 62
+def _checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def sync(folder: Path) -> None:
@@ -80,91 +65,70 @@ def sync(folder: Path) -> None:
     os.close(handle)
 
 
-def parse(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
-    """Parse JSON; refuse an object with the same name twice."""
-    return json.loads(text, object_pairs_hook=_once)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("an object has the same name twice")
-    return found
-
-
 def read(folder: Path) -> dict[str, Any]:
     """The manifest, or `trouble` with the reason why it is invalid."""
     try:
         with open_regular(folder / NAME) as file:
-            found = parse(file.read())
+            manifest = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         return {"trouble": f"its manifest cannot be read ({error})"}
-    match found:
-        case {"version": int(), "files": dict(files)} if all(_named(name, one) for name, one in files.items()):
-            return dict(found)
-    return {"trouble": "its manifest has no valid list of files"}
+    seal = manifest.pop(_SEAL, "") if isinstance(manifest, dict) else ""
+    if seal == _checksum(manifest) and all(map(_INSIDE.fullmatch, manifest["files"])):
+        return dict(manifest)
+    return {"trouble": "its manifest is not what was written"}
 
 
-def _named(name: str, file: Any) -> bool:  # noqa: ANN401  any JSON value
-    match file:
-        case {"bytes": size, "sha256": str()}:
-            return bool(_INSIDE.fullmatch(name)) and natural(size)
-    return False
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The manifest of this user's checkpoint, or `trouble`."""
+    require_own(path)
+    manifest = read(path)
+    if "trouble" not in manifest and manifest.get("version") != VERSION:
+        raise ConfigError(
+            "the checkpoint was written by another version of dray",
+            where=path / NAME,
+            wanted=f"checkpoint version {VERSION}",
+            found=f"checkpoint version {manifest.get('version')}, written by dray {manifest.get('dray')}",
+            fix="resume with an image of that version; or start from its model: model.name=RUN/checkpoints/final, and "
+            "another checkpoint.folder",
+        )
+    return manifest
 
 
-def wrong(folder: Path, files: dict[str, Any], some: slice = slice(None)) -> dict[str, str]:
-    """The files that differ from the manifest, each with the reason."""
-    found = {}
-    for name in sorted(files)[some]:
+def damage(folder: Path, manifest: dict[str, Any], share: slice = slice(None)) -> list[str]:
+    """What differs from what was written, of a share of the files: one reason for each of them."""
+    if "trouble" in manifest:
+        return [manifest["trouble"]][share]  # once, by the first rank
+    reasons = []
+    for name in sorted(manifest["files"])[share]:
         try:
-            if described(folder / name) != {key: files[name][key] for key in ("bytes", "sha256")}:
-                found[name] = f"{name} is not what was written"
+            if describe(folder / name) != manifest["files"][name]:
+                reasons.append(f"{name} is not what was written")
         except OSError as error:
-            found[name] = f"{name}: {error.strerror}"
-    return found
+            reasons.append(f"{name}: {error.strerror}")
+    return reasons
 
 
-def cut_off(folder: Path) -> str:
-    """Which file is shorter than what was written, by its size; empty if none."""
-    found = read(folder)
-    if "trouble" in found:
-        return str(found["trouble"])
-    for name, one in found["files"].items():
-        try:
-            size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            return f"{name} is missing"
-        if size != one["bytes"]:
-            return f"{name} has {size} bytes, but {one['bytes']} were written"
-    return ""
-
-
-def described(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file that is there."""
+def describe(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
     with open_regular(path, link=False) as file:
-        return of_file(file)
-
-
-def of_file(file: BufferedReader) -> dict[str, Any]:
-    """The same of an open file."""
-    size = os.fstat(file.fileno()).st_size
-    return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def require_own(folder: Path) -> None:
     """Refuse a folder, or files in it, that another user owns or may write to."""
-    seen = [(str(folder), open_to_others(folder, folder=True))]
-    for one in [] if seen[0][1] else sorted(folder.iterdir()):
-        with suppress(FileNotFoundError):  # another run, which will be refused, looks who has the folder
-            if not one.is_symlink() and one.is_file():
-                seen.append((str(one), open_to_others(one)))
-    for path, found in seen:
-        if found:
+    reasons = [(folder, open_to_others(folder, folder=True))]
+    for path in [] if reasons[0][1] else sorted(folder.iterdir()):
+        with suppress(FileNotFoundError):  # another run frees the folder at this moment
+            if not path.is_symlink() and path.is_file():
+                reasons.append((path, open_to_others(path)))
+    for path, reason in reasons:
+        if reason:
             raise ConfigError(
                 "the checkpoint is open to other users",
                 where=path,
                 wanted=f"owned by user {os.geteuid()}, and writable by no other user",
-                found=found,
+                found=reason,
                 fix=f"if it is yours and you know who wrote it: chmod -R go-w '{folder}'; else set another "
                 "checkpoint.folder",
             )
@@ -173,7 +137,7 @@ def require_own(folder: Path) -> None:
 def seal_model(folder: Path) -> None:
     """Write the manifest of a model that `from_pretrained` loads; its card may be written later."""
     (folder / NAME).unlink(missing_ok=True)
-    write(folder, {"version": 1, "files": {name: described(folder / name) for name in _names(folder)}})
+    write(folder, {"files": {name: describe(folder / name) for name in _names(folder)}})
 
 
 def _names(folder: Path) -> list[str]:
@@ -187,17 +151,15 @@ def check_model(folder: Path, *, weights: bool = True, required: bool = True) ->
         return
     manifest = read(folder)
     files = manifest.get("files", {})
-    troubles = [manifest["trouble"]] if "trouble" in manifest else []
-    looked = {name: one for name, one in files.items() if weights or not name.endswith(".safetensors")}
-    troubles += wrong(folder, looked).values()
-    if not troubles:
-        troubles += [f"{name} was added" for name in _names(folder) if name not in {NAME, *files}]
-    if troubles:
+    checked = {name: file for name, file in files.items() if weights or not name.endswith(".safetensors")}
+    reasons = damage(folder, {**manifest, "files": checked})
+    reasons = reasons or [f"{name} was added" for name in _names(folder) if name not in {NAME, *files}]
+    if reasons:
         raise DrayError(
             "the model's files differ from those that its run wrote",
             where=folder,
             wanted=f"the files that {NAME} lists",
-            found="; ".join(troubles[:3]),
+            found="; ".join(reasons[:3]),
             fix="export it again: dray model export RUN; if you changed it yourself, copy it to a folder without "
             f"{NAME}, and set model.name to that folder",
             code=ConfigError.exit_code,

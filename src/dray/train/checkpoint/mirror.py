@@ -1,23 +1,21 @@
 """checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder during training; all ranks fetch one.
 
-Every byte is read back from there and compared with the manifest's checksums before the manifest follows: what has a
-manifest is complete. A copy that fails is tried again, and never ends the run.
+A copy gets its manifest last: without one it is incomplete. A copy that fails is a warning, and never ends the run.
 """
 
 from __future__ import annotations
 
-import hashlib
-import operator
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import shutil
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Condition, Thread
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dray.contract import exit_codes, findings
 from dray.contract.files import open_regular
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError
 from dray.train.checkpoint import manifest
 from dray.train.collectives import on_all, on_rank_0, placed
 from dray.train.data import remote
@@ -27,288 +25,178 @@ from dray.train.runtime.heartbeat import BEAT_S, Moved
 if TYPE_CHECKING:
     from dray.train.loop.metrics import Metrics
 
-RETRY_S = 60.0
 _WHAT = "the mirror of the checkpoints"
-_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files at once: rank 0 sends, and each rank fetches
-_BLOCK = 1 << 22
-Files = dict[str, dict[str, Any]]
-"""Size and checksum of each, as a manifest has them."""
-
-
-class Place:
-    """A bucket or a folder: `name` is s3://, gs:// or a path. `moved` hears how many bytes a copy has gone on by."""
-
-    def __init__(self, name: str, moved: Callable[[int], None]) -> None:
-        self.name, self._moved, self._remote = name, moved, "://" in name
-
-    def steps(self) -> list[int]:
-        """The steps of the complete copies."""
-        from pyarrow.fs import FileSelector, FileType  # noqa: PLC0415  a run without a mirror does without
-
-        system, root = self._system()
-        within = system.get_file_info(FileSelector(root, allow_not_found=True))
-        if not within and self._remote:
-            (bucket,) = system.get_file_info([root.partition("/")[0]])
-            if bucket.type == FileType.NotFound:
-                raise FileNotFoundError(bucket.path)
-        folders = {step: one.path for one in within if (step := _step_of(one.path)) is not None}
-        ends = system.get_file_info([f"{folder}/{manifest.NAME}" for folder in folders.values()])
-        return sorted(step for step, end in zip(folders, ends, strict=True) if end.type == FileType.File)
-
-    def copy(self, path: Path) -> None:
-        """Copy this checkpoint. Its manifest is deleted first and written last: between, the copy is incomplete."""
-        found = manifest.read(path)
-        if "trouble" in found:
-            raise OSError(found["trouble"])
-        files = found["files"]
-        system, root = self._system()
-        folder = f"{root}/{path.name}"
-        if not self._remote:
-            Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
-            Path(folder).mkdir(mode=0o755, exist_ok=True)
-        with suppress(FileNotFoundError):  # of another run, or a damaged one
-            system.delete_file(f"{folder}/{manifest.NAME}")
-
-        def send_once(name: str) -> None:
-            sent = self._sent(system, path / name, f"{folder}/{name}")
-            if name in files and sent != files[name]:
-                raise OSError(f"{path / name} is not what was written")
-            with system.open_input_stream(f"{folder}/{name}") as file:
-                if self._summed(file) != sent:
-                    raise OSError(f"{folder}/{name} is not what was sent")
-
-        def send(name: str) -> None:
-            try:
-                send_once(name)
-            except OSError:  # a connection that is reset once in 800 GB does not cost the copy
-                send_once(name)
-
-        with ThreadPoolExecutor(_SENT_AT_ONCE) as pool:
-            list(pool.map(send, files))
-        send(manifest.NAME)
-
-    def fetch_manifest(self, part: Path, name: str) -> dict[str, Any]:
-        """Into this folder; the manifest, or `trouble`."""
-        system, root = self._system()
-        if not self._remote:
-            manifest.require_own(Path(root, name))
-        self._fetched(system, f"{root}/{name}/{manifest.NAME}", part / manifest.NAME, manifest.LIMIT)
-        return manifest.read(part)
-
-    def fetch(self, part: Path, name: str, files: Files, names: Iterable[str]) -> str:
-        """Fetch these files; return why one of them differs from what was written."""
-        system, root = self._system()
-
-        def fetch(one: str) -> str:
-            (part / one).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            own = self._fetched(system, f"{root}/{name}/{one}", part / one, files[one]["bytes"])
-            return "" if own == files[one] else f"{one} is not what was written"
-
-        with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
-            return next(filter(None, pool.map(fetch, names)), "")
-
-    def prune(self, newest: int, keep: int) -> None:
-        """Delete all but the newest `keep` copies; leave any newer than this one."""
-        from pyarrow.fs import FileSelector  # noqa: PLC0415
-
-        system, root = self._system()
-        complete = [step for step in self.steps() if step <= newest]
-        kept = {*complete[-keep:], newest}
-        for one in system.get_file_info(FileSelector(root)):
-            step = _step_of(one.path)
-            if step is not None and step < newest and step not in kept:
-                with suppress(FileNotFoundError):
-                    system.delete_file(f"{one.path}/{manifest.NAME}")  # first: from here on it is none
-                system.delete_dir(one.path)
-
-    def _sent(self, system: Any, source: Path, target: str) -> dict[str, Any]:  # noqa: ANN401  pyarrow has no types
-        """Write a file there, which has its name once it is whole; its size and checksum here."""
-        with open_regular(source, link=False) as file:
-            if self._remote:
-                with system.open_output_stream(target) as out:
-                    return self._summed(file, out)
-            part = Path(f"{target}.part")
-            part.unlink(missing_ok=True)  # of a run that was killed
-            try:
-                with manifest.new(part) as out:
-                    sent = self._summed(file, out)
-                part.replace(target)
-            finally:
-                part.unlink(missing_ok=True)
-            return sent
-
-    def _fetched(self, system: Any, source: str, target: Path, most: int) -> dict[str, Any]:  # noqa: ANN401
-        """Bring a file to this disk, and little more of it than that; its size and checksum."""
-        with system.open_input_stream(source) as file, manifest.new(target) as out:
-            return self._summed(file, out, most)
-
-    def _summed(
-        self,
-        file: BinaryIO,
-        out: Any = None,  # noqa: ANN401  a file of any kind
-        most: int | None = None,
-    ) -> dict[str, Any]:
-        """Size and checksum of what it holds, which goes to `out` on the way. It is not read beyond `most`."""
-        checksum, size = hashlib.sha256(), 0
-        while (most is None or size <= most) and (block := file.read(_BLOCK)):
-            checksum.update(block)
-            size += len(block)
-            if out is not None:
-                out.write(block)
-            self._moved(len(block))
-        return {"bytes": size, "sha256": checksum.hexdigest()}
-
-    def _system(self) -> tuple[Any, str]:
-        """By pyarrow, and where in it."""
-        from pyarrow.fs import LocalFileSystem  # noqa: PLC0415
-
-        scheme, _, rest = self.name.partition("://")
-        return (remote.own_system(scheme).fs, rest) if rest else (LocalFileSystem(), self.name.rstrip("/"))
+_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files: rank 0 sends, and each rank fetches
 
 
 class Mirror:
-    """The mirror of one run. Rank 0 begins, puts and settles; all ranks fetch. `place` is s3://, gs:// or a folder."""
+    """The mirror of one run. `place` is s3://, gs:// or a folder."""
 
     def __init__(self, place: str, metrics: Metrics, *, keep: int) -> None:
         self.place, self.metrics, self.keep = place, metrics, keep
-        self.copying: int | None = None  # retention leaves it in the checkpoint folder
+        self._remote = "://" in place
+        self.copying: int | None = None
+        """The step that is being copied: its folder may not be deleted."""
         self.trouble = ""
-        self.known: list[int] = []  # the steps that were there at the start
-        self._next: Path | None = None
-        self._tried = False
-        self._changed = Condition()
-        self._thread: Thread | None = None
+        """Why the last copy, or the last question to the mirror, failed."""
+        self.steps: list[int] = []
+        """The steps that were complete at the start."""
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: deque[Path] = deque(maxlen=1)
+        self._pending: Future[None] | None = None
+        self._failed: Path | None = None
         self._moved = Moved()
-        self._target = Place(place, self._moved.count)
 
-    def begin(self, folder: Path, *, instead: bool) -> list[int]:
-        """The steps that are complete in the mirror. If it does not answer, the run ends unless `instead` is true."""
-        if "://" not in self.place and Path(self.place).exists():
-            if Path(self.place).samefile(folder):
+    def find(self, folder: Path, *, required: bool) -> list[int]:
+        """The steps that are complete in the mirror; on rank 0. `folder` is the checkpoint folder.
+
+        If the mirror does not answer, a run that has no other checkpoint (`required`) ends.
+        """
+        place = Path(self.place)
+        if not self._remote and place.exists():
+            if place.samefile(folder):
                 raise ConfigError(
                     "checkpoint.mirror is the checkpoint folder itself",
                     wanted="a place that survives the loss of this folder",
                     found=self.place,
                     fix="checkpoint.mirror=ANOTHER",
                 )
-            manifest.require_own(Path(self.place))
+            manifest.require_own(place)
         try:
             with remote.reading(self.place, _WHAT):
-                self.known = self._target.steps()
-        except DrayError as failed:
-            self._warned(failed, instead=instead)
-        return self.known
+                self.steps = sorted(step for step, complete in self._list().items() if complete)
+        except DrayError as error:
+            self._warn(error, required=required)
+        return self.steps
 
-    def fetch(self, part: Path, path: Path, room: Callable[[int], None], *, instead: bool) -> str:
-        """Fetch this checkpoint into the empty folder `part`, then rename it; return why it failed, or empty.
+    def fetch(self, part: Path, name: str, *, required: bool) -> str:
+        """Fetch the copy `name` into the empty folder `part`; return why that failed, or an empty text.
 
-        All ranks together, each its share of the files. `room` is asked for so many bytes, on rank 0.
+        All ranks together, each a share of the files. The caller verifies them.
         """
-
-        def begin() -> dict[str, Any]:
-            found = self._target.fetch_manifest(part, path.name)
-            if "trouble" not in found:
-                room(sum(one["bytes"] for one in found["files"].values()))
-            return found
-
-        def end(left: list[str]) -> str:
-            trouble = self._fetched(lambda: self._target.fetch(part, path.name, files, left), instead=instead)
-            if not trouble:
-                manifest.sync(part)
-                part.rename(path)
-                manifest.sync(path.parent)
-            return str(trouble)
-
-        begun = on_rank_0(lambda: self._fetched(begin, instead=instead))
-        if isinstance(begun, str) or "trouble" in begun:
-            return begun if isinstance(begun, str) else str(begun["trouble"])
-        files, (rank, world) = begun["files"], placed()
-        own = [*files][rank::world]
-        return str(on_all(lambda: self._left(part, path.name, files, own), operator.add, end))
-
-    def _fetched(self, do: Callable[[], Any], *, instead: bool) -> Any:  # noqa: ANN401  what `do` returns
-        """On rank 0; why not, where the mirror does not answer."""
+        rank, world = placed()
         try:
-            with remote.reading(self.place, _WHAT):
-                return do()
-        except UnfitError:  # this disk
-            raise
-        except DrayError as failed:
-            return self._warned(failed, instead=instead)
+            on_rank_0(lambda: self._fetch(part, name, [manifest.NAME]))
+            about = on_rank_0(lambda: manifest.read(part))
+            if "trouble" not in about:
+                share = sorted(about["files"])[rank::world]
+                on_all(lambda: self._fetch(part, name, share), lambda *_: None)
+        except DrayError as error:
+            return self._warn(error, required=required)
+        return str(about.get("trouble", ""))
 
-    def _left(self, part: Path, name: str, files: Files, own: list[str]) -> list[str]:
-        """Fetch these; those that rank 0 has to, since this node may not see the mirror."""
-        with suppress(DrayError), remote.reading(self.place, _WHAT):
-            if not self._target.fetch(part, name, files, own):
-                return []
-        for one in own:
-            (part / one).unlink(missing_ok=True)
-        return own
+    def put(self, path: Path) -> None:
+        """Begin to copy this checkpoint; on rank 0. It replaces an older one that still waits."""
+        self._waiting.append(path)
+        self._pending = self._thread.submit(self._copy_waiting)
 
-    def _warned(self, failed: DrayError, *, instead: bool) -> str:
-        finding = failed.finding
-        if not instead:  # to begin from nothing is not what was meant
-            again = exit_codes.RETRY if finding.code == exit_codes.FAILED else finding.code
-            raise findings.error(finding._replace(code=again))
+    def settle(self) -> None:
+        """Wait until the newest checkpoint is copied, or two tries have failed."""
+        self._wait()
+        if self._failed:
+            self.put(self._failed)
+            self._wait()
+
+    def _wait(self) -> None:
+        while self._pending and not wait([self._pending], BEAT_S).done:
+            self._moved.beat()
+
+    def _warn(self, error: DrayError, *, required: bool) -> str:
+        finding = error.finding
+        if required:  # else the run would begin from nothing
+            code = exit_codes.RETRY if finding.code == exit_codes.FAILED else finding.code
+            raise findings.error(finding._replace(code=code))
         self.trouble = f"{finding.problem}: {finding.found}"
         say(f"WARNING: {self.trouble}")
         return self.trouble
 
-    def put(self, path: Path) -> None:
-        """Begin to copy this checkpoint. It replaces an older one that still waits."""
-        with self._changed:
-            self._next, self._tried = path, False
-            if self._thread is None:
-                self._thread = Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def settle(self) -> None:
-        """Wait until the newest checkpoint is copied, or two tries have failed."""
-        for _ in range(2):
-            with self._changed:
-                self._tried = False
-                self._changed.notify_all()
-                while not self._changed.wait_for(
-                    lambda: self.copying is None and (self._next is None or self._tried), BEAT_S
-                ):
-                    self._moved.beat()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if self._tried:
-                    self._changed.wait_for(lambda: not self._tried, RETRY_S)
-                else:
-                    self._changed.wait_for(lambda: self._next is not None)
-                path = cast(Path, self._next)
-                step = cast(int, _step_of(path.name))
-                self._next, self._tried, self.copying = None, False, step
-            trouble = self._copied(path, step)
-            if trouble or self.trouble:
-                self.trouble = trouble and f"the copy of step {step} failed: {trouble}"
-                text = f"WARNING: {trouble}" if trouble else f"step {step} is in {self.place}"
-                why = {"why": f"{trouble}: {self.place}"} if trouble else {}
-                self.metrics.write("mirror", text, checkpoint=step, saved=not trouble, **why)
-            with self._changed:
-                if trouble and self._next is None and path.is_dir():
-                    self._next, self._tried = path, True
-                self.copying = None
-                self._changed.notify_all()
-
-    def _copied(self, path: Path, step: int) -> str:
-        """Why it is not there; empty where it is."""
+    def _copy_waiting(self) -> None:
+        if not self._waiting:  # a newer one was copied in its place
+            return
+        path = self._waiting.pop()
+        step = self.copying = int(path.name.removeprefix("step-"))
+        trouble = ""
         try:
             with remote.reading(self.place, _WHAT, "written"):
-                self._target.copy(path)
-                self._target.prune(step, self.keep)
+                self._copy(path)
+                self._prune(step)
         except Exception as error:  # whatever a store answers: the run goes on
-            text = f"{error.problem}: {error.finding.found}" if isinstance(error, DrayError) else described(error)
-            return " ".join(text.split())[:300]
-        return ""
+            trouble = f"{error.problem}: {error.finding.found}" if isinstance(error, DrayError) else described(error)
+            trouble = " ".join(trouble.split())[:300]
+        if trouble or self.trouble:
+            text = f"WARNING: {trouble}" if trouble else f"step {step} is in {self.place}"
+            why = {"why": f"{trouble}: {self.place}"} if trouble else {}
+            self.metrics.write("mirror", text, checkpoint=step, saved=not trouble, **why)
+        self.trouble = trouble and f"the copy of step {step} failed: {trouble}"
+        self._failed, self.copying = path if trouble else None, None
 
+    def _system(self) -> tuple[Any, str]:
+        """The file system by fsspec, and the mirror's path in it."""
+        import fsspec  # noqa: PLC0415  a run without a mirror does without
 
-def _step_of(path: str) -> int | None:
-    """The step in a folder's name."""
-    name = path.rstrip("/").rpartition("/")[2].removeprefix("step-")
-    return int(name) if name.isdecimal() and path.rstrip("/").endswith(f"step-{name}") and len(name) < 19 else None
+        remote.register()
+        system, root = fsspec.core.url_to_fs(self.place)
+        return system, root.rstrip("/")
+
+    def _list(self) -> dict[int, bool]:
+        """The steps of which there are copies, and whether each copy is complete."""
+        system, root = self._system()
+        try:
+            paths = system.ls(root, detail=False)
+        except FileNotFoundError:
+            if self._remote:
+                system.info(root.partition("/")[0])  # a bucket that does not exist is an error
+            return {}
+        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
+        steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
+        return {step: system.exists(f"{root}/step-{step}/{manifest.NAME}") for step in steps}
+
+    def _copy(self, path: Path) -> None:
+        system, root = self._system()
+        folder = f"{root}/{path.name}"
+        if not self._remote:
+            Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
+            Path(folder).mkdir(mode=0o755, exist_ok=True)
+        if system.exists(f"{folder}/{manifest.NAME}"):  # of a run that went back to an older checkpoint
+            system.rm_file(f"{folder}/{manifest.NAME}")
+
+        def send(name: str) -> None:
+            with open_regular(path / name, link=False) as source, self._new(system, f"{folder}/{name}") as target:
+                shutil.copyfileobj(source, target, manifest.BLOCK)
+            self._moved.count(1)
+
+        names = [file.name for file in path.iterdir() if file.name != manifest.NAME]
+        with ThreadPoolExecutor(_SENT_AT_ONCE) as pool:
+            list(pool.map(send, names))
+        send(manifest.NAME)
+
+    def _new(self, system: Any, path: str) -> AbstractContextManager[BinaryIO]:  # noqa: ANN401  fsspec has no types
+        """A file of the mirror, to write. In a folder no group may write it, whatever the umask."""
+        if self._remote:
+            file: AbstractContextManager[BinaryIO] = system.open(path, "wb")
+            return file
+        Path(path).unlink(missing_ok=True)
+        return manifest.new(Path(path))
+
+    def _prune(self, newest: int) -> None:
+        """Delete all but the newest `keep` copies, and incomplete ones; leave those after `newest`."""
+        system, root = self._system()
+        copies = {step: complete for step, complete in self._list().items() if step <= newest}
+        kept = sorted(step for step, complete in copies.items() if complete)[-self.keep :]
+        for step in copies.keys() - {*kept, newest}:
+            system.rm(f"{root}/step-{step}", recursive=True)
+
+    def _fetch(self, part: Path, name: str, files: Iterable[str]) -> None:
+        """Fetch these files of the copy `name`."""
+        with remote.reading(self.place, _WHAT):
+            system, root = self._system()
+            if not self._remote:
+                manifest.require_own(Path(root, name))
+
+            def fetch(file: str) -> None:
+                with system.open(f"{root}/{name}/{file}", "rb") as source, manifest.new(part / file) as target:
+                    shutil.copyfileobj(source, target, manifest.BLOCK)
+                self._moved.count(1)
+
+            with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
+                list(pool.map(fetch, files))

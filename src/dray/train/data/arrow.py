@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,71 +17,72 @@ _ROWS = 1024
 """Rows that are Python's objects at a time: a stream has a file open for each of many shards."""
 
 
-def row_groups(path: str) -> list[int]:
-    """The number of rows of each row group of a parquet file."""
+def group_sizes(path: str) -> list[int]:
+    """The number of rows of each row group of a parquet file, or of each batch of an Arrow file."""
     with _damaged():
-        footer = pq.ParquetFile(_file(path)).metadata
-        return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
+        if dataset_name.ending(path) == ".parquet":
+            return _sizes(pq.ParquetFile(_file(path)))
+        return [len(batch) for batch in _table(path).to_batches()]
 
 
-def count(path: str) -> int:
-    """The number of rows of an Arrow file; a file on a disk is mapped, not read."""
-    with _damaged():
-        return int(_mapped(path).num_rows)
-
-
-def rows(path: str, column: str | None, groups: range, only: tuple[int, int] | None = None) -> Iterator[Any]:
-    """The column's cells, in order, or whole rows; of parquet those of these row groups.
-
-    `only` is the first of these and the one at which to end.
-    """
+def rows(path: str, columns: list[str] | None, only: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+    """The rows, or `only` those from the first to before the last, with these columns."""
     first, last = only or (0, 1 << 62)
+    begin = 0
     with _damaged():
         if dataset_name.ending(path) == ".parquet":
             file: Any = pq.ParquetFile(_file(path))
-            _require(path, column, file.schema_arrow.names)
-            columns = None if column is None else [column]
+            _require(path, columns, file.schema_arrow.names)
+            groups = list[int]()
+            for group, size in enumerate(_sizes(file)):
+                if not groups and begin + size <= first:
+                    begin += size
+                else:
+                    groups.append(group)
             batches: Iterable[Any] = file.iter_batches(_ROWS, row_groups=groups, columns=columns)
         else:
-            mapped = _mapped(path)
-            _require(path, column, mapped.schema.names)
-            batches = mapped.to_batches(max_chunksize=_ROWS)
-        begin = 0
+            table = _table(path)
+            _require(path, columns, table.schema.names)
+            batches = (table.select(columns) if columns else table).to_batches(max_chunksize=_ROWS)
         for batch in batches:
-            some = batch.slice(min(max(0, first - begin), len(batch)), max(0, last - max(first, begin)))
-            yield from (some if column is None else some.column(column)).to_pylist()
-            begin += len(batch)
             if begin >= last:
                 return
+            start = max(0, first - begin)
+            yield from batch.slice(start, max(0, last - begin - start)).to_pylist()
+            begin += len(batch)
 
 
-def unzstd(source: str | BinaryIO) -> BinaryIO:
+def unzstd(path: str) -> io.BufferedReader:
     """The file without its compression; Python has zstd of its own from 3.14 on only."""
-    raw = pa.OSFile(source) if isinstance(source, str) else pa.PythonFile(source)
-    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
+    return io.BufferedReader(pa.CompressedInputStream(_mapped(path), "zstd"))
 
 
-def _require(path: str, column: str | None, names: list[str]) -> None:
-    if column is not None and column not in names:
-        files.no_column(path, column, names)
+def _sizes(file: Any) -> list[int]:  # noqa: ANN401  pyarrow has no types
+    return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+
+def _require(path: str, columns: list[str] | None, names: list[str]) -> None:
+    for column in columns or ():
+        if column not in names:
+            files.no_column(path, column, names)
+
+
+def _table(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
+    """Arrow's own files are of two formats, and both have the same ending."""
+    source = _mapped(path)
+    try:
+        return pa.ipc.open_file(source).read_all()
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_stream(source).read_all()
 
 
 def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
-    """Arrow's own files are of two formats, and both have the same ending."""
-    try:
-        return pa.ipc.open_file(_file(path, mapped=True)).read_all()
-    except pa.ArrowInvalid:
-        return pa.ipc.open_stream(_file(path, mapped=True)).read_all()
+    return pa.PythonFile(remote.opened(path)) if "://" in path else pa.memory_map(path)
 
 
-def _file(path: str, *, mapped: bool = False) -> Any:  # noqa: ANN401  pyarrow has no types
-    return (
-        pa.PythonFile(remote.opened(path, buffered=mapped))
-        if "://" in path
-        else pa.memory_map(path)
-        if mapped
-        else path
-    )
+def _file(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
+    return pa.PythonFile(remote.opened(path, buffered=False)) if "://" in path else path
 
 
 @contextmanager

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerFast
 
 from dray.contract.findings import ConfigError
 from dray.train import errors
-from dray.train.data import files
-from dray.train.data.encoding import Encode
+from dray.train.data.encoding import Encode, labelled
 from dray.train.data.token_cache import LABEL, LAST
 
 # For tokenizers that have none, such as those of base models.
@@ -37,29 +35,24 @@ def exchange(question: str, answer: str) -> str:
 
 
 def conversation(row: object, path: str, column: str) -> str:
-    """The messages of a row, as a document; empty where no assistant says a thing."""
-    if isinstance(row, str) and row.lstrip().startswith("["):
-        with suppress(ValueError):
-            row = files.parsed(row)
+    """The messages of a row, as a document; empty if no assistant answers."""
     if not isinstance(row, list) or not all(isinstance(message, dict) for message in row):
         _refuse(path, column, f"{type(row).__name__}: {str(row)[:60]}")
-    messages = [{**message, **_standard(message)} for message in row]
-    unknown = [one for one in messages if one["role"] is None or one["content"] is None]
-    if unknown:
-        _refuse(path, column, json.dumps(unknown[0], ensure_ascii=False)[:120])
+    messages = [_standard(message) for message in row]
+    for message in messages:
+        if message["role"] is None or message["content"] is None:
+            _refuse(path, column, json.dumps(message, ensure_ascii=False)[:120])
     while messages and messages[-1]["role"] != "assistant":  # what comes after the last answer teaches nothing
         messages.pop()
     return json.dumps(messages) if messages[1:] else ""
 
 
 def _standard(message: dict[str, Any]) -> dict[str, Any]:
-    """Role and content, which some datasets call from and value."""
+    """The message with role and content, which some datasets call from and value."""
     content = message.get("content", message.get("value"))
-    calls = "" if message.get("tool_calls") else None
-    return {
-        "role": _ROLES.get(str(message.get("role", message.get("from")))),
-        "content": calls if content is None else content,
-    }
+    if content is None and message.get("tool_calls"):
+        content = ""
+    return message | {"role": _ROLES.get(str(message.get("role", message.get("from")))), "content": content}
 
 
 def _refuse(path: str, column: str, found: str) -> NoReturn:
@@ -74,43 +67,39 @@ def _refuse(path: str, column: str, found: str) -> NoReturn:
 def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
     """Conversations as one row of marked tokens."""
 
-    def render(messages: list[dict[str, Any]], *, more: bool) -> str:
-        shown = json.dumps(messages, ensure_ascii=False)[:200]
+    def render(messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         with errors.refusing(
             "the chat template refuses a conversation",
-            wanted=f"roles in the order that the template accepts, in {shown}",
+            wanted=f"roles in the order that the template accepts, in {json.dumps(messages)[:200]}",
             fix="correct that conversation, or set another model.tokenizer",
         ):
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more))
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
 
     def answers(messages: list[dict[str, Any]], whole: str) -> Iterator[range]:
         """Each answer's characters: from the end of the generation prompt to the end of the turn."""
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not number:  # what answers nobody is no label
                 continue
-            before, after = render(messages[:number], more=True), render(messages[: number + 1], more=False).rstrip()
+            before, after = render(messages[:number], prompt=True), render(messages[: number + 1]).rstrip()
             # Some templates render an earlier turn otherwise than the model wrote it; it is no label then.
             if whole.startswith(before) and whole.startswith(after):
                 yield range(len(before), len(after))
 
     def encode(documents: list[str]) -> list[int]:
-        chats = [json.loads(document) for document in documents]
-        wholes = [render(messages, more=False) for messages in chats]
-        spans = [list(answers(messages, whole)) for messages, whole in zip(chats, wholes, strict=True)]
         row: list[int] = []
-        found = tokenizer.backend_tokenizer.encode_batch(wholes, add_special_tokens=False)
-        for chat, labels, tokens in zip(documents, spans, found, strict=True):
-            if not labels:
+        chats = [json.loads(document) for document in documents]
+        texts = [render(messages) for messages in chats]
+        encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        for messages, text, tokens in zip(chats, texts, encodings, strict=True):
+            spans = [*answers(messages, text)]
+            if not spans:
                 raise ConfigError(
                     "the chat template does not show where an answer begins",
                     wanted="a template that writes the answer directly after its generation prompt",
-                    found=chat[:200],
+                    found=text[:200],
                     fix="set another model.tokenizer",
                 )
-            ids = [
-                token | (LABEL if any(begin < span.stop and after > span.start for span in labels) else 0)
-                for token, (begin, after) in zip(tokens.ids, tokens.offsets, strict=True)
-            ]
+            ids = labelled(tokens, spans)
             if end not in tokens.ids[-2:]:  # who never sees an end never learns to stop
                 ids.append(end | LABEL)
             ids[-1] |= LAST

@@ -12,20 +12,18 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from dray.contract import node
-from dray.contract.files import open_to_others
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.train import objectives
 from dray.train.config import Config
-from dray.train.data import packing, resolve, sources
+from dray.train.data import formats, resolve
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
-from dray.train.data.feeds import Feed, Mapped, Mixed
+from dray.train.data.feeds import Feed, Mapped, Mixed, Stream
+from dray.train.data.formats import Reading
 from dray.train.data.mapping import Map
 from dray.train.data.order import Order
 from dray.train.data.packing import Packed, packed
 from dray.train.data.resolve import Dataset
-from dray.train.data.sources import Reading
-from dray.train.data.stream import Stream
-from dray.train.data.token_cache import Tokens, cached, fingerprint, is_own
+from dray.train.data.token_cache import Tokens, cached, fingerprint
 from dray.train.errors import say
 from dray.train.recipe import Source
 
@@ -57,6 +55,7 @@ class Datasets:
 def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     """Load all datasets of the recipe's [data]."""
     data = config.data
+    feeds: dict[str, Mapped] = {}
     if data.streaming:
         encoding, reading = _of_objective(config)
         feed: Feed = Stream(
@@ -67,76 +66,34 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
             length=data.sequence_length,
             seed=config.train.seed,
         )
-        feeds = dict[str, Mapped]()
-    elif data.mix:
-        feeds = {}
-        for name, one in data.mix.items():
-            tokens = _split(_source(config, tokenizer, one), data.validation_split_percentage)[0]
-            feeds[name] = _mapped(config, tokenizer, f"mix.{name}", one.dataset, tokens)
-        feed = Mixed(data.mix, feeds, step=config.global_size, seed=config.train.seed)
-        _require_samples(config, feed)
     else:
-        training = _read(config, tokenizer, data.train, "train")
-        if not data.validation:
-            training = _split(training, data.validation_split_percentage)[0]
-        feed = _mapped(config, tokenizer, "training", data.train, training)
-        feeds = {"train": feed}
-    total = sum(one.order.total for one in feeds.values())
-    counts = [one.tokens.counts() for one in feeds.values() if isinstance(one.tokens, Packed)]
-    in_all = {key: sum(one[key] for one in counts) for key in (counts[0] if counts else ())}
+        feeds = {name: _mapped(config, tokenizer, name, source) for name, source in _sources(config).items()}
+        feed = Mixed(data.mix, feeds, seed=config.train.seed) if data.mix else feeds["train"]
+    counts = [mapped.tokens.counts() for mapped in feeds.values() if isinstance(mapped.tokens, Packed)]
+    packing = {key: sum(count[key] for count in counts) for key in (counts[0] if counts else ())}
     evaluated, tested = validation(config, tokenizer), test(config, tokenizer)
-    contents = {name: one.tokens.content for name, one in feeds.items()} or {"train": feed.identity}
-    contents |= {name: one.content for name, one in evaluated.items()} | ({"test": tested.content} if tested else {})
-    return Datasets(feed, total, in_all, evaluated, tested, contents)
-
-
-def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, dataset: str, tokens: Tokens) -> Mapped:
-    length = config.data.sequence_length
-    tokens = _samples(config, tokenizer, tokens, config.data.max_train_samples)
-    if isinstance(tokens, Packed):
-        say(f"packing {tokens.strategy} of the {name} dataset: {packing.told(tokens.counts(), tokens.total)}")
-    return Mapped(_enough(name, dataset, tokens, length), Order(tokens.total, length, config.train.seed))
-
-
-def _samples(config: Config, tokenizer: PreTrainedTokenizerFast, tokens: Tokens, most: int) -> Tokens:
-    """At most so many samples, packed as the recipe says."""
-    data = config.data
-    if data.packing != "wrapped":
-        tokens = packed(tokens, data.sequence_length, data.packing, tokenizer.pad_token_id)
-    return tokens.short(most * data.sequence_length)
-
-
-def _require_samples(config: Config, feed: Mixed) -> None:
-    """Refuse a run that would go on after the last source of its mix has ended."""
-    wanted, found = config.steps * config.global_size, feed.mix.end
-    if wanted > found:
-        ends = (f"{name} ends after {end:,}" for name, end in zip(feed.sources, feed.mix.ends, strict=True))
-        raise ConfigError(
-            "the mix ends before the run does",
-            wanted=f"{wanted:,} samples: {config.steps} steps (train.steps) of {config.global_size}",
-            found=f"{found:,} samples; {', '.join(ends)}",
-            fix=f"train.steps={found // config.global_size}, or remove repeat and until from a source",
-        )
+    held = {name: mapped.tokens for name, mapped in feeds.items()} | evaluated | ({"test": tested} if tested else {})
+    contents = {name: tokens.content for name, tokens in held.items()}
+    if data.streaming:
+        contents["train"] = feed.identity
+    total = sum(mapped.order.total for mapped in feeds.values())
+    return Datasets(feed, total, packing, evaluated, tested, contents)
 
 
 def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tokens]:
     """What is evaluated during training, by its events: one dataset, and the last documents of each source of a mix."""
-    data, percentage = config.data, config.data.validation_split_percentage
-    found: dict[str, Tokens] = {}
-
-    def evaluated(name: str, dataset: str, tokens: Tokens) -> Tokens:
-        return _enough(name, dataset, _samples(config, tokenizer, tokens, data.max_eval_samples), 2)
-
+    data = config.data
+    datasets: dict[str, tuple[str, Tokens]] = {}
     if data.validation:
-        tokens = _read(config, tokenizer, data.validation, "validation")
-        found[VALIDATION] = evaluated("validation", data.validation, tokens)
-    elif not data.mix:
-        tokens = _split(_read(config, tokenizer, data.train, "train"), percentage)[1]
-        found[VALIDATION] = evaluated("validation", data.train, tokens)
-    for name, one in data.mix.items():
-        tokens = _split(_source(config, tokenizer, one), percentage)[1]
-        found[f"{VALIDATION}-{name}"] = evaluated(f"mix.{name} validation", one.dataset, tokens)
-    return found
+        datasets[VALIDATION] = data.validation, _read(config, tokenizer, data.validation, "validation")
+    if data.mix or not data.validation:
+        for name, source in _sources(config).items():
+            last = _split(_read_source(config, tokenizer, source), data.validation_split_percentage)[1]
+            datasets[f"{VALIDATION}-{name}" if data.mix else VALIDATION] = source.dataset, last
+    return {
+        event: _samples(config, tokenizer, event, dataset, tokens, most=data.max_eval_samples, least=2)
+        for event, (dataset, tokens) in datasets.items()
+    }
 
 
 def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
@@ -144,33 +101,66 @@ def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
     data = config.data
     if not data.test:
         return None
-    found = _read(config, tokenizer, data.test, "test")
-    return _enough("test", data.test, _samples(config, tokenizer, found, data.max_eval_samples), 2)
+    tokens = _read(config, tokenizer, data.test, "test")
+    return _samples(config, tokenizer, "test", data.test, tokens, most=data.max_eval_samples, least=2)
+
+
+def _sources(config: Config) -> dict[str, Source]:
+    """The datasets of the training: those of a mix, or data.train."""
+    return config.data.mix or {"train": Source(dataset=config.data.train, column="", map="", weight=1)}
+
+
+def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, source: Source) -> Mapped:
+    data = config.data
+    tokens = _read_source(config, tokenizer, source)
+    if data.mix or not data.validation:
+        tokens = _split(tokens, data.validation_split_percentage)[0]
+    name = f"mix.{name}" if data.mix else "training"
+    length = data.sequence_length
+    tokens = _samples(config, tokenizer, name, source.dataset, tokens, most=data.max_train_samples, least=length)
+    if isinstance(tokens, Packed):
+        say(f"packing {tokens.strategy} of the {name} dataset: {tokens.summary()}")
+    return Mapped(tokens, Order(tokens.total, length, config.train.seed))
+
+
+def _samples(
+    config: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    dataset: str,
+    tokens: Tokens,
+    *,
+    most: int,
+    least: int,
+) -> Tokens:
+    """At most so many samples, packed as the recipe says, and at least so many tokens."""
+    data = config.data
+    if data.packing != "wrapped":
+        tokens = packed(tokens, data.sequence_length, data.packing, tokenizer.pad_token_id)
+    return _enough(name, dataset, tokens.short(most * data.sequence_length), least)
 
 
 def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) -> Tokens:
     """Load one dataset of the recipe's [evaluate]."""
-    one = config.evaluate[name]
+    chosen, length = config.evaluate[name], config.data.sequence_length
     encoding, reading = _of_objective(config)
-    if one.last_word or one.stride:  # of documents as they are
-        plain = Reading(config.data.column, config_kwargs=reading.config_kwargs)
-        encoding, reading = LAST_WORD if one.last_word else PLAIN, plain
-    function = Map(one.map) if one.map else None
-    reading = replace(reading, column=one.column or reading.column, map=function)
-    found = tokenized(
-        resolve.dataset(one.dataset, "test"), reading, tokenizer, encoding, cache=_cache(config), scratch=config.scratch
-    )
-    if one.max_samples and one.last_word:
-        found = found.part(0, min(one.max_samples, len(found.starts) - 1))
-    elif one.stride:  # its windows overlap, and read over the ends of documents
-        found = found.short(one.max_samples * config.data.sequence_length)
-    elif not one.last_word:
-        found = _samples(config, tokenizer, found, one.max_samples)
-    return _enough(f"evaluate.{name}", one.dataset, found, 2)
+    if chosen.last_word or chosen.stride:  # of documents as they are
+        encoding = LAST_WORD if chosen.last_word else PLAIN
+        reading = Reading(config.data.column, config_kwargs=reading.config_kwargs)
+    reading = replace(reading, column=chosen.column or reading.column, map=Map(chosen.map) if chosen.map else None)
+    tokens = tokenized(resolve.dataset(chosen.dataset, "test"), reading, tokenizer, encoding, cache=_cache(config))
+    name = f"evaluate.{name}"
+    if not (chosen.last_word or chosen.stride):
+        return _samples(config, tokenizer, name, chosen.dataset, tokens, most=chosen.max_samples, least=2)
+    if chosen.stride:  # its windows overlap, and read over the ends of documents
+        tokens = tokens.short(chosen.max_samples * length)
+    elif chosen.max_samples:
+        tokens = tokens.part(0, min(chosen.max_samples, len(tokens.starts) - 1))
+    return _enough(name, chosen.dataset, tokens, 2)
 
 
-def _source(config: Config, tokenizer: PreTrainedTokenizerFast, one: Source) -> Tokens:
-    return _read(config, tokenizer, one.dataset, "train", column=one.column, function=one.map)
+def _read_source(config: Config, tokenizer: PreTrainedTokenizerFast, source: Source) -> Tokens:
+    return _read(config, tokenizer, source.dataset, "train", column=source.column, function=source.map)
 
 
 def _read(
@@ -179,34 +169,20 @@ def _read(
     encoding, reading = _of_objective(config)
     reading = replace(reading, column=column or reading.column, map=Map(function) if function else reading.map)
     named = resolve.dataset(name, split)
-    return tokenized(named, reading, tokenizer, encoding, cache=_cache(config), scratch=config.scratch)
+    return tokenized(named, reading, tokenizer, encoding, cache=_cache(config))
 
 
 def _of_objective(config: Config) -> tuple[Encoding, Reading]:
     data, objective = config.data, objectives.named(config.train.objective)
     chats = objective.conversations
+    function = Map(data.map) if data.map else None
     return objective.encoding, Reading(
-        data.column,
-        data.min_characters,
-        chats,
-        data.answer_column,
-        Map(data.map) if data.map else None,
-        json.dumps(data.config_kwargs, sort_keys=True),
+        data.column, data.min_characters, chats, data.answer_column, function, data.config_kwargs
     )
 
 
 def _cache(config: Config) -> Path:
-    """Where tokens stay; the attempt's own folder where another user has taken their usual name in /tmp."""
-    shared, own = Path(f"{node.TOKENS}{os.getuid()}"), Path(config.scratch, "tokens")
-    if config.data.cache_dir or not is_own(config.scratch):
-        return Path(config.data.cache_dir or shared)
-    with suppress(FileExistsError):
-        shared.mkdir(mode=0o700)
-    trouble = open_to_others(shared, folder=True)
-    if not trouble:
-        return shared
-    say(f"{shared} is not used: {trouble}. This attempt writes its tokens to {own}; set data.cache_dir to keep them")
-    return own
+    return Path(config.data.cache_dir or f"{node.TOKENS}{os.getuid()}")
 
 
 def tokenized(
@@ -216,7 +192,6 @@ def tokenized(
     encoding: Encoding = PLAIN,
     *,
     cache: Path,
-    scratch: str = "",
 ) -> Tokens:
     """The dataset as tokens on this node's disk; tokenize it if the cache does not have them."""
 
@@ -228,37 +203,34 @@ def tokenized(
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
             for piece in dataset.pieces(reading):
-                yield from sources.documents(piece, reading)
+                yield from formats.documents(piece, reading)
             if reading.map:
-                say(reading.map.told)
+                say(reading.map.summary)
         finally:
             os.sched_setaffinity(0, own)
 
-    end, plain = end_token(tokenizer), encoding == PLAIN
+    end = end_token(tokenizer)
     return cached(
         cache,
         fingerprint(
             *dataset.identity,
-            *(options for builder in dataset.builders if (options := reading.options(builder)) != "{}"),
+            *(json.dumps(reading.config_kwargs.get(builder), sort_keys=True) for builder in sorted(dataset.builders)),
             reading.column,
             reading.least,
             tokenizer.backend_tokenizer.to_str(),
             end,
-            *([] if plain else [encoding.name, tokenizer.chat_template, reading.answer]),
-            *([reading.map.text] if reading.map else []),
+            encoding.name,
+            tokenizer.chat_template,
+            reading.answer,
+            reading.map and reading.map.text,
         ),
         documents,
         encoding.encoder(tokenizer, end),
         end=end,
         vocabulary=len(tokenizer),
-        marked=not plain,
-        dataset=_told(dataset.files),
-        scratch=scratch,
+        marked=encoding != PLAIN,
+        dataset=listed(dataset.files, most=1),
     )
-
-
-def _told(files: tuple[str, ...]) -> str:
-    return f"{files[0]}{f' and {len(files) - 1} more' * (len(files) > 1)}" if files else ""
 
 
 def _split(whole: Tokens, percentage: int) -> tuple[Tokens, Tokens]:

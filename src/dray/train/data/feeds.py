@@ -1,19 +1,33 @@
-"""Samples by number: of one dataset on this node's disk, or of a mix of several. data/stream.py has streams."""
+"""Samples by number, the same on any number of ranks: of one dataset, of a mix of several, or of a stream.
+
+A stream tokenizes while the run trains, and keeps no tokens on the disk. Each sample of the global batch has a stream
+shard of its own, which reads parts of the dataset and packs its own samples. The parts of all epochs stand in one row,
+and of n shards each takes every n-th. A shard is the same on any rank, and its position goes into the checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dray.train.data.mix import FOREVER, Mix, Part
-from dray.train.data.order import Order
+from dray.contract.findings import ConfigError
+from dray.train.data import formats
+from dray.train.data.formats import Piece, Reading
+from dray.train.data.order import Mix, Order, permuted
 from dray.train.data.packing import Packed
 from dray.train.data.token_cache import Tokens
 from dray.train.recipe import Source
+
+_DOCUMENTS = 16  # that a shard tokenizes at once
+_EMPTY = 20  # epochs without a document
 
 Rows: TypeAlias = NDArray[np.int64]
 
@@ -23,22 +37,19 @@ class Feed(Protocol):
 
     @property
     def identity(self) -> str:
-        """The dataset's identity."""
+        """The dataset's identity, which a checkpoint keeps."""
 
     def rows(self, samples: range) -> Rows:
         """The tokens of these samples, a row each."""
 
-    def shares(self, samples: range) -> dict[str, float]:
-        """The samples of each source, by its name; empty for a single dataset."""
-
     def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
-        """The source of each, and its number there."""
+        """The dataset of each sample, and the sample's number there."""
 
     def state(self) -> list[Any] | None:
-        """The position from which another process resumes: of each stream shard that this rank reads, by its number."""
+        """The positions of the stream shards that this rank reads."""
 
     def load(self, states: Mapping[int, list[Any]]) -> None:
-        """Resume from the positions of all ranks that made the checkpoint."""
+        """Resume from the positions of all ranks, by the number of the shard."""
 
 
 class Numbered:
@@ -60,42 +71,27 @@ class Mapped(Numbered):
 
     @property
     def identity(self) -> str:
-        return f"{self.order.total} tokens{f', {self.tokens.strategy}' if isinstance(self.tokens, Packed) else ''}"
+        packing = f", {self.tokens.strategy}" if isinstance(self.tokens, Packed) else ""
+        return f"{self.order.total} tokens{packing}"
 
     def rows(self, samples: range) -> Rows:
         return np.stack([self.tokens.slice(self.order.start(sample), self.order.length) for sample in samples])
-
-    def shares(self, samples: range) -> dict[str, float]:
-        del samples
-        return {}
 
     def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
         return {"data.train": [*samples]}
 
 
 class Mixed(Numbered):
-    """A mix of several datasets, by weight. `step` is the samples of one step, the unit of `until`."""
+    """A mix of several datasets, by weight."""
 
-    def __init__(self, sources: Mapping[str, Source], feeds: Mapping[str, Mapped], *, step: int, seed: int) -> None:
+    def __init__(self, sources: Mapping[str, Source], feeds: Mapping[str, Mapped], *, seed: int) -> None:
         self.sources, self.feeds = sources, feeds
-        parts = [
-            Part(
-                one.weight,
-                feeds[name].order.first(one.repeat) if one.repeat else FOREVER,
-                one.until * step or FOREVER,
-            )
-            for name, one in sources.items()
-        ]
-        self.mix = Mix(parts, seed)
+        self.mix = Mix([source.weight for source in sources.values()], seed)
 
     @property
     def identity(self) -> str:
-        """The identity of the mix: its sources, weights and limits."""
         return "; ".join(
-            f"{name} of {self.feeds[name].identity}, weight {one.weight!r}"
-            + f", repeat {one.repeat}" * bool(one.repeat)
-            + f", until {one.until}" * bool(one.until)
-            for name, one in self.sources.items()
+            f"{name} of {self.feeds[name].identity}, weight {source.weight!r}" for name, source in self.sources.items()
         )
 
     def rows(self, samples: range) -> Rows:
@@ -103,14 +99,111 @@ class Mixed(Numbered):
         places = [self.mix.place(sample) for sample in samples]
         return np.concatenate([feeds[source].rows(range(row, row + 1)) for source, row in places])
 
-    def shares(self, samples: range) -> dict[str, float]:
-        before, after = self.mix.taken(samples.start), self.mix.taken(samples.stop)
-        found = (round((end - begin) / len(samples), 6) for begin, end in zip(before, after, strict=True))
-        return dict(zip(self.sources, found, strict=True))
+    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
+        names = [f"data.mix.{name}" for name in self.sources]
+        numbers: dict[str, list[int]] = {}
+        for source, row in map(self.mix.place, samples):
+            numbers.setdefault(names[source], []).append(row)
+        return numbers
+
+
+class Shard:
+    """The parts of a stream that make one sample of each step. A state is where another process reads on."""
+
+    def __init__(self, number: int, stream: Stream, state: Sequence[Any] | None = None) -> None:
+        self.number, self.stream = number, stream
+        # The part's place in the row of all epochs; its documents that were taken; their tokens that no sample has yet.
+        _, self.part, self.taken, left = state or (number, number, 0, ())
+        self.left = np.asarray(left, np.int64)
+        self._documents: Iterator[str] | None = None
+
+    def take(self, length: int) -> NDArray[np.int64]:
+        """The next tokens."""
+        empty = 0
+        while len(self.left) < length:
+            if self._documents is None:
+                self._documents = self.stream.documents(self.part, self.taken)
+            documents = list(islice(self._documents, _DOCUMENTS))
+            if documents:
+                empty, self.taken = 0, self.taken + len(documents)
+                self.left = np.concatenate([self.left, np.asarray(self.stream.encode(documents), np.int64)])
+                continue
+            self._documents, self.taken, self.part, empty = None, 0, self.part + self.stream.count, empty + 1
+            if empty > _EMPTY * self.stream.parts:
+                raise _no_documents()
+        tokens, self.left = self.left[:length], self.left[length:]
+        return tokens
+
+    def state(self) -> list[Any]:
+        """The position; arrays are never written to, so it may be kept."""
+        return [self.number, self.part, self.taken, self.left]
+
+
+class Stream:
+    """A feed of as many shards as a global batch has samples; a rank opens the shards of its own samples."""
+
+    def __init__(
+        self,
+        pieces: list[Piece],
+        reading: Reading,
+        encode: Callable[[list[str]], list[int]],
+        *,
+        shards: int,
+        length: int,
+        seed: int,
+    ) -> None:
+        if not pieces:
+            raise _no_documents()
+        self.pieces, self.reading, self.encode = pieces, reading, encode
+        self.count, self.length, self.seed = shards, length, seed
+        # If there are fewer pieces than shards, several shards read one, and each takes its share of the documents.
+        self.sharers = -(-shards // len(pieces))
+        self.parts = len(pieces) * self.sharers
+        everything = repr((pieces, reading, reading.map and reading.map.text))
+        self.identity = f"{len(pieces)} pieces, {zlib.crc32(everything.encode()):08x}"
+        self._shards: dict[int, Shard] = {}
+        self._states: Mapping[int, list[Any]] = {}
+        # The tokenizer works without the interpreter's lock; a rank has the cores that the runner bound it to.
+        self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tokenize")
+
+    def documents(self, part: int, taken: int) -> Iterator[str]:
+        """The rest of a part, numbered over all epochs: each epoch has all parts in another order."""
+        epoch, place = divmod(part, self.parts)
+        number, share = divmod(permuted(place, self.parts, self.seed + epoch), self.sharers)
+        documents = islice(formats.documents(self.pieces[number], self.reading), share, None, self.sharers)
+        return islice(documents, taken, None)
+
+    def rows(self, samples: range) -> Rows:
+        """Each shard makes its samples in their order, in one thread."""
+        places: dict[int, list[int]] = {}
+        for place, sample in enumerate(samples):
+            places.setdefault(sample % self.count, []).append(place)
+        tokens = np.empty((len(samples), self.length), np.int64)
+
+        def take(shard: Shard, places: list[int]) -> None:
+            for place in places:
+                tokens[place] = shard.take(self.length)
+
+        for _ in self._threads.map(take, map(self.shard, places), places.values()):
+            pass  # an error of a thread is raised here
+        return tokens
+
+    def shard(self, number: int) -> Shard:
+        """The shard, which begins or resumes when it is first needed."""
+        if number not in self._shards:
+            self._shards[number] = Shard(number, self, self._states.get(number))
+        return self._shards[number]
 
     def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {f"data.mix.{name}": [] for name in self.sources}
-        rows = [*found.values()]
-        for source, row in map(self.mix.place, samples):
-            rows[source].append(row)
-        return {name: own for name, own in found.items() if own}
+        return {"data.train": [*samples]}
+
+    def state(self) -> list[Any]:
+        return [shard.state() for shard in self._shards.values()]
+
+    def load(self, states: Mapping[int, list[Any]]) -> None:
+        self._states = states
+        self._shards.clear()
+
+
+def _no_documents() -> ConfigError:
+    return ConfigError("the training dataset is empty", wanted="documents", found="none", fix="check data.train")

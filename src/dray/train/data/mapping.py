@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from threading import Lock
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from dray.contract.findings import ConfigError, counted
 
@@ -22,26 +22,25 @@ class Map:
         self.text = text
         named, _, self._source = text.partition("\n")
         self.file, _, self.name = named.rpartition(":")
-        self._function: Callable[[Row], object] | None = None
+        self._function: Callable[[Row], Any] | None = None
         self._importing = Lock()  # a stream's shards are read in threads
         self._rows = self._dropped = self._added = 0
 
     def __call__(self, row: Row, place: str) -> list[Row]:
         """The rows that the function makes of this one."""
-        function = self._function or self._imported()
-        wanted = "None, a dict or a list of dicts"
         try:
-            found = function(row)
+            with self._importing:
+                function = self._function = self._function or self._imported()
+            made = function(row)
         except (Exception, SystemExit) as error:
-            self._fail(f"{self.name} of {self.file} failed", error, f"{wanted} for {place}")
-        rows = [] if found is None else [found] if isinstance(found, dict) else found
-        odd = [one for one in rows if not isinstance(one, dict)] if isinstance(rows, list) else [rows]
-        if odd or not isinstance(rows, list):
+            raise self._failed(error, place) from error
+        rows = [made] if isinstance(made, dict) else [] if made is None else made
+        if not isinstance(rows, list) or not all(isinstance(new, dict) for new in rows):
             raise ConfigError(
                 f"{self.name} of {self.file} did not return rows",
                 where=place,
-                wanted=wanted,
-                found=f"{type(odd[0]).__name__}{' in a list' * isinstance(rows, list)}: {str(odd[0])[:60]}",
+                wanted="None, a dict or a list of dicts",
+                found=f"{type(made).__name__}: {str(made)[:60]}",
                 fix=self._fix,
             )
         self._rows += 1
@@ -50,7 +49,7 @@ class Map:
         return rows
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """How many rows the function has read, dropped and added, for the log."""
         counts = f"{counted(self._rows, 'row')} read, {self._dropped:,} dropped, {self._added:,} added"
         return f"{self.name} of {self.file}: {counts}"
@@ -59,26 +58,21 @@ class Map:
     def _fix(self) -> str:
         return f"correct {self.file}, then check it: dray data inspect RECIPE"
 
-    def _imported(self) -> Callable[[Row], object]:
-        with self._importing:
-            if self._function is None:
-                module = ModuleType(f"dray_map_{self.file.removesuffix('.py')}")
-                module.__file__ = self.file
-                sys.modules[module.__name__] = module  # where dataclasses look for theirs
-                try:
-                    exec(compile(self._source, self.file, "exec"), module.__dict__)  # noqa: S102  the user's own
-                    self._function = module.__dict__[self.name]
-                except (Exception, SystemExit) as error:
-                    self._fail(f"{self.file} cannot be imported", error, "a file that imports only what the image has")
-            return self._function
+    def _imported(self) -> Callable[[Row], Any]:
+        module = ModuleType(f"dray_map_{self.file.removesuffix('.py')}")
+        module.__file__ = self.file
+        sys.modules[module.__name__] = module  # where dataclasses look for theirs
+        exec(compile(self._source, self.file, "exec"), module.__dict__)  # noqa: S102  the user's own
+        function: Callable[[Row], Any] = module.__dict__[self.name]
+        return function
 
-    def _fail(self, problem: str, error: BaseException, wanted: str) -> NoReturn:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == self.file]
-        raise ConfigError(
-            problem,
+    def _failed(self, error: BaseException, place: str) -> ConfigError:
+        """The user's error with the line of the file and the row."""
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
+        return ConfigError(
+            f"{self.name} of {self.file} failed",
             where=f"{self.file}:{lines[-1]}" if lines else self.file,
-            wanted=wanted,
+            wanted=f"None, a dict or a list of dicts for {place}",
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             fix=self._fix,
-        ) from error
+        )

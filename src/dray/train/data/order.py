@@ -1,16 +1,22 @@
 """Which tokens make which sample: the same on any number of ranks, shuffled, and no token is dropped.
 
-The dataset is read epoch after epoch as one endless row of tokens, cut into samples. What is left over at the end of an
+A dataset is read epoch after epoch as one endless row of tokens, cut into samples. What is left over at the end of an
 epoch begins the first sample of the next. An epoch's samples are shuffled by a permutation that is computed and never
 stored, so that any sample of a dataset of any size is found at once, and resuming costs nothing.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from dray.contract.mix import BLOCK, quotas
 
 _ROUNDS = 4
 _MASK = (1 << 64) - 1
+_BETWEEN_SEEDS = 1_000_003  # else the blocks of one seed were those of the next one, a block later
 
 
 @dataclass(frozen=True)
@@ -25,21 +31,40 @@ class Order:
         """The first sample that begins in this epoch, and so how many began before it."""
         return -(-epoch * self.total // self.length)
 
-    def epoch(self, sample: int) -> int:
-        """The epoch to which the sample belongs."""
-        guess = sample * self.length // self.total
-        while self.first(guess + 1) <= sample:
-            guess += 1
-        while self.first(guess) > sample:
-            guess -= 1
-        return guess
-
     def start(self, sample: int) -> int:
         """Where in the dataset the sample begins."""
-        epoch = self.epoch(sample)
+        epoch = sample * self.length // self.total
         first = self.first(epoch)
         count = self.first(epoch + 1) - first
         return (first + permuted(sample - first, count, self.seed + epoch)) * self.length % self.total
+
+
+class Mix:
+    """Several datasets by weight: which dataset a sample is from, and which of its samples it is.
+
+    Samples come in blocks, in each of which every dataset has its quota. A permutation decides the order in a block.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self.seed = seed * _BETWEEN_SEEDS
+        self.bounds = [0, *accumulate(quotas(BLOCK, weights))]
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """The number of the dataset, and of the sample in it."""
+        block, turn = divmod(sample, BLOCK)
+        place = permuted(turn, BLOCK, self.seed + block)
+        dataset = bisect_right(self.bounds, place) - 1
+        begin, end = self.bounds[dataset : dataset + 2]
+        return dataset, block * (end - begin) + place - begin
+
+    def taken(self, samples: int) -> list[int]:
+        """How many of the first samples each dataset gives."""
+        block, turn = divmod(samples, BLOCK)
+        counts = [block * (end - begin) for begin, end in pairwise(self.bounds)]
+        for sample in range(samples - turn, samples):
+            dataset, _ = self.place(sample)
+            counts[dataset] += 1
+        return counts
 
 
 def permuted(index: int, count: int, seed: int) -> int:

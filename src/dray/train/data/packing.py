@@ -1,13 +1,14 @@
 """Documents kept whole: each sample has as many as fit by best fit, the longest first, and padding behind them.
 
 trl's `packing_strategy` has the same names: bfd cuts the end of a document that is longer than a sample, and bfd_split
-makes several of it.
+makes several pieces of it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ PADDING = 1 << 32
 
 @dataclass(frozen=True)
 class Packed(Tokens):
-    """The tokens of samples side by side, each filled up: what `slice` returns begins and ends where samples do."""
+    """The tokens of samples side by side, each filled up."""
 
     begins: NDArray[np.int64]
     """Where each piece of a document begins; a sample's pieces are side by side, in the order of the dataset."""
@@ -41,24 +42,20 @@ class Packed(Tokens):
         return replace(self, bounds=self.bounds[: most // self.length + 1]) if most else self
 
     def slice(self, start: int, length: int) -> NDArray[np.int64]:
-        first, after, count = start // self.length, -(-(start + length) // self.length), len(self.bounds) - 1
-        row = np.concatenate([self._sample(number % count) for number in range(first, after)])
-        return row[start - first * self.length :][:length]
-
-    def _sample(self, number: int) -> NDArray[np.int64]:
+        """The first `length` tokens of the sample that begins at `start`."""
+        number = start // self.length
         row, place = np.full(self.length, self.pad | PADDING, np.int64), 0
-        for piece in range(*self.bounds[number : number + 2].tolist()):
+        for piece in range(self.bounds[number], self.bounds[number + 1]):
             begin, size = int(self.begins[piece]), int(self.lengths[piece])
             row[place : place + size] = self.ids[begin : begin + size]
             place += size
-        return row
+        return row[:length]
 
     def sizes(self) -> NDArray[np.int64]:
         """The lengths of all documents that have a piece in the samples."""
         begins = self.begins[: int(self.bounds[-1])].astype(np.uint64)
         documents = np.unique(np.searchsorted(self.starts, begins, side="right") - 1)
-        starts = self.starts.astype(np.int64)
-        return starts[documents + 1] - starts[documents]
+        return np.diff(self.starts.astype(np.int64))[documents]
 
     def counts(self) -> dict[str, int]:
         """How many documents are in the samples, how many are longer than one; tokens dropped, and those that fill."""
@@ -71,17 +68,14 @@ class Packed(Tokens):
             "padding": self.total - int(self.lengths[: int(self.bounds[-1])].sum()),
         }
 
-
-def told(counts: dict[str, int], total: int) -> str:
-    """The counts as a line of the log; `total` includes padding."""
-    found = f"{counts['padding'] / max(total, 1):.2%} of {total:,} tokens are padding"
-    if longer := counts["longer_than_a_sample"]:
-        what, dropped = "split", counts["dropped_tokens"]
-        if dropped:
-            share = dropped / (total - counts["padding"] + dropped)
-            what = f"{dropped:,} tokens dropped, {share:.2%} (bfd_split drops none)"
-        found += f"; {counted(longer, 'document')} longer than a sample, {what}"
-    return found
+    def summary(self) -> str:
+        """The counts as a line of the log."""
+        counts = self.counts()
+        longer = counted(counts["longer_than_a_sample"], "document")
+        return (
+            f"{counts['padding'] / max(self.total, 1):.2%} of {self.total:,} tokens are padding; "
+            f"{longer} longer than a sample, {counts['dropped_tokens']:,} tokens dropped"
+        )
 
 
 def packed(tokens: Tokens, length: int, strategy: str, pad: int) -> Packed:
@@ -94,14 +88,12 @@ def packed(tokens: Tokens, length: int, strategy: str, pad: int) -> Packed:
         begins = np.repeat(begins, counts) + number * length
         lengths = np.repeat(lengths, counts) - number * length
     lengths = np.minimum(lengths, length)
-    samples = _best_fit(lengths, length)
     # Samples are numbered as the dataset has their first pieces, so that the first ones are no longer than others.
-    _, firsts, samples = np.unique(samples, return_index=True, return_inverse=True)
-    rank = np.empty(len(firsts), np.int64)
-    rank[np.argsort(firsts)] = np.arange(len(firsts))
-    samples = rank[samples]
-    order = np.argsort(samples, kind="stable")
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(samples, minlength=len(firsts)))]).astype(np.int64)
+    _, firsts, samples, sizes = np.unique(
+        _best_fit(lengths, length), return_index=True, return_inverse=True, return_counts=True
+    )
+    order = np.argsort(firsts[samples], kind="stable")
+    bounds = np.concatenate([[0], np.cumsum(sizes[np.argsort(firsts)])]).astype(np.int64)
     return Packed(
         tokens.ids, tokens.starts, begins[order], lengths[order], bounds, length, pad, strategy,
         content=tokens.content,
@@ -109,41 +101,24 @@ def packed(tokens: Tokens, length: int, strategy: str, pad: int) -> Packed:
 
 
 def _best_fit(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The sample of each piece: the fullest that has room, or a new one; the longest pieces first.
-
-    Pieces of one length are placed together. What is the fullest sample with room stays so until it has none: so each
-    takes as many of them as it can, and samples with the same room take them alike.
-    """
-    found, total = np.empty(len(lengths), np.int64), 0
-    free: dict[int, list[NDArray[np.int64]]] = {}  # samples by their room
-    rooms = 0  # a bit for each room that a sample has, so that the smallest that is enough is found at once
-
-    def put_back(room: int, samples: NDArray[np.int64]) -> None:
-        nonlocal rooms
-        if room and len(samples):
-            free.setdefault(room, []).append(samples)
-            rooms |= 1 << room
-
+    """The sample of each piece: the fullest that has room, or a new one; the longest pieces first."""
+    samples = np.empty(len(lengths), np.int64)
+    by_room: list[deque[int]] = [deque() for _ in range(size + 1)]
+    rooms: list[int] = []  # that a sample has, sorted
+    total = 0
     order = np.argsort(-lengths, kind="stable")
-    sizes, firsts = np.unique(-lengths[order], return_index=True)
-    for piece, (first, last) in zip((-sizes).tolist(), pairwise([*firsts.tolist(), len(order)]), strict=True):
-        left = order[first:last]
-        while len(left):
-            if enough := rooms >> piece:
-                room = piece + (enough & -enough).bit_length() - 1
-                samples = np.concatenate(free.pop(room))
-                rooms ^= 1 << room
-            else:
-                room = size
-                samples = np.arange(total, total - -len(left) // (size // piece))
-                total += len(samples)
-            each = room // piece
-            taken = left[: len(samples) * each]
-            found[taken] = np.repeat(samples, each)[: len(taken)]
-            whole, rest = divmod(len(taken), each)
-            put_back(room - each * piece, samples[:whole])
-            if rest:
-                put_back(room - rest * piece, samples[whole : whole + 1])
-            put_back(room, samples[whole + bool(rest) :])
-            left = left[len(taken) :]
-    return found
+    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fullest = bisect_left(rooms, length)
+        if fullest < len(rooms):
+            room = rooms[fullest]
+            sample = by_room[room].popleft()
+            if not by_room[room]:
+                del rooms[fullest]
+        else:
+            room, sample, total = size, total, total + 1
+        samples[piece] = sample
+        if left := room - length:
+            if not by_room[left]:
+                insort(rooms, left)
+            by_room[left].append(sample)
+    return samples

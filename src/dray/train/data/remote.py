@@ -1,16 +1,16 @@
-"""Files by URL, through fsspec: s3:// and gs:// by pyarrow, hf:// by the hub's library, https:// by Python's own."""
+"""Files by URL, through fsspec: s3:// by s3fs, https:// by aiohttp, hf:// by the hub's library; a layer adds others."""
 
 from __future__ import annotations
 
-import gzip
-import http.client
+import asyncio
 import io
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 import fsspec
@@ -20,74 +20,117 @@ from huggingface_hub import HfApi
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
 from dray.train.data import hub
-from dray.train.data.filesystems import S3, Gs, Http
+from dray.train.errors import message
 
 Seen = tuple[int, str]
 """A file's size, and its hash, ETag or time."""
-_TAGS = ("ETag", "etag", "blob_id", "sha256", "md5", "content_md5", "mtime", "LastModified", "last_modified", "updated")
-_MISSING = ("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "does not exist", "HTTP status 404")
-_DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403")
-_OURS = {"s3": S3, "gs": Gs, "http": Http, "https": Http}
-_COMMIT = re.compile("hf://datasets/[^/]+/[^/]+@([0-9a-f]{40})/")
+_TAGS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime")
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+_HUB = re.compile("hf://datasets/([^/]+/[^/@]+)(?:@([^/]+))?")
+_PACKAGE = re.compile("nstall ([a-z0-9]+)")
+_SECRETS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (s3://), or GOOGLE_APPLICATION_CREDENTIALS (gs://)"
+_TEMPORARY = {408, 429, 500, 502, 503, 504}
 _BUFFER = 1 << 22
 _AT_ONCE = 32  # questions about files
-_SECRETS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS (the path of a file)",
-    "hf": "HF_TOKEN",
-}
+
+
+@cache
+def register() -> None:
+    """Set dray's options of fsspec's file systems; `datasets` and the mirror read by them too."""
+    client = {"trust_env": True, "middlewares": (_try_again,)}  # the proxy of the environment
+    # A range of a compressed answer is no range of the file.
+    web = {"headers": {"Accept-Encoding": "identity"}, "client_kwargs": client}
+    s3 = {
+        # Without a secret botocore asks the machine for one, which takes seconds where none answers.
+        "anon": not any(os.environ.get(key) for key in _KEYS),
+        "client_kwargs": {"region_name": os.environ.get("AWS_REGION")},
+        "use_listings_cache": False,
+    }
+    for protocol, options in (("s3", s3), ("http", web), ("https", web)):
+        fsspec.config.conf[protocol] = options | fsspec.config.conf.get(protocol, {})
+
+
+async def _try_again(request: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:  # noqa: ANN401  aiohttp's own
+    """Repeat a request of a part after 1, 2, 4 and 8 s where the server or the way to it fails, as s3fs does."""
+    from aiohttp import ClientError  # noqa: PLC0415  only a run that reads from a web server has it
+
+    for seconds in (1, 2, 4, 8):
+        try:
+            reply = await send(request)
+            if reply.status == 206:
+                await reply.read()  # aiohttp keeps it
+            if reply.status not in _TEMPORARY:
+                return reply
+            reply.release()
+        except (ClientError, OSError):
+            pass
+        await asyncio.sleep(seconds)
+    return await send(request)
+
+
+def system(url: str) -> AbstractFileSystem:
+    """The file system of a URL."""
+    register()
+    protocol = urlsplit(url).scheme
+    return _shared(protocol) if protocol in ("s3", "http", "https") else fsspec.core.url_to_fs(url)[0]
+
+
+@cache
+def _shared(protocol: str) -> AbstractFileSystem:
+    """One for all threads; fsspec makes one for each, with its own connections."""
+    return fsspec.filesystem(protocol)
 
 
 def files(place: str, endings: tuple[str, ...]) -> list[str]:
     """The files of a URL, a pattern or a folder, in order; of a folder those with these endings."""
     with reading(place):
         place = _pinned(place)
-        system = _system(place)
-        if isinstance(system, Http):
+        store = system(place)
+        if place.startswith("http"):
             return [place]
         if "*" in place:
-            found = cast(dict[str, dict[str, Any]], system.glob(place, detail=True))
+            found = cast(dict[str, dict[str, Any]], store.glob(place, detail=True))
+        elif store.info(place)["type"] == "directory":
+            within = cast(dict[str, dict[str, Any]], store.find(place, detail=True))
+            found = {name: about for name, about in within.items() if name.lower().endswith(endings)}
         else:
-            about = system.info(place)
-            found = {about["name"]: about}
-            if about["type"] == "directory":
-                within = cast(dict[str, dict[str, Any]], system.find(place, detail=True))
-                found = {name: one for name, one in within.items() if name.lower().endswith(endings)}
-        return sorted(system.unstrip_protocol(name) for name, about in found.items() if about["type"] == "file")
+            return [place]
+        return sorted(store.unstrip_protocol(name) for name, about in found.items() if about["type"] == "file")
+
+
+def _pinned(url: str) -> str:
+    """A URL of the hub at its commit, so that all nodes and a later attempt read the same."""
+    if not (dataset := _HUB.match(url)):
+        return url
+    name, revision = dataset.groups()
+    about = HfApi().dataset_info(name, revision=revision and revision.replace("%2F", "/"))
+    return f"hf://datasets/{name}@{about.sha}{url[dataset.end() :]}"
 
 
 def seen(urls: list[str]) -> list[Seen]:
     """The size and version of each of these files."""
-    if len(urls) == 1:
-        return [_seen(urls[0])]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return [*threads.map(_seen, urls)]
 
 
 def _seen(url: str) -> Seen:
     with reading(url):
-        system = _system(url)
-        if isinstance(system, S3):  # whose listing has no ETag
-            about = system.tagged(url)
-        elif commit := _COMMIT.match(url):  # a file's own hash is told or not, by what was asked before
-            about = system.info(url) | {"ETag": commit[1]}
-        else:
-            about = system.info(url)
-        tag = next((str(about[key]) for key in _TAGS if about.get(key)), "")
-    if not tag:
+        about = system(url).info(url)
+    dataset = _HUB.match(url)  # at a commit
+    tag = dataset[2] if dataset else next((str(about[key]) for key in _TAGS if about.get(key)), "")
+    if not tag or about["size"] is None:
         raise ConfigError(
-            "this server sends no version of the file",
+            "this server sends no size or no version of the file",
             where=url,
-            wanted="an ETag or Last-Modified header, which the token cache needs",
-            found="neither",
+            wanted="Content-Length, and ETag or Last-Modified, which the token cache needs",
             fix="download the file, and name the local copy in [data]",
         )
-    return int(about["size"]), tag
+    return int(about["size"]), str(tag)
 
 
 def opened(url: str, *, buffered: bool = True) -> BinaryIO:
     """The file's bytes, fetched as they are asked for; `buffered` where it is read line by line."""
-    raw = _system(url).open(url, "rb")
+    raw = system(url).open(url, "rb", cache_type="none")  # else each open file holds 50 MB
     return cast(BinaryIO, io.BufferedReader(raw, _BUFFER) if buffered else raw)
 
 
@@ -96,60 +139,38 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
     """Turn errors of remote files into errors with a fix; `what` is being read or written, as `done` says."""
     protocol = urlsplit(url).scheme
     try:
-        if protocol == "hf":
-            try:
-                yield
-            except hub.FAILURES as error:
-                hub.failed(url, error, offline='if the nodes reach the hub: env.HF_HUB_OFFLINE = "0"')
-        else:
-            yield
+        yield
+    except hub.FAILURES as error:
+        hub.failed(url, error, offline='if the nodes reach the hub: env.HF_HUB_OFFLINE = "0"')
     except ImportError as error:
-        package = error.name or {"abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}.get(protocol, protocol)
-        raise missing_package(package, f"{protocol}://", str(error)) from error
-    except (FileNotFoundError, NotADirectoryError) as error:
-        _no(url, f"{what} does not exist", str(error), "check the name of the bucket and of the file")
-    except PermissionError as error:
-        _denied(url, protocol, str(error), f"no permission: {what} cannot be {done}")
-    except gzip.BadGzipFile:  # an OSError too, and what reads the file says it
-        raise
-    except (OSError, http.client.HTTPException) as error:
-        if "data stream" in str(error) or "decompress" in str(error):  # bz2's and zstd's
+        package = _PACKAGE.search(str(error))  # as fsspec says it: "Install adlfs to access Azure"
+        name = package[1] if package else error.name or protocol
+        raise missing_package(name, f"{protocol}://", str(error)) from error
+    except Exception as error:
+        # fsspec says of each failure of a web server that the file is missing.
+        cause = error.__cause__ or error if protocol in ("http", "https") else error
+        status, code = getattr(cause, "status", 0), exit_codes.CONFIG
+        if isinstance(cause, PermissionError) or status in (401, 403):
+            problem = f"no permission: {what} cannot be {done}"
+            fix = f"export {_SECRETS} before you submit, and name them in pass_env; or name a public file"
+        elif isinstance(cause, FileNotFoundError | NotADirectoryError) or status in (404, 410):
+            problem, fix = f"{what} does not exist", "check the name of the bucket and of the file"
+        elif isinstance(cause, ValueError) and re.search("Protocol not known|range requests", str(cause)):
+            problem = f"{what} cannot be {done} by {protocol}://"
+            fix = "name files of s3://, gs://, hf:// or of another server; or a copy on a disk"
+        elif _is_networks(cause):
+            problem, fix = f"{what} cannot be {done}", "check the network, then run the same command again"
+            code = exit_codes.FAILED
+        else:
             raise
-        _as_arrow_says(url, protocol, error, what, done)
-    except ValueError as error:
-        if "rotocol" not in str(error):
-            raise
-        _no(
-            url,
-            f"{what} has a protocol that fsspec does not know: {protocol}",
-            str(error),
-            "s3://, hf://, gs:// or https://",
-        )
+        raise DrayError(problem, where=url, found=message(cause), fix=fix, code=code) from error
 
 
-def _as_arrow_says(url: str, protocol: str, error: Exception, what: str, done: str) -> NoReturn:
-    text = " ".join(str(error).split())
-    if any(word in text for word in _MISSING):
-        _no(url, f"{what} does not exist", text, "check the name of the bucket and of the file")
-    if any(word in text for word in _DENIED):
-        _denied(url, protocol, text, f"no permission: {what} cannot be {done}")
-    raise DrayError(
-        f"{what} cannot be {done}",
-        where=url,
-        found=text[:300],
-        fix="check the network, then run the same command again",
-        code=exit_codes.FAILED,
-    ) from error
-
-
-def _denied(url: str, protocol: str, found: str, problem: str) -> NoReturn:
-    secret = _SECRETS.get(protocol, "")
-    fix = f"export {secret} before you submit, and name it in pass_env" if secret else "name a file that all may read"
-    _no(url, problem, found, fix)
-
-
-def _no(url: str, problem: str, found: str, fix: str) -> NoReturn:
-    raise ConfigError(problem, where=url, found=" ".join(found.split())[:300], fix=fix)
+def _is_networks(error: BaseException) -> bool:
+    """Whether the network or the server failed; an OSError without a number is a damaged file's."""
+    if isinstance(error, OSError):
+        return bool(error.errno) or isinstance(error, TimeoutError)
+    return type(error).__module__.partition(".")[0] in ("aiohttp", "aiobotocore", "botocore")
 
 
 def missing_package(package: str, what: str, found: str) -> ConfigError:
@@ -160,34 +181,3 @@ def missing_package(package: str, what: str, found: str) -> ConfigError:
         found=" ".join(found.split())[:200],
         fix=f'dray image layer VARIANT --pip {package}, and layer = "{package}" in the recipe (VARIANT is its image)',
     )
-
-
-def _system(url: str) -> AbstractFileSystem:
-    protocol = urlsplit(url).scheme
-    return own_system(protocol) if protocol in _OURS else fsspec.core.url_to_fs(url)[0]
-
-
-@cache
-def own_system(protocol: str) -> AbstractFileSystem:
-    """One file system for all threads; fsspec makes one for each."""
-    return _OURS[protocol]()
-
-
-@cache
-def register() -> None:
-    """Register dray's file systems instead of fsspec's; `datasets` uses them too."""
-    for name, system in _OURS.items():
-        fsspec.register_implementation(name, system, clobber=True)
-
-
-def _pinned(url: str) -> str:
-    """Of the hub at a commit, so that all nodes and a later attempt read the same."""
-    parts = url.removeprefix("hf://").split("/", 3)
-    if not url.startswith("hf://") or len(parts) < 3:
-        return url
-    kind, owner, name, rest = (*parts, "")[:4]
-    name, _, revision = name.partition("@")
-    if kind != "datasets":
-        return url
-    about = HfApi().dataset_info(f"{owner}/{name}", revision=revision.replace("%2F", "/") or None)
-    return f"hf://{kind}/{owner}/{name}@{about.sha}/{rest}"

@@ -1,63 +1,62 @@
-"""A dataset of the recipe as it is now: its files, their identity, and the chosen rows.
+"""A dataset of the recipe as it is now: its files, their identity, and pieces of the chosen rows for many readers.
 
-What is elsewhere is asked by rank 0 alone, for all.
+Rank 0 alone asks for what is elsewhere, for all. Where the pieces begin follows from the files and from how many
+readers there are in all, never from who reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cache
+from typing import Any
 
 from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import ConfigError
 from dray.train.collectives import on_rank_0
-from dray.train.data import builders, hub, sources
-from dray.train.data.files import builder_of, find, identity
-from dray.train.data.sources import Piece, Reading
+from dray.train.data import builders, formats, hub
+from dray.train.data.files import Identity, builder_of, find, has_lines, identity
+from dray.train.data.formats import Piece, Reading
 
-Identity = tuple[tuple[object, ...], ...]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Files, and which of their rows: train[:1%], or empty for all."""
-
-    rows: str
-    files: Identity
-    """Each with what tells it from others."""
+_PIECE, _LEAST = 1 << 24, 1 << 14  # bytes of a file of lines; of a piece of it, where readers are many
+_AT_ONCE = 32  # footers
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What the recipe names."""
+    """What the recipe names: slices such as train[:1%], or empty for all rows, with their files."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[tuple[str, Identity], ...]
+
+    @property
+    def versions(self) -> Identity:
+        """The files, each once."""
+        return tuple(dict.fromkeys(file for _, files in self.parts for file in files))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Each once."""
-        return tuple(dict.fromkeys(str(file[0]) for part in self.parts for file in part.files))
+        """Their names."""
+        return tuple(name for name, *_ in self.versions)
 
     @property
-    def builders(self) -> tuple[str, ...]:
+    def builders(self) -> set[str]:
         """Those of `datasets` that read it."""
-        return tuple(dict.fromkeys(filter(None, (builder_of(file)[0] for file in self.files))))
+        return {builder_of(file)[0] for file in self.files} - {""}
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        each = {file[0]: file[1] for part in self.parts for file in part.files if len(file) > 1}
-        return sum(size for size in each.values() if isinstance(size, int))
+        return sum(version[0] for _, *version in self.versions if version)
 
     @property
     def identity(self) -> tuple[object, ...]:
         """It changes when the files do, or another slice is named."""
-        return tuple(one for part in self.parts for one in (*([part.rows] if part.rows else []), *part.files))
+        return tuple(part for rows, files in self.parts for part in (*([rows] if rows else []), *files))
 
-    def pieces(self, reading: Reading) -> list[Piece]:
-        """All of it, in order."""
-        return [piece for part in self.parts for piece in _pieces(part, reading)]
+    def pieces(self, reading: Reading, readers: int = 1) -> list[Piece]:
+        """All of it, in order, and smaller pieces of lines where the readers are many."""
+        size = max(_LEAST, min(_PIECE, self.size // readers))
+        return [piece for rows, files in self.parts for piece in _slice(rows, _pieces(files, size), reading)]
 
 
 def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
@@ -68,62 +67,64 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
         if named.builder == HUB:
             parts = hub.dataset(name, split, streamed=streamed)
         else:
-            found = find(named.files, named.builder)
-            parts = [(one if "[" in one else "", found) for one in (named.split or "train").split("+")]
+            files = find(named.files, named.builder)
+            parts = [(part if "[" in part else "", files) for part in (named.split or "train").split("+")]
         return [(rows, identity(files)) for rows, files in parts]
 
     elsewhere = named.remote or (named.builder == HUB and (streamed or "[" in named.split))
     parts = on_rank_0(look) if elsewhere else look()
-    return Dataset(tuple(Part(rows, tuple(tuple(file) for file in files)) for rows, files in parts))
+    return Dataset(tuple((rows, tuple(tuple(file) for file in files)) for rows, files in parts))
 
 
-def of_files(names: tuple[str, ...]) -> Dataset:
-    """Files of this machine's disk, all of their rows."""
-    return Dataset((Part("", identity(names)),))
-
-
-def pieces(found: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
+def pieces(dataset: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
     """Cut the dataset into pieces for this many readers; rank 0 looks, and counts rows if there are slices."""
 
-    def look() -> list[tuple[str, int, int, tuple[int, int] | None, tuple[int, str] | None]]:
-        cut = sources.cut(found.pieces(reading), readers, reading)
-        return [(one.path, one.begin, one.end, one.rows, one.seen) for one in cut]
+    def look() -> list[tuple[Any, ...]]:
+        return [(piece.path, piece.bytes, piece.rows, piece.seen) for piece in dataset.pieces(reading, readers)]
 
-    return [
-        Piece(path, begin, end, rows and (rows[0], rows[1]), seen and (seen[0], seen[1]))
-        for path, begin, end, rows, seen in on_rank_0(look)
-    ]
+    return [Piece(path, *(part and tuple(part) for part in parts)) for path, *parts in on_rank_0(look)]
 
 
-def _pieces(part: Part, reading: Reading) -> Iterator[Piece]:
-    names = tuple(str(file[0]) for file in part.files)
-    all_ = sources.pieces(names, part.files)
-    if not part.rows:
-        yield from all_
-        return
-    relative = "%" in part.rows or "-" in part.rows
-    if relative:
-        counts = [sources.count(piece, reading) for piece in all_]
-        ((first, last),) = builders.slices(part.rows, sum(counts))
-        ends = [*accumulate(counts)]
-    else:  # then the rows behind its end need no counting
-        ((first, last),) = builders.slices(part.rows, 1 << 62)
-        ends = []
-        for piece in all_:
-            ends.append((ends[-1] if ends else 0) + sources.count(piece, reading))
-            if ends[-1] >= last:
-                break
-    if first >= min(last, ends[-1] if ends else 0):
+def _pieces(files: Identity, size: int) -> list[Piece]:
+    """Parts of the files that can be read without what is before them; of lines, with so many bytes."""
+    grouped = [name for name, *_ in files if formats.has_groups(name)]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # each answer from elsewhere takes its time
+        groups = dict(zip(grouped, threads.map(formats.groups, grouped), strict=True))
+    found = []
+    for name, *version in files:
+        whole = Piece(name, seen=(version[0], version[1]) if "://" in name else None)
+        if name in groups:
+            found += [replace(whole, rows=rows) for rows in groups[name]]
+        elif has_lines(name):
+            end = version[0]
+            found += [replace(whole, bytes=(begin, min(begin + size, end))) for begin in range(0, end, size)]
+        else:
+            found.append(whole)
+    return found
+
+
+def _slice(rows: str, pieces: list[Piece], reading: Reading) -> list[Piece]:
+    """The pieces of some rows, such as train[:1%]; empty is all."""
+    if not rows:
+        return pieces
+    size = cache(lambda piece: formats.count(piece, reading))
+    # The rows behind the end of [1000:2000] need no counting.
+    total = sum(map(size, pieces)) if "%" in rows or "-" in rows else 1 << 62
+    ((first, last),) = builders.slices(rows, total)
+    chosen, begin = [], 0
+    for piece in pieces:
+        if begin >= last:
+            break
+        start, end = max(first - begin, 0), min(last - begin, size(piece))
+        if start < end:
+            chosen.append(piece.part(start, end))
+        begin += size(piece)
+    if not chosen:
         raise ConfigError(
-            f"the slice {part.rows} has no rows",
-            where=names[0],
+            f"the slice {rows} has no rows",
+            where=pieces[0].path,
             wanted="at least one row",
-            found=f"rows {first:,} to {last:,} of {ends[-1] if ends else 0:,}",
+            found=f"rows {first:,} to {last:,} of {begin:,}",
             fix="set another slice",
         )
-    begin = 0
-    for piece, end in zip(all_, ends, strict=False):
-        if first < end and last > begin:
-            within = (max(first - begin, 0), min(last, end) - begin)
-            yield replace(piece, rows=None if within == (0, end - begin) else within)
-        begin = end
+    return chosen

@@ -1,36 +1,32 @@
-"""Documents as tokens in a file that is mapped into memory: made once on a node, and atomic.
+"""Documents as tokens in a file that is mapped into memory: made once on a node, renamed when whole, and checked.
 
-The folder's name is the fingerprint of all that decides its content. Other nodes and runs may make the same beside this
-one. From a shared disk each node copies the tokens to its own, where it has one: samples are read in any order.
+The folder's name is the fingerprint of all that decides its content.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dray.contract import exit_codes, findings
 from dray.contract.files import open_to_others, write_atomic
-from dray.contract.findings import ConfigError, DrayError, Finding
-from dray.train.collectives import all_gather_json, barrier, broadcast_json
+from dray.contract.findings import ConfigError, DrayError
+from dray.train.collectives import all_gather_json, barrier, broadcast_json, on_all
 from dray.train.errors import say
 from dray.train.runtime.heartbeat import heartbeat
 
@@ -42,13 +38,7 @@ MANIFEST = "manifest.json"  # also `dray clean tokens` reads it; it was modified
 _VERSION = 3
 _FILES = ("ids", "starts")
 _BATCH = 1024  # documents
-_ABANDONED = 3600  # seconds without a write
-_SIGN, _SILENT, _LOOK = 5.0, 60.0, 0.5  # seconds from sign to sign, after which nobody is there, and between looks
-_DISK = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
-_MEMORY = {"ramfs", "tmpfs"}
-_LAYERED = {"aufs", "overlay"}  # a container's own; what is below it may be any
-_ESCAPED = re.compile(r"\\([0-7]{3})")
-_ROOM = 2  # so many times the copy's size has to be free: others use that disk too
+_LOOK = 0.5  # seconds between looks at a lock
 
 
 @dataclass(frozen=True)
@@ -58,25 +48,25 @@ class Tokens:
     ids: NDArray[np.integer]
     starts: NDArray[np.uint64]
     content: str = field(default="", kw_only=True)
-    """SHA-256 of the whole files that these are of."""
+    """SHA-256 of the files in the cache, also where these tokens are a part."""
 
     @property
     def total(self) -> int:
-        """How many they are."""
+        """The number of tokens."""
         return len(self.ids)
 
     def part(self, first: int, last: int) -> Tokens:
-        """Some of the documents."""
+        """The documents from `first` to before `last`."""
         begin, end = int(self.starts[first]), int(self.starts[last])
         starts = self.starts[first : last + 1] - self.starts[first]
         return Tokens(self.ids[begin:end], starts, content=self.content)
 
     def short(self, most: int) -> Tokens:
-        """At most this many of the tokens; 0 is all."""
+        """The first `most` tokens; 0 is all of them."""
         return Tokens(self.ids[:most], self.starts, content=self.content) if most else self
 
     def slice(self, start: int, length: int) -> NDArray[np.int64]:
-        """`length` tokens from there on; after the last comes the first."""
+        """`length` tokens from `start` on; the first token follows the last."""
         ids = self.ids[start : start + length]
         while len(ids) < length:
             ids = np.concatenate([ids, self.ids[: length - len(ids)]])
@@ -98,56 +88,27 @@ def cached(
     vocabulary: int,
     marked: bool = False,
     dataset: str = "",
-    scratch: str = "",
 ) -> Tokens:
     """The tokens with this fingerprint, made now if missing; with `marked`, documents end at LAST.
 
-    `dataset` is for `dray clean tokens`, and `scratch` is the attempt's folder on the node.
-
-    The first rank of each node makes or checks them and the others wait, whether the disk has locks or not. On a disk
-    that rank 0 has too, it makes them for all, and the others check them.
+    The first rank of each node makes and checks them; on a disk that rank 0 has too, rank 0 makes them for all.
+    `dataset` is for `dray clean tokens`.
     """
     folder = cache / name
-    near = Path(scratch, "tokens", name) if is_own(scratch) else folder
     write = partial(_write, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
-
-    def prepare() -> None:
-        if not folder.is_dir():
-            _make(folder, write)
-        _check(folder)
-        if near != folder:
-            _copy(folder, near)
-            if near.exists():
-                _check(near)
-
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     waits = _has_rank_0s_disk(cache) and not folder.is_dir()
+
+    def prepare(turn: bool) -> None:
+        if leads and waits is turn:
+            if not folder.is_dir():
+                _make(folder, write)
+            _check(folder)
+
     for turn in (False, True):
-        failed = _failed(cache, prepare) if leads and waits is turn else None
-        for finding in filter(None, all_gather_json(failed)):
-            raise findings.error(finding)
+        on_all(partial(prepare, turn), lambda *_: None)
     _check_same(folder)
-    return _open(near if near.exists() else folder)
-
-
-def is_own(scratch: str) -> bool:
-    """Whether the attempt still runs: after it, anybody may create a folder of this name."""
-    try:
-        return bool(scratch) and not open_to_others(scratch, folder=True)
-    except FileNotFoundError:
-        return False
-
-
-def _failed(cache: Path, prepare: Callable[[], None]) -> dict[str, Any] | None:
-    try:
-        prepare()
-    except DrayError as error:
-        return error.finding._asdict()
-    except Exception as error:
-        traceback.print_exc()
-        problem = f"tokenizing failed: {type(error).__name__}: {error}"
-        return Finding(problem, where=str(cache), code=exit_codes.FAILED)._asdict()
-    return None
+    return _open(folder)
 
 
 def _has_rank_0s_disk(cache: Path) -> bool:
@@ -166,67 +127,50 @@ def _has_rank_0s_disk(cache: Path) -> bool:
 
 
 def _make(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write into a temporary folder, then rename it. Another node or run may write the same bytes."""
+    """Write into a temporary folder, then rename it."""
     cache = folder.parent
     with suppress(FileExistsError):  # by a file too, which `_require_private` refuses
         cache.mkdir(mode=0o700, parents=True)
     _require_private(cache)
-    if _made_by_another(folder):
-        return
-    for part, written in _parts(folder).items():  # of a killed process: one that is alive writes all the time
-        if time.time() - written > _ABANDONED:
-            shutil.rmtree(part, ignore_errors=True)
     part = folder.with_name(f"{folder.name}.part-{secrets.token_hex(8)}")
+    lock = folder.with_name(f".{folder.name}.lock")
     try:
-        write(part)
-        part.rename(folder)
+        with lock.open("w") as file:
+            _wait_for_another(file, folder)
+            if not folder.is_dir():
+                write(part)
+                part.rename(folder)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and folder.is_dir():
-            return  # another node's or run's are there now
+        if folder.is_dir():
+            return  # a run that could not be waited for was first
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        shutil.rmtree(part, ignore_errors=True)
         raise DrayError(
             "the disk is full: it has no room for the tokens",
-            wanted=f"more room in {cache}",
-            found=f"{shutil.disk_usage(cache).free / 1e6:.0f} MB free, after dray removed the incomplete tokens",
-            fix="set data.cache_dir to a place with more room",
+            where=cache,
+            found=error.strerror,
+            fix="set data.cache_dir to a disk with more room, or remove old tokens: dray clean tokens",
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        lock.unlink(missing_ok=True)
 
 
-def _made_by_another(folder: Path) -> bool:
-    """Whether another run makes these tokens, as long as it is seen at work; then they are there now.
-
-    No lock is needed: where two begin at once both make them, and the one that is ready first stays.
-    """
-    told = False
-    while (silent := _silent(folder)) is not None and silent < _SILENT:
-        if not told:
-            say(f"another run makes these tokens; this one waits for it: {folder}")
-        told = True
-        heartbeat.beat()
-        time.sleep(_LOOK)
-    return folder.is_dir()
-
-
-def _silent(folder: Path) -> float | None:
-    """Seconds since the last sign of who makes these tokens; none where nobody does. By the clock of the disk."""
-    parts = _parts(folder)
-    if not parts:
-        return None
-    with tempfile.TemporaryFile(dir=folder.parent) as now:
-        return max(0.0, os.fstat(now.fileno()).st_mtime - max(parts.values()))
-
-
-def _parts(folder: Path) -> dict[Path, float]:
-    """The temporary folders of these tokens, and when each was last written."""
-    found = {}
-    for part in folder.parent.glob(f"{folder.name}.part-*"):
-        with suppress(OSError):
-            found[part] = max(path.stat().st_mtime for path in (part, *part.iterdir()))
-    return found
+def _wait_for_another(lock: TextIO, folder: Path) -> None:
+    """Wait while another run makes these tokens, as those of an array do. On a disk without locks each makes them."""
+    said = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not said:
+                say(f"another run makes these tokens; this one waits for it: {folder}")
+            said = True
+            heartbeat.beat()
+            time.sleep(_LOOK)
+        except OSError:
+            return
 
 
 def _write(
@@ -241,7 +185,7 @@ def _write(
 ) -> None:
     part.mkdir(mode=0o700)
     dtype = np.uint16 if vocabulary <= 1 << 16 and not marked else np.uint32
-    total, began, shown, alive = 0, time.monotonic(), time.monotonic(), time.monotonic()
+    total, began, shown = 0, time.monotonic(), time.monotonic()
     rest = iter(documents())
     with (part / "ids").open("wb") as file_of_ids, (part / "starts").open("wb") as starts:
         starts.write(np.zeros(1, np.uint64).tobytes())
@@ -260,9 +204,6 @@ def _write(
             ends = np.flatnonzero(array & LAST if marked else array == end)
             starts.write((ends + total + 1).astype(np.uint64).tobytes())
             total += len(array)
-            if time.monotonic() - alive > _SIGN:
-                alive = time.monotonic()
-                os.utime(part)  # another disk client sees what was written only later
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 say(f"{total:,} tokens made, {total / (shown - began):,.0f} a second")
@@ -275,11 +216,11 @@ def _write(
 
 def _sums(folder: Path) -> dict[str, str]:
     """The checksum of each of its files."""
-    found = {}
+    sums = {}
     for name in _FILES:
         with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
 def _require_private(folder: Path) -> None:
@@ -295,26 +236,22 @@ def _require_private(folder: Path) -> None:
 
 
 def _check(folder: Path) -> None:
-    """That these tokens are this user's, and every byte is as it was written."""
-    for one in (folder.parent, folder):
-        _require_private(one)
-    wanted: object = "its manifest and two files"
-    found: object
+    """Refuse tokens of another user, and tokens that are not as they were written."""
+    _require_private(folder.parent)
+    _require_private(folder)
     try:
         with suppress(OSError):  # a disk that can only be read
             os.utime(folder / MANIFEST)
-        wanted = _manifest(folder)["sha256"]
-        found = _sums(folder)
+        damaged = _manifest(folder)["sha256"] != _sums(folder)
+        found = "other bytes than were written"
     except (OSError, ValueError, LookupError, TypeError) as error:
-        found = f"{type(error).__name__}: {error}"
-    if found != wanted:
-        raise DrayError(
-            "tokens in the cache are damaged", where=folder, wanted=wanted, found=found, fix=f"rm -r '{folder}'"
-        )
+        damaged, found = True, f"{type(error).__name__}: {error}"
+    if damaged:
+        raise DrayError("tokens in the cache are damaged", where=folder, found=found, fix=f"rm -r '{folder}'")
 
 
 def _check_same(folder: Path) -> None:
-    """That all nodes have the same tokens, of which each may have made its own."""
+    """Refuse tokens that differ between nodes, of which each may have made its own."""
     each = all_gather_json(_manifest(folder)["sha256"])
     if other := [rank for rank, sums in enumerate(each) if sums != each[0]]:
         raise ConfigError(
@@ -339,41 +276,3 @@ def _open(folder: Path) -> Tokens:
     size = (folder / "ids").stat().st_size
     ids: NDArray[np.integer] = np.memmap(folder / "ids", dtype=dtype, mode="r") if size else np.zeros(0, dtype)
     return Tokens(ids, starts, content=content)
-
-
-def _copy(folder: Path, copy: Path) -> None:
-    """Copy the tokens to this attempt's folder on the node's own disk, if that is faster."""
-    source, target = file_system(folder), file_system(copy)
-    if copy.exists() or source in _DISK | _MEMORY | _LAYERED or target not in _DISK:
-        return
-    size, part = sum(path.stat().st_size for path in folder.iterdir()), copy.with_suffix(".part")
-    began = time.monotonic()
-    stays = f"tokens stay on {source}, and are not copied to {copy.parent}"
-    try:
-        copy.parent.mkdir(mode=0o700, exist_ok=True)
-        part.mkdir(mode=0o700)
-        if (free := shutil.disk_usage(part).free) < _ROOM * size:
-            say(f"{stays}: {size / 1e9:.1f} GB of tokens, and only {free / 1e9:.1f} GB free")
-            return
-        for file in folder.iterdir():
-            shutil.copyfile(file, part / file.name)
-        part.rename(copy)
-    except OSError as error:
-        say(f"{stays}: {error}")
-        return
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    seconds = time.monotonic() - began
-    say(f"tokens copied from {source} to this node's {target}: {size / 1e9:.1f} GB in {seconds:.0f} s")
-
-
-def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the folder's file system, as mount(8) names it; empty if unknown."""
-    found, place = "", folder.resolve()
-    longest = -1
-    for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        where, _, what = line.partition(" - ")
-        point = Path(_ESCAPED.sub(lambda code: chr(int(code[1], 8)), where.split()[4]))
-        if place.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = what.split()[0], len(point.parts)
-    return found

@@ -28,8 +28,18 @@ class Window(NamedTuple):
     end: int
 
 
+class Evaluated(NamedTuple):
+    """A dataset, and how it is evaluated."""
+
+    tokens: Tokens
+    windows: list[Window]
+    objective: Objective
+    by_word: bool = False
+    """Whether each window has the labels of one word, which is right if all of its tokens are."""
+
+
 class Evaluator:
-    """All that a recipe evaluates."""
+    """All that a recipe evaluates. `figures` has the last of each event."""
 
     def __init__(
         self,
@@ -40,107 +50,97 @@ class Evaluator:
         metrics: Metrics,
     ) -> None:
         self.config, self.strategy, self.objective, self.metrics = config, strategy, objective, metrics
-        self.found: dict[str, dict[str, float]] = {}  # the last figures of each event
-        self._more: dict[str, tuple[Tokens, list[Window], Objective, bool]] = {}
-        for name, one in config.evaluate.items():
+        self.figures: dict[str, dict[str, float]] = {}
+        self._more: dict[str, Evaluated] = {}
+        length = config.data.sequence_length
+        for name, evaluation in config.evaluate.items():
             tokens = datasets.evaluation(config, tokenizer, name)
-            windows = _documents(tokens, config) if one.last_word else self._windows(tokens, one.stride)
-            self._more[name] = tokens, windows, objective.evaluating(one), one.last_word
+            if evaluation.last_word:
+                windows = documents_of(tokens, length)
+            else:
+                windows = windows_of(tokens.total, length, evaluation.stride, predicts_next=objective.predicts_next)
+            self._more[f"eval-{name}"] = Evaluated(
+                tokens, windows, objective.evaluating(evaluation), evaluation.last_word
+            )
 
     def all(self, step: int, validation: dict[str, Tokens]) -> None:
         """What is evaluated during training, by event, then each of [evaluate]."""
-        found = {event: self._of(tokens) for event, tokens in validation.items()}
-        if datasets.VALIDATION not in found:
-            found = {datasets.VALIDATION: self._mean(found)} | found
-        for event, figures in found.items():
-            self._write(event, step, figures)
-        for name, (tokens, windows, objective, by_word) in self._more.items():
-            self._write(f"eval-{name}", step, self._measured(tokens, windows, objective, by_word=by_word))
+        for event, tokens in validation.items():
+            self.dataset(event, step, tokens)
+        if datasets.VALIDATION not in validation:
+            mix = self.config.data.mix
+            sources = [(source.weight, self.figures[f"{datasets.VALIDATION}-{name}"]) for name, source in mix.items()]
+            total = sum(weight for weight, _ in sources)
+            mean = {key: sum(weight * own[key] for weight, own in sources) / total for key in ("loss", "accuracy")}
+            self._write(datasets.VALIDATION, step, mean | {"perplexity": perplexity(mean["loss"])})
+        for event, evaluated in self._more.items():
+            self._write(event, step, self._measure(evaluated))
 
     def dataset(self, event: str, step: int, tokens: Tokens) -> None:
         """One dataset, sample by sample."""
-        self._write(event, step, self._of(tokens))
+        length = self.config.data.sequence_length
+        windows = windows_of(tokens.total, length, 0, predicts_next=self.objective.predicts_next)
+        self._write(event, step, self._measure(Evaluated(tokens, windows, self.objective)))
 
-    def _of(self, tokens: Tokens) -> dict[str, float]:
-        return self._measured(tokens, self._windows(tokens, 0), self.objective)
-
-    def _mean(self, found: dict[str, dict[str, float]]) -> dict[str, float]:
-        """Of a mix's sources, by weight."""
-        mix = self.config.data.mix
-        total = sum(one.weight for one in mix.values())
-        loss, accuracy = (
-            sum(one.weight / total * found[f"{datasets.VALIDATION}-{name}"][figure] for name, one in mix.items())
-            for figure in ("loss", "accuracy")
-        )
-        return {"loss": loss, "perplexity": perplexity(loss), "accuracy": accuracy}
-
-    def _write(self, event: str, step: int, found: dict[str, float]) -> None:
+    def _write(self, event: str, step: int, figures: dict[str, float]) -> None:
         name = event.replace("eval", "evaluation").replace("-", " ")
-        shown = f"{name} loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
-        self.found[event] = found
-        self.metrics.write(event, shown, step=step, **found)
+        text = f"{name} loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
+        self.figures[event] = figures
+        self.metrics.write(event, text, step=step, **figures)
 
     @torch.no_grad()
-    def _measured(
-        self, tokens: Tokens, windows: list[Window], objective: Objective, *, by_word: bool = False
-    ) -> dict[str, float]:
-        """Over every label of the windows; by word, one window is one word."""
-        strategy, world = self.strategy, dist.get_world_size()
+    def _measure(self, evaluated: Evaluated) -> dict[str, float]:
+        """The mean over every label of the windows, and how many labels, or words, were right."""
+        strategy, windows = self.strategy, evaluated.windows
+        rank, world = dist.get_rank(), dist.get_world_size()
         strategy.network.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
-        at_once = min(self.config.per_device, -(-len(windows) // world))
-        # Each rank runs as many batches, since parts of a model may be on other ranks; some hold nothing new.
-        for number in range(-(-len(windows) // (at_once * world))):
+        size = min(self.config.per_device, -(-len(windows) // world))
+        # Each rank runs as many batches, since parts of a model may be on other ranks; some have no labels.
+        for begin in range(rank * size, rank * size + len(windows), size * world):
             heartbeat.beat()
-            begin = (number * world + dist.get_rank()) * at_once
-            some = windows[begin : begin + at_once]
-            batch = self._batch(tokens, [*some, *[Window(0, 0, 0)] * (at_once - len(some))], begin, objective)
-            moved = batch.to(strategy.device)
-            loss, hits = strategy.losses(moved)
-            labelled = moved.labels != IGNORE_INDEX
+            batch = self._batch(evaluated, begin, size).to(strategy.device)
+            loss, hits = strategy.losses(batch)
+            labelled = batch.labels != IGNORE_INDEX
             parts = (loss[None], hits, labelled.sum()[None], labelled.any(1).sum()[None])
             sums += torch.cat([part.double() for part in parts])
         dist.all_reduce(sums)
         strategy.network.train()
         losses, hit, hit_rows, labels, labelled_rows = host.read(sums)
-        right, count = (hit_rows, labelled_rows) if by_word else (hit, labels)
-        mean = losses / max(count, 1.0)
+        right, count = (hit_rows, labelled_rows) if evaluated.by_word else (hit, labels)
+        mean = losses / max(labels, 1.0)
         return {"loss": mean, "perplexity": perplexity(mean), "accuracy": right / max(count, 1.0)}
 
-    def _batch(self, tokens: Tokens, windows: list[Window], sample: int, objective: Objective) -> Batch:
-        """The number of a sample decides which tokens are masked."""
-        rows = np.stack([tokens.slice(window.start, self.config.data.sequence_length) for window in windows])
-        batch = objective.batch(rows, range(sample, sample + len(windows)))
-        for row, window in enumerate(windows):
-            batch.labels[row, : window.begin] = IGNORE_INDEX
-            batch.labels[row, window.end :] = IGNORE_INDEX
+    def _batch(self, evaluated: Evaluated, begin: int, size: int) -> Batch:
+        """Windows from `begin` on, and empty ones after the last. A row's number decides which tokens are masked."""
+        windows = evaluated.windows[begin : begin + size]
+        windows += [Window(0, 0, 0)] * (size - len(windows))
+        length = self.config.data.sequence_length
+        rows = np.stack([evaluated.tokens.slice(window.start, length) for window in windows])
+        batch = evaluated.objective.batch(rows, range(begin, begin + size))
+        for labels, window in zip(batch.labels, windows, strict=True):
+            labels[: window.begin] = IGNORE_INDEX
+            labels[window.end :] = IGNORE_INDEX
         return batch
 
-    def _windows(self, tokens: Tokens, stride: int) -> list[Window]:
-        return windows_of(
-            tokens.total, self.config.data.sequence_length, stride, predicts_next=self.objective.predicts_next
-        )
 
-
-def windows_of(total: int, length: int, stride: int, predicts_next: bool) -> list[Window]:
+def windows_of(total: int, length: int, stride: int, *, predicts_next: bool) -> list[Window]:
     """Windows side by side, so that every token with one before it counts; or with a stride, so that each counts
     once, and is predicted from as many as can be."""
-    each = stride or length
-    starts = range(0, max(total - length, 0) + each if stride else total, each)
-    return [
+    windows = []
+    end = max(total - length, 0) + stride if stride else total
+    for start in range(0, end, stride or length):
         # Where the next token is predicted, the last one of all has no label.
-        Window(
-            start, length - stride - 1 if stride and start else 0, max(0, min(length, total - start) - predicts_next)
-        )
-        for start in starts
-        if total - start > predicts_next
-    ]
+        labels = min(length, total - start) - predicts_next
+        if labels > 0:
+            windows.append(Window(start, length - stride - 1 if stride and start else 0, labels))
+    return windows
 
 
-def _documents(tokens: Tokens, config: Config) -> list[Window]:
+def documents_of(tokens: Tokens, length: int) -> list[Window]:
     """Each document's end, as far back as a sample reaches."""
-    found = []
+    windows = []
     for begin, after in zip(tokens.starts[:-1].tolist(), tokens.starts[1:].tolist(), strict=True):
-        start = max(begin, after - 1 - config.data.sequence_length)
-        found.append(Window(start, 0, max(0, after - 1 - start - 1)))
-    return found
+        start = max(begin, after - 1 - length)
+        windows.append(Window(start, 0, max(0, after - start - 2)))
+    return windows

@@ -6,9 +6,12 @@ import json
 import math
 import resource
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from threading import Lock
 from typing import Any
 
@@ -22,6 +25,11 @@ from dray.train.loop.trackers import Tracked, Trackers, require
 from dray.train.model.layers import heads
 from dray.train.parallel.base import Strategy
 
+# A loss jumps beside the lines before it.
+_LINES, _LEAST = 32, 8  # so many lines, at most and at least
+_TIMES = 8.0  # standard deviations, estimated by medians, which outliers hardly move
+_NOISE = 0.01  # of the median; lines may agree by chance
+
 # transformers' names of how many experts a layer has, and how many of them a token meets.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk")
@@ -31,10 +39,10 @@ class Metrics:
     """Write metrics.jsonl, TensorBoard, the recipe's trackers, and a line in every rank's log."""
 
     def __init__(self, config: Config, *, writes: bool) -> None:
-        self._file, self._config = None, config
+        self._config, self._file = config, None
         self._trackers: Trackers | None = None
-        self._lock = Lock()  # what checkpoints have to say, their own threads say
-        self._left = b""  # what the disk had no room for
+        self._lock = Lock()  # the threads that write checkpoints write lines too
+        self._unwritten = b""  # the disk had no room for it
         if writes:
             require(
                 config.train.trackers,
@@ -44,41 +52,27 @@ class Metrics:
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
         """One line, flushed: a reader may follow it. Every rank shows it in its own log."""
-        with self._lock:
-            self._written(event, shown, fields)
-
-    def _written(self, event: str, shown: str, fields: dict[str, Any]) -> None:
         say(shown)
         if self._file is None:
             return
-        line = {"event": event, "time": round(time.time(), 3), **_finite(fields)}
-        self._left += json.dumps(line, allow_nan=False).encode() + b"\n"
-        with suppress(OSError):  # a full disk does not end the run: it is there once there is room
-            while self._left:
-                self._left = self._left[self._file.write(self._left) :]
-        if event == "start":  # the step to go on from is known
-            self._trackers = self._begun(fields["first_step"])
-        if self._trackers and "step" in fields:
-            self._trackers.log(line)
-
-    def _begun(self, first_step: int) -> Trackers:
-        config = self._config
-        tracked = Tracked(config.name, config.run, Path(config.run_folder, TRACKERS), first_step)
-        return Trackers(dict.fromkeys(("tensorboard", *config.train.trackers)), tracked)
+        with self._lock:
+            line = {"event": event, "time": round(time.time(), 3), **fields}
+            line = json.loads(json.dumps(line), parse_constant=lambda _: None)  # NaN and Inf become null
+            self._unwritten += json.dumps(line).encode() + b"\n"
+            with suppress(OSError):  # a full disk does not end the run: it is there once there is room
+                while self._unwritten:
+                    self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            if event == "start":
+                config = self._config
+                run = Tracked(config.name, config.run, Path(config.run_folder, TRACKERS), fields["first_step"])
+                self._trackers = Trackers(dict.fromkeys(("tensorboard", *config.train.trackers)), run)
+            if self._trackers and "step" in fields:
+                self._trackers.log(line)
 
     def close(self) -> None:
         """Let the trackers finish."""
         if self._trackers:
             self._trackers.close()
-
-
-def _finite(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """The same with null for what is not finite, for which JSON has no number."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Speed:
@@ -88,10 +82,9 @@ class Speed:
         self.config, self.device = config, strategy.device
         self._flops = flops_per_token(strategy.network, config)
         self._peak = _peak(strategy.device, config.train.precision)
-        self.begin(0)
 
     def begin(self, first: int) -> None:
-        """Start measuring before the first step, or again after a return to a checkpoint."""
+        """Start measuring before the first step."""
         self._first_step = self._since = first
         self._began = self._last = time.monotonic()
         self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
@@ -107,21 +100,40 @@ class Speed:
         """Since the last time."""
         now, config = time.monotonic(), self.config
         steps, seconds = taken - self._since, now - self._last - self._spent["evaluation"]
-        each = (now - self._began) / (taken - self._first_step)
-        tokens = steps * config.step_tokens / seconds
-        found = {
-            "tokens_per_s": round(tokens, 1),
-            "samples_per_s": round(steps * config.global_size / seconds, 2),
+        tokens_per_s = steps * config.step_tokens / seconds
+        left = (now - self._began) / (taken - self._first_step) * (config.steps - taken)
+        figures = {
+            "tokens_per_s": round(tokens_per_s, 1),
             "step_s": round(seconds / steps, 5),
             "data_s": round(self._spent["data_s"], 4),
             "checkpoint_s": round(self._spent["checkpoint_s"], 4),
             "memory_gb": round(_memory(self.device) / 1e9, 3),
-            "seconds_left": round(each * (config.steps - taken), 1),
+            "seconds_left": round(left, 1),
         }
         if self._peak:
-            found["mfu"] = round(tokens / torch.distributed.get_world_size() * self._flops / self._peak, 4)
+            figures["mfu"] = round(tokens_per_s / torch.distributed.get_world_size() * self._flops / self._peak, 4)
         self._since, self._last, self._spent = taken, now, dict.fromkeys(self._spent, 0.0)
-        return found
+        return figures
+
+
+class Jumps:
+    """Find losses far above those of the lines before; the same on every rank."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_LINES)
+        self._high = False
+
+    def median_before(self, loss: float) -> float | None:
+        """The median of the lines before if this loss is far above it; of several such lines only the first."""
+        before = [*self._losses]
+        self._losses.append(loss)
+        if len(before) < _LEAST:
+            return None
+        middle = median(before)
+        # From line to line, since a loss that falls is far from its median too.
+        deviation = 1.4826 * median(abs(after - line) for line, after in pairwise(before))
+        was_high, self._high = self._high, loss > middle + _TIMES * max(deviation, _NOISE * abs(middle))
+        return middle if self._high and not was_high else None
 
 
 def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model

@@ -1,27 +1,35 @@
-"""The learning rate at a step: a function of the step alone, so that nothing of it need be saved."""
+"""The learning rate at a step: transformers' schedules, which depend on the step alone. So nothing of it is saved."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import get_scheduler
 
 from dray.train.config import Config
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of the next step, counted from 0. It is never 0: such a step would learn nothing."""
-    train = config.train
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
-    after = (step - train.warmup_steps) / max(1, config.steps - train.warmup_steps)
-    height = train.lr - train.min_lr
-    match train.lr_scheduler_type:
-        case "linear":
-            return train.min_lr + height * (1 - after)
-        case "cosine":
-            return train.min_lr + height * 0.5 * (1 + math.cos(math.pi * after))
-        case "cosine_with_restarts":
-            return train.min_lr + height * 0.5 * (1 + math.cos(math.pi * (train.lr_cycles * after % 1)))
-        case "polynomial":
-            return train.min_lr + height * math.pow(1 - after, train.lr_power)
-        case _:
-            return train.lr
+def learning_rate(config: Config) -> Callable[[int], float]:
+    """The learning rate of each step, counted from 0. Unlike transformers' it is above 0 in the first warm-up step."""
+    train, warmup = config.train, config.train.warmup_steps
+    defaults: dict[str, dict[str, Any]] = {
+        "polynomial": {"lr_end": 0.0},
+        "warmup_stable_decay": {"num_decay_steps": max(1, config.steps // 10)},
+    }
+    scheduler: Any = get_scheduler(
+        train.lr_scheduler_type,
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=warmup,
+        num_training_steps=config.steps,
+        scheduler_specific_kwargs=defaults.get(train.lr_scheduler_type, {}) | train.lr_scheduler_kwargs,
+    )
+    (share,) = scheduler.lr_lambdas
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return train.lr * (step + 1) / warmup
+        return train.min_lr + (train.lr - train.min_lr) * float(share(step))
+
+    return rate

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +15,12 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from dray.contract import files, run_folder, secrets
+from dray.contract import run_folder, secrets
 from dray.contract.findings import ConfigError
 from dray.train.errors import at_end, say
 
 Numbers = dict[str, float]
 _PATIENCE_S = 60.0  # for a server that does not answer, at the end of a run
-_LINE = 1 << 20
 
 
 class Tracked(NamedTuple):
@@ -34,13 +34,12 @@ class Tracked(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One of accelerate's trackers, and what its own package has to be told."""
+    """One of accelerate's trackers, and what its own package needs."""
 
-    package: str
     options: Callable[[Tracked], dict[str, Any]]
-    """Options of accelerate's class: the names, and how the next attempt finds the run again."""
+    """Options of accelerate's class: the names, and how the next attempt resumes the tracked run."""
     offline: dict[str, str]
-    """Variables that keep it on this disk, where the user has not set them; {} is a folder of its own."""
+    """Variables that keep its files in the run folder, where the user has not set them; {} is that folder."""
     online: dict[str, str]
     """Variables with which `dray report --sync` sends."""
     server: tuple[str, ...] = ()
@@ -52,78 +51,42 @@ class Kind(NamedTuple):
 def _mlflow(to: Tracked) -> dict[str, Any]:
     """mlflow numbers runs itself, in each store anew."""
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", to.project)
-    found = import_module("mlflow").search_runs(
+    runs = import_module("mlflow").search_runs(
         experiment_names=[project], filter_string=f"attributes.run_name = '{to.run}'", output_format="list"
     )
-    return {"experiment_name": project, "run_name": to.run, "run_id": found[0].info.run_id if found else None}
+    return {"experiment_name": project, "run_name": to.run, "run_id": runs[0].info.run_id if runs else None}
 
 
 KINDS = {
     "tensorboard": Kind(
-        "tensorboard",
         # A later attempt's steps take the place of those that the one before it has not saved.
         lambda to: {"run_name": "tensorboard", "logging_dir": str(to.folder), "purge_step": to.first_step + 1},
         {},
         {},
     ),
     "wandb": Kind(
-        "wandb",
         lambda to: {
             "run_name": to.project, "name": to.run, "id": to.run, "resume": "allow", "dir": str(to.folder),
         },
         {"WANDB_MODE": "offline"},
         {"WANDB_MODE": "online"},
     ),
-    "mlflow": Kind(
-        "mlflow", _mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db"}, {}, ("MLFLOW_TRACKING_URI",)
-    ),
+    "mlflow": Kind(_mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db"}, {}, ("MLFLOW_TRACKING_URI",)),
     "trackio": Kind(
-        "trackio",
         lambda to: {"run_name": to.project, "name": to.run, "resume": "allow"},
         {"TRACKIO_DIR": "{}"},
         {},
         ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
     ),
-    "comet_ml": Kind(
-        "comet_ml",
-        lambda to: {
-            "run_name": to.project,
-            "experiment_key": hashlib.sha256(to.run.encode()).hexdigest()[:32],
-            "mode": "get_or_create",
-        },
-        {"COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": "{}"},
-        {"COMET_START_ONLINE": "1"},
-    ),
-    "aim": Kind(
-        "aim", lambda to: {"run_name": to.run, "logging_dir": str(to.folder / "aim"), "experiment": to.project}, {}, {}
-    ),
-    "clearml": Kind(
-        "clearml",
-        lambda to: {"run_name": to.project, "task_name": to.run, "continue_last_task": to.first_step > 0},
-        {"CLEARML_OFFLINE_MODE": "1"},
-        {"CLEARML_OFFLINE_MODE": "0"},
-    ),
-    "dvclive": Kind(
-        "dvclive", lambda to: {"dir": str(to.folder / "dvclive"), "resume": True, "save_dvc_exp": False}, {}, {}
-    ),
-    "swanlab": Kind(
-        "swanlab",
-        lambda to: {
-            "run_name": to.project, "experiment_name": to.run, "resume": "allow",
-            "id": hashlib.sha256(to.run.encode()).hexdigest()[:21],
-        },
-        {"SWANLAB_MODE": "offline", "SWANLAB_LOG_DIR": "{}"},
-        {"SWANLAB_MODE": "cloud"},
-    ),
 }  # fmt: skip
 
 
 def started(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accelerate's
-    """It logs from the one thread that calls this."""
+    """A tracker that logs from the one thread that calls this."""
     (to.folder / name).mkdir(parents=True, exist_ok=True)
     tracking: Any = import_module("accelerate.tracking")
     # Its logger and its decorator ask a PartialState for the rank; this is the one rank that logs.
-    tracking.logger = _Logger("accelerate.tracking")
+    tracking.logger = logging.getLogger("accelerate.tracking")
     kind = KINDS[name]
     tracker = (kind.own or tracking.LOGGER_TYPE_TO_CLASS[name])(**kind.options(to))
     tracker.main_process_only = False
@@ -131,20 +94,15 @@ def started(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accele
     return tracker
 
 
-class _Logger(logging.Logger):
-    def warning_once(self, *_: object) -> None:
-        """Of values that are no numbers, of which there are none."""
-
-
 def require(names: Iterable[str], fix: str) -> None:
     """Refuse what is not installed, before a run has read its datasets."""
     for name in names:
-        if find_spec(package := KINDS[name].package) is None:
+        if KINDS[name].own is None and find_spec(name) is None:
             raise ConfigError(
                 f"the tracker {name} is not installed here",
-                wanted=f"the Python package {package}",
+                wanted=f"the Python package {name}",
                 found="no such package",
-                fix=fix.format(package),
+                fix=fix.format(name),
             )
 
 
@@ -152,40 +110,37 @@ class Trackers:
     """The trackers of a run, each in a thread: a slow or dead server delays no step and ends no run."""
 
     def __init__(self, names: Iterable[str], to: Tracked) -> None:
-        before = newest(read(to.folder.parent))
-        # A step is tracked once. TensorBoard alone takes it back.
-        self._all = [_Thread(name, to, {} if name == "tensorboard" else before) for name in names]
+        self._tracked = newest(read(to.folder.parent))
+        self._threads = [_Thread(name, to) for name in names]
         at_end(self.close)  # also of a run that fails
 
     def log(self, event: dict[str, Any]) -> None:
-        """Send the numbers of a line that has a step to all trackers."""
-        for one in self._all:
-            one.log(event)
+        """Send a line that has a step to all trackers, each step once; TensorBoard alone takes a step back."""
+        is_new = event["step"] > self._tracked.get(event["event"], -1)
+        for thread in self._threads:
+            if thread.is_alive() and (is_new or thread.name == "tensorboard"):
+                thread.lines.put(event)
 
     def close(self) -> None:
         """Let them finish."""
-        for one in self._all:
-            one.lines.put(None)
-        for one in self._all:
-            one.join(_PATIENCE_S)
-            if one.is_alive():
-                late = f"{one.name} did not take all metrics in {_PATIENCE_S:.0f} s"
+        for thread in self._threads:
+            thread.lines.put(None)
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+            if thread.is_alive():
+                late = f"{thread.name} did not take all metrics in {_PATIENCE_S:.0f} s"
                 say(f"WARNING: {late}: send them with dray report --sync")
-        self._all = []
+        self._threads = []
 
 
 class _Thread(Thread):
-    def __init__(self, name: str, to: Tracked, before: dict[str, int]) -> None:
+    def __init__(self, name: str, to: Tracked) -> None:
         super().__init__(name=name, daemon=True)
         self.lines = SimpleQueue[dict[str, Any] | None]()
-        self._to, self._before, self._lost = to, before, False
+        self._to = to
         for variable, value in KINDS[name].offline.items():
             os.environ.setdefault(variable, value.format(to.folder / name))
         self.start()
-
-    def log(self, event: dict[str, Any]) -> None:
-        if not self._lost and event["step"] > self._before.get(event["event"], -1):
-            self.lines.put(event)
 
     def run(self) -> None:
         try:
@@ -194,50 +149,37 @@ class _Thread(Thread):
                 tracker.log(numbers(event), step=event["step"])
             tracker.finish()
         except BaseException as error:  # some end their program
-            self._lost = True
             say(f"WARNING: {self.name} gets no more metrics: {secrets.redacted(str(error) or repr(error))}")
 
 
 def numbers(event: dict[str, Any]) -> Numbers:
     """Flatten a metrics line to `event/name/index: number`; a list has an item per layer, a table one per source."""
-    found = dict[str, float]()
+    flat = dict[str, float]()
     for name, value in event.items():
-        places = (
-            dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {"": value}
-        )
-        for place, one in places.items():
-            if isinstance(one, int | float) and name != "time":
-                found["/".join(filter(None, (event["event"], name, str(place))))] = one
-    return found
+        if isinstance(value, list):
+            items: Iterable[tuple[Any, Any]] = enumerate(value)
+        else:
+            items = value.items() if isinstance(value, dict) else [("", value)]
+        for key, number in items:
+            if isinstance(number, int | float) and name != "time":
+                flat["/".join(filter(None, (event["event"], name, str(key))))] = number
+    return flat
 
 
 def read(run: Path) -> Iterator[dict[str, Any]]:
     """The metrics lines with a step, of all attempts of a run, in order."""
-    for number in range(1, 1 << 20):
-        if not os.path.isdir(attempt := run / run_folder.attempt(number)):  # noqa: PTH112
+    for number in itertools.count(1):
+        attempt = run / run_folder.attempt(number)
+        if not attempt.is_dir():
             return
-        try:
-            file = files.open_regular(attempt / run_folder.METRICS)
-        except OSError:
-            continue
-        with file:
-            while line := file.readline(_LINE):
-                if event := _event(line):
-                    yield event
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    fits = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
-    return event if fits else None
+        with suppress(FileNotFoundError), (attempt / run_folder.METRICS).open("rb") as file:
+            for line in file:
+                with suppress(ValueError):  # an attempt was killed while it wrote
+                    event = json.loads(line)
+                    if "step" in event:
+                        yield event
 
 
 def newest(events: Iterable[dict[str, Any]]) -> dict[str, int]:
     """The last step of each event."""
-    found = dict[str, int]()
-    for event in events:
-        found[event["event"]] = max(event["step"], found.get(event["event"], -1))
-    return found
+    return {event["event"]: event["step"] for event in sorted(events, key=lambda event: event["step"])}

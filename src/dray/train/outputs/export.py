@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from dray.contract.image_tasks import Export
-from dray.train.checkpoint import saved
-from dray.train.checkpoint.shards import TYPES, Reader, whole
+from dray.train.checkpoint.shards import TYPES, Reader, open_checkpoint, whole
 from dray.train.config import of_plan
 from dray.train.data import tokenizer
 from dray.train.model import build, lora
@@ -33,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 def run(job: Export) -> None:
     """The folder is atomic."""
     target, config = Path(job.target), of_plan(job.plan)
-    reader = saved.opened(Path(job.checkpoint))
+    reader = open_checkpoint(Path(job.checkpoint))
     tokens = tokenizer.load(config)
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)

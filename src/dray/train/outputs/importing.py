@@ -15,8 +15,8 @@ from dray.contract import files
 from dray.contract.findings import ConfigError, counted
 from dray.contract.image_tasks import Importing
 from dray.train import errors, importing
-from dray.train.checkpoint import manifest, saved
-from dray.train.checkpoint.shards import Shards, whole
+from dray.train.checkpoint import checkpoints, manifest, staging
+from dray.train.checkpoint.shards import Shards, open_checkpoint, whole
 from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, tokenizer
 from dray.train.importing.source import Adam, Source, Tensors, file, matched, names, reading
@@ -160,11 +160,11 @@ def _checkpoint(job: Importing, found: Source, read_adam: Callable[[torch.nn.Mod
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(mode=0o755, parents=True)
     about = {"step": step, "updates": adam.updates, "run": "", "image_sha256": "", "dray": f"import of {found.kind}"}
-    about |= {"world_size": 1, "order": saved.order(config, data.training.identity)}
-    saved.write(part, _batches(kept), about)
+    about |= {"world_size": 1, "order": checkpoints.order(config, data.training.identity)}
+    staging.write(part, _batches(kept), about)
     part.rename(folder)
     manifest.sync(folder.parent)
-    saved.opened(folder)
+    open_checkpoint(folder)
     _tell(config, folder, step, steps, adam)
 
 

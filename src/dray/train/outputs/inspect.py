@@ -16,10 +16,9 @@ from dray.train import objectives
 from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, resolve, tokenizer
 from dray.train.data.datasets import VALIDATION, Datasets
-from dray.train.data.feeds import Feed, Mapped, Mixed
+from dray.train.data.feeds import Feed, Mapped, Mixed, Stream
 from dray.train.data.packing import PADDING, Packed
 from dray.train.data.resolve import Dataset
-from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens
 from dray.train.model.head import IGNORE_INDEX
 from dray.train.objectives.base import Objective
@@ -57,15 +56,13 @@ def _training(config: Config, feed: Feed, samples: int) -> Iterator[Table]:
     elif isinstance(feed, Mapped):
         yield {"key": "data.train", **_dataset(config, config.data.train, feed.tokens), **_read(feed, samples)}
     elif isinstance(feed, Mixed):
-        taken = feed.mix.taken(samples)
-        for (name, one), count, end in zip(feed.sources.items(), taken, feed.mix.ends, strict=True):
+        for (name, one), count in zip(feed.sources.items(), feed.mix.taken(samples), strict=True):
             own = feed.feeds[name]
             yield {
                 "key": f"data.mix.{name}",
                 **_dataset(config, one.dataset, own.tokens),
                 **_read(own, count),
                 "share": count / samples,
-                "last_step": -(-end // config.global_size) if end < samples else None,
             }
 
 

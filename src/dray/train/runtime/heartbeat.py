@@ -39,8 +39,8 @@ class Heartbeat:
         self._server: object = None
 
     def begin(self, limit: int | None, imported: int = 0) -> None:
-        """Write into the file that the supervisor has made; `limit` is the recipe's hang_timeout_s. All was `imported`
-        at that time by CLOCK_BOOTTIME, and what follows is the rest of the start."""
+        """Write into the file that the supervisor has made. `limit` is the recipe's hang_timeout_s, and `imported` the
+        time by CLOCK_BOOTTIME at which all modules were imported."""
         self._set = limit or 0
         if path := os.environ.get(contract.VARIABLE):
             try:
@@ -54,14 +54,14 @@ class Heartbeat:
         self.beat()
 
     def lap(self, part: int) -> None:
-        """Count the time since the last lap to this part of the start."""
+        """Add the time since the last lap to this part of the start."""
         now = boottime()
         self._spent[part] += now - self._lap
         self._lap = now
         self._mark(part, self._spent[part])
 
     def first_step(self, compiled: int) -> None:
-        """The first step is logged, of whose time so many nanoseconds went into compiling."""
+        """Note that the first step is logged; `compiled` nanoseconds of it went into compiling."""
         if not self._spent[contract.FIRST_STEP]:
             self._spent[contract.FIRST_STEP] = boottime() - self._lap
             self._mark(contract.COMPILED, compiled)
@@ -78,26 +78,26 @@ class Heartbeat:
         contract.BEAT.pack_into(self._map, contract.BEAT_AT, self._step, self._phase, self.limit(), now)
 
     def step(self, taken: int) -> None:
-        """So many steps are taken."""
+        """Note that so many steps are taken."""
         self._step = taken
         self.beat()
 
     def enter(self, phase: int) -> None:
-        """What comes next is of this kind."""
+        """Begin a phase."""
         self.beat()
         self._phase = phase
         self.beat()
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """What is in it is of this kind."""
+        """Surround a phase, after which the one before goes on."""
         before = self._phase
         self.enter(phase)
         yield
         self.enter(before)
 
     def limit(self) -> int:
-        """Seconds until the next beat, at most."""
+        """The most seconds until the next beat."""
         slowest = self._slowest[self._phase]
         if self._phase != STEP:
             return int(max(LEAST[self._phase], _TIMES * slowest, self._set))

@@ -10,5 +10,5 @@ import torch
 
 def read(*numbers: torch.Tensor) -> list[float]:
     """Concatenate the tensors and read them in one sync."""
-    found: list[float] = torch.cat([part.detach().reshape(-1).double() for part in numbers]).tolist()
-    return found
+    values: list[float] = torch.cat([part.detach().reshape(-1).double() for part in numbers]).tolist()
+    return values

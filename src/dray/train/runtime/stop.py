@@ -1,7 +1,7 @@
-"""A rank is asked to end, by SIGUSR1 or SIGTERM: all ranks agree on the step after which they save and end.
+"""SIGUSR1 or SIGTERM asks a rank to end: all ranks agree on the step after which they save and end.
 
-Steps pay nothing for it. Once asked, each rank says which step it is in, and the latest of these is the one: no rank is
-past it, and each can come to it. A thread says so, since the others may already wait for this rank in a collective.
+Steps pay nothing for it. Once asked, each rank says which step it is in, and they end after the latest of these: no
+rank is past it, and each can come to it. A thread says so: the others may already wait for this rank in a collective.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Lock, Thread
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dray.contract import exit_codes
+from dray.train import ranks
 from dray.train.errors import leave, say
 
 # How long ranks wait for all to have heard it. SIGTERM also ends what is left of a run that has failed: not for long.
@@ -33,8 +33,7 @@ class Stop:
         self._lock, self._agreed = Lock(), Event()
         self._asked = False
         self._step: int | None = None  # the one that is being taken
-        self._last = _NEVER
-        self._at = _NEVER
+        self._last = self._at = _NEVER  # the run's last step, and the one after which it ends
         self._pipe, written = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(written, False)
         # The number comes through the pipe also while the main thread waits in a collective, and runs no handler.
@@ -64,30 +63,28 @@ class Stop:
                     leave(128 + number)
 
     def _ends(self, number: signal.Signals) -> bool:
-        """Whether the main thread will see to it, or has to go on."""
+        """Whether the main thread will end the run, or has to go on; else this process exits at once."""
         with self._lock:
             first, self._asked = not self._asked, True
         if self._step is None:
             say(f"asked to end by {number.name} before the first step: there is nothing to save")
             leave(exit_codes.RETRY)
         if first:
-            # A thread: torch's own deadline ends with a question to the store's server, which may be stopped.
+            # In a thread: torch asks the store's server even after its own deadline, and that server may be stopped.
             answer = ThreadPoolExecutor(1).submit(self._agree, _PATIENCE[number])
-            with suppress(RuntimeError, TimeoutError):  # torch's are of the first kind, also for a store that is gone
+            with suppress(RuntimeError, TimeoutError):  # torch raises the first kind, also for a store that is gone
                 self._at = answer.result((_PATIENCE[number] + 2 * _MORE).total_seconds())
             self._agreed.set()
-            if self._at == _NEVER:
-                say(f"asked to end by {number.name}, but not all ranks have heard it")
-            else:
-                say(f"asked to end by {number.name}: after step {min(self._at, self._last)}")
+            step = f"after step {min(self._at, self._last)}"
+            say(f"asked to end by {number.name}: {'not all ranks have heard it' if self._at == _NEVER else step}")
         return self._at != _NEVER or number == signal.SIGUSR1
 
     def _agree(self, patience: timedelta) -> int:
-        """The step; one more than there are where a rank has taken its last one and goes on to the end."""
-        store, ranks = PrefixStore("dray/stop", _get_default_store()), range(dist.get_world_size())
-        store.set(str(dist.get_rank()), str(self._step))
-        if dist.get_rank() == 0:
-            store.wait([str(rank) for rank in ranks], patience)
-            store.set("at", str(max(int(store.get(str(rank))) for rank in ranks)))
+        """The step; one more than the last where a rank has taken the last step and goes on to the end."""
+        store, world = PrefixStore("dray/stop", _get_default_store()), range(ranks.world())
+        store.set(str(ranks.rank()), str(self._step))
+        if ranks.rank() == 0:
+            store.wait([str(rank) for rank in world], patience)
+            store.set("at", str(max(int(store.get(str(rank))) for rank in world)))
         store.wait(["at"], patience + _MORE)
         return int(store.get("at"))
