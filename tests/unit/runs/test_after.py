@@ -133,7 +133,8 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
 
     def peak(gigabytes: float) -> int:
         checkpoint, plan = run.folder / "checkpoints" / "step-2", json.loads(run.paths.plan.read_text())
-        job = image_tasks.Export(str(checkpoint), str(tmp_path / f"{gigabytes}"), "fp32", plan, gigabytes)
+        target = str(tmp_path / f"{gigabytes}")
+        job = image_tasks.Export(str(checkpoint), target, "fp32", plan, shard_gb=gigabytes)
         code, output = forks.job(job, tmp_path / "job")
         assert code == 0, output
         return forks.peak
