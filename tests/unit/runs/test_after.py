@@ -13,12 +13,17 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from torch.distributed.checkpoint import DefaultLoadPlanner  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
+from dray.train.checkpoint import saved  # noqa: E402
+from dray.train.checkpoint.shards import whole  # noqa: E402
 from dray.train.data import hub  # noqa: E402
 from dray.train.outputs import card  # noqa: E402
 from helpers import PYTHON, ROOT  # noqa: E402
@@ -117,6 +122,32 @@ def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> N
     for name, weight in network.named_parameters():
         assert torch.equal(weight, final[name].bfloat16()), name
     assert len(AutoTokenizer.from_pretrained(half)) == 257
+
+
+def test_a_script_of_torch_resumes_from_an_export_as_dcp(runs, tmp_path: Path, forks: Forks) -> None:
+    """As docs/train.md has it: with weights and AdamW's state."""
+    run = runs["ended"]
+    checkpoint, plan = run.folder / "checkpoints" / "step-20", json.loads(run.paths.plan.read_text())
+    job = image_tasks.Export(str(checkpoint), str(tmp_path / "dcp"), "fp32", plan, "dcp")
+    code, output = forks.job(job, tmp_path / "job")
+    assert (code, " MB of weights and optimizer state, as torch's DCP" in output) == (0, True), output
+
+    torch.manual_seed(1)
+    network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.paths.final_model))
+    optimizer = torch.optim.AdamW(network.parameters())
+    model, averages = get_state_dict(network, optimizer)
+    state = {"model": model, "optimizer": averages}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, checkpoint_id=tmp_path / "dcp", planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_state_dict(network, optimizer, model_state_dict=model, optim_state_dict=averages)
+    final, reader = run.weights(), saved.opened(checkpoint)
+    for name, weight in network.named_parameters():
+        assert torch.equal(weight, final[name]), name
+        assert optimizer.state[weight]["step"] == 20
+        for kind in ("exp_avg", "exp_avg_sq"):
+            written = torch.empty_like(weight)
+            reader.fill(whole(kind, {name: written}))
+            assert torch.equal(optimizer.state[weight][kind], written), f"{kind} of {name}"
 
 
 @pytest.mark.slow
