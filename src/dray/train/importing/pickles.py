@@ -10,9 +10,10 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.serialization import safe_globals
 
 from dray.contract.findings import ConfigError
@@ -94,7 +95,7 @@ def distributed(folder: Path) -> dict[str, torch.Tensor]:
     }
     with warnings.catch_warnings(action="ignore"):  # DCP warns that this is one process
         try:
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-        except dcp.CheckpointException as error:  # a BaseException
+            load_distributed(tensors, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # a BaseException
             raise ValueError(str(error.failures[0][0])) from error
     return tensors

@@ -98,7 +98,7 @@ def _join_stage_3(groups: list[Shapes], ranks: Flats) -> Tensors:
 def _cut(row: torch.Tensor, shapes: Shapes) -> Tensors:
     """Tensors of these shapes, one after the other; the numbers after them are padding."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    parts = row[: sum(sizes)].split(sizes)
+    parts = torch.split(row[: sum(sizes)], sizes)
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 

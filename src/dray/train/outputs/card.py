@@ -22,9 +22,10 @@ def write(folder: Path, config: Config, *, parameters: int, ranks: int, figures:
     """Write the card; `figures` are the loss, perplexity and accuracy of each evaluation."""
     model, data = config.model, config.data
     objective = objectives.named(config.train.objective)
-    sources = (*data.mix.values(), *config.evaluate.values())
-    names = [parse(name) for name in (data.train, data.validation, data.test, *(source.dataset for source in sources))]
-    on_hub = [name.files.partition("@")[0].split("/")[:2] for name in names if name.builder == HUB]
+    names = [data.train, data.validation, data.test]
+    names += [source.dataset for source in data.mix.values()]
+    names += [evaluation.dataset for evaluation in config.evaluate.values()]
+    on_hub = [name.files.partition("@")[0].split("/")[:2] for name in map(parse, names) if name.builder == HUB]
     public = bool(model.name) and not model.name.startswith(("/", "."))
     pretrained = model.name and model.weights
     head = ModelCardData(

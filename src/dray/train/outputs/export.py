@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers.core_model_loading import revert_weight_conversion
 
 from dray.contract.image_tasks import Export
@@ -92,7 +92,7 @@ def _write_dcp(folder: Path, reader: Reader, updates: int) -> None:
             state[f"optimizer.state.{name}.{kind}"] = _read(reader, key)
             state[f"optimizer.state.{name}.step"] = torch.tensor(float(updates))
     with warnings.catch_warnings(action="ignore"):  # DCP warns that this is one process
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        save_distributed(state, checkpoint_id=folder, no_dist=True)
 
 
 def named_as_saved(network: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401  a transformers model

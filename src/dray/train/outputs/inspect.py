@@ -83,9 +83,9 @@ def _evaluation(config: Config, data: Datasets, tokenizer: Any) -> list[Table]: 
         tables.append({**_dataset(config, key, name, split, tokens), "held_out": split == "train"})
     if data.test is not None:
         tables.append(_dataset(config, "data.test", recipe.test, "test", data.test))
-    for name, source in config.evaluate.items():
+    for name, evaluation in config.evaluate.items():
         tokens = datasets.evaluation(config, tokenizer, name)
-        tables.append(_dataset(config, f"evaluate.{name}", source.dataset, "test", tokens))
+        tables.append(_dataset(config, f"evaluate.{name}", evaluation.dataset, "test", tokens))
     return tables
 
 
