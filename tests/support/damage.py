@@ -224,12 +224,6 @@ def _manifest(path: Path) -> object:
     return None if "trouble" in manifest.read(path.parent) else "read"
 
 
-def _of_checkpoint(path: Path) -> object:
-    from dray.train.importing import source as imported
-
-    return imported.json_of(path.parent, path.name)
-
-
 def _checkpoint(path: Path) -> object:
     return None if "trouble" in manifest.read_checkpoint(path.parent) else "read"
 
@@ -338,7 +332,6 @@ READERS: dict[str, Reader] = {
     "checkpoint": Reader(
         "step-3/manifest.json", _sealed({"version": 3, "files": {}}), _checkpoint, refuses=None
     ),
-    "imported checkpoint": Reader("config.json", b"{}", _of_checkpoint, refuses=None, torch=True),
 }  # fmt: skip
 
 VERBS = """

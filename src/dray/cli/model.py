@@ -110,6 +110,7 @@ def export(
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
     to: Path | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
+    format: Literal["transformers", "dcp"] = "transformers",
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
@@ -118,6 +119,7 @@ def export(
 
     --to FOLDER: Folder to write the model into.
     --dtype: Type of the weights.
+    --format: dcp writes weights and optimizer state in the types of the checkpoint, for torch's DCP.
 
     dray model export RUN --to weights --dtype bf16
     """
@@ -125,7 +127,8 @@ def export(
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     chosen = _step(folder, plan.run, step)
     target = _new(to or paths.run / "exports" / f"step-{chosen}")
-    job = image_tasks.Export(str(folder / f"step-{chosen}"), str(target), dtype, plan.model_dump(mode="json"))
+    checkpoint = str(folder / f"step-{chosen}")
+    job = image_tasks.Export(checkpoint, str(target), dtype, plan.model_dump(mode="json"), format)
     # The container sees the checkpoints by the recipe's folder of them.
     recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
     seen = ("model", "checkpoint")

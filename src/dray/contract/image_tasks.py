@@ -28,12 +28,14 @@ class Generate(NamedTuple):
 
 
 class Export(NamedTuple):
-    """Write a checkpoint's weights as a folder that `from_pretrained` loads."""
+    """Write a checkpoint's weights as a folder that `from_pretrained` loads, or all of it as torch's DCP."""
 
     checkpoint: str
     target: str
     dtype: str
     plan: dict[str, Any]
+    format: str = "transformers"
+    """Or `dcp`."""
     shard_gb: float = 4.0
     """Largest size of one file of weights, which is in memory as a whole."""
 

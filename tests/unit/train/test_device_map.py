@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train.checkpoint import manifest  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
 from dray.train.model import build  # noqa: E402
-from dray.train.outputs import device_map, generate  # noqa: E402
+from dray.train.outputs import generate  # noqa: E402
 from trainings import GPT, Forks, config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -41,17 +42,15 @@ def made(model: Path, capsys: pytest.CaptureFixture[str], *, placed: bool) -> li
 
 def test_all_in_the_host_s_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, (head, *text) = made(model, capsys, placed=False), made(model, capsys, placed=True)
-    assert head == "device_map: cpu: 8 of 8 layers, 0.000444 GB"
+    assert head == "device_map: cpu: 1 module"
     assert text == plain
 
 
-def test_nothing_goes_to_the_disk(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(device_map, "get_balanced_memory", lambda *_, **__: {"cpu": 100_000})  # of 0.44 MB
+def test_nothing_goes_to_the_disk() -> None:
+    network = SimpleNamespace(device="cpu", hf_device_map={"wte": 0, "h.0": 0, "h.1": "cpu", "h.2": "disk"})
     with pytest.raises(ConfigError, match="the model does not fit into the memory of this machine") as refused:
-        made(model, capsys, placed=True)
-    assert "disk: " in refused.value.details["found"]
+        generate.require_in_memory(network)
+    assert refused.value.details["found"] == "0: 2 modules, cpu: 1 module, disk: 1 module"
 
 
 @pytest.mark.slow

@@ -34,16 +34,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints of others")]
 NAME = "transformer.wte.weight"
 
 
-class Member:
-    """A member of an enumeration of DeepSpeed's, as Python 3.11.2 pickles it; or anything's attribute."""
-
-    def __init__(self, of: object) -> None:
-        self.of = of
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.of, "member")
-
-
 class Act:
     """What calls this when it is unpickled."""
 
@@ -120,28 +110,14 @@ def test_a_planted_pickle_runs_only_where_it_is_trusted(source: Path) -> None:
     assert mark.exists()
 
 
-def test_a_member_of_an_enumeration_is_taken_and_no_other_attribute(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages = type("Stages", (), {"__module__": "deepspeed.stages", "member": 1})
-    with monkeypatch.context() as there:
-        for name in ("deepspeed", "deepspeed.stages"):
-            there.setitem(sys.modules, name, ModuleType(name))
-        there.setattr(sys.modules["deepspeed.stages"], "Stages", stages, raising=False)
-        torch.save(weights(source) | {"stage": Member(stages)}, source / "pytorch_model.bin")
+def test_deepspeed_s_own_objects_are_not_needed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = type("Scaler", (), {"__module__": "deepspeed.scaler"})
+    with monkeypatch.context() as patched:
+        for name in ("deepspeed", "deepspeed.scaler"):
+            patched.setitem(sys.modules, name, ModuleType(name))
+        patched.setattr(sys.modules["deepspeed.scaler"], "Scaler", scaler, raising=False)
+        torch.save(weights(source) | {"scaler": scaler()}, source / "pytorch_model.bin")
     take(source)
-    shutil.rmtree(source.parent / "model")
-    torch.save(weights(source) | {"stage": Member(torch.Tensor)}, source / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="the file is a pickle that would run code") as refused:
-        take(source)
-    assert refused.value.details["found"] == "the global builtins.getattr"
-
-
-def far(folder: Path) -> None:
-    """As many numbers as the model has, in a file of one."""
-    stored = weights(folder)
-    stored["transformer.wte.weight"] = torch.zeros(1).expand(257, 32)
-    torch.save(stored, folder / "pytorch_model.bin")
 
 
 def other_config(**values: Any) -> Callable[[Path], None]:
@@ -150,16 +126,6 @@ def other_config(**values: Any) -> Callable[[Path], None]:
         file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
     return change
-
-
-def linked(folder: Path) -> None:
-    shutil.move(folder / "model.safetensors", folder.parent / "elsewhere")
-    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
-
-
-def piped(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
 
 
 def cut(folder: Path) -> None:
@@ -190,13 +156,6 @@ def twice(folder: Path) -> None:
     torch.save({"model": stored, "ema": stored}, folder / "pytorch_model.bin")
 
 
-def latest(text: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / "latest").write_text(text)
-
-    return change
-
-
 def planted_index(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Planted(folder.parent / "mark")))
 
@@ -204,26 +163,17 @@ def planted_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "problem", "found"),
     [
-        (far, "is damaged", "transformer.wte.weight has fewer numbers than its shape [257, 32] needs"),
-        (other_config(n_layer=10**9), "does not fit its configuration", "28 tensors"),
-        (other_config(vocab_size=10**11), "does not fit its configuration", "numbers in "),
-        (other_config(n_embd=16), "does not fit its configuration", "the shape [257, 32]"),
-        (other_config(architectures=["Trainer"]), "dray does not train this kind of model", "['Trainer']"),
+        (other_config(n_embd=16), "is of another model", ""),
+        (other_config(architectures=["Trainer"]), "dray does not train this kind of model", "Trainer"),
         (other_config(n_embd="x"), "is damaged", "Error"),
-        (linked, "a file of the checkpoint cannot be read", "a link to "),
-        (piped, "a file of the checkpoint cannot be read", "a FIFO"),
         (cut, "is damaged", ""),
-        (cut_torch, "the file cannot be read", ""),
-        (sharded(a="../../x"), "is damaged", "'../../x' is not a file of this folder"),
-        (sharded(a="a.safetensors"), "is damaged", "a is in none of its files"),
-        (lost, "does not fit its configuration", "tensors such as "),
+        (cut_torch, "is damaged", ""),
+        (sharded(a="b.safetensors"), "is damaged", "b.safetensors"),
+        (lost, "is of another model", "names such as "),
         (twice, "more than once", "ema., model."),
-        (latest("../.."), "is damaged", "'../..', which is not a folder beside it"),
-        (latest("global_step1"), "is damaged", "which is not a folder beside it"),
         (planted_index, "is damaged", ".metadata names posix.system"),
-        (lambda folder: (folder / "config.json").unlink(), "does not say which model", "weights alone"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json", "transformers' Trainer"),
         (lambda folder: (folder / "config.json").write_text("[" * 99), "is damaged", "Error"),
-        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step": -1}'), "is damaged", "-1"),
     ],
 )  # fmt: skip
 def test_what_is_refused(source: Path, harm: Callable[[Path], None], problem: str, found: str) -> None:
@@ -250,9 +200,8 @@ def test_a_planted_index_runs_nothing(tmp_path: Path, act: Any) -> None:
     folder, mark = save(tmp_path / "step_1"), tmp_path / "mark"
     arguments = {exec: (f"open({str(mark)!r}, 'w')",), open: (str(mark), "w")}
     (folder / ".metadata").write_bytes(pickle.dumps(Act(act, *arguments.get(act, (str(mark), "x")))))
-    with pytest.raises(ConfigError, match="the checkpoint is damaged") as refused:
+    with pytest.raises(ConfigError, match="the checkpoint is damaged"):
         take(folder, resume=True)
-    assert ".metadata names " in refused.value.details["found"]
     assert not mark.exists()
 
 
@@ -276,11 +225,11 @@ def every_step(number: float) -> Callable[[dict[str, Any]], None]:
     ("change", "words", "problem"),
     [
         (lambda states: states.clear(), (), "a run cannot resume from this checkpoint"),
-        (lambda states: states[NAME].update(exp_avg=torch.zeros(3)), (), "does not fit the recipe's model"),
-        (lambda states: states[NAME].pop("exp_avg"), (), "is damaged"),
+        (lambda states: states[NAME].update(exp_avg=torch.zeros(3)), (), "is of another model"),
+        (lambda states: states[NAME].pop("exp_avg"), (), "is of another model"),
         (lambda states: states[NAME].update(step=torch.tensor(9.0)), (), "is damaged"),
-        (lambda states: None, ("model.config.n_layer=3",), "is damaged"),
-        (lambda states: None, ("model.config.n_embd=16",), "does not fit the recipe's model"),
+        (lambda states: None, ("model.config.n_layer=3",), "is of another model"),
+        (lambda states: None, ("model.config.n_embd=16",), "is of another model"),
         (every_step(9.0), (), "not a step of the"),
         (every_step(0.0), (), "not a step of the"),
     ],
@@ -296,23 +245,22 @@ def test_what_is_not_resumed(
 
 
 @pytest.mark.parametrize(
-    ("made", "found", "fix"),
+    ("names", "found"),
     [
-        ((), "an empty folder", "name another folder"),
-        (("checkpoint-5/", "checkpoint-40/"), "checkpoint-40, checkpoint-5", "name one of them: {}/checkpoint-40"),
-        (("adapter_config.json",), "a LoRA adapter alone", "merge it with peft"),
-        (("manifest.json", "rank-0.safetensors"), "a checkpoint of dray's own", "dray model export RUN"),
+        ((), "an empty folder"),
+        (("checkpoint-5", "checkpoint-40"), "checkpoint-40, checkpoint-5"),
+        (("manifest.json", "rank-0.safetensors"), "manifest.json, rank-0.safetensors"),
     ],
 )
-def test_what_is_no_checkpoint(tmp_path: Path, made: tuple[str, ...], found: str, fix: str) -> None:
+def test_what_is_no_checkpoint(tmp_path: Path, names: tuple[str, ...], found: str) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
-    for name in made:
-        (folder / name).mkdir() if name.endswith("/") else (folder / name).touch()
-    with pytest.raises(ConfigError) as refused:
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(ConfigError, match="there is no checkpoint that can be imported") as refused:
         take(folder)
     assert refused.value.details["found"] == found
-    assert fix.format(folder) in refused.value.details["fix"]
+    assert refused.value.details["fix"] == "name another folder; for a run of dray: dray model export RUN"
 
 
 @pytest.mark.parametrize(

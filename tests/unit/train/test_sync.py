@@ -9,7 +9,6 @@ import pytest
 
 from dray.contract import image_tasks
 from dray.contract.findings import DrayError
-from dray.train.loop import trackers
 from dray.train.loop.trackers import KINDS, Kind
 from dray.train.outputs import sync
 
@@ -104,12 +103,3 @@ def test_a_tracker_without_a_server_is_refused(server, tmp_path: Path, monkeypat
     monkeypatch.delenv("TEST_SERVER")
     with pytest.raises(DrayError, match=message):
         sync.run(image_tasks.Sync(str(tmp_path), "r", "p", [name], follow=False))
-
-
-def test_a_damaged_state_sends_all(server, tmp_path: Path) -> None:
-    lines, _ = server
-    attempt(tmp_path, 1, 1)
-    (tmp_path / trackers.run_folder.TRACKERS).mkdir()
-    (tmp_path / "trackers/one-sent.json").write_text('{"step": []}')
-    sent(tmp_path)
-    assert lines == [(1, 1.0)]

@@ -209,20 +209,3 @@ def test_a_damaged_file_is_no_trouble_of_the_network(store: stores.Store) -> Non
     assert "a whole parquet file" in refused("s3://all/a.parquet")
     store.objects["all/a.jsonl"] = FILES["a.jsonl"] + b'{"text": \n'
     assert f"the line at byte {len(FILES['a.jsonl'])} of s3://all/a.jsonl" in refused("s3://all/a.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("/home/me/a.jsonl:train[:1%]", "a.jsonl:train[:1%]"),
-        ("json:/home/me/a.jsonl", "json:a.jsonl"),
-        ("s3://my-bucket/secret-project/*.jsonl", "*.jsonl"),
-        ("hf://datasets/me/texts/*.jsonl", "hf://datasets/me/texts/*.jsonl"),
-        ("hub:me/texts:train[:1%]", "hub:me/texts:train[:1%]"),
-    ],
-)
-def test_a_model_s_card_names_no_folder_and_no_bucket(name: str, shown: str) -> None:
-    from dray.train.outputs import card
-
-    assert card._last(name) == shown
-    assert [*card._toml({"data": {"train": name}})] == [f"data.train = {json.dumps(shown)}"]

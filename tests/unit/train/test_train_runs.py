@@ -566,7 +566,6 @@ def test_each_source_of_a_mix_has_its_share_and_a_loss_of_its_own(run: BEGUN, mi
         assert web["loss"] != code["loss"]
     assert len(whole.events("eval-web")) == 2
     card = (whole.paths.final_model / "README.md").read_text()
-    assert "\n| mix.web | `web.txt` |\n| mix.code | `code.txt` |\n" in card
     assert '\ndata.mix.web.dataset = "web.txt"\n' in card
     assert "\n| web | " in card
 

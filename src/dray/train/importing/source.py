@@ -1,164 +1,160 @@
-"""A checkpoint as the importer sees it, and safe access to files that others wrote."""
+"""A checkpoint as the importer sees it, and the kinds that are read: Trainer's, torch's DCP, DeepSpeed's, one file."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
-from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.train import errors
+from dray.train.importing import pickles
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
+_FSDP_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")  # of accelerate, inside Trainer's checkpoint
 _WRAPPERS = re.compile(r"^module\.|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_JSON = 64 << 20
 
 
 class Adam(NamedTuple):
-    """AdamW's state, by the names of the model's weights."""
+    """AdamW's state, by the names that the weights have in the source."""
 
     updates: int
     moments: dict[str, Tensors]
     """exp_avg and exp_avg_sq."""
-    options: dict[str, Any]
-    """As its first group of weights has them: betas, eps."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint that was found. Its tensors are memory-mapped if their file allows it."""
+class Source(NamedTuple):
+    """A checkpoint of another program."""
 
     kind: str
     folder: Path
     """Where its configuration and its tokenizer may lie."""
     weights: Tensors
     step: int | None = None
-    """How many optimizer steps were taken, where the source tells; else AdamW's count of updates does."""
-    adam: Callable[[torch.nn.Module], Adam] | None = None
-    """AdamW's state for this model."""
-    without: str = field(default="no optimizer state")
-    """Why there is no `adam`."""
-
-
-def names(folder: Path) -> set[str]:
-    """What is in a folder."""
-    try:
-        return {path.name for path in folder.iterdir()}
-    except OSError as error:
-        raise ConfigError(
-            "the folder cannot be read", where=folder, found=error.strerror, fix="name another folder"
-        ) from error
-
-
-def file(folder: Path, name: str) -> Path:
-    """A file of the folder. A link may lead to any other file of the user, and a FIFO waits for ever."""
-    path = folder / name
-    try:
-        files.open_regular(path, link=False).close()
-    except OSError as error:
-        link = path.is_symlink()
-        raise ConfigError(
-            "a file of the checkpoint cannot be read",
-            where=path,
-            wanted="a file in this folder",
-            found=f"a link to {path.readlink()}" if link else error.strerror,
-            fix=f"if you know what it links to: cp -rL '{folder}' COPY, then import COPY"
-            if link
-            else "copy the checkpoint again",
-        ) from error
-    return path
-
-
-def json_of(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder."""
-    path = file(folder, name)
-    found = files.parse_json(
-        files.text(path, "a file of the checkpoint", limit=_JSON), "a file of the checkpoint", path
-    )
-    if not isinstance(found, dict):
-        raise damaged(path, "no JSON object")
-    return found
-
-
-_DAMAGED = "the checkpoint is damaged, or of an unknown version"
-_COPY = "copy it again, or import its weights from another file"
-
-
-def damaged(where: Path, found: str) -> ConfigError:
-    """The error of a file that is not as its program writes it."""
-    return ConfigError(_DAMAGED, where=where, found=found[:300], fix=_COPY)
+    """How many optimizer steps were taken, if the source has it; else AdamW's count of updates is the step."""
+    adam: Callable[[], Adam] | None = None
+    """Reads AdamW's state, if the source has it by the names of the weights."""
 
 
 def reading(where: Path) -> AbstractContextManager[None]:
-    """Whatever a crafted file makes of its reader is a damaged file."""
-    return errors.refusing(_DAMAGED, where=where, fix=_COPY)
+    """Refuse the checkpoint as damaged if reading it raises anything."""
+    fix = "copy it again, or import its weights from another file"
+    return errors.refusing("the checkpoint is damaged, or of an unknown version", where=where, fix=fix)
 
 
-def natural(value: Any, where: Path, what: str) -> int:  # noqa: ANN401  what a file says
-    """A non-negative integer; else the file is damaged."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int or not 0 <= value < 1 << 53:
-        raise damaged(where, f"{what} is {ascii(value)[:80]}")
-    return value
+def unwrapped(tensors: Mapping[str, Any]) -> Tensors:
+    """The tensors by the names of the model that DDP, FSDP or torch.compile had wrapped."""
+    return {
+        _WRAPPERS.sub("", name): tensor.detach() for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)
+    }
 
 
-def checked(tensors: Mapping[Any, Any], where: Path) -> Tensors:
-    """The tensors, by the names of the unwrapped model; refuse one larger than its file."""
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            continue
-        if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise damaged(where, f"{name} has fewer numbers than its shape {list(tensor.shape)} needs")
-        if (plain := _WRAPPERS.sub("", name)) in found:
-            raise damaged(where, f"two tensors are named {plain}")
-        found[plain] = tensor.detach()
-    return found
+def read_file(path: Path, *, trust: bool) -> Tensors:
+    """The tensors of a .safetensors file, or of a file of torch.save, where they may lie in nested dicts."""
+    if path.suffix == ".safetensors":
+        return unwrapped(load_file(path))
+    return unwrapped(_flat(pickles.load(path, trust=trust)))
 
 
-def flat(state: Any, before: str = "", depth: int = 8) -> dict[str, Any]:  # noqa: ANN401  what a file holds
-    """Tables within tables, with dots between the names."""
-    if not isinstance(state, Mapping) or not depth:
-        return {}
-    found: dict[str, Any] = {}
+def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{before}{name}.", depth - 1)
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[f"{before}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
-def matched(tensors: Tensors, wanted: Iterable[str], base: str, prefix: str | None) -> Tensors:
-    """The model's tensors without what its writer put before their names, such as `app.model.`."""
-    wanted = {*wanted}
-    short = {name.removeprefix(f"{base}.") for name in wanted} if base else set()
-    probes = [*sorted(wanted)[:8], *sorted(short)[:8]]
-    found = {
-        name[: -len(probe)]
-        for name in tensors for probe in probes
-        if name == probe or name.endswith(f".{probe}")
-    } if prefix is None else {prefix}  # fmt: skip
-    best: list[str] = []
-    for some in (wanted, short):  # those of the model with its head, or of the model below it
-        scores = {one: sum(one + name in tensors for name in some) for one in found}
-        best = best or [one for one, score in scores.items() if score and score == max(scores.values())]
-    if len(best) > 1:
-        raise ConfigError(
-            "the checkpoint has the model's tensors more than once",
-            wanted="one copy of each tensor",
-            found=", ".join(f"{one or 'no prefix'}" for one in sorted(best)[:8]),
-            fix=f"--prefix {max(best)}",
+def read_trainer(folder: Path, *, trust: bool) -> Source | None:
+    """A folder of Trainer or of `save_pretrained`, or None. Trainer's optimizer.pt does not name its weights."""
+    for name in _WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).exists():
+            parts = {name}
+        elif index.exists():
+            parts = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        else:
+            continue
+        weights: Tensors = {}
+        for part in sorted(parts):
+            weights |= read_file(folder / part, trust=trust)
+        state = folder / "trainer_state.json"
+        if not state.exists():
+            return Source("weights alone", folder, weights)
+        return Source(
+            "transformers' Trainer", folder, weights, json.loads(state.read_text(encoding="utf-8"))["global_step"]
         )
-    chosen = best[0] if best else prefix or ""
-    return {name.removeprefix(chosen): tensor for name, tensor in tensors.items() if name.startswith(chosen)}
+    return None
+
+
+def read_distributed(folder: Path) -> Source | None:
+    """A folder of torch's DCP, by a user's script or by Trainer with FSDP; or None."""
+    folders = [part for part in (folder, *(folder / name for name in _FSDP_FOLDERS)) if (part / pickles.INDEX).exists()]
+    if not folders:
+        return None
+    weights: Tensors = {}
+    for part in folders:
+        weights |= unwrapped(pickles.distributed(part))
+    moments: dict[str, Tensors] = {kind: {} for kind in (*MOMENTS, "step")}
+    for name in [*weights]:
+        weight, _, kind = name.rpartition(".")
+        if kind in moments:
+            moments[kind][weight] = weights.pop(name)
+    return Source("torch's DCP", folders[0], weights, None, partial(_adam, moments) if moments["exp_avg"] else None)
+
+
+def _adam(moments: dict[str, Tensors]) -> Adam:
+    """What `get_state_dict` names optimizer.state.NAME.exp_avg, .exp_avg_sq and .step."""
+    return Adam(same_count(moments["step"].values()), {kind: moments[kind] for kind in MOMENTS})
+
+
+def same_count(counts: Iterable[Any]) -> int:
+    """How many updates AdamW has made, which is the same for all weights."""
+    distinct = {int(count) for count in counts}
+    if len(distinct) != 1:
+        raise ValueError(f"AdamW has made different numbers of updates: {sorted(distinct)[:4]}")
+    return distinct.pop()
+
+
+def matched(tensors: Tensors, names: Iterable[str], base: str, prefix: str | None) -> Tensors:
+    """The tensors of the model without their common prefix, such as `app.model.`, which is found if it is None.
+
+    `names` are those of the model; a checkpoint of its base model has them without `base`, such as `transformer.`
+    """
+    if prefix is None:
+        known = {*names}
+        known |= {name.removeprefix(f"{base}.") for name in known}
+        prefixes = Counter(_prefix(name, known) for name in tensors)
+        del prefixes[None]
+        ranked = prefixes.most_common(2)
+        if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
+            raise ConfigError(
+                "the checkpoint has the model's tensors more than once",
+                wanted="one copy of each tensor",
+                found=", ".join(sorted(str(found) or "no prefix" for found, _ in ranked)),
+                fix=f"--prefix {ranked[0][0] or ranked[1][0]}",
+            )
+        prefix = ranked[0][0] if ranked else ""
+    prefix = prefix or ""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _prefix(name: str, known: set[str]) -> str | None:
+    """What comes before the longest ending of the name that the model knows; None if it knows none."""
+    begin = 0
+    while name[begin:] not in known:
+        begin = name.find(".", begin) + 1
+        if not begin:
+            return None
+    return name[:begin]

@@ -1,117 +1,79 @@
-"""The model card: what the model is, how it was trained, and its scores; written from the run."""
+"""The model card, README.md: what the model is, how it was trained, and its scores."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import counted
 from dray.train import objectives
 from dray.train.config import Config
 
-Figures = dict[str, dict[str, float]]
+_FOLDERS = re.compile(r'(?:(?!hf:)\b\w+:/|(?<![^":])(?<!hf:))/(?:[^/"]*/)*')  # of paths and buckets, which are private
 
 
-def write(folder: Path, config: Config, *, parameters: int, ranks: int, figures: Figures) -> None:
-    """README.md, as the hub shows it."""
-    text(config, parameters, ranks, figures).save(folder / "README.md")
-
-
-def text(config: Config, parameters: int, ranks: int, figures: Figures) -> ModelCard:
-    """The whole card: what the hub reads at its head, and a page."""
-    named = config.model.name if not config.model.name.startswith(("/", ".")) else ""
+def write(folder: Path, config: Config, *, parameters: int, ranks: int, figures: dict[str, dict[str, float]]) -> None:
+    """Write the card; `figures` are the loss, perplexity and accuracy of each evaluation."""
+    model, data = config.model, config.data
     objective = objectives.named(config.train.objective)
-    mix = {f"mix.{name}": one.dataset for name, one in config.data.mix.items()}
-    names = mix or {"train": config.data.train}
-    names |= {"validation": config.data.validation, "test": config.data.test}
-    names |= {f"evaluate.{name}": one.dataset for name, one in config.evaluate.items()}
-    found = [parse(name).files for name in names.values()]
-    on_hub = [parse(name).files for name in names.values() if parse(name).builder == HUB]
-    on_hub += [name.removeprefix("hf://datasets/") for name in found if name.startswith("hf://datasets/")]
-    hub = sorted({"/".join(name.split("/")[:2]).partition("@")[0] for name in on_hub})
-    task = "text-generation" if objective.predicts_next else "fill-mask"
+    names = [data.train, data.validation, data.test]
+    names += [source.dataset for source in data.mix.values()]
+    names += [evaluation.dataset for evaluation in config.evaluate.values()]
+    on_hub = [name.files.partition("@")[0].split("/")[:2] for name in map(parse, names) if name.builder == HUB]
+    public = bool(model.name) and not model.name.startswith(("/", "."))
+    pretrained = model.name and model.weights
     head = ModelCardData(
-        base_model=named if config.model.weights and named else None,
-        datasets=hub or None,
-        eval_results=[*_results(task, names, figures)],
+        base_model=model.name if pretrained and public else None,
+        datasets=sorted({"/".join(parts) for parts in on_hub}) or None,
         library_name="transformers",
         model_name=config.name,
-        pipeline_tag=task,
+        pipeline_tag="text-generation" if objective.predicts_next else "fill-mask",
+    )
+    start = (
+        f"Trained from {Path(model.name).name if not public else model.name}" if pretrained else "Trained from scratch"
     )
     how = ", by LoRA" if config.lora else ", for analog hardware" if config.analog else ""
-    pretrained = config.model.name and config.model.weights
-    start = f"Trained from {named or config.model.name}" if pretrained else "Trained from scratch"
-    page = "\n".join(
-        (
-            "---",
-            head.to_yaml(),
-            "---",
-            "",
-            f"# {config.name}",
-            "",
-            f"{parameters:,} parameters. {start} on {objective.learned}{how}: {counted(config.steps, 'step')} of "
-            f"{config.global_size} samples of {config.data.sequence_length} tokens, on {counted(ranks, 'rank')}.",
-            "",
-            "| dataset | name |",
-            "|---|---|",
-            *(f"| {key} | `{_last(name)}` |" for key, name in names.items() if name),
-            "",
-            "| evaluation | loss | perplexity | accuracy |",
-            "|---|---|---|---|",
-            *(
-                f"| {_label(event)} | {one['loss']:.4f} | {one['perplexity']:.3f} | {one['accuracy']:.4f} |"
-                for event, one in figures.items()
-            ),
-            "",
-            "## How to reproduce it",
-            "",
-            f"By dray {config.dray}, in run `{config.run}`, in the image "
-            f"`{config.image_sha256 or 'without a digest: not in a SIF'}`, with this recipe:",
-            "",
-            "```toml",
-            *_toml(config.recipe),
-            "```",
-            "",
-        )
+    scores = "\n".join(
+        f"| {event.removeprefix('eval-')} | {score['loss']:.4f} | {score['perplexity']:.3f} | {score['accuracy']:.4f} |"
+        for event, score in figures.items()
     )
-    return ModelCard(page)
+    recipe = "\n".join(_lines(config.recipe))
+    page = f"""---
+{head.to_yaml()}
+---
+
+# {config.name}
+
+{parameters:,} parameters. {start} on {objective.learned}{how}: {counted(config.steps, "step")} of \
+{config.global_size} samples of {data.sequence_length} tokens, on {counted(ranks, "rank")}.
+
+| evaluation | loss | perplexity | accuracy |
+|---|---|---|---|
+{scores}
+
+## How to reproduce it
+
+By dray {config.dray}, in run `{config.run}`, in the image \
+`{config.image_sha256 or "without a digest: not in a SIF"}`, with this recipe:
+
+```toml
+{recipe}
+```
+"""
+    ModelCard(page).save(folder / "README.md")
 
 
-def _results(task: str, names: dict[str, str], figures: Figures) -> Iterator[EvalResult]:
-    """Each figure, for the table that the hub shows beside the page."""
-    for event, one in figures.items():
-        label = _label(event)
-        keys = (label, f"mix.{label}", f"evaluate.{label}", "train")
-        dataset = _last(next((names[key] for key in keys if names.get(key)), label))
-        for metric, value in one.items():
-            if math.isfinite(value):
-                yield EvalResult(task, dataset, dataset, metric, round(value, 4), metric_name=f"{label} {metric}")
-
-
-def _label(event: str) -> str:
-    return {"eval": "validation"}.get(event, event.removeprefix("eval-"))
-
-
-def _last(name: str) -> str:
-    """Without the folders of a path or a bucket, which are private."""
-    named = parse(name)
-    return (
-        name if named.builder == HUB or named.files.startswith("hf://") else named.at(PurePosixPath(named.files).name)
-    )
-
-
-def _toml(recipe: dict[str, Any], before: str = "") -> Iterator[str]:
-    """Whatever is set, a key a line."""
+def _lines(recipe: dict[str, Any], section: str = "") -> Iterator[str]:
+    """All that is set, a key a line."""
     for key, value in recipe.items():
         if isinstance(value, dict):
-            yield from _toml(value, f"{before}{key}.")
+            yield from _lines(value, f"{section}{key}.")
         elif value is not None and value not in ("", []):
-            place = isinstance(value, str) and (value.startswith("/") or parse(value).path[:1] == "/" or "://" in value)
-            shown = value.partition("\n")[0] if key == "map" else value  # the file's text is its owner's
-            yield f"{before}{key} = {json.dumps(_last(shown) if place else shown)}"
+            shown = value.partition("\n")[0] if key == "map" else value  # the text of the function's file is private
+            yield f"{section}{key} = {_FOLDERS.sub('', json.dumps(shown))}"

@@ -1,6 +1,6 @@
-"""Weights as a folder that `from_pretrained` loads, file by file: of a checkpoint, or of a run at its end.
+"""A checkpoint's weights as a folder that `from_pretrained` loads, or all of it as torch's DCP.
 
-A checkpoint's are written on one CPU, whatever ranks wrote it. There is memory for one file of the result, and no more.
+The weights are written on one CPU, whatever ranks wrote the checkpoint, and one file of them is in memory at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,60 +17,82 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers.core_model_loading import revert_weight_conversion
 
 from dray.contract.image_tasks import Export
+from dray.train.checkpoint import manifest
 from dray.train.checkpoint.shards import TYPES, Reader, open_checkpoint, whole
-from dray.train.config import of_plan
+from dray.train.config import Config, of_plan
 from dray.train.data import tokenizer
 from dray.train.model import build, lora
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_KINDS = ("weights", "others")
 Tensors = dict[str, torch.Tensor]
 
 
 def run(job: Export) -> None:
-    """The folder is atomic."""
-    target, config = Path(job.target), of_plan(job.plan)
-    reader = open_checkpoint(Path(job.checkpoint))
-    tokens = tokenizer.load(config)
+    """Write a new folder, which gets its name when it is complete."""
+    target, config, checkpoint = Path(job.target), of_plan(job.plan), Path(job.checkpoint)
+    reader = open_checkpoint(checkpoint)
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
+    if job.format == "dcp":
+        _write_dcp(part, reader, manifest.read_checkpoint(checkpoint)["updates"])
+        description = "weights and optimizer state, as torch's DCP"
+    else:
+        _write_model(part, reader, config, job)
+        description = f"{job.dtype} weights"
+    part.rename(target)
+    size = sum(file.stat().st_size for file in target.iterdir())
+    print(f"{target}: {size / 1e6:,.1f} MB of {description}", flush=True)
+
+
+def _write_model(folder: Path, reader: Reader, config: Config, job: Export) -> None:
+    tokens = tokenizer.load(config)
     config = replace(config, model=replace(config.model, attn_implementation="auto"))
-    names, kind = _names(reader), _TYPES[job.dtype]
-    if config.lora:  # it is merged into the whole model, which is in memory then
+    weights = _weights(reader)
+    if config.lora:  # merged into the whole model, which is in memory then
         network: Any = build.build(config, tokens, filled=True)
-        adapters = _read(reader, names)
-        tensors = {name: weight.detach() for name, weight in network.named_parameters()} | adapters
+        tensors = {name: weight.detach() for name, weight in network.named_parameters()} | dict(weights)
         shell, weights = lora.plain(network), iter(lora.merged(network, tensors).items())
     else:
         shell = build.shell(config, tokens)
-        weights = ((name, _read(reader, {name: names[name]})[name]) for name in names)
-    write_weights(part, named_as_saved(shell, weights), kind, limit=int(job.shard_gb * 1e9))
-    shell.config.architectures, shell.config.dtype = [type(shell).__name__], _TYPES[job.dtype]
-    shell.config.save_pretrained(part)
+    dtype = _TYPES[job.dtype]
+    write_weights(folder, named_as_saved(shell, weights), dtype, limit=int(job.shard_gb * 1e9))
+    shell.config.architectures, shell.config.dtype = [type(shell).__name__], dtype
+    shell.config.save_pretrained(folder)
     if getattr(shell, "generation_config", None):
-        shell.generation_config.save_pretrained(part)
-    tokens.save_pretrained(part)
-    part.rename(target)
-    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    print(f"{target}: {size / 1e6:,.1f} MB of {job.dtype} weights", flush=True)
+        shell.generation_config.save_pretrained(folder)
+    tokens.save_pretrained(folder)
 
 
-def _names(reader: Reader) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What is in the checkpoint by name, without the optimizer's: its kind, and its shape and type."""
-    split = ((*key.partition("."), tensor) for key, tensor in reader.tensors.items())
-    return {name: (kind, tensor) for kind, _, name, tensor in split if kind in _KINDS}
+def _weights(reader: Reader) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights and buffers of the checkpoint, by their names in the model."""
+    for key in reader.tensors:
+        kind, _, name = key.partition(".")
+        if kind in ("weights", "others"):
+            yield name, _read(reader, key)
 
 
-def _read(reader: Reader, names: dict[str, tuple[str, dict[str, Any]]]) -> Tensors:
-    found = {}
-    for name, (kind, tensor) in names.items():
-        found[name] = torch.empty(tensor["shape"], dtype=TYPES[tensor["dtype"]])
-        reader.fill(whole(kind, {name: found[name]}))
-    return found
+def _read(reader: Reader, key: str) -> torch.Tensor:
+    saved_as, (kind, _, name) = reader.tensors[key], key.partition(".")
+    tensor = torch.empty(saved_as["shape"], dtype=TYPES[saved_as["dtype"]])
+    reader.fill(whole(kind, {name: tensor}))
+    return tensor
+
+
+def _write_dcp(folder: Path, reader: Reader, updates: int) -> None:
+    """Write all tensors by the names that torch's `get_state_dict` has for them. All are in memory at once."""
+    state = {f"model.{name}": tensor for name, tensor in _weights(reader)}
+    for key in reader.tensors:
+        kind, _, name = key.partition(".")
+        if kind not in ("weights", "others", "feed"):
+            state[f"optimizer.state.{name}.{kind}"] = _read(reader, key)
+            state[f"optimizer.state.{name}.step"] = torch.tensor(float(updates))
+    with warnings.catch_warnings(action="ignore"):  # DCP warns that this is one process
+        save_distributed(state, checkpoint_id=folder, no_dist=True)
 
 
 def named_as_saved(network: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401  a transformers model

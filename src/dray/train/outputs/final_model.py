@@ -22,7 +22,7 @@ _FILE = 2 * 10**9  # bytes of one file, which safetensors copies once more in th
 
 
 def save(
-    config: Config, strategy: Strategy, tokenizer: Any, *, parameters: int, figures: card.Figures  # noqa: ANN401
+    config: Config, strategy: Strategy, tokenizer: Any, *, parameters: int, figures: dict[str, dict[str, float]]  # noqa: ANN401
 ) -> None:  # fmt: skip
     """Replace the final model when the new one is complete; all ranks call it. A 16-bit run's has its 16 bits."""
     final, network = Path(config.final_model), strategy.network

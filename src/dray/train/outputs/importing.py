@@ -4,207 +4,191 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
-from dray.contract import files
 from dray.contract.findings import ConfigError, counted
 from dray.contract.image_tasks import Importing
-from dray.train import errors, importing
+from dray.train import errors
 from dray.train.checkpoint import checkpoints, manifest, staging
-from dray.train.checkpoint.shards import Shards, open_checkpoint, whole
-from dray.train.config import Config, of_recipe
+from dray.train.checkpoint.shards import Shards, whole
+from dray.train.config import of_recipe
 from dray.train.data import datasets, tokenizer
-from dray.train.importing.source import Adam, Source, Tensors, file, matched, names, reading
+from dray.train.importing import zero
+from dray.train.importing.source import Adam, Source, matched, read_distributed, read_file, read_trainer, reading
 from dray.train.model import build
-from dray.train.parallel.base import KINDS, buffers
+from dray.train.parallel.base import buffers
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_TOKENIZER = (
+_BESIDE_WEIGHTS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-_LARGEST = 256 << 20  # bytes of a tokenizer's file
 
 
 def run(job: Importing) -> None:
-    """Read it once, and write what was asked for."""
+    """Write the model, the checkpoint, or both."""
     path = Path(job.source)
     with reading(path):
-        found = importing.find(path, trust=job.trust)
-    print(f"{path}: {found.kind}, {counted(len(found.weights), 'tensor')}", flush=True)
-    if job.recipe and found.adam is None:
-        raise ConfigError(
-            "a run cannot resume from this checkpoint",
-            where=job.source,
-            wanted="AdamW's averages (exp_avg, exp_avg_sq) beside the weights",
-            found=found.without,
-            fix="start a new training from its weights: "
-            f"dray model import {shlex.quote(job.source)} --to FOLDER, then model.name=FOLDER in the recipe",
-        )
+        source = _find(path, trust=job.trust)
+    print(f"{path}: {source.kind}, {counted(len(source.weights), 'tensor')}", flush=True)
+    adam = None
+    if job.recipe:
+        if not source.adam:
+            raise ConfigError(
+                "a run cannot resume from this checkpoint",
+                where=path,
+                wanted="AdamW's averages by the names of their weights, as DeepSpeed and torch's DCP save them",
+                found=source.kind,
+                fix="start a new training from its weights: "
+                f"dray model import {shlex.quote(job.source)} --to FOLDER, then model.name=FOLDER in the recipe",
+            )
+        with reading(path):
+            adam = source.adam()
     if job.target:
-        _model(job, found)
-    if job.recipe and found.adam:
-        _checkpoint(job, found, found.adam)
+        _write_model(job, source)
+    if adam:
+        _write_checkpoint(job, source, adam)
 
 
-def _model(job: Importing, found: Source) -> None:
-    """By transformers itself, which knows what its models' tensors were once called. The folder is atomic."""
-    target, folder = Path(job.target), Path(job.config or found.folder)
-    settings, kind = _settings(folder, found)
+def _find(path: Path, *, trust: bool) -> Source:
+    """Detect the kind of checkpoint by its file names, and read it."""
+    if path.is_file():
+        return Source("weights alone", path.absolute().parent, read_file(path, trust=trust))
+    source = zero.read(path, trust=trust) or read_distributed(path) or read_trainer(path, trust=trust)
+    if source:
+        return source
+    raise ConfigError(
+        "there is no checkpoint that can be imported",
+        where=path,
+        wanted="a folder of transformers' Trainer (checkpoint-N), of DeepSpeed (global_stepN) or of torch's DCP "
+        "(.metadata), or a .safetensors, .bin, .pt or .pth file",
+        found=", ".join(sorted(file.name for file in path.iterdir())[:8]) or "an empty folder",
+        fix="name another folder; for a run of dray: dray model export RUN",
+    )
+
+
+def _write_model(job: Importing, source: Source) -> None:
+    """Let transformers load the weights, which knows older names of them, and save the model into a new folder."""
+    target, folder = Path(job.target), Path(job.config or source.folder)
+    config, auto_model = _config(folder, source)
     with torch.device("meta"):
-        shell: PreTrainedModel = kind.from_config(settings, trust_remote_code=False)
-    shell.tie_weights()
-    size, stored = (sum(one.numel() for one in some) for some in (shell.parameters(), found.weights.values()))
-    if size > stored:
-        _refuse_other(folder, f"{size:,} parameters", f"{stored:,} numbers in {job.source}")
-    named = matched(found.weights, shell.state_dict(), shell.base_model_prefix, job.prefix)
-    for name, own in shell.state_dict().items():
-        if name in named and named[name].shape != own.shape:
-            _refuse_other(folder, f"{name} with the shape {list(own.shape)}", f"the shape {list(named[name].shape)}")
-    dtype = _TYPES.get(job.dtype) or _widest(named)
+        shell: PreTrainedModel = auto_model.from_config(config, trust_remote_code=False)
+    weights = matched(source.weights, shell.state_dict(), shell.base_model_prefix, job.prefix)
+    floating = [weight.dtype for weight in weights.values() if weight.is_floating_point()]
+    dtype = _TYPES.get(job.dtype) or max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)
     try:
-        network, loading = type(shell).from_pretrained(
-            None, config=settings, state_dict=dict(named), dtype=dtype, output_loading_info=True
+        network, report = type(shell).from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
         )
     except (RuntimeError, ValueError) as error:
-        _refuse_other(folder, "tensors of the configuration's shapes", errors.message(error, 400))
-    if lacking := sorted(loading["missing_keys"]):
-        _refuse_other(folder, f"{lacking[0]}, and {len(lacking) - 1} more", f"tensors such as {next(iter(named), '')}")
-    part = target.with_name(f"{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(mode=0o755, parents=True)
-    network.config.__dict__.pop("auto_map", None)  # code of its own, which is not brought
+        raise _other_model(folder, "tensors of the configuration's shapes", errors.message(error)) from error
+    if missing := sorted(report["missing_keys"]):
+        raise _other_model(
+            folder, f"{missing[0]}, and {len(missing) - 1} more", f"names such as {next(iter(weights), '')}"
+        )
+    part = _new_folder(target.with_name(f"{target.name}.part"))
+    network.config.__dict__.pop("auto_map", None)  # names code files, which are not copied
     network.save_pretrained(part, max_shard_size="4GB")
-    present = names(folder)
-    brought = [name for name in (*_TOKENIZER, "generation_config.json") if name in present]
-    for name in brought:
-        (part / name).write_bytes(files.read(file(folder, name), limit=_LARGEST))
+    for name in _BESIDE_WEIGHTS:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, part / name)
     manifest.seal_model(part)
     part.rename(target)
-    left = f"; not used: {', '.join(sorted(loading['unexpected_keys'])[:3])}" if loading["unexpected_keys"] else ""
-    print(f"{target}: {type(network).__name__}, {size:,} parameters of {dtype}{left}", flush=True)
-    if "tokenizer.json" not in brought:
+    unused = sorted(report["unexpected_keys"])
+    note = f"; not used: {', '.join(unused[:3])}" if unused else ""
+    print(f"{target}: {type(network).__name__}, {network.num_parameters():,} parameters of {dtype}{note}", flush=True)
+    if not (target / "tokenizer.json").exists():
         print(f"{folder} has no tokenizer.json: set model.tokenizer, or import again with --config FOLDER")
     print(f"to train it further: model.name={target.absolute()}", flush=True)
 
 
-def _settings(folder: Path, found: Source) -> tuple[Any, Any]:
-    """The configuration, and the kind of model that it is of."""
-    if "config.json" not in names(folder):
+def _config(folder: Path, source: Source) -> tuple[PreTrainedConfig, type[AutoModelForCausalLM | AutoModelForMaskedLM]]:
+    """The model's configuration, and the class that loads such models."""
+    fix = "--config FOLDER: a folder that save_pretrained wrote for the model that was trained"
+    if not (folder / "config.json").is_file():
         raise ConfigError(
-            "the checkpoint does not say which model it is of",
-            where=folder,
-            wanted="a config.json beside the tensors",
-            found=f"{found.kind} without a config.json",
-            fix="--config FOLDER: a folder that save_pretrained wrote for the model that was trained",
-        )
-    path = file(folder, "config.json")
-    with reading(path):  # transformers checks little of what a file says
-        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    architectures = settings.architectures or []
-    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
-    if not causal and not any(name.endswith("ForMaskedLM") for name in architectures):
-        raise ConfigError(
-            "dray does not train this kind of model", where=path, wanted="a causal or masked language model",
-            found=ascii(architectures)[:200], fix="--config FOLDER",
+            "the checkpoint has no config.json", where=folder, wanted="a config.json beside the tensors",
+            found=source.kind, fix=fix,
         )  # fmt: skip
-    layers = getattr(settings.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > len(found.weights):
-        _refuse_other(folder, f"{layers:,} layers", f"{len(found.weights):,} tensors")
-    return settings, AutoModelForCausalLM if causal else AutoModelForMaskedLM
-
-
-def _widest(tensors: Tensors) -> torch.dtype:
-    found = {one.dtype for one in tensors.values() if one.is_floating_point()} or {torch.float32}
-    return max(found, key=lambda one: one.itemsize) if len(found) > 1 else found.pop()
-
-
-def _refuse_other(folder: Path, wanted: str, found: str) -> NoReturn:
+    with reading(folder / "config.json"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    architecture = next(iter(config.architectures or []), "")
+    if architecture.endswith("ForMaskedLM"):
+        return config, AutoModelForMaskedLM
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return config, AutoModelForCausalLM
     raise ConfigError(
-        "the checkpoint does not fit its configuration",
+        "dray does not train this kind of model",
         where=folder / "config.json",
-        wanted=wanted,
-        found=found,
-        fix="--config FOLDER, with the config.json of the model that was trained",
+        wanted="a causal or masked language model",
+        found=architecture or "no architectures",
+        fix=fix,
     )
 
 
-def _checkpoint(job: Importing, found: Source, read_adam: Callable[[torch.nn.Module], Adam]) -> None:
-    """Of one rank, as any number of ranks of any strategy reads it. It is atomic."""
+def _other_model(where: Path, wanted: str, found: str) -> ConfigError:
+    return ConfigError(
+        "the checkpoint is of another model",
+        where=where,
+        wanted=wanted,
+        found=found,
+        fix="use the configuration of the model that was trained: --config FOLDER, or [model] of the recipe",
+    )
+
+
+def _write_checkpoint(job: Importing, source: Source, adam: Adam) -> None:
+    """Write it as one rank does; any number of ranks of any strategy resumes from it."""
     config = of_recipe(job.recipe)
     tokens = tokenizer.load(config)
     shell = build.shell(config, tokens)
     shell.tie_weights()
-    with reading(Path(job.source)):
-        adam = read_adam(shell)
-    weights = matched(found.weights, shell.state_dict(), shell.base_model_prefix, job.prefix)
-    state = {"weights": weights, **adam.moments}
-    kept = {kind: _those(dict(shell.named_parameters()), state[kind], kind, job.source) for kind in KINDS}
-    kept["others"] = _those(buffers(shell), weights, "buffers", job.source)
-    step = adam.updates if found.step is None else found.step
+    trained, names = dict(shell.named_parameters()), shell.state_dict()
+    weights = matched(source.weights, names, shell.base_model_prefix, job.prefix)
+    batches = [_shards("weights", trained, weights, job), _shards("others", buffers(shell), weights, job)]
+    for kind, moments in adam.moments.items():
+        batches.append(_shards(kind, trained, matched(moments, names, shell.base_model_prefix, None), job))
+    step = source.step or adam.updates
     data = datasets.load(config, tokens)
     steps = data.steps(config)
-    if step > steps or step < 1:
+    if not 1 <= step <= steps:
         raise ConfigError(
             "the checkpoint's step is not a step of the recipe",
-            where=job.source, wanted=f"a step from 1 to {steps}, the recipe's train.steps", found=f"step {step}",
-            fix=f"train.steps={max(step, 1)} or more" if step else "import its weights: --to FOLDER",
-        )  # fmt: skip
+            where=job.source,
+            wanted=f"a step from 1 to {steps}, the recipe's train.steps",
+            found=f"step {step}",
+            fix=f"train.steps={step} or more, or import its weights: --to FOLDER",
+        )
     folder = Path(config.checkpoints) / f"step-{step}"
-    part = folder.with_name(f"{folder.name}.part-import")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(mode=0o755, parents=True)
-    about = {"step": step, "updates": adam.updates, "run": "", "image_sha256": "", "dray": f"import of {found.kind}"}
-    about |= {"world_size": 1, "order": checkpoints.order(config, data.training.identity)}
-    staging.write(part, _batches(kept), about)
+    part = _new_folder(folder.with_name(f"{folder.name}.part-import"))
+    about = {
+        "step": step,
+        "updates": adam.updates,
+        "run": "",
+        "image_sha256": "",
+        "dray": f"import of {source.kind}",
+        "world_size": 1,
+        "order": checkpoints.order(config, data.training.identity),
+    }
+    staging.write(part, (batch for batch in batches if batch), about)
     part.rename(folder)
     manifest.sync(folder.parent)
-    open_checkpoint(folder)
-    _tell(config, folder, step, steps, adam)
-
-
-def _batches(kept: dict[str, Tensors], most: int = 1 << 28) -> Iterator[Shards]:
-    """So many numbers at a time."""
-    batch: Shards = {}
-    for kind, tensors in kept.items():
-        for name, tensor in tensors.items():
-            batch |= whole(kind, {name: tensor})
-            if sum(shard.values.numel() for shard in batch.values()) >= most:
-                yield batch
-                batch = {}
-    if batch:
-        yield batch
-
-
-def _those(wanted: dict[str, torch.Tensor], given: Tensors, kind: str, source: str) -> Tensors:
-    """The model's own of them, each of its shape."""
-    for name, tensor in wanted.items():
-        shape = tuple(given[name].shape) if name in given else None
-        if shape != tuple(tensor.shape):
-            raise ConfigError(
-                "the checkpoint does not fit the recipe's model",
-                where=source,
-                wanted=f"{name} with the shape {list(tensor.shape)}",
-                found=f"the shape {list(shape)}" if shape else f"{kind} such as {next(iter(given), 'none')}",
-                fix="set model.name, or model.type and [model.config], to the model that was trained",
-            )
-    return {name: given[name] for name in wanted}
-
-
-def _tell(config: Config, folder: Path, step: int, steps: int, adam: Adam) -> None:
-    own = {"betas": config.train.betas, "eps": config.train.eps}
-    for name, value in adam.options.items():
-        theirs = tuple(value) if isinstance(value, list | tuple) else value
-        if theirs is not None and theirs != own[name]:
-            print(f"note: its AdamW had {name} = {theirs}, and the recipe has {own[name]}", flush=True)
     print(f"{folder}: step {step} of {steps}, {adam.updates} updates; the recipe's run resumes from it", flush=True)
-    print(
-        f"note: the run goes on with sample {step * config.global_size:,} of dray's own order (batch.global_size = "
-        f"{config.global_size}); dray does not know which samples the other program has read",
-        flush=True,
-    )
+
+
+def _shards(kind: str, model: dict[str, torch.Tensor], given: dict[str, torch.Tensor], job: Importing) -> Shards:
+    """What a checkpoint holds of this kind: a tensor for each of the model's, of the same shape."""
+    for name, tensor in model.items():
+        if name not in given:
+            raise _other_model(Path(job.source), name, f"{kind} such as {next(iter(given), 'none')}")
+        if given[name].shape != tensor.shape:
+            raise _other_model(Path(job.source), f"{name} {[*tensor.shape]}", f"{kind} {[*given[name].shape]}")
+    return whole(kind, {name: given[name] for name in model})
+
+
+def _new_folder(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o755, parents=True)
+    return folder

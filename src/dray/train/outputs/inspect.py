@@ -1,9 +1,8 @@
-"""What a training would read: its datasets, and its first rows as the model will see them."""
+"""What a training would read: its datasets, and its first rows as the model sees them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -41,60 +40,59 @@ def run(job: Inspect) -> None:
         "sequence_length": config.data.sequence_length,
         "global_size": config.global_size,
         "steps": config.steps,
-        "training": [*_training(config, data.training, config.steps * config.global_size)],
-        "evaluation": [*_evaluation(config, data), *_more(config, tokens)],
-        "rows": [*_rows(config, data.training, objective, job.rows)],
+        "training": _training(config, data.training),
+        "evaluation": _evaluation(config, data, tokens),
+        "rows": _rows(config, data.training, objective, job.rows),
     }
     Path(job.report).write_text(json.dumps(report), encoding="utf-8")
 
 
-def _training(config: Config, feed: Feed, samples: int) -> Iterator[Table]:
-    """Each dataset that is trained on; `samples` are those of the whole run."""
+def _training(config: Config, feed: Feed) -> list[Table]:
+    """Each dataset that is trained on, and how often the run reads it."""
+    name, samples = config.data.train, config.steps * config.global_size
     if isinstance(feed, Stream):
-        found = resolve.dataset(config.data.train, "train", streamed=True)
-        yield {"key": "data.train", **_files(config.data.train, found), "pieces": len(feed.pieces)}
-    elif isinstance(feed, Mapped):
-        yield {"key": "data.train", **_dataset(config, config.data.train, feed.tokens), **_read(feed, samples)}
-    elif isinstance(feed, Mixed):
-        for (name, one), count in zip(feed.sources.items(), feed.mix.taken(samples), strict=True):
-            own = feed.feeds[name]
-            yield {
-                "key": f"data.mix.{name}",
-                **_dataset(config, one.dataset, own.tokens),
-                **_read(own, count),
-                "share": count / samples,
-            }
+        files = _files(name, resolve.dataset(name, "train", streamed=True))
+        return [{"key": "data.train", **files, "pieces": len(feed.pieces)}]
+    if isinstance(feed, Mapped):
+        return [_read(config, "data.train", name, feed, samples)]
+    assert isinstance(feed, Mixed)
+    tables = []
+    for (source, weighted), count in zip(feed.sources.items(), feed.mix.taken(samples), strict=True):
+        table = _read(config, f"data.mix.{source}", weighted.dataset, feed.feeds[source], count)
+        tables.append({**table, "share": count / samples})
+    return tables
 
 
-def _read(feed: Mapped, samples: int) -> Table:
-    """How often a run that takes so many samples of it reads each token."""
-    return {"samples_read": samples, "epochs": samples * feed.order.length / feed.order.total}
+def _read(config: Config, key: str, name: str, feed: Mapped, samples: int) -> Table:
+    epochs = samples * feed.order.length / feed.order.total
+    return {**_dataset(config, key, name, "train", feed.tokens), "samples_read": samples, "epochs": epochs}
 
 
-def _evaluation(config: Config, data: Datasets) -> Iterator[Table]:
-    own = config.data
-    named = {VALIDATION: ("data.train", own.train, "train")}
-    if own.validation:
-        named[VALIDATION] = "data.validation", own.validation, "validation"
-    named |= {f"{VALIDATION}-{name}": (f"data.mix.{name}", one.dataset, "train") for name, one in own.mix.items()}
+def _evaluation(config: Config, data: Datasets, tokenizer: Any) -> list[Table]:  # noqa: ANN401
+    """Each dataset of an evaluation; `held_out` are the last documents of a dataset that is trained on."""
+    recipe = config.data
+    sources = {VALIDATION: ("data.train", recipe.train, "train")}
+    if recipe.validation:
+        sources[VALIDATION] = "data.validation", recipe.validation, "validation"
+    for name, source in recipe.mix.items():
+        sources[f"{VALIDATION}-{name}"] = f"data.mix.{name}", source.dataset, "train"
+    tables = []
     for event, tokens in data.validation.items():
-        key, name, split = named[event]
-        yield {"key": key, "held_out": split == "train", **_dataset(config, name, tokens, split)}
+        key, name, split = sources[event]
+        tables.append({**_dataset(config, key, name, split, tokens), "held_out": split == "train"})
     if data.test is not None:
-        yield {"key": "data.test", "held_out": False, **_dataset(config, own.test, data.test, "test")}
+        tables.append(_dataset(config, "data.test", recipe.test, "test", data.test))
+    for name, evaluation in config.evaluate.items():
+        tokens = datasets.evaluation(config, tokenizer, name)
+        tables.append(_dataset(config, f"evaluate.{name}", evaluation.dataset, "test", tokens))
+    return tables
 
 
-def _more(config: Config, tokens: Any) -> Iterator[Table]:  # noqa: ANN401  a tokenizer
-    for name, one in config.evaluate.items():
-        found = datasets.evaluation(config, tokens, name)
-        yield {"key": f"evaluate.{name}", "held_out": False, **_dataset(config, one.dataset, found, "test")}
+def _files(name: str, dataset: Dataset) -> Table:
+    return {"dataset": name, "files": len({*dataset.files} - {"builtin"}), "bytes": dataset.size}
 
 
-def _files(name: str, found: Dataset) -> Table:
-    return {"dataset": name, "files": len({*found.files} - {"builtin"}), "bytes": found.size}
-
-
-def _dataset(config: Config, name: str, tokens: Tokens, split: str = "train") -> Table:
+def _dataset(config: Config, key: str, name: str, split: str, tokens: Tokens) -> Table:
     """Its size, and how long its documents are, of which max_train_samples may have cut the last."""
     length, packing = config.data.sequence_length, {}
     if isinstance(tokens, Packed):
@@ -102,14 +100,13 @@ def _dataset(config: Config, name: str, tokens: Tokens, split: str = "train") ->
     else:
         lengths = np.diff(np.minimum(tokens.starts.astype(np.int64), len(tokens.ids)))
     lengths = np.sort(lengths[lengths > 0])
-    above = np.bincount(np.ceil(np.log2(lengths)).astype(np.int64))
     return {
+        "key": key,
         **_files(name, resolve.dataset(name, split)),
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "samples": -(-tokens.total // length),
         **packing,
-        "lengths": {str(1 << power): int(number) for power, number in enumerate(above) if number},
         "shortest": int(lengths[0]),
         "median": int(lengths[len(lengths) // 2]),
         "longest": int(lengths[-1]),
@@ -117,48 +114,48 @@ def _dataset(config: Config, name: str, tokens: Tokens, split: str = "train") ->
     }
 
 
-def _rows(config: Config, feed: Feed, objective: Objective, count: int) -> Iterator[Table]:
+def _rows(config: Config, feed: Feed, objective: Objective, count: int) -> list[Table]:
     """The first rows of the run, in the parts that its loss treats alike."""
     samples = range(min(count, config.steps * config.global_size))
     if not samples:
-        return
-    found = feed.rows(samples)
-    batch, padding = objective.batch(found, samples), np.not_equal(found & PADDING, 0).sum(1).tolist()
-    positions = None if batch.position_ids is None else batch.position_ids.tolist()
-    names = [*config.data.mix]
-    for sample, ids, labels, fill in zip(
-        samples, batch.input_ids.tolist(), batch.labels.tolist(), padding, strict=True
-    ):
-        own = positions[sample] if positions else None
-        yield {
+        return []
+    ids = feed.rows(samples)
+    batch, padding = objective.batch(ids, samples), np.not_equal(ids & PADDING, 0).sum(1)
+    names, rows = [*config.data.mix], []
+    for row, sample in enumerate(samples):
+        table: Table = {
             "sample": sample,
             "source": names[feed.mix.place(sample)[0]] if isinstance(feed, Mixed) else "",
-            "input_ids": ids,
-            "labels": labels,
-            "position_ids": own,
-            "parts": _parts(objective, ids, labels, own, fill),
+            "input_ids": batch.input_ids[row].tolist(),
+            "labels": batch.labels[row].tolist(),
+            "position_ids": None if batch.position_ids is None else batch.position_ids[row].tolist(),
         }
+        rows.append({**table, "parts": _parts(objective, table, int(padding[row]))})
+    return rows
 
 
-def _parts(
-    objective: Objective, ids: list[int], labels: list[int], positions: list[int] | None, fill: int
-) -> list[Table]:
-    """Runs of tokens that are predicted, or that are context alone; attention ends between two documents. The last
-    `fill` tokens are padding."""
-    labels = [IGNORE_INDEX, *labels[:-1]] if objective.predicts_next else labels  # beside the token itself
-    documents = np.cumsum(np.equal(positions, 0)).tolist() if positions else [0] * len(ids)
-    kinds = [
-        (document, "context" if label == IGNORE_INDEX else "predicted" if label == token else "masked")
-        for document, label, token in zip(documents, labels, ids, strict=True)
-    ]
-    kinds[len(ids) - fill :] = [(document, "padding") for document, _ in kinds[len(ids) - fill :]]
-    found, place = list[Table](), 0
+def _parts(objective: Objective, row: Table, padding: int) -> list[Table]:
+    """Runs of tokens of one document and of one kind: predicted, masked, context or, at the end, padding."""
+    ids, labels = row["input_ids"], row["labels"]
+    if objective.predicts_next:
+        labels = [IGNORE_INDEX, *labels[:-1]]  # the label of the token before is this token
+    documents = np.cumsum(np.equal(row["position_ids"] or range(1, len(ids) + 1), 0)).tolist()
+    kinds = []
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if place >= len(ids) - padding:
+            kind = "padding"
+        elif label == IGNORE_INDEX:
+            kind = "context"
+        else:
+            kind = "predicted" if label == token else "masked"
+        kinds.append((documents[place], kind))
+    parts, begin = list[Table](), 0
     for (document, kind), group in groupby(kinds):
-        end = place + len([*group])
-        text, answer = (
-            objective.tokenizer.decode(some, clean_up_tokenization_spaces=False)
-            for some in (ids[place:end], labels[place:end] if kind == "masked" else [])
+        end = begin + len([*group])
+        text, label = (
+            objective.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+            for tokens in (ids[begin:end], labels[begin:end] if kind == "masked" else [])
         )
-        found.append({"document": document, "kind": kind, "text": text, "label": answer, "tokens": end - place})
-        place = end
-    return found
+        parts.append({"document": document, "kind": kind, "text": text, "label": label, "tokens": end - begin})
+        begin = end
+    return parts

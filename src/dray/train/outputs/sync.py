@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dray.contract import files, run_folder, secrets
@@ -17,22 +19,23 @@ _EVERY_S = 5.0
 
 def run(job: Sync) -> None:
     """Send once, or until the run has ended. Each step is sent once, from the last attempt that took it."""
+    folder = Path(job.folder)
     for name in job.trackers:
-        _online(name, Path(job.folder))
+        _set_online(name, folder)
     require(job.trackers, "pip install {} beside dray, or --engine docker if the image has it")
-    sending = [_Sending(name, job) for name in job.trackers]
+    senders = [_Sender(name, job) for name in job.trackers]
     while True:
-        ended = not job.follow or _ended(Path(job.folder))  # what it wrote before is read below
-        for one in sending:
-            one.send()
+        ended = not job.follow or _ended(folder)  # before sending: what the run wrote until then is sent below
+        for sender in senders:
+            sender.send()
         if ended:
             break
         time.sleep(_EVERY_S)
-    for one in sending:
-        one.finish()
+    for sender in senders:
+        sender.finish()
 
 
-def _online(name: str, folder: Path) -> None:
+def _set_online(name: str, folder: Path) -> None:
     kind = KINDS[name]
     if not (kind.online or kind.server):
         raise ConfigError(
@@ -48,54 +51,50 @@ def _online(name: str, folder: Path) -> None:
 
 
 def _ended(run: Path) -> bool:
-    """Whether no attempt will follow."""
-    attempts = [path for path in run.glob(run_folder.attempt("*")) if path.name.rpartition("-")[2].isdigit()]
-    last = max(attempts, key=lambda path: int(path.name.rpartition("-")[2]))
+    """Whether the newest attempt has ended and no attempt will follow."""
+    attempts = run.glob(run_folder.attempt("*"))
+    result = max(attempts, key=lambda path: int(path.name.rpartition("-")[2])) / run_folder.RESULT
+    return result.exists() and not (json.loads(result.read_text(encoding="utf-8"))["next"] or {}).get("requeue")
+
+
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
     try:
-        result = json.loads(files.read(last / run_folder.RESULT, limit=1 << 20))
-        return not (result["next"] or {}).get("requeue")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        yield
+    except Exception as error:
+        raise DrayError(
+            f"the metrics cannot be sent to {name}",
+            found=secrets.redacted(" ".join(str(error).split()))[:400] or type(error).__name__,
+            fix="check the network and its variables, then run dray report --sync again; nothing is lost",
+        ) from error
 
 
-class _Sending:
+class _Sender:
+    """Sends metrics to one tracker, and notes in a file which steps it has taken."""
+
     def __init__(self, name: str, job: Sync) -> None:
         self._name, self._run, self._count = name, Path(job.folder), 0
         folder = self._run / run_folder.TRACKERS
-        self._state = folder / f"{name}-sent.json"
-        try:
-            self._sent = {str(event): int(step) for event, step in json.loads(files.read(self._state)).items()}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            self._sent = {}
-        try:
+        self._file = folder / f"{name}-sent.json"
+        self._sent: dict[str, int] = {}
+        if self._file.exists():
+            self._sent = json.loads(self._file.read_text(encoding="utf-8"))
+        with _refusals(name):
             self._tracker = started(name, Tracked(job.project, job.run, folder, first_step=int(bool(self._sent))))
-        except Exception as error:
-            raise self._refused(error) from error
 
     def send(self) -> None:
         """Send the lines that are not sent yet."""
         steps = {(event["step"], event["event"]): event for event in read(self._run)}
-        events = [one for _, one in sorted(steps.items()) if one["step"] > self._sent.get(one["event"], -1)]
-        try:
+        events = [event for (step, kind), event in sorted(steps.items()) if step > self._sent.get(kind, -1)]
+        with _refusals(self._name):
             for event in events:
                 self._tracker.log(numbers(event), step=event["step"])
-        except Exception as error:
-            raise self._refused(error) from error
         self._count += len(events)
         self._sent |= newest(events)
 
     def finish(self) -> None:
-        """Wait for the tracker, then note what it has taken; the rest is sent next time."""
-        try:
+        """Wait until the tracker has taken them; if it fails, the next call sends them again."""
+        with _refusals(self._name):
             self._tracker.finish()
-        except Exception as error:
-            raise self._refused(error) from error
-        files.write_atomic(self._state, json.dumps(self._sent))
+        files.write_atomic(self._file, json.dumps(self._sent))
         print(f"{self._name}: {counted(self._count, 'line')} of metrics sent", flush=True)
-
-    def _refused(self, error: Exception) -> DrayError:
-        return DrayError(
-            f"the metrics cannot be sent to {self._name}",
-            found=secrets.redacted(" ".join(str(error).split()))[:400] or type(error).__name__,
-            fix="check the network and its variables, then run dray report --sync again; nothing is lost",
-        )
