@@ -377,6 +377,11 @@ class Recipe(Spec):
             yield f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
         if self.data.answer_column and train.objective != "sft":
             yield f'data.answer_column is for train.objective = "sft", but it is {train.objective}'
+        if train.precision.startswith("fp8"):
+            if sharding.deepspeed or self.has_analog or self.has_lora:
+                yield f"train.precision = {train.precision} needs ddp or fsdp, without [analog] and [lora]"
+            if self.data.sequence_length % 16:
+                yield f"train.precision = {train.precision} needs a data.sequence_length that is divisible by 16"
         masked = train.objective == "masked"
         if self.data.packing != "wrapped" and masked:
             yield (

@@ -131,8 +131,8 @@ def test_documents_are_not_masked_in_a_model_without_positions(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "words", "found"),
     [
-        ("opt", (), "causal opt, batch.per_device = 2"),
-        ("gpt2", ("train.objective=masked",), "masked bert, batch.per_device = 2"),
+        ("opt", (), "causal opt, batch.per_device = 8"),
+        ("gpt2", ("train.objective=masked",), "masked bert, batch.per_device = 8"),
         ("gpt2", (), None),
         ("llama", (), None),
     ],

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dray.train.config import Config
 from dray.train.data.encoding import PLAIN, Encoding, end_token
+from dray.train.model.experts import router_losses
 from dray.train.model.head import IGNORE_INDEX, ChunkedLoss, compiled_cross_entropy, cross_entropy
 from dray.train.recipe import Evaluation
 
@@ -118,7 +119,9 @@ class LossModule(torch.nn.Module):
         self.network: Any = network
         self._chunked, self._dtype, self._compiled = loss == "chunked", dtype, compiled
         self._cross_entropy = compiled_cross_entropy() if compiled else cross_entropy
-        self._uncached = {"use_cache": False} if hasattr(network, "generate") else {}  # BERT has no such argument
+        # BERT has no such argument.
+        self._options: dict[str, Any] = {"use_cache": False} if hasattr(network, "generate") else {}
+        self._router_weight = getattr(self.network.config.get_text_config(), "router_aux_loss_coef", 0.0)
         self._labels: torch.Tensor | None = None  # None outside of `forward`, as in generation
         self._places: torch.Tensor | None = None
         head = self.network.get_output_embeddings()
@@ -137,14 +140,19 @@ class LossModule(torch.nn.Module):
         position_ids: torch.Tensor | None,
         labelled: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of all labels; in evaluation also how many were predicted, and in how many rows all
-        were."""
-        positions = {} if position_ids is None else {"position_ids": position_ids}
+        """The sum of the losses of all labels, in training with the routers'; in evaluation also how many labels were
+        predicted, and in how many rows all were."""
+        options = dict(self._options)
+        if position_ids is not None:
+            options["position_ids"] = position_ids
+        training = self.network.training
+        if training and self._router_weight:
+            options["output_router_logits"] = True
         self._labels, self._places = labels.flatten(), labelled
-        output = self.network(input_ids=input_ids, **positions, **self._uncached).logits
+        outputs = self.network(input_ids=input_ids, **options)
+        output = outputs.logits
         chosen = self._labels if labelled is None else self._labels[labelled]
         self._labels = self._places = None
-        training = self.network.training
         if self._chunked:
             loss, predicted = output[0, 0, 0], output[0, 0, 1:]
         else:
@@ -152,9 +160,13 @@ class LossModule(torch.nn.Module):
             if len(logits) > len(chosen):  # of a model that multiplies by the weight itself, as MobileBERT does
                 logits = logits[labelled]
             loss, predicted = self._cross_entropy(logits, chosen), logits if training else logits.argmax(1)
-        if training:
-            return loss, loss.new_zeros(2)
         wanted = labels != IGNORE_INDEX
+        if training:
+            if self._router_weight:  # each row's counts by its labels: the loop divides the sum by those of the step
+                active = self.network.config.get_text_config().num_experts_per_tok
+                routers = router_losses(outputs.router_logits, len(labels), active)
+                loss = loss + self._router_weight * (routers * wanted.sum(1)).sum()
+            return loss, loss.new_zeros(2)
         wrong = torch.zeros_like(wanted)
         wrong.view(-1)[slice(None) if labelled is None else labelled] = predicted != chosen
         wrong &= wanted
