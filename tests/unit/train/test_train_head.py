@@ -243,7 +243,7 @@ def test_in_16_bits_sums_are_made_in_32() -> None:
     labels = torch.randint(0, 300, (512,), generator=chance)
     exact = functional.cross_entropy((hidden.double() @ weight.double().t()), labels, reduction="sum")
     expected = torch.autograd.grad(exact, (hidden, weight))
-    loss, _ = head.ChunkedLoss.apply(hidden, weight, None, labels, torch.bfloat16, False, True)
+    loss, _ = head.ChunkedLoss.apply(hidden, weight, None, labels, torch.bfloat16, head.cross_entropy, True)
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-3)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):

@@ -56,7 +56,7 @@ def saved(folder: Path) -> Path:
         ("model.config.vocab_size=100", "the tokenizer has tokens that the model lacks"),
         ("model.attn_implementation=flash_attention_2", "transformers cannot build the model"),
         ("train.objective=masked", "transformers cannot build the model"),
-        ("model.config.attn_pdrop=x", "transformers refuses model.config"),
+        ("model.config.attn_pdrop=x", "transformers refuses the model's configuration"),
         ("model.config.activation_function=nope", "transformers cannot build the model"),
         ("model.config.n_embd=-4", "transformers cannot build the model"),
         ("model.config.n_embd=0", "transformers cannot build the model"),
@@ -79,7 +79,7 @@ def test_a_tokenizer_with_few_tokens_and_a_great_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("gpt9", "transformers has no such model type"), ("t5", "a t5 configuration has no 'n_layer'")],
+    [("gpt9", "transformers refuses the model's configuration"), ("t5", "a t5 configuration has no 'n_layer'")],
 )
 def test_a_type_that_the_plan_let_through(tmp_path: Path, kind: str, message: str) -> None:
     """As it does where it knows another version of transformers."""
@@ -154,7 +154,7 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     chosen = config(tmp_path / "a", f"model.name={folder}")
     told = refused(replace(chosen, model=replace(chosen.model, tokenizer=str(saved(tmp_path / "other")))))
-    assert told.splitlines()[:2] == ["transformers cannot read the model's config.json", f"  where:  {folder}"]
+    assert told.splitlines()[:2] == ["transformers refuses the model's configuration", f"  where:  {folder}"]
     with pytest.raises(DrayError, match="the tokenizer cannot be read"):
         tokenizer.load(config(tmp_path / "b", f"model.tokenizer={tmp_path}/none"))
 
@@ -190,10 +190,10 @@ def test_what_a_library_raises_is_the_users_or_the_machines(raised: Exception, c
         (
             "config.json",
             '{"model_type": "gpt2", "attn_pdrop": "x"}',
-            "transformers cannot read the model's config.json",
+            "transformers refuses the model's configuration",
         ),
-        ("config.json", '{"model_type": "gpt2", "auto_map": 7}', "transformers cannot read the model's config.json"),
-        ("config.json", "[1]", "transformers cannot read the model's config.json"),
+        ("config.json", '{"model_type": "gpt2", "auto_map": 7}', "transformers refuses the model's configuration"),
+        ("config.json", "[1]", "transformers refuses the model's configuration"),
     ],
 )
 def test_a_named_model_with_a_damaged_file(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -84,16 +84,12 @@ def convert(network: Any, settings: Settings, folder: str) -> None:  # noqa: ANN
                 state[name].data.copy_(file.get_tensor(name))
 
 
-def layers(network: Any) -> list[Any]:  # noqa: ANN401  a transformers model
-    """The analog layers."""
-    return [module for module in network.modules() if isinstance(module, AnalogLinear)]
-
-
 class Analog:
     """What is done to the weights around each step of the optimizer."""
 
     def __init__(self, strategy: Strategy, settings: Settings) -> None:
-        self.strategy, self.layers = strategy, layers(strategy.network)
+        self.strategy = strategy
+        self.layers: list[Any] = [module for module in strategy.network.modules() if isinstance(module, AnalogLinear)]
         self.sigma = settings.clip_sigma if settings.clip_type != "none" else 0.0
         self.dims = 1 if settings.clip_type == "gaussian_channel" else None
         self.follows = settings.input_range_init_from_data if settings.input_range_enable else 0
@@ -127,5 +123,6 @@ class Analog:
                 for place, count in enumerate(layer.__dict__[_COUNTS]):
                     layer._buffers[_COUNTS][place] = count  # which checkpoints and the saved model have
         for layer in self.layers if self.sigma else ():
-            bound = self.sigma * self.strategy.read(layer.weight).std(self.dims, keepdim=True)
-            self.strategy.clamp(layer.weight, bound)
+            weight = self.strategy.read(layer.weight)
+            bound = self.sigma * weight.std(self.dims, keepdim=True)
+            self.strategy.write(layer.weight, weight.clamp(-bound, bound))

@@ -18,14 +18,15 @@ _largest: list[torch.Tensor] = []  # of each layer: the smallest score with its 
 
 
 def _observed(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:  # noqa: ANN401
-    groups = query.shape[1] // key.shape[1]
+    """SDPA's, which notes the scores of the first row."""
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    heads = []
-    # One head at a time: at 32 heads and 8,192 tokens its scores are 268 MB, and all scores would be 8.6 GB.
-    for head, queries in enumerate(query.unbind(dim=1)):
-        scores = (queries.float() @ key[:, head // groups].float().mT) * scale
-        heads.append(torch.stack([-scores.min(), scores.max()]))
-    _largest.append(torch.stack(heads).amax(dim=0))
+    keys = key[0].repeat_interleave(query.shape[1] // key.shape[1], dim=0)
+    extremes = []
+    # One head at a time: at 8,192 tokens its scores are 268 MB, and those of 32 heads would be 8.6 GB.
+    for head_queries, head_keys in zip(query[0], keys, strict=True):
+        scores = (head_queries.float() @ head_keys.float().T) * scale
+        extremes.append(torch.stack([-scores.min(), scores.max()]))
+    _largest.append(torch.stack(extremes).amax(dim=0))
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
@@ -34,7 +35,7 @@ attention.register(_NAME, _observed)
 
 @torch.no_grad()
 def scores(strategy: Strategy, batch: Batch) -> dict[str, list[float]]:
-    """The smallest and the largest score of each layer, over all ranks: one more forward pass, of one row."""
+    """The smallest and the largest score of each layer, of one row of each rank: one more forward pass."""
     network: Any = strategy.network
     usual = network.config._attn_implementation
     _largest.clear()
@@ -42,7 +43,7 @@ def scores(strategy: Strategy, batch: Batch) -> dict[str, list[float]]:
     network.set_attn_implementation(_NAME)
     try:
         with torch.compiler.set_stance("force_eager"):
-            strategy.losses(batch.head().to(strategy.device))
+            strategy.losses(batch.to(strategy.device))
     finally:
         network.set_attn_implementation(usual)
         network.train()

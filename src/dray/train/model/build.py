@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def build(
         analog.convert(network, config.analog, folder)
     if config.lora:
         torch.manual_seed(config.train.seed)
-        lora.add(network, config.lora, task=objective.peft_task)
+        lora.add(network, config.lora, task="CAUSAL_LM" if objective.predicts_next else None)
     if filled:
         if config.data.document_mask:
             _check_document_mask(config, network)
@@ -97,7 +97,34 @@ def check(config: Config, tokens: PreTrainedTokenizerFast, *, weights: bool = Fa
     model, folder = config.model, ""
     if model.name:
         folder = hub.model(model.name, model.revision, weights=weights, code=model.trust_remote_code)
-    return _settings(config, folder, tokens), folder
+    with errors.refusing(
+        "transformers refuses the model's configuration",
+        where=folder,
+        wanted="a config.json that it can read" if folder else "a type that it knows, such as gpt2, llama or bert",
+        fix="correct model.name, model.type or model.config",
+    ):
+        if folder:
+            settings = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+            _check_names(model.config, settings)
+            settings.update(model.config)
+        else:
+            _check_names(model.config, AutoConfig.for_model(model.type))
+            sizes = {name: getattr(tokens, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            settings = AutoConfig.for_model(model.type, **{"vocab_size": len(tokens), **sizes, **model.config})
+    _check_sizes(config, settings.get_text_config(), tokens)
+    return settings, folder
+
+
+def _check_names(names: Iterable[str], settings: PreTrainedConfig) -> None:
+    known = {*settings.to_dict(), *settings.attribute_map}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"a {settings.model_type} configuration has no {name!r}",
+                wanted=nearest(name, known) or "a name that transformers knows",
+                found=f"model.config.{name}",
+                fix="correct model.config in the recipe",
+            )
 
 
 def _refusing(config: Config, settings: PreTrainedConfig, folder: str) -> AbstractContextManager[None]:
@@ -167,34 +194,6 @@ def _separates_documents(network: PreTrainedModel) -> bool:
     logits = network.eval()(input_ids=rows, position_ids=positions, use_cache=False).logits[:, 2:].float()
     network.train()
     return bool(torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4))
-
-
-def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    model = config.model
-    if folder:
-        with errors.refusing("transformers cannot read the model's config.json", where=folder, fix="set model.name"):
-            settings = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    else:
-        known_types = "a type that it knows, such as gpt2, llama or bert"
-        with errors.refusing("transformers has no such model type", wanted=known_types, fix="set model.type"):
-            settings = AutoConfig.for_model(model.type)
-    known = {*settings.to_dict(), *settings.attribute_map}
-    for name in model.config:
-        if name not in known:
-            raise ConfigError(
-                f"a {settings.model_type} configuration has no {name!r}",
-                wanted=nearest(name, known) or "a name that transformers knows",
-                found=f"model.config.{name}",
-                fix="correct model.config in the recipe",
-            )
-    with errors.refusing("transformers refuses model.config", fix="correct model.config in the recipe"):
-        if folder:
-            settings.update(model.config)
-        else:
-            sizes = {name: getattr(tokens, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-            settings = AutoConfig.for_model(model.type, **{"vocab_size": len(tokens), **sizes, **model.config})
-    _check_sizes(config, settings.get_text_config(), tokens)
-    return settings
 
 
 def _check_sizes(config: Config, settings: PreTrainedConfig, tokens: PreTrainedTokenizerFast) -> None:

@@ -60,7 +60,7 @@ class ChunkedLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         dtype: torch.dtype,
-        compiled: bool,
+        loss_of: CrossEntropy,
         learns: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needed = [learns and needed for needed in ctx.needs_input_grad]
@@ -70,7 +70,7 @@ class ChunkedLoss(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=sums) if bias is not None and needed[2] else None
         loss = torch.zeros((), dtype=sums, device=hidden.device)
         predicted = labels.new_zeros(0 if learns else len(labels))
-        largest, loss_of = (_LARGEST_COMPILED, compiled_cross_entropy()) if compiled else (_LARGEST, cross_entropy)
+        largest = _LARGEST if loss_of is cross_entropy else _LARGEST_COMPILED
         size = max(1, min(-(-len(hidden) // _CHUNKS), largest // len(weight)))
         with torch.autocast(hidden.device.type, enabled=False):
             inputs, table = hidden.to(dtype), weight.to(dtype)

@@ -38,11 +38,6 @@ class Batch:
         """How many tokens are predicted."""
         return int((self.labels != IGNORE_INDEX).sum())
 
-    def head(self) -> Batch:
-        """Its first row alone."""
-        positions = None if self.position_ids is None else self.position_ids[:1]
-        return Batch(self.input_ids[:1], self.labels[:1], positions)
-
     def to(self, device: torch.device) -> Batch:
         """What the strategy takes, on that device; a GPU receives it while it computes."""
         batch = replace(self, labelled=_labelled(self.labels.flatten()))
@@ -74,7 +69,6 @@ class Objective(ABC):
     conversations: ClassVar[bool] = False
     """Whether a document is a conversation, in the model's chat template."""
     needs_mask_token: ClassVar[bool] = False
-    peft_task: ClassVar[str | None] = "CAUSAL_LM"
     encoding: ClassVar[Encoding] = PLAIN
     learned: ClassVar[str]
     """What the model learned, in words for its card."""
@@ -117,7 +111,7 @@ class LossModule(torch.nn.Module):
         """`dtype` is that of the head's products, None that of the hidden states; its rows are padded to `multiple`."""
         super().__init__()
         self.network: Any = network
-        self._chunked, self._dtype, self._compiled = loss == "chunked", dtype, compiled
+        self._chunked, self._dtype = loss == "chunked", dtype
         self._cross_entropy = compiled_cross_entropy() if compiled else cross_entropy
         # BERT has no such argument.
         self._options: dict[str, Any] = {"use_cache": False} if hasattr(network, "generate") else {}
@@ -184,7 +178,7 @@ class LossModule(torch.nn.Module):
         if self._chunked:
             dtype, learns = self._dtype or hidden.dtype, torch.is_grad_enabled()
             loss, predicted = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-                hidden.flatten(0, -2), *self.padded_head(), labels, dtype, self._compiled, learns
+                hidden.flatten(0, -2), *self.padded_head(), labels, dtype, self._cross_entropy, learns
             )
             return torch.cat([loss[None], predicted.to(loss.dtype)])[None, None]
         if self._padding:

@@ -19,7 +19,6 @@ class Masked(Objective):
     auto_model = AutoModelForMaskedLM
     predicts_next = False
     needs_mask_token = True
-    peft_task = None
     learned = "masked tokens"
     even = False
 
