@@ -48,7 +48,7 @@ def build(
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "dtype": dtype}
     if model.attn_implementation != "auto":
         options["attn_implementation"] = model.attn_implementation
-    with _refusing(config, settings, folder):
+    with _refusing(config, folder):
         with no_init_weights():
             network: PreTrainedModel = objective.auto_model.from_config(settings, **options)
         # Not every strategy saves frozen weights, such as LoRA's base, and the check of the document mask computes.
@@ -86,7 +86,7 @@ def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The model without its weights and without room for them."""
     settings, folder = check(config, tokens)
     auto_model = objectives.named(config.train.objective).auto_model
-    with _refusing(config, settings, folder), torch.device("meta"):
+    with _refusing(config, folder), torch.device("meta"):
         network: PreTrainedModel = auto_model.from_config(settings, trust_remote_code=config.model.trust_remote_code)
         _read_generation_config(network, folder)
     return network
@@ -97,12 +97,7 @@ def check(config: Config, tokens: PreTrainedTokenizerFast, *, weights: bool = Fa
     model, folder = config.model, ""
     if model.name:
         folder = hub.model(model.name, model.revision, weights=weights, code=model.trust_remote_code)
-    with errors.refusing(
-        "transformers refuses the model's configuration",
-        where=folder,
-        wanted="a config.json that it can read" if folder else "a type that it knows, such as gpt2, llama or bert",
-        fix="correct model.name, model.type or model.config",
-    ):
+    with _refusing(config, folder):
         if folder:
             settings = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
             _check_names(model.config, settings)
@@ -127,11 +122,12 @@ def _check_names(names: Iterable[str], settings: PreTrainedConfig) -> None:
             )
 
 
-def _refusing(config: Config, settings: PreTrainedConfig, folder: str) -> AbstractContextManager[None]:
+def _refusing(config: Config, folder: str) -> AbstractContextManager[None]:
+    model = config.model
     return errors.refusing(
         "transformers cannot build the model",
         where=folder,
-        wanted=f"{config.train.objective}, type {settings.model_type}, attention {config.model.attn_implementation}",
+        wanted=f"{config.train.objective}, {model.name or model.type}, attention {model.attn_implementation}",
         fix="correct [model] or train.objective",
     )
 
@@ -144,30 +140,25 @@ def _read_generation_config(network: PreTrainedModel, folder: str) -> None:
 def _initialized(
     empty: PreTrainedModel, config: Config, device: torch.device, make: Callable[[], PreTrainedModel]
 ) -> PreTrainedModel:
-    """The model that `make` makes, on the device if it has room; `empty` is the same without weights, on the CPU."""
-    # A base of LoRA is initialized at each start: on the CPU, where its weights do not depend on the GPU's memory.
-    chosen = device if config.lora is None and _on_device(device, empty) else _CPU
+    """The model that `make` makes: a large one on the GPU, in at most half of its memory; `empty` is it on the CPU.
+
+    A small one has the same weights on all machines, and so has a base of LoRA, which is initialized at each start.
+    """
+    weights = [*empty.parameters()]
+    if device.type != "cpu":
+        room = torch.cuda.get_device_properties(device).total_memory / 2
+        large = sum(weight.numel() for weight in weights) >= _SMALL
+        if config.lora or not large or sum(weight.nbytes for weight in weights) > room:
+            device = _CPU
     torch.manual_seed(config.train.seed)
-    with chosen:
+    with device:
         network = make()
-    if chosen.type != "cpu":  # a resumed run computes these on the CPU, and a GPU rounds in another way
+    if device.type != "cpu":  # a resumed run computes these on the CPU, and a GPU rounds in another way
         saved = network.state_dict()
         for name, buffer in network.named_buffers():
             if name not in saved:
                 buffer.copy_(empty.get_buffer(name))
     return network
-
-
-def _on_device(device: torch.device, network: PreTrainedModel) -> bool:
-    """Whether a new model is initialized on the GPU: a large one, in at most half of the GPU's memory.
-
-    A small one has the same weights on all machines.
-    """
-    weights = [*network.parameters()]
-    if device.type == "cpu" or sum(weight.numel() for weight in weights) < _SMALL:
-        return False
-    size = sum(weight.nbytes for weight in weights)
-    return bool(2 * size <= torch.cuda.get_device_properties(device).total_memory)
 
 
 def _check_document_mask(config: Config, network: PreTrainedModel) -> None:
