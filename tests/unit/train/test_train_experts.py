@@ -68,8 +68,7 @@ def test_flops_count_the_experts_that_a_token_meets(kind: str, tmp_path: Path) -
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Iterator[Callable[..., Run]]:
     forks, folder = Forks(), tmp_path_factory.mktemp("my runs")
-    sizes = {**MODELS["mixtral"], "output_router_logits": False}
-    model = ("model.type=mixtral", *(f"model.config.{name}={value}" for name, value in sizes.items()))
+    model = ("model.type=mixtral", *(f"model.config.{name}={value}" for name, value in MODELS["mixtral"].items()))
 
     def begun(name: str, ranks: int, *words: str) -> Run:
         return Run(forks, folder / name, ranks, *words, model=model, steps="steps=4").end()

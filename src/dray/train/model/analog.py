@@ -117,7 +117,7 @@ class Analog:
         if following:  # each rank has seen other data
             ranges = torch.cat([*self._following.values()])
             dist.all_reduce(ranges)
-            means = (ranges / dist.get_world_size()).split([*map(len, self._following.values())])
+            means = torch.split(ranges / dist.get_world_size(), [*map(len, self._following.values())])
             for layer, mean in zip(following, means, strict=True):
                 self.strategy.write(layer.input_range, mean)
                 for place, count in enumerate(layer.__dict__[_COUNTS]):

@@ -101,7 +101,7 @@ class LossModule(torch.nn.Module):
 
     def __init__(
         self,
-        network: torch.nn.Module,
+        network: Any,  # noqa: ANN401  a transformers model
         loss: str = "full",
         dtype: torch.dtype | None = None,
         multiple: int = 1,
@@ -110,15 +110,16 @@ class LossModule(torch.nn.Module):
     ) -> None:
         """`dtype` is that of the head's products, None that of the hidden states; its rows are padded to `multiple`."""
         super().__init__()
-        self.network: Any = network
+        self.network: torch.nn.Module = network
         self._chunked, self._dtype = loss == "chunked", dtype
         self._cross_entropy = compiled_cross_entropy() if compiled else cross_entropy
         # BERT has no such argument.
         self._options: dict[str, Any] = {"use_cache": False} if hasattr(network, "generate") else {}
-        self._router_weight = getattr(self.network.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        self._router_weight = getattr(network.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        self._active = getattr(network.config.get_text_config(), "num_experts_per_tok", 0)
         self._labels: torch.Tensor | None = None  # None outside of `forward`, as in generation
         self._places: torch.Tensor | None = None
-        head = self.network.get_output_embeddings()
+        head = network.get_output_embeddings()
         # An analog layer computes otherwise. FSDP and DeepSpeed divide weights later: so words are counted now.
         self._vocabulary = head.out_features if type(head) is torch.nn.Linear else 0
         self._padding = -self._vocabulary % max(multiple, 1)
@@ -157,8 +158,7 @@ class LossModule(torch.nn.Module):
         wanted = labels != IGNORE_INDEX
         if training:
             if self._router_weight:  # each row's counts by its labels: the loop divides the sum by those of the step
-                active = self.network.config.get_text_config().num_experts_per_tok
-                routers = router_losses(outputs.router_logits, len(labels), active)
+                routers = router_losses(outputs.router_logits, len(labels), self._active)
                 loss = loss + self._router_weight * (routers * wanted.sum(1)).sum()
             return loss, loss.new_zeros(2)
         wrong = torch.zeros_like(wanted)

@@ -34,7 +34,7 @@ class Masked(Objective):
         for row, sample in enumerate(samples):
             generator = np.random.Generator(np.random.Philox(key=[self.config.train.seed, sample]))
             size, tokens = rows.shape[1], rows[row]
-            chosen = generator.random(size) < self.config.train.mlm_probability
+            chosen = np.less(generator.random(size), self.config.train.mlm_probability)
             chosen &= ~np.isin(tokens, self._special)
             kind = generator.random(size)
             inputs[row, chosen & (kind < 0.8)] = self._mask
