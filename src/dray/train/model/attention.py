@@ -65,24 +65,14 @@ def _has_flex(network: Any) -> bool:  # noqa: ANN401  a transformers model
     return network._supports_flex_attn and not dropout and smallest >= _SMALLEST_HEAD
 
 
-def _mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **options: Any,  # noqa: ANN401  what transformers passes
-) -> torch.Tensor | None:
+def _mask(**options: Any) -> torch.Tensor | None:  # noqa: ANN401  what transformers passes
     """SDPA's; none where all of it is causal, or nothing is hidden. Decided by sizes alone, so that it is compiled."""
-    plain = allow_is_causal_skip or allow_is_bidirectional_skip
-    if plain and attention_mask is None and q_length == kv_length and (local_size is None or kv_length <= local_size):
+    skips = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
+    length, window = options["kv_length"], options.get("local_size")
+    whole = options["q_length"] == length and (window is None or length <= window)
+    if skips and whole and options.get("attention_mask") is None:
         return None
-    return sdpa_mask(  # type: ignore[no-any-return]
-        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
-    )  # fmt: skip
+    return sdpa_mask(**options)  # type: ignore[no-any-return]
 
 
 def _blocks(
