@@ -32,6 +32,7 @@ DOCUMENTS: dict[str, Any] = {
     "model.type": "llama", "model.config": {**LLAMA, "max_position_embeddings": 512},
     "data.document_mask": True, "data.sequence_length": 512,  # of several documents a row
 }  # fmt: skip
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.1}
 SAME = 5e-3  # of a loss near 5.5: TF32 rounds products to 10 bits, and nothing else differs
 HALF = 5e-2
 TWO = "two"
@@ -107,6 +108,27 @@ def _case(here: Here, case: Case, wanted: list[float]) -> Iterator[Row]:
         scale, skipped = found.steps[-1].get("loss_scale", 0), found.steps[-1].get("skipped_steps")
         shown = f"scale {scale:g}, {skipped} steps left out"
         yield judged("fp16", "loss scale", "a scale above 1", shown, good=scale > 1)
+
+
+def fp8(here: Here) -> Iterator[Row]:
+    """Products of 8 bits by torchao."""
+    if find_spec("torchao") is None:
+        yield left_out("fp8", "torchao", "this Python lacks torchao")
+        return
+    model = {"model.type": "llama", "model.config": LLAMA}
+    wanted = train(here, "fp8-cpu", {**model, "variant": "cpu"}).losses
+    for precision in ("fp8", "fp8_tensorwise"):
+        case = ("fp8", precision, {**model, "train.precision": precision, "train.compile": not here.on_cpu}, HALF)
+        yield from tried(*case[:2], partial(_case, here, case, wanted))
+
+
+def experts(here: Here) -> Iterator[Row]:
+    """A model with experts, and the loss of its routers."""
+    model = {"model.type": "mixtral", "model.config": MIXTRAL}
+    wanted = train(here, "experts-cpu", {**model, "variant": "cpu"}).losses
+    for strategy in ("ddp", "fsdp"):
+        case = ("experts", f"mixtral, {strategy}", {**model, "train.strategy": strategy}, SAME)
+        yield from tried(*case[:2], partial(_case, here, case, wanted))
 
 
 def documents(here: Here) -> Iterator[Row]:
@@ -287,6 +309,6 @@ def _two(here: Here, strategy: str) -> Iterator[Row]:
 PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
     "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 260), "attention": (attention, 240),
     "documents": (documents, 200), "syncs": (syncs, 90), "resume": (resume, 90), "deterministic": (deterministic, 90),
-    "analog": (analog, 200), "generate": (generate, 120), TWO: (two, 240),
+    "fp8": (fp8, 200), "experts": (experts, 120), "analog": (analog, 200), "generate": (generate, 120), TWO: (two, 240),
 }  # fmt: skip
 """Each with its limit in seconds."""

@@ -377,11 +377,9 @@ class Recipe(Spec):
             yield f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
         if self.data.answer_column and train.objective != "sft":
             yield f'data.answer_column is for train.objective = "sft", but it is {train.objective}'
-        for _, length in train.sequence_length_warmup:
-            if self.data.sequence_length % length:
-                yield f"train.sequence_length_warmup: {length} must divide data.sequence_length"
-        if train.sequence_length_warmup and self.data.document_mask:
-            yield "train.sequence_length_warmup cuts documents; set data.document_mask=false"
+        yield from self._of_length(train)
+        if train.precision.startswith("fp8") and (sharding.deepspeed or self.has_analog or self.has_lora):
+            yield f"train.precision = {train.precision} needs ddp or fsdp, without [analog] and [lora]"
         masked = train.objective == "masked"
         if self.data.packing != "wrapped" and masked:
             yield (
@@ -393,3 +391,13 @@ class Recipe(Spec):
                 yield f"evaluate.{name}.stride = {evaluation.stride} must be less than data.sequence_length"
             if masked and (evaluation.stride or evaluation.last_word):
                 yield f"evaluate.{name}: stride and last_word are for models that predict the next token"
+
+    def _of_length(self, train: Train) -> Iterator[str]:
+        length = self.data.sequence_length
+        for _, first in train.sequence_length_warmup:
+            if length % first:
+                yield f"train.sequence_length_warmup: {first} must divide data.sequence_length"
+        if train.sequence_length_warmup and self.data.document_mask:
+            yield "train.sequence_length_warmup cuts documents; set data.document_mask=false"
+        if train.precision.startswith("fp8") and length % 16:
+            yield f"train.precision = {train.precision} needs a data.sequence_length that is divisible by 16"

@@ -18,8 +18,8 @@ class Package(NamedTuple):
     @property
     def demo(self) -> bool:
         """Whether `make demo` installs it. It leaves out DeepSpeed, which outside an image compiles its operators in
-        each run, for minutes, with this machine's compiler."""
-        return self.module not in ("deepspeed", "aihwkit_lightning")
+        each run, for minutes, with this machine's compiler; and what is for GPUs alone."""
+        return self.module not in ("deepspeed", "aihwkit_lightning", "torchao")
 
 
 def of(recipe: Recipe) -> Iterator[Package]:
@@ -32,6 +32,8 @@ def of(recipe: Recipe) -> Iterator[Package]:
     part = recipe.train or recipe.command
     if part and part.strategy and STRATEGIES[part.strategy].deepspeed:
         yield Package("deepspeed", f"{section}.strategy = {part.strategy}")
+    if recipe.train and recipe.train.precision.startswith("fp8"):
+        yield Package("torchao", f"train.precision = {recipe.train.precision}")
     if recipe.has_lora:
         yield Package("peft", "[lora]")
     if recipe.has_analog:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dray.config.data import Map
 from dray.config.load_toml import Count, Natural, NotNegative, Positive, Spec
@@ -25,6 +25,7 @@ _LR_OPTIONS = {
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": ("num_decay_steps", "decay_type"),
 }
+_MODEL_PARALLEL = re.compile("(tensor|context|sequence|expert|pipeline)_parallel|(tp|cp|ep|pp)(_size)?$")
 
 
 class Sharding(NamedTuple):
@@ -142,9 +143,10 @@ class Train(Spec):
     """Added to the denominator of AdamW's update, for numerical stability."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of the matrix products; weights stay in 32 bits (model.dtype). Left out, CPUs take fp32, since many emulate
-    bf16, and GPUs that emulate it fp16."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8", "fp8_tensorwise"] = "bf16"
+    """Type of the matrix products; weights stay in 32 bits (model.dtype). fp8: linear layers but the head by torchao,
+    with a scale for each row or each tensor, and bf16 for the rest. Left out, CPUs take fp32, since many emulate bf16,
+    and GPUs that emulate it fp16."""
     tf32: bool = True
     """Whether matrix products of 32 bits have TF32's 10 bits of mantissa, which GPUs from A100 on multiply several
     times as fast. Without effect on a CPU."""
@@ -195,6 +197,17 @@ class Train(Spec):
     trackers: tuple[Tracker, ...] = ()
     """Trackers that get the metrics too; offline, unless their own environment variables say otherwise.
     TensorBoard's files are always written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_model_parallelism(cls, table: Any) -> Any:  # noqa: ANN401  what the file has
+        names = [*table, str(table.get("strategy"))] if isinstance(table, dict) else []
+        if named := next(filter(_MODEL_PARALLEL.match, names), ""):
+            raise ValueError(
+                f"{named}: this trainer has ddp, fsdp and zero1 to zero3; for tensor, context, expert and pipeline "
+                "parallelism start torchtitan or Megatron-Bridge by [command]"
+            )
+        return table
 
     def contradictions(self) -> Iterator[str]:
         if (self.steps is None) == (self.epochs is None):
@@ -293,10 +306,6 @@ class Analog(Spec):
     """Noise on the weights in training, relative to the largest weight of the layer or of each output channel."""
     modifier_std_dev: NotNegative = 0.0
     """Standard deviation of the noise of modifier_type."""
-    modifier_quantize: Literal["none", "tensor", "channel"] = "none"
-    """Whether weights are quantised in training, per layer or per output channel."""
-    modifier_res: Natural = 0
-    """Steps of modifier_quantize."""
     input_range_enable: bool = False
     """Whether each layer has a range of inputs, at which larger inputs are clipped."""
     input_range_learn_input_range: bool = True
@@ -323,8 +332,6 @@ class Analog(Spec):
             ),
             "modifier_type": (not self.modifier_std_dev, "modifier_std_dev above 0"),
             "modifier_std_dev": (self.modifier_type == "none", "a modifier_type"),
-            "modifier_quantize": (not self.modifier_res, "modifier_res above 0"),
-            "modifier_res": (self.modifier_quantize == "none", "modifier_quantize"),
         }
         for name, (is_missing, need) in missing.items():
             value = getattr(self, name)

@@ -147,8 +147,6 @@ class Analog:
     mapping_max_input_size: int
     modifier_type: str
     modifier_std_dev: float
-    modifier_quantize: str
-    modifier_res: int
     input_range_enable: bool
     input_range_learn_input_range: bool
     input_range_init_value: float

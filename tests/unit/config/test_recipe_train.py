@@ -76,7 +76,13 @@ def told(*words: str) -> str:
             )
         ),
         (("train.steps=5", "train.on_divergence=skip"), "train.on_divergence"),
-        (("train.steps=5", "train.precision=fp8"), "train.precision=fp8"),
+        (("train.steps=5", "train.precision=int8"), "train.precision=int8"),
+        (("train.steps=5", "train.precision=fp8", "train.strategy=zero2"), "needs ddp or fsdp, without [analog]"),
+        (("train.steps=5", "train.precision=fp8", "data.sequence_length=24"), "that is divisible by 16"),
+        *(
+            (("train.steps=5", f"train.{word}"), "start torchtitan or Megatron-Bridge by [command]")
+            for word in ("tensor_parallel_size=2", "pp=4", "expert_parallel=2", "strategy=tp", "context_parallel=2")
+        ),
     ],
 )
 def test_what_does_not_go_together(words: tuple[str, ...], said: str) -> None:

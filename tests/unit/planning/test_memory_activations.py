@@ -155,13 +155,13 @@ def test_the_formula_has_the_rows_of_a_padded_vocabulary(kind: str, multiple: in
     """The head multiplies with a copy that has more rows; no parameter is added."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    from dray.train.model.head import Head
+    from dray.train.objectives.base import LossModule
 
     raw, words = configuration(kind), [f"model.pad_to_multiple_of={multiple}"]
     with torch.device("meta"):
         auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
         network = auto.from_config(AutoConfig.for_model(**raw))
-        weight, bias = Head(network, multiple=multiple)._padded()
+        weight, bias = LossModule(network, multiple=multiple).padded_head()
     shape = model_shape.of(raw)
     assert shape
     recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=9", *words])

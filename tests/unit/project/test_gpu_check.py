@@ -176,8 +176,8 @@ def test_what_it_knows_of_gpus_it_has_not_seen() -> None:
     found = json.loads(ended.stdout)
     assert found["order"] == [
         "machine", "gpt2", "handwritten", "stock", "llama",
-        "checks", "preflight", "strategies", "attention", "documents", "syncs", "resume", "deterministic", "analog",
-        "generate", "two",
+        "checks", "preflight", "strategies", "attention", "documents", "syncs", "resume", "deterministic", "fp8",
+        "experts", "analog", "generate", "two",
         "checkpoint", "memory", "llama-2048", "llama-8192", "fsdp", "eager",
     ]  # fmt: skip
     assert found["tokens"] == [
@@ -246,6 +246,9 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         ["syncs", "3 steps of fsdp", ok],
         ["resume", "steps 4 to 6 again", ok],
         ["deterministic", "a run twice", ok],
+        ["fp8", "torchao", missing],
+        ["experts", "mixtral, ddp", ok],
+        ["experts", "mixtral, fsdp", ok],
         ["analog", "aihwkit-lightning", missing],
         ["generate", "dray model generate", ok],
         ["generate", "dray model eval", ok],

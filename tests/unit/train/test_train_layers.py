@@ -43,20 +43,12 @@ def built(kind: str, settings: dict):
 
 
 @pytest.mark.parametrize("kind", [*MODELS, "mixtral"])
-def test_the_layers_are_those_of_transformers_and_no_experts(kind: str) -> None:
+def test_the_layers_are_those_of_transformers(kind: str) -> None:
     settings = MIXTRAL if kind == "mixtral" else MODELS[kind]
     network = built(kind, settings)
     found = layers(network)
     assert len(found) == network.config.num_hidden_layers
     assert {type(layer).__name__ for layer in found} <= set(network._no_split_modules)
-
-
-def test_a_module_without_names_has_those_of_its_outermost_lists() -> None:
-    experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(9))
-    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
-    blocks[1].append(experts)
-    assert layers(torch.nn.Sequential(blocks)) == [*blocks]
-    assert layers(torch.nn.Linear(2, 2)) == []
 
 
 def test_fsdp_moves_a_shard_where_it_is_now() -> None:

@@ -15,7 +15,7 @@ _BERT_HEAD = 9  # numbers for each hidden one, which its head keeps before the l
 _LOSS = 12
 """Bytes of a logit in eager mode: its logarithm and two gradients, in 32 bits."""
 _PARTS, _CHUNK, _CHUNK_COMPILED = 8, 1 << 27, 1 << 28
-"""The fewest parts of chunked logits, and the most numbers of one part: train/model/chunked.py has them."""
+"""The fewest parts of chunked logits, and the most numbers of one part: train/model/head.py has them."""
 
 
 class Use(NamedTuple):

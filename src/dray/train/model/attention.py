@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import masking_utils
+from transformers.integrations import sdpa_attention
 from transformers.integrations.flex_attention import flex_attention_forward
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dray.train.config import Config
 from dray.train.model.layers import heads
 
-_SDPA, _EXPANDED, _FLEX = "dray-sdpa", "dray-expanded", "dray-flex"
+_SDPA, _FLEX = "dray-sdpa", "dray-flex"
 _FUSED = (8, 0)  # the first compute capability with flash attention; Triton's matrix products begin there, too
 _DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _SMALLEST_HEAD = 16  # for flex attention
@@ -29,64 +29,50 @@ _SMALLEST_HEAD = 16  # for flex attention
 
 def look_for_documents(masked: bool) -> None:
     """Set for all models whether position ids that restart begin a new document."""
-    masking_utils.find_packed_sequence_indices = _packed if masked else _never_packed
+    masking_utils.find_packed_sequence_indices = _document_numbers if masked else lambda _: None
+
+
+def _document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of each token's document. transformers' own reads from the device whether there is more than one."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
 def install(network: Any, config: Config, device: torch.device) -> str:  # noqa: ANN401  a transformers model
     """Set the attention for this device; return the choice with its reason."""
-    documents = config.data.document_mask
-    usual = network.config._attn_implementation
+    documents, usual = config.data.document_mask, network.config._attn_implementation
     if usual != "sdpa":
         return f"{usual}: set by model.attn_implementation, or the only one of this model"
-    masked = "with a mask for documents" if documents else "without a mask where is_causal is enough"
+    choice = "sdpa with a mask for documents" if documents else "sdpa without a mask where is_causal is enough"
+    network.set_attn_implementation(_SDPA)
     if device.type == "cpu":
-        network.set_attn_implementation(_SDPA)
-        return f"sdpa {masked}"
-    capability = torch.cuda.get_device_capability(device)
+        return choice
+    fused = torch.cuda.get_device_capability(device) >= _FUSED
     if documents and config.model.attn_implementation == "auto":
-        problem = _no_flex(network, capability)
-        if not problem:
+        if fused and _has_flex(network):
             network.set_attn_implementation(_FLEX)
             return "flex_attention: it skips what the mask for documents hides"
-        masked += f": no flex_attention for {problem}"
-    # Without flash attention only the unfused kernel knows grouped heads, and it keeps every score.
-    flash = capability >= _FUSED and config.train.precision != "fp32"
-    network.set_attn_implementation(_SDPA if flash else _EXPANDED)
-    return f"sdpa {masked}"
+        choice += ": flex_attention needs compute capability 8.0, heads of 16, no dropout, and a model that has it"
+    if not fused or config.train.precision == "fp32":
+        # Without flash attention only the unfused kernel knows grouped heads, and it keeps every score.
+        sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+    return choice
 
 
-def _no_flex(network: Any, capability: tuple[int, int]) -> str:  # noqa: ANN401  a transformers model
-    """Why flex attention cannot be; empty where it can."""
+def _has_flex(network: Any) -> bool:  # noqa: ANN401  a transformers model
     settings = network.config.get_text_config()
-    share = max((getattr(settings, name, 0.0) or 0.0 for name in _DROPOUTS), default=0.0)
-    head = min(size for _, size in heads(settings))
-    if not network._supports_flex_attn:
-        return f"{settings.model_type}"
-    if capability < _FUSED:
-        return f"compute capability {'.'.join(map(str, capability))}"
-    if share:
-        return f"attention dropout {share:g}"
-    return f"head size {head}" if head < _SMALLEST_HEAD else ""
+    dropout = any(getattr(settings, name, 0.0) for name in _DROPOUTS)
+    smallest = min(size for _, size in heads(settings))
+    return network._supports_flex_attn and not dropout and smallest >= _SMALLEST_HEAD
 
 
-def _mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **options: Any,  # noqa: ANN401  what transformers passes
-) -> torch.Tensor | None:
+def _mask(**options: Any) -> torch.Tensor | None:  # noqa: ANN401  what transformers passes
     """SDPA's; none where all of it is causal, or nothing is hidden. Decided by sizes alone, so that it is compiled."""
-    plain = allow_is_causal_skip or allow_is_bidirectional_skip
-    if plain and attention_mask is None and q_length == kv_length and (local_size is None or kv_length <= local_size):
+    skips = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
+    length, window = options["kv_length"], options.get("local_size")
+    whole = options["q_length"] == length and (window is None or length <= window)
+    if skips and whole and options.get("attention_mask") is None:
         return None
-    return sdpa_mask(  # type: ignore[no-any-return]
-        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
-    )  # fmt: skip
+    return sdpa_mask(**options)  # type: ignore[no-any-return]
 
 
 def _blocks(
@@ -109,24 +95,5 @@ def register(name: str, function: Callable[..., Any], mask: Callable[..., Any] =
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
 
 
-def _never_packed(position_ids: torch.Tensor) -> None:
-    """Where documents are not masked, no pass looks whether there are several."""
-
-
-def _packed(position_ids: torch.Tensor) -> torch.Tensor:
-    """The number of each token's document. transformers' own reads from the device whether there is more than one."""
-    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-
-
-def _expanded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:  # noqa: ANN401
-    """SDPA's with as many heads of keys as of queries; it expands those of a module that says that it groups them."""
-    causal = options.pop("is_causal", None)
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    groups = query.shape[1] // key.shape[1]
-    key, value = (heads.repeat_interleave(groups, dim=1) if groups > 1 else heads for heads in (key, value))
-    return sdpa_attention_forward(None, query, key, value, attention_mask, is_causal=causal, **options)
-
-
-register(_SDPA, sdpa_attention_forward)
-register(_EXPANDED, _expanded)
+register(_SDPA, sdpa_attention.sdpa_attention_forward)
 register(_FLEX, flex_attention_forward, _blocks)

@@ -10,26 +10,23 @@ _RECOMPILE_LIMIT = 64
 """Compiled forms of one layer's code: layers that differ, training and evaluation, rows of several sizes."""
 
 
-def layers(network: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that transformers does not split over devices, in their order; else those of the outermost lists."""
-    inner: set[torch.nn.Module] = set()
-    repeated: list[torch.nn.Module] = []
-    for module in network.modules():  # an outer list comes before its inner ones, such as a layer's experts
-        if isinstance(module, torch.nn.ModuleList) and module not in inner:
-            inner.update(module.modules())
-            repeated.extend(module)
-    names = set(getattr(network, "_no_split_modules", None) or ())
-    return [layer for layer in repeated if type(layer).__name__ in names] or repeated
+def layers(network: Any) -> list[torch.nn.Module]:  # noqa: ANN401  a transformers model
+    """The modules of the first list that has as many as the configuration has layers."""
+    count = network.config.get_text_config().num_hidden_layers
+    lists = (module for module in network.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count)
+    return [*next(lists, [])]
 
 
 def heads(settings: Any) -> list[tuple[int, int]]:  # noqa: ANN401  a transformers configuration
     """The number of each layer's attention heads, and their size, which differs in Gemma 4; Mamba has none."""
-    found = []
-    # An adopted image may have a transformers without this.
-    for layer in getattr(settings, "per_layer_config", None) or [settings] * settings.num_hidden_layers:
-        if count := getattr(layer, "num_attention_heads", 0):
-            found.append((count, getattr(layer, "head_dim", None) or layer.hidden_size // count))
-    return found
+    # An adopted image may have a transformers without per_layer_config.
+    each = getattr(settings, "per_layer_config", None) or [settings] * settings.num_hidden_layers
+    counts = [getattr(layer, "num_attention_heads", 0) for layer in each]
+    return [
+        (count, getattr(layer, "head_dim", None) or layer.hidden_size // count)
+        for layer, count in zip(each, counts, strict=True)
+        if count
+    ]
 
 
 def compile_each(network: torch.nn.Module) -> None:

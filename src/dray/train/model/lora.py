@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from dray.contract.findings import ConfigError, listed
@@ -21,21 +19,19 @@ def add(network: Any, settings: Lora, *, task: str | None = None) -> None:  # no
     """Add adapters in place and freeze the rest. `task` is peft's name of the objective."""
     from peft import LoraConfig  # noqa: PLC0415  seconds, and only here
 
-    targets = settings.target_modules
-    head = network.get_output_embeddings()
-    linear = [
-        name
+    targets, head = settings.target_modules, network.get_output_embeddings()
+    linear = {
+        name: module
         for name, module in network.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
-    ]
-    unknown = [name for name in targets if not any(_ends(one, name) for one in linear)]
+    }
+    chosen = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    unknown = [target for target, names in chosen.items() if not names]
     if unknown or not linear:
         raise ConfigError(
-            "lora.target_modules names layers that the model lacks"
-            if linear
-            else "the model has no linear layers for LoRA",
+            "lora.target_modules names layers that the model lacks",
             wanted=f"ends of layer names, such as {listed(sorted({name.split('.')[-1] for name in linear}))}",
-            found=", ".join(unknown) or type(network).__name__,
+            found=", ".join(unknown) or f"{type(network).__name__}, which has no linear layers",
             fix="correct lora.target_modules, or remove it to train all linear layers but the head",
         )
     network.add_adapter(
@@ -43,8 +39,8 @@ def add(network: Any, settings: Lora, *, task: str | None = None) -> None:  # no
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides by the rank
             lora_dropout=settings.dropout,
-            target_modules=[name for name in linear if not targets or any(_ends(name, end) for end in targets)],
-            fan_in_fan_out=isinstance(network.get_submodule(linear[0]), Conv1D),
+            target_modules=sorted(set().union(*chosen.values())) if targets else [*linear],
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
             task_type=task,
         )
     )
@@ -53,46 +49,36 @@ def add(network: Any, settings: Lora, *, task: str | None = None) -> None:  # no
             weight.data = weight.data.float()
 
 
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
 def on(network: Any) -> bool:  # noqa: ANN401  a transformers model
     """Whether it has adapters."""
     return bool(getattr(network, "_hf_peft_config_loaded", False))
 
 
 def save_adapter(network: Any, weights: dict[str, torch.Tensor], folder: Path, base: str) -> None:  # noqa: ANN401
-    """The adapters alone, as peft loads them. A base model in a folder of this machine is not named."""
-    folder.mkdir(parents=True, exist_ok=True)
-    own = {name: weight.contiguous() for name, weight in weights.items() if ".lora_" in name}
-    named = {f"base_model.model.{name.replace('.default.', '.')}": weight for name, weight in own.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    adapter = copy(network.peft_config["default"])
-    adapter.base_model_name_or_path = None if base.startswith(("/", ".")) else base or None
-    adapter.save_pretrained(folder)
+    """Write the adapters as peft loads them. A base model in a folder of this machine is not named."""
+    network.peft_config["default"].base_model_name_or_path = None if base.startswith(("/", ".")) else base or None
+    network.save_pretrained(folder, state_dict=weights)
     manifest.seal_model(folder)
 
 
 def merged(network: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ANN401
     """The model's own weights by their own names, with the adapters added to them."""
     adapter = network.peft_config["default"]
-    found = {}
+    sums = {}
     for name, weight in weights.items():
-        if ".lora_" in name:
-            continue
-        layer = name.split(_BASE)[0]
-        if name.endswith(f"{_BASE}weight"):
-            change = weights[layer + _UP].float() @ weights[layer + _DOWN].float() * (adapter.lora_alpha / adapter.r)
-            weight = (weight.float() + (change.T if adapter.fan_in_fan_out else change)).to(weight.dtype)  # noqa: PLW2901
-        found[name.replace(_BASE, ".")] = weight
-    return found
+        layer, base, kind = name.partition(_BASE)
+        if base and kind == "weight":
+            product = weights[layer + _UP].float() @ weights[layer + _DOWN].float() * (adapter.lora_alpha / adapter.r)
+            product = product.T if adapter.fan_in_fan_out else product
+            sums[f"{layer}.weight"] = (weight.float() + product).to(weight.dtype)
+        elif ".lora_" not in name:
+            sums[name.replace(_BASE, ".")] = weight
+    return sums
 
 
 def plain(network: Any) -> Any:  # noqa: ANN401
     """The same model without adapters, on the meta device, to save merged weights."""
     with torch.device("meta"):
-        found = type(network)(network.config)
-    if getattr(network, "generation_config", None):
-        found.generation_config = network.generation_config
-    return found
+        copy = type(network)(network.config)
+    copy.generation_config = getattr(network, "generation_config", None) or copy.generation_config
+    return copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -9,11 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dray.train.config import Config
 from dray.train.data.encoding import PLAIN, Encoding, end_token
-from dray.train.model.head import IGNORE_INDEX, Head
+from dray.train.model.experts import router_losses
+from dray.train.model.head import IGNORE_INDEX, ChunkedLoss, compiled_cross_entropy, cross_entropy
 from dray.train.recipe import Evaluation
 
 _BUCKETS = 16
@@ -35,16 +38,12 @@ class Batch:
         """How many tokens are predicted."""
         return int((self.labels != IGNORE_INDEX).sum())
 
-    def head(self) -> Batch:
-        """Its first row alone."""
-        return Batch(*(None if part is None else part[:1] for part in self.inputs[:3]))  # type: ignore[arg-type]
-
     def to(self, device: torch.device) -> Batch:
         """What the strategy takes, on that device; a GPU receives it while it computes."""
-        found = replace(self, labelled=_labelled(self.labels.flatten()))
+        batch = replace(self, labelled=_labelled(self.labels.flatten()))
         if device.type == "cpu":
-            return found
-        moved = (None if part is None else part.pin_memory().to(device, non_blocking=True) for part in found.inputs)
+            return batch
+        moved = (None if part is None else part.pin_memory().to(device, non_blocking=True) for part in batch.inputs)
         return Batch(*moved)  # type: ignore[arg-type]
 
     @property
@@ -55,10 +54,10 @@ class Batch:
 
 def _labelled(labels: torch.Tensor) -> torch.Tensor | None:
     """The tokens that are predicted, and as many others as fill a bucket."""
-    size = -(-labels.numel() // _BUCKETS)
-    predicted, other = (labels != IGNORE_INDEX).nonzero()[:, 0], (labels == IGNORE_INDEX).nonzero()[:, 0]
-    missing = max(-(-len(predicted) // size), 1) * size - len(predicted)
-    return torch.cat([predicted, other[:missing]]) if missing < len(other) else None
+    ignored = labels == IGNORE_INDEX
+    bucket = -(-len(labels) // _BUCKETS)
+    count = max(-(-int((~ignored).sum()) // bucket), 1) * bucket
+    return ignored.argsort(stable=True)[:count] if count < len(labels) else None
 
 
 class Objective(ABC):
@@ -70,7 +69,6 @@ class Objective(ABC):
     conversations: ClassVar[bool] = False
     """Whether a document is a conversation, in the model's chat template."""
     needs_mask_token: ClassVar[bool] = False
-    peft_task: ClassVar[str | None] = "CAUSAL_LM"
     encoding: ClassVar[Encoding] = PLAIN
     learned: ClassVar[str]
     """What the model learned, in words for its card."""
@@ -94,20 +92,41 @@ class Objective(ABC):
 
 
 class LossModule(torch.nn.Module):
-    """The network and its loss in one forward pass, so that both are replicated and sharded together."""
+    """The network and its loss in one forward pass, so that both are replicated and sharded together.
+
+    It replaces the forward pass of the network's head, which then computes the labelled tokens alone. A chunked loss is
+    returned in the place of logits: so it passes the hooks that logits pass, and the weight is whole where the strategy
+    makes it whole.
+    """
 
     def __init__(
         self,
-        network: torch.nn.Module,
+        network: Any,  # noqa: ANN401  a transformers model
         loss: str = "full",
         dtype: torch.dtype | None = None,
         multiple: int = 1,
         *,
         compiled: bool = False,
     ) -> None:
+        """`dtype` is that of the head's products, None that of the hidden states; its rows are padded to `multiple`."""
         super().__init__()
-        self.network, self._head = network, Head(network, loss, dtype, multiple, compiled=compiled)
-        self._uncached = {"use_cache": False} if hasattr(network, "generate") else {}  # BERT has no such argument
+        self.network: torch.nn.Module = network
+        self._chunked, self._dtype = loss == "chunked", dtype
+        self._cross_entropy = compiled_cross_entropy() if compiled else cross_entropy
+        # BERT has no such argument.
+        self._options: dict[str, Any] = {"use_cache": False} if hasattr(network, "generate") else {}
+        self._router_weight = getattr(network.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        self._active = getattr(network.config.get_text_config(), "num_experts_per_tok", 0)
+        self._labels: torch.Tensor | None = None  # None outside of `forward`, as in generation
+        self._places: torch.Tensor | None = None
+        head = network.get_output_embeddings()
+        # An analog layer computes otherwise. FSDP and DeepSpeed divide weights later: so words are counted now.
+        self._vocabulary = head.out_features if type(head) is torch.nn.Linear else 0
+        self._padding = -self._vocabulary % max(multiple, 1)
+        if head is not None:
+            self._logits_of = head.forward
+            self._head = (head,)  # a tuple, in which it is no second child of this module
+            head.forward = self._head_forward
 
     def forward(
         self,
@@ -116,14 +135,64 @@ class LossModule(torch.nn.Module):
         position_ids: torch.Tensor | None,
         labelled: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of all labels; in evaluation also how many were predicted, and in how many rows all
-        were."""
-        positions = {} if position_ids is None else {"position_ids": position_ids}
-        self._head.expect(labels, labelled)
-        logits = self.network(input_ids=input_ids, **positions, **self._uncached).logits
-        loss, right = self._head.loss(logits), None if self.network.training else self._head.right(logits)
-        self._head.expect(None, None)
-        if right is None:
-            return loss, loss.new_zeros(2)
+        """The sum of the losses of all labels, in training with the routers'; in evaluation also how many labels were
+        predicted, and in how many rows all were."""
+        options = dict(self._options)
+        if position_ids is not None:
+            options["position_ids"] = position_ids
+        training = self.network.training
+        if training and self._router_weight:
+            options["output_router_logits"] = True
+        self._labels, self._places = labels.flatten(), labelled
+        outputs = self.network(input_ids=input_ids, **options)
+        output = outputs.logits
+        chosen = self._labels if labelled is None else self._labels[labelled]
+        self._labels = self._places = None
+        if self._chunked:
+            loss, predicted = output[0, 0, 0], output[0, 0, 1:]
+        else:
+            logits = output.flatten(0, 1)
+            if len(logits) > len(chosen):  # of a model that multiplies by the weight itself, as MobileBERT does
+                logits = logits[labelled]
+            loss, predicted = self._cross_entropy(logits, chosen), logits if training else logits.argmax(1)
         wanted = labels != IGNORE_INDEX
-        return loss, torch.stack([right.sum(), (wanted.any(1) & (right | ~wanted).all(1)).sum()])
+        if training:
+            if self._router_weight:  # each row's counts by its labels: the loop divides the sum by those of the step
+                routers = router_losses(outputs.router_logits, len(labels), self._active)
+                loss = loss + self._router_weight * (routers * wanted.sum(1)).sum()
+            return loss, loss.new_zeros(2)
+        wrong = torch.zeros_like(wanted)
+        wrong.view(-1)[slice(None) if labelled is None else labelled] = predicted != chosen
+        wrong &= wanted
+        return loss, torch.stack([wanted.sum() - wrong.sum(), (wanted.any(1) & ~wrong.any(1)).sum()])
+
+    def _head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor
+        if self._labels is None:
+            logits = self._logits_of(hidden)
+            return logits
+        labels = self._labels
+        if self._places is not None:
+            hidden = hidden.flatten(0, -2).index_select(0, self._places)[None]
+            labels = labels[self._places]
+        if self._chunked:
+            dtype, learns = self._dtype or hidden.dtype, torch.is_grad_enabled()
+            loss, predicted = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+                hidden.flatten(0, -2), *self.padded_head(), labels, dtype, self._cross_entropy, learns
+            )
+            return torch.cat([loss[None], predicted.to(loss.dtype)])[None, None]
+        if self._padding:
+            logits = functional.linear(hidden, *self.padded_head(self._dtype))
+            return logits[..., : self._vocabulary]  # a model may cap its logits, and -inf would be a number again
+        logits = self._logits_of(hidden)
+        return logits
+
+    def padded_head(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, Any]:
+        """The head's weight and bias, padded with zero weights and -inf bias, so that padding has probability 0."""
+        weight, bias = self._head[0].weight, self._head[0].bias
+        if not self._padding:
+            return weight, bias
+        if bias is None:
+            bias = weight.new_zeros(self._vocabulary)
+        rows = functional.pad(weight.to(dtype or weight.dtype), (0, 0, 0, self._padding))
+        return rows, functional.pad(bias.to(rows.dtype), (0, self._padding), value=-math.inf)

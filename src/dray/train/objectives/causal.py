@@ -26,37 +26,37 @@ class Causal(Objective):
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(config, tokenizer)
         self.document_mask = config.data.document_mask
-        self.padded = config.data.packing != "wrapped"
 
     @property
     def even(self) -> bool:
-        return not self.document_mask and not self.marked and not self.padded
+        return not (self.document_mask or self.marked or self.config.data.packing != "wrapped")
 
     def batch(self, rows: NDArray[np.int64], samples: range) -> Batch:
         del samples
-        marks, rows = rows, rows & IDS
-        padding = (marks & PADDING) != 0
-        labels = np.full_like(rows, IGNORE_INDEX)
-        labels[:, :-1] = rows[:, 1:]
+        tokens, padding = rows & IDS, (rows & PADDING) != 0
+        predicted = ~padding
         if self.marked:
-            labels[:, :-1][(marks[:, 1:] & LABEL) == 0] = IGNORE_INDEX
-        labels[:, :-1][padding[:, 1:]] = IGNORE_INDEX
+            predicted &= (rows & LABEL) != 0
+        ends = np.zeros_like(padding)
+        if self.document_mask:
+            ends = (rows & LAST) != 0 if self.marked else (tokens == self.end) & ~padding
+        labels = np.full_like(rows, IGNORE_INDEX)
+        # What follows the end of a document is another document.
+        labels[:, :-1] = np.where(predicted[:, 1:] & ~ends[:, :-1], tokens[:, 1:], IGNORE_INDEX)
         positions = None
         if self.document_mask:
-            ends = (marks & LAST) != 0 if self.marked else (rows == self.end) & ~padding
-            labels[ends] = IGNORE_INDEX  # what follows is another document
             place = np.arange(rows.shape[1])
             begins = np.zeros_like(rows)
-            begins[:, 1:] = np.where(ends[:, :-1], place[1:], 0)
+            begins[:, 1:] = ends[:, :-1] * place[1:]
             positions = torch.from_numpy(place - np.maximum.accumulate(begins, axis=1))
-        return Batch(torch.from_numpy(rows), torch.from_numpy(labels), positions)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), positions)
 
     def evaluating(self, evaluation: Evaluation) -> Objective:
         """Windows that overlap read over the ends of documents."""
-        found = copy(self)
-        found.marked = evaluation.last_word or (self.marked and not evaluation.stride)
-        found.document_mask = self.document_mask and not evaluation.stride
-        return found
+        objective = copy(self)
+        objective.marked = evaluation.last_word or (self.marked and not evaluation.stride)
+        objective.document_mask = self.document_mask and not evaluation.stride
+        return objective
 
 
 OBJECTIVE = Causal

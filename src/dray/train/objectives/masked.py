@@ -19,7 +19,6 @@ class Masked(Objective):
     auto_model = AutoModelForMaskedLM
     predicts_next = False
     needs_mask_token = True
-    peft_task = None
     learned = "masked tokens"
     even = False
 
@@ -29,18 +28,20 @@ class Masked(Objective):
         self._special = tuple(tokenizer.all_special_ids)
 
     def batch(self, rows: NDArray[np.int64], samples: range) -> Batch:
-        pairs = [self._masked(row, sample) for row, sample in zip(rows & IDS, samples, strict=True)]
-        inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-        return Batch(inputs, labels, None)
-
-    def _masked(self, row: NDArray[np.int64], sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of the chosen tokens 8 in 10 are masked, 1 becomes any other, 1 stays."""
-        chance = np.random.Generator(np.random.Philox(key=[self.config.train.seed, sample]))
-        chosen = (chance.random(len(row)) < self.config.train.mlm_probability) & ~np.isin(row, self._special)
-        kind = chance.random(len(row))
-        inputs = np.where(chosen & (kind < 0.8), self._mask, row)
-        inputs = np.where(chosen & (kind >= 0.9), chance.integers(self._vocabulary, size=len(row)), inputs)
-        return inputs, np.where(chosen, row, IGNORE_INDEX)
+        rows = rows & IDS
+        inputs, labels = rows.copy(), np.full_like(rows, IGNORE_INDEX)
+        for row, sample in enumerate(samples):
+            generator = np.random.Generator(np.random.Philox(key=[self.config.train.seed, sample]))
+            size, tokens = rows.shape[1], rows[row]
+            chosen = np.less(generator.random(size), self.config.train.mlm_probability)
+            chosen &= ~np.isin(tokens, self._special)
+            kind = generator.random(size)
+            inputs[row, chosen & (kind < 0.8)] = self._mask
+            others = generator.integers(self._vocabulary, size=size)
+            inputs[row] = np.where(chosen & (kind >= 0.9), others, inputs[row])
+            labels[row, chosen] = tokens[chosen]
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), None)
 
 
 OBJECTIVE = Masked

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dray.train.config import Config
-from dray.train.model import layers
+from dray.train.model import fp8, layers
 from dray.train.objectives.base import LossModule
 from dray.train.parallel.base import Strategy
 from dray.train.parallel.ddp import HALF
@@ -20,6 +20,7 @@ def make(network: torch.nn.Module, config: Config, device: torch.device) -> Stra
     multiple = padded if isinstance(padded, int) else 1
     half, compiled = HALF.get(config.train.precision), config.train.compile is True
     module = LossModule(network, config.train.loss, half, multiple, compiled=compiled)
+    fp8.convert(network, config.train.precision, device)
     if compiled:
         layers.compile_each(network)
     file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second

@@ -20,7 +20,8 @@ from dray.train.parallel.base import MOMENTS, adamw, buffers
 from dray.train.parallel.replicas import Replicas
 from dray.train.parallel.scaler import Scaler
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What is not a product of 8 bits is one of 16.
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8_tensorwise": torch.bfloat16}
 
 
 class Ddp:
