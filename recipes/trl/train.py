@@ -6,12 +6,15 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer
 
 CHECKPOINTS = Path(os.environ.get("DRAY_RUN", "."), "checkpoints")
+GLOO = []
+"""On CPUs the process group, which torch 2.13 may wait forever to free."""
 
 
 class SaveWhenAsked(TrainerCallback):
@@ -24,6 +27,11 @@ class SaveWhenAsked(TrainerCallback):
     def ask(self, _signal: int, _frame: FrameType | None) -> None:
         """Save after this step."""
         self.asked = True
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        """Keep gloo's group."""
+        if distributed.is_initialized() and distributed.get_backend() == "gloo":
+            GLOO.append(distributed.group.WORLD)
 
     def on_step_end(self, args: TrainingArguments, _state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Agree on the step."""
@@ -39,7 +47,7 @@ class SaveWhenAsked(TrainerCallback):
             if distributed.is_initialized():
                 distributed.barrier()  # no rank exits before the files are written
                 distributed.destroy_process_group()
-            sys.exit(75)
+            leave(75)
 
 
 def newest() -> str | None:
@@ -49,6 +57,15 @@ def newest() -> str | None:
     return str(max(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))) if folders else None
 
 
+def leave(code: int) -> NoReturn:
+    """Exit, with gloo at once: without the interpreter's clean-up."""
+    if GLOO:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     trainer.DEFAULT_CALLBACKS.append(SaveWhenAsked)
     script = import_module(f"trl.scripts.{sys.argv.pop(1)}")
@@ -56,3 +73,4 @@ if __name__ == "__main__":
     arguments = script.make_parser().parse_args_and_config(fail_with_unknown_args=False)
     arguments[1].resume_from_checkpoint = newest()
     script.main(*arguments)
+    leave(0)
