@@ -106,8 +106,10 @@ def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_
     folder = model.parents[1] / "lm-eval"
     folder.mkdir(exist_ok=True)
     # A container gets the recipe's datasets as binds, so the model and the files of options are listed as datasets.
-    paths = {f"option-{number}": word for number, word in enumerate(options) if word.startswith("/")}
-    seen = {name: Evaluation(dataset=path) for name, path in {"model": str(model), **paths}.items()}
+    seen = {"model": Evaluation(dataset=str(model))}
+    for number, option in enumerate(options):
+        if option.startswith("/") and Path(option).exists():
+            seen[f"option-{number}"] = Evaluation(dataset=option)
     recipe = recipe.model_copy(update={"evaluate": seen})
     return one_off_job.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
 
