@@ -44,7 +44,7 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
     found = "" if trust else foreign(paths)
     if found:
         ignored = Finding(
-            "the run is another user's, so its env, pass_env, layer and model.trust_remote_code are ignored",
+            "the run is another user's, so its env, pass_env, layer and trust_remote_code are ignored",
             found=found,
             fix="--trust-run uses them: code of that user then runs as you",
         )
