@@ -38,7 +38,7 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
-    return Run(forks, tmp_path_factory.mktemp("my runs") / "mine", 1, steps="steps=1").end().folder
+    return Run(forks, tmp_path_factory.mktemp("my runs") / "mine", 1, steps="steps=2").end().folder
 
 
 def evaluate(run: Path, *words: str, lm_eval: Path | None = None) -> tuple[int, str]:

