@@ -99,10 +99,9 @@ def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_
             found="train.objective = masked",
             fix="leave out --tasks to evaluate on the recipe's datasets",
         )
-    job = image_tasks.LmEval(
-        str(model), tasks, options, recipe.image, plan.batch.per_device if plan.batch else 1,
-        recipe.model.trust_remote_code, device_map,
-    )  # fmt: skip
+    per_device = (plan.batch and plan.batch.per_device) or 1
+    trusted = recipe.model.trust_remote_code
+    job = image_tasks.LmEval(str(model), tasks, options, recipe.image, per_device, trusted, device_map)
     folder = model.parents[1] / "lm-eval"
     folder.mkdir(exist_ok=True)
     # A container gets the recipe's datasets as binds, so the model and the files of options are listed as datasets.
