@@ -244,7 +244,7 @@ def test_code_in_a_run_of_theirs_is_not_run(cluster, sif: Path, root: Path, othe
     words = ["apptainer", "exec", checkout, f"--env=DRAY_HOME={root},HF_HUB_OFFLINE=1", *inside]
     ended = cluster.exec(words, node="n2", workdir="/tmp/theirs")
     assert ended.code != 0
-    assert "the run is another user's, so its env, pass_env and model.trust_remote_code are ignored" in ended.err
+    assert "the run is another user's, so its env, pass_env, layer and trust_remote_code are ignored" in ended.err
     assert not pwned.exists()
     if verb[0] == "generate":
         cluster.exec([*words, "--trust-run"], node="n2", workdir="/tmp/theirs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +16,7 @@ from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
+from dray.planning.schema import Plan
 from dray.runs import one_off_job
 from dray.runs import trust as trusting
 from dray.runs.prepare import over, read_recipe
@@ -44,28 +46,41 @@ DeviceMap = Annotated[
     typer.Option(help="For a model larger than one device: auto places its layers on all GPUs, then in host memory."),
 ]
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
+_OF_TASKS = ("env", "pass_env", "image", "layer")
 
 
 @app.command("eval")
 def evaluate(
     run: Run,
     overrides: Overrides = None,
+    tasks: str = "",
     device_map: DeviceMap = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
 ) -> None:
-    """Evaluate a run's model on the recipe's datasets, or on others, on this machine's GPU or CPUs.
+    """Evaluate a run's model on the recipe's datasets, on others, or on tasks of lm-eval, here on a GPU or CPUs.
+
+    --tasks TASKS: Tasks of lm-eval, separated by commas, instead of datasets. Options of lm-eval follow after --.
 
     dray model eval RUN evaluate.mine.dataset=some.txt
+    dray model eval RUN --tasks hellaswag,arc_easy -- --num_fewshot 5
     """
     folder = _folder(run, runs)
     plan, model = one_off_job.ended(folder, trust=trust_run)
-    for setting in overrides or []:
-        if re.split("[.=]", setting)[0] not in _EVALUATED:
-            wanted = f"settings of {', '.join(_EVALUATED)}"
+    settings = [*takewhile(lambda word: not word.startswith("-"), overrides or [])]
+    options = (overrides or [])[len(settings) :]
+    for setting in settings:
+        effective = _OF_TASKS if tasks else _EVALUATED
+        if re.split("[.=]", setting)[0] not in effective:
+            wanted = f"settings of {', '.join(effective)}"
             raise ConfigError("this setting has no effect on an evaluation", wanted=wanted, found=setting)
-    recipe = over(plan.recipe, overrides or [])
+    if options and not tasks:
+        raise ConfigError("options after -- are for lm-eval", found=shlex.join(options), fix="--tasks hellaswag")
+    recipe = over(plan.recipe, settings)
+    if tasks:
+        evaluated = plan.model_copy(update={"recipe": recipe})
+        raise typer.Exit(_lm_eval(evaluated, model, tasks, options, device_map=bool(device_map), engine=engine))
     if not trust_run and trusting.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
         trusting.require_no_functions(theirs, str(folder))
@@ -73,6 +88,29 @@ def evaluate(
     job = image_tasks.Evaluate(str(model), changed, bool(device_map))
     seen = ("data", "evaluate")
     raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
+
+
+def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_map: bool, engine: str) -> int:
+    """Run lm-eval in the folder lm-eval of the run, where it leaves its results; its exit code."""
+    recipe = plan.recipe
+    if recipe.train and recipe.train.objective == "masked":
+        raise ConfigError(
+            "lm-eval's tasks are for models that predict the next token",
+            found="train.objective = masked",
+            fix="leave out --tasks to evaluate on the recipe's datasets",
+        )
+    per_device = (plan.batch and plan.batch.per_device) or 1
+    trusted = recipe.model.trust_remote_code
+    job = image_tasks.LmEval(str(model), tasks, options, recipe.image, per_device, trusted, device_map)
+    folder = model.parents[1] / "lm-eval"
+    folder.mkdir(exist_ok=True)
+    # A container gets the recipe's datasets as binds, so the model and the files of options are listed as datasets.
+    seen = {"model": Evaluation(dataset=str(model))}
+    for number, option in enumerate(options):
+        if option.startswith("/") and Path(option).exists():
+            seen[f"option-{number}"] = Evaluation(dataset=option)
+    recipe = recipe.model_copy(update={"evaluate": seen})
+    return one_off_job.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
 
 
 @app.command()

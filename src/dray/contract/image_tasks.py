@@ -14,6 +14,19 @@ class Evaluate(NamedTuple):
     """Whether its layers are placed on several devices."""
 
 
+class LmEval(NamedTuple):
+    """Evaluate a saved model on tasks of lm-eval."""
+
+    model: str
+    tasks: str
+    options: list[str]
+    """Options of lm-eval, which win over dray's."""
+    variant: str
+    per_device: int
+    trust_remote_code: bool
+    device_map: bool = False
+
+
 class Generate(NamedTuple):
     """Generate text from a prompt; with 0 tokens, as many as fit."""
 
@@ -86,7 +99,7 @@ class Sync(NamedTuple):
     follow: bool
 
 
-Job = Evaluate | Generate | Export | Push | Prefetch | Inspect | Importing | Sync
+Job = Evaluate | LmEval | Generate | Export | Push | Prefetch | Inspect | Importing | Sync
 KINDS: dict[str, type[Job]] = {kind.__name__.lower(): kind for kind in get_args(Job)}
 
 

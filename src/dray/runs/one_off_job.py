@@ -44,13 +44,13 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
     found = "" if trust else foreign(paths)
     if found:
         ignored = Finding(
-            "the run is another user's, so its env, pass_env and model.trust_remote_code are ignored",
+            "the run is another user's, so its env, pass_env, layer and trust_remote_code are ignored",
             found=found,
             fix="--trust-run uses them: code of that user then runs as you",
         )
         print(f"dray: {ignored.level}: {ignored}", file=sys.stderr)
         recipe = recipe.with_values("model", trust_remote_code=False)
-        plan = plan.model_copy(update={"recipe": recipe.model_copy(update={"env": {}, "pass_env": ()})})
+        plan = plan.model_copy(update={"recipe": recipe.model_copy(update={"env": {}, "pass_env": (), "layer": None})})
     return plan, paths
 
 

@@ -267,7 +267,7 @@ class TestAnotherUsersRun:
         ran, printed = self.verb(run, "push", "a/b")
         assert ran == []
         assert printed.splitlines()[:3] == [
-            "dray: warning: the run is another user's, so its env, pass_env and model.trust_remote_code are ignored",
+            "dray: warning: the run is another user's, so its env, pass_env, layer and trust_remote_code are ignored",
             f"  found:  {run} of user {NOBODY}, mode 0700",
             "  fix:    --trust-run uses them: code of that user then runs as you",
         ]
