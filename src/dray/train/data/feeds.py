@@ -112,10 +112,13 @@ class Shard:
 
     def __init__(self, number: int, stream: Stream, state: Sequence[Any] | None = None) -> None:
         self.number, self.stream = number, stream
-        # The part's place in the row of all epochs; its documents that were taken; their tokens that no sample has yet.
-        _, self.part, self.taken, left = state or (number, number, 0, ())
-        self.left = np.asarray(left, np.int64)
+        self.part = number  # in the row of the parts of all epochs
+        self.taken = 0  # documents of that part
+        self.left = np.zeros(0, np.int64)  # tokens that no sample has yet
         self._documents: Iterator[str] | None = None
+        if state is not None:
+            _, self.part, self.taken, left = state
+            self.left = np.asarray(left, np.int64)
 
     def take(self, length: int) -> NDArray[np.int64]:
         """The next tokens."""

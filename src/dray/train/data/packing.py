@@ -55,7 +55,8 @@ class Packed(Tokens):
         """The lengths of all documents that have a piece in the samples."""
         begins = self.begins[: int(self.bounds[-1])].astype(np.uint64)
         documents = np.unique(np.searchsorted(self.starts, begins, side="right") - 1)
-        return np.diff(self.starts.astype(np.int64))[documents]
+        starts = self.starts.astype(np.int64)
+        return starts[documents + 1] - starts[documents]
 
     def counts(self) -> dict[str, int]:
         """How many documents are in the samples, how many are longer than one; tokens dropped, and those that fill."""

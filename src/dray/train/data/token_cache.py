@@ -105,7 +105,7 @@ def cached(
                 _make(folder, write)
             _check(folder)
 
-    for turn in (False, True):
+    for turn in (False, True):  # nodes that share rank 0's disk come second
         on_all(partial(prepare, turn), lambda *_: None)
     _check_same(folder)
     return _open(folder)
