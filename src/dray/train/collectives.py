@@ -41,8 +41,7 @@ def init_distributed(variant: str) -> torch.device:
     try:
         # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
         backend = "gloo" if on_cpu else os.environ.get(_BACKEND, "nccl")
-        own = device if backend == "nccl" else None
-        dist.init_process_group(backend, timeout=_IN_A_STEP, device_id=own)
+        dist.init_process_group(backend, timeout=_IN_A_STEP, device_id=device if backend == "nccl" else None)
         with unprinted():  # torch 2.9 prints a line for each rank and group: all that it is not connected to
             _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
         # With TORCH_GLOO_LAZY_INIT two ranks connect when they first need one another, within the time of the group.
@@ -111,7 +110,7 @@ def on_all(
 ) -> Any:  # noqa: ANN401  what `then` returns
     """Run `do` on all ranks, tree-reduce its values with `join`, run `then` on rank 0, and broadcast the result.
 
-    No rank hears more than log2 N others. Where it fails on one, all fail alike: none waits for that one for ever.
+    No rank hears more than log2 N others. Where `do` fails on one rank, all raise the same error.
     """
     result, step, (rank, world) = _tried(do), 1, placed()
     while step < world and not rank & step:  # this rank has the values of `step` ranks, from its own on

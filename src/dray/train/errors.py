@@ -106,10 +106,10 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
     try:
         main(*arguments)
     except Exception as raised:
-        found = _known(raised) or unexpected.error(raised, log=True)
-        code = found.finding.code
+        error = _known(raised) or unexpected.error(raised, log=True)
+        code = error.finding.code
         with suppress(OSError):
-            print(f"{name}{found}", file=sys.stderr)
+            print(f"{name}{error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = exit_codes.FAILED

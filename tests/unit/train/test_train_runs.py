@@ -119,9 +119,9 @@ def test_ranks_and_passes_change_nothing(run: BEGUN, alone: Run, ranks: int, per
 
 
 def test_short_rows_at_the_start_are_the_same_on_any_ranks(run: BEGUN, alone: Run) -> None:
-    words = ("train.sequence_length_warmup=[[2, 8], [4, 16]]", "train.steps=6", "train.warmup_steps=2")
-    one = run(1, *words, steps="").end()
-    other = run(2, *words, "train.strategy=fsdp", steps="").end()
+    words = ("train.sequence_length_warmup=[[2, 8], [4, 16]]",)
+    one = run(1, *words, steps="steps=6").end()
+    other = run(2, *words, "train.strategy=fsdp", steps="steps=6").end()
     assert other.losses() == pytest.approx(one.losses(), rel=2e-5)
     first, whole = one.events("step")[0], alone.events("step")[0]
     assert first["tokens"] == whole["tokens"]

@@ -71,7 +71,9 @@ class Evaluator:
             mix = self.config.data.mix
             sources = [(source.weight, self.figures[f"{datasets.VALIDATION}-{name}"]) for name, source in mix.items()]
             total = sum(weight for weight, _ in sources)
-            mean = {key: sum(weight * own[key] for weight, own in sources) / total for key in ("loss", "accuracy")}
+            mean = {
+                key: sum(weight * figures[key] for weight, figures in sources) / total for key in ("loss", "accuracy")
+            }
             self._write(datasets.VALIDATION, step, mean | {"perplexity": perplexity(mean["loss"])})
         for event, evaluated in self._more.items():
             self._write(event, step, self._measure(evaluated))

@@ -229,13 +229,13 @@ class Loop:
         bad = all_gather_json(host.read(self._bad_loss)[0] <= last)
         ranks = [rank for rank in range(self.world) if bad[rank]]
         problem = f"the {'loss' if ranks else 'gradient'} is not finite any more"
-        found = f"NaN or Inf at {_text(first, last)}, on rank {', '.join(map(str, ranks)) or 'unknown'}"
-        self._warn("not finite", first, last, f"{problem}: {found}")
+        where = f"NaN or Inf at {_text(first, last)}, on rank {', '.join(map(str, ranks)) or 'unknown'}"
+        self._warn("not finite", first, last, f"{problem}: {where}")
         barrier()  # the launcher ends rank 0 when another rank has failed, and it writes the metrics
         raise DrayError(
             problem,
             wanted="finite numbers",
-            found=f"{found}; {self.checkpoints.newest_text()}",
+            found=f"{where}; {self.checkpoints.newest_text()}",
             fix=NOT_FINITE,
         )
 
