@@ -4,7 +4,7 @@
 
 PYTHON is another one that has `datasets`. Each way takes each text once, in a process that has imported everything.
 `datasets` reads as a stream, row by row or 1,000 rows at a time; prepared, it writes an Arrow file first, as it
-does without `streaming`. `by URL` is s3:// from a server on loopback; `datasets` opens it by dray's file system. CPU
+does without `streaming`. `by URL` is s3:// from a server on loopback; `datasets` opens it by s3fs too. CPU
 seconds are those of all threads, without the server's.
 """
 

@@ -27,9 +27,7 @@ class Store:
         self.buckets: set[str] = set()
         """Those that may be empty."""
         self.cuts = 0
-        """How many of the next parts of an object lose their connection in the middle."""
-        self.flips = 0
-        """How many of the next parts are stored with another byte."""
+        """How many of the next objects, or parts of one, lose their connection in the middle."""
         self.parts: dict[str, dict[int, bytes]] = {}
         """Of objects that are not complete yet, by the upload's number."""
 
@@ -89,16 +87,13 @@ class _Store(BaseHTTPRequestHandler):
         self.store.asked.append((self.command, path))
         if self._refused(path):
             return
-        if self.store.cuts and "partNumber" in query:
+        if self.store.cuts:
             self.store.cuts -= 1
             self.rfile.read(1)
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
             return
         said = self._sent()
-        if self.store.flips and len(said) > 100 and "partNumber" in query:
-            self.store.flips -= 1
-            said = said[:50] + bytes([said[50] ^ 1]) + said[51:]
         if "partNumber" in query:
             self.store.parts[query["uploadId"][0]][int(query["partNumber"][0])] = said
         else:

@@ -234,8 +234,8 @@ ROW = "row 1 of FILE"
         ("def clean(row):\n    return {'txt': 'x'}\n",
          f"there is no column 'text'\n  wanted: text in what clean of prep.py returned for {ROW}\n  found:  txt\n"),
         ("def clean(row):\n    return {'text': 5}\n",
-         f"column 'text' is not text\n  wanted: strings in what clean of prep.py returned for {ROW}\n"
-         "  found:  int: 5\n"),
+         f"column 'text' is not text\n  where:  what clean of prep.py returned for {ROW}\n"
+         "  wanted: strings\n  found:  int: 5\n"),
         ("def clean(row, other):\n    return row\n", "missing 1 required positional argument: 'other'"),
     ],
 )  # fmt: skip
@@ -249,7 +249,7 @@ def test_its_mistakes_are_told_with_function_row_and_file(tmp_path: Path, source
 def test_the_row_is_counted_in_its_part_of_the_file(tmp_path: Path, monkeypatch) -> None:
     fails = "def clean(row):\n    assert int(row['id']) != 17\n    return {'text': row['body']}\n"
     monkeypatch.setattr(resolve, "_PIECE", 100)
-    for kind, place in (("parquet", "row 4 of row group 2 of "), ("jsonl", "row 1 of "), ("csv", "row 18 of ")):
+    for kind, place in (("parquet", "row 18 of "), ("jsonl", "row 1 of "), ("csv", "row 18 of ")):
         path = rows(tmp_path, kind)
         with pytest.raises(ConfigError) as refused:
             documents(path, fails)
@@ -263,9 +263,8 @@ def test_a_line_that_is_no_row(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         documents(path)
     assert str(refused.value) == (
-        f"a row has no columns\n  where:  row 2 of {path}\n"
-        '  wanted: an object on each line, such as {"text": "..."}, for data.map\n'
-        "  found:  str: just text\n  fix:    correct that row, or remove data.map"
+        f"there is no column 'text'\n  wanted: text in row 2 of {path}\n"
+        "  found:  str\n  fix:    set data.column to one of these"
     )
 
 

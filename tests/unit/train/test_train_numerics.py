@@ -50,7 +50,7 @@ def test_an_operation_that_is_not_deterministic_is_refused(tmp_path: Path) -> No
     assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == (True, False)
     with pytest.raises(RuntimeError) as refused:
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
-    told = errors._nondeterministic(refused.value)
+    told = errors._known(refused.value)
     assert isinstance(told, ConfigError)
     assert str(told) == (
         "an operation of this model is not deterministic on this device\n"
@@ -58,7 +58,7 @@ def test_an_operation_that_is_not_deterministic_is_refused(tmp_path: Path) -> No
         "  found:  put_ does not have a deterministic implementation\n"
         "  fix:    train.deterministic=false, or another model.attn_implementation"
     )
-    assert errors._nondeterministic(RuntimeError("else")) is None
+    assert errors._known(RuntimeError("else")) is None
 
 
 def test_one_fused_adamw_is_that_of_all_strategies(tmp_path: Path) -> None:

@@ -164,7 +164,6 @@ def test_another_object_has_another_identity_and_is_refused_while_it_is_read(sto
         ("{web}/nobody/a.jsonl", "no permission: the dataset cannot be read"),
         ("abfs://container/a.jsonl", "--pip adlfs, and layer ="),
         ("nothing://a/b.jsonl", "found:  Protocol not known: nothing"),
-        ("json:s3://all/a.jsonl.zst", "--pip zstandard"),
     ],
 )
 def test_what_cannot_be_read_is_said(store: stores.Store, name: str, said: str) -> None:

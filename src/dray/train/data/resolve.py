@@ -55,7 +55,7 @@ class Dataset:
 
     def pieces(self, reading: Reading, readers: int = 1) -> list[Piece]:
         """All of it, in order, and smaller pieces of lines where the readers are many."""
-        size = max(_LEAST, min(_PIECE, self.size // readers))
+        size = min(_PIECE, max(_LEAST, self.size // readers))
         return [piece for rows, files in self.parts for piece in _slice(rows, _pieces(files, size), reading)]
 
 
