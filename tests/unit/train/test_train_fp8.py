@@ -47,6 +47,13 @@ def test_where_they_are_not_possible(monkeypatch, precision: str, capability, in
     assert (finding.found, finding.fix, finding.code) == (found, "train.precision=bf16", 78)
 
 
+def test_a_model_that_is_evaluated_needs_none(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    model = network().requires_grad_(False)
+    fp8.convert(model, "fp8", GPU)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
 @needs_torchao
 def test_all_linear_layers_but_the_head_have_them() -> None:
     model = network()

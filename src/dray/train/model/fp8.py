@@ -17,8 +17,11 @@ _MULTIPLE = 16  # the kernels take no other sizes
 
 
 def convert(network: Any, precision: str, device: torch.device) -> None:  # noqa: ANN401  a transformers model
-    """Replace the linear layers where train.precision is fp8; a CPU emulates them, for tests."""
-    if precision not in _RECIPES:
+    """Replace the linear layers where train.precision is fp8; a CPU emulates them, for tests.
+
+    `dray model eval`, which freezes the model, multiplies in 16 bits, on any machine.
+    """
+    if precision not in _RECIPES or not any(weight.requires_grad for weight in network.parameters()):
         return
     on_cpu, needed, head = device.type == "cpu", _CAPABILITIES[precision], network.get_output_embeddings()
     capability = needed if on_cpu else torch.cuda.get_device_capability(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -115,8 +116,10 @@ class LossModule(torch.nn.Module):
         self._cross_entropy = compiled_cross_entropy() if compiled else cross_entropy
         # BERT has no such argument.
         self._options: dict[str, Any] = {"use_cache": False} if hasattr(network, "generate") else {}
-        self._router_weight = getattr(network.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        self._active = getattr(network.config.get_text_config(), "num_experts_per_tok", 0)
+        settings = network.config.get_text_config()
+        routers = "output_router_logits" in inspect.signature(network.forward).parameters
+        self._router_weight = getattr(settings, "router_aux_loss_coef", 0.0) if routers else 0.0
+        self._active_experts = getattr(settings, "num_experts_per_tok", 1)
         self._labels: torch.Tensor | None = None  # None outside of `forward`, as in generation
         self._places: torch.Tensor | None = None
         head = network.get_output_embeddings()
@@ -158,8 +161,8 @@ class LossModule(torch.nn.Module):
         wanted = labels != IGNORE_INDEX
         if training:
             if self._router_weight:  # each row's counts by its labels: the loop divides the sum by those of the step
-                routers = router_losses(outputs.router_logits, len(labels), self._active)
-                loss = loss + self._router_weight * (routers * wanted.sum(1)).sum()
+                of_rows = router_losses(outputs.router_logits, len(labels), self._active_experts)
+                loss = loss + self._router_weight * (of_rows * wanted.sum(1)).sum()
             return loss, loss.new_zeros(2)
         wrong = torch.zeros_like(wanted)
         wrong.view(-1)[slice(None) if labelled is None else labelled] = predicted != chosen
