@@ -38,7 +38,7 @@ TrustRun = Annotated[
     bool,
     typer.Option(
         "--trust-run",
-        help="For another user's run: use its env, pass_env, trust_remote_code and functions on rows too.",
+        help="For another user's run: use its env, pass_env, layer, trust_remote_code and functions on rows too.",
     ),
 ]
 DeviceMap = Annotated[
