@@ -148,16 +148,11 @@ class Train(Spec):
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
     fsdp_shard: Literal["auto", "node", "all"] | Count = "auto"
     """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
-    others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
+    others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next: the fastest
     with which weights, gradients and optimizer take at most a quarter of the memory."""
-    sync_each_batch: Literal["auto"] | bool = "auto"
-    """Whether fsdp reduces gradients over ranks in each micro-batch, or in a step's last one alone, which keeps whole
-    gradients of 32 bits until then."""
     reshard_after_forward: Literal["auto"] | bool = "auto"
     """Whether fsdp frees a layer's weights after its forward pass and gathers them again for its backward pass, or
     keeps them until the end of the step."""
-    fsdp_prefetch: Natural = 1
-    """How many layers ahead fsdp gathers weights while it computes."""
     offload: Literal["", "optimizer", "all"] = ""
     """What zero1 to zero3 keep in the host's memory instead of the GPU's: the optimizer, or with zero3 also the weights
     (all)."""

@@ -85,9 +85,7 @@ class Train:
     max_grad_norm: float
     strategy: str
     fsdp_shard: str | int
-    sync_each_batch: str | bool
     reshard_after_forward: str | bool
-    fsdp_prefetch: int
     offload: str
     compile: str | bool
     on_divergence: str

@@ -16,14 +16,14 @@ from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-LEAN = {"strategy": "fsdp", "fsdp_shard": "all", "sync_each_batch": True, "reshard_after_forward": True}
+FULL = {"memory": [1e3] * 4}  # then each micro-batch's gradients are summed over ranks at once
+LEAN = {"strategy": "fsdp", "fsdp_shard": "all", "reshard_after_forward": True, **FULL}
 CASES = {
     "ddp": {"strategy": "ddp"},
     "lean": LEAN,
-    "prefetch 0": {**LEAN, "fsdp_prefetch": 0},
     "kept weights": {**LEAN, "reshard_after_forward": False},
-    "one sync": {**LEAN, "sync_each_batch": False},
-    "both": {**LEAN, "sync_each_batch": False, "reshard_after_forward": False},
+    "one sync": {"strategy": "fsdp", "fsdp_shard": "all", "reshard_after_forward": True},
+    "both": {"strategy": "fsdp", "fsdp_shard": "all", "reshard_after_forward": False},
     "hsdp": {**LEAN, "fsdp_shard": "node"},
     "two of four nodes": {**LEAN, "fsdp_shard": 2, "local": 1},
     "auto": {"strategy": "fsdp"},
@@ -51,7 +51,6 @@ def seen(tmp_path_factory) -> dict[str, dict]:
     [
         # Each layer but the last is gathered a second time for its backward pass.
         ("lean", 2 * (6 + 2), 2 * 6, 1),
-        ("prefetch 0", 2 * (6 + 2), 2 * 6, 1),
         ("kept weights", 6, 2 * 6, 1),
         ("one sync", 2 * (6 + 2), 6, 1),
         ("both", 6, 6, 1),

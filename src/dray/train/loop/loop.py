@@ -230,7 +230,7 @@ class Loop:
         total, labels, *more = host.read(sums, self._bad, norm, *([scaler.numbers] if scaler else []))
         own, (step, last, *scaled) = more[:ranks], more[ranks:]
         if scaler:
-            scaler.see(*scaled)
+            scaler.observe(*scaled)
         if not math.isfinite(total) or step != _NEVER:
             self._not_finite(int(step) if step != _NEVER else self._logged + 1, min(int(step), taken))
         return total / max(labels, 1.0), last, own

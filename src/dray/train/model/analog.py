@@ -150,8 +150,9 @@ class Analog:
             for place, count in enumerate(layer.input_range_update_idx):
                 layer._buffers[_COUNTS][place] = count  # which checkpoints and the saved model have
         for layer in self.layers if self.sigma else ():
-            bound = self.sigma * self.strategy.read(layer.weight).std(self.dims, keepdim=True)
-            self.strategy.clamp(layer.weight, bound)
+            weight = self.strategy.read(layer.weight)
+            bound = self.sigma * weight.std(self.dims, keepdim=True)
+            self.strategy.write(layer.weight, weight.clamp(-bound, bound))
 
     def _follows(self, layer: Any) -> bool:  # noqa: ANN401  an analog layer
         return bool(self.follows) and min(layer.input_range_update_idx) < self.follows

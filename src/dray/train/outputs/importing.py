@@ -21,7 +21,8 @@ from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, tokenizer
 from dray.train.importing.source import Adam, Source, Tensors, file, matched, names, reading
 from dray.train.model import build
-from dray.train.parallel.base import KINDS, buffers
+from dray.train.parallel.base import buffers
+from dray.train.parallel.optimizer import KINDS
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER = (
