@@ -57,6 +57,7 @@ class World:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         calls = {
+            "is_initialized": lambda: True,
             "get_rank": lambda: self._own.rank,
             "get_world_size": lambda: self.count,
             "isend": self._send,

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.contract.heartbeat import LOAD, MODEL
-from dray.train import objectives, parallel
+from dray.train import objectives, parallel, ranks
 from dray.train.checkpoint import checkpoints as checkpoint
 from dray.train.checkpoint import manifest
 from dray.train.checkpoint.checkpoints import Checkpoints
@@ -56,7 +55,7 @@ def main(path: str) -> None:
     numerics.set_up(config, device)
     tokens = tokenizer.load(config)
     build.check(config, tokens)  # before datasets are read, which may take long
-    lease, metrics = checkpoint.take(config), Metrics(config, writes=dist.get_rank() == 0)
+    lease, metrics = checkpoint.take(config), Metrics(config, writes=ranks.rank() == 0)
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
     checkpoints = Checkpoints(config, metrics, lease, dataset=data.training.identity)
@@ -102,7 +101,7 @@ def main(path: str) -> None:
     if config.checkpoint.final:
         validation = next(iter(data.validation.values()))
         sample = _keep(config, strategy, tokens, validation, parameters=parameters, figures=evaluator.found)
-    if dist.get_rank() == 0:
+    if ranks.rank() == 0:
         _write_end(config, metrics, steps=config.steps - resumed, seconds=seconds, sample=sample)
     checkpoints.close()
     metrics.close()
@@ -130,7 +129,7 @@ def _sizes(network: torch.nn.Module) -> tuple[int, int]:
 def _find(config: Config, checkpoints: Checkpoints) -> tuple[bool, float]:
     """Whether there is a checkpoint to resume from, with steps left to do; seconds of looking and checking."""
     heartbeat.lap(MODEL)
-    if dist.get_rank() == 0:
+    if ranks.rank() == 0:
         export.recover(Path(config.final_model))
     looking = time.monotonic()
     found = checkpoints.find()
@@ -174,7 +173,7 @@ def _write_start(
     metrics.write(
         "start",
         f"{counted(len(hosts), 'rank')} on {counted(len(set(hosts)), 'host')}, {parameters:,} parameters{part}, {size}",
-        world_size=dist.get_world_size(),
+        world_size=ranks.world(),
         hosts=hosts,
         parameters=parameters,
         trainable_parameters=trained,
@@ -198,9 +197,9 @@ def _keep(
     """Save the model and its card; on the first rank, what it generates once it is loaded again."""
     final = Path(config.final_model)
     _save(config, strategy, tokens, final)
-    if dist.get_rank():
+    if ranks.rank():
         return ""
-    card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=figures)
+    card.write(final, config, parameters=parameters, ranks=ranks.world(), figures=figures)
     return _reload(final, validation, config, strategy.device)
 
 
@@ -210,7 +209,7 @@ def _save(config: Config, strategy: Strategy, tokens: Any, final: Path) -> None:
     adapters = {}
     if lora.on(network):
         adapters = {name: weight.detach().clone() for name, weight in strategy.weights() if ".lora_" in name}
-    if dist.get_rank():
+    if ranks.rank():
         for _ in strategy.weights():  # rank 0 cannot gather alone
             pass
         return

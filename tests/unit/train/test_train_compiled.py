@@ -117,7 +117,6 @@ class Caches:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_RANK", "0")
-        monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
         self.config = config(folder, "train.compile=true")
         self.inside = Path(self.config.scratch) / "inductor/ab"
         for name in ("inductor", "triton"):

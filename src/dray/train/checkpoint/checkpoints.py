@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from dray.contract.findings import DrayError, UnfitError
+from dray.train import ranks
 from dray.train.checkpoint import manifest, saved
 from dray.train.checkpoint.lease import Lease
 from dray.train.checkpoint.mirror import Mirror
@@ -63,7 +62,7 @@ class Checkpoints:
         self.run, self.keep = config.run, config.checkpoint.keep
         self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
         self.order = saved.order(config, dataset)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world = ranks.rank(), ranks.world()
         self.lease, place = lease, config.checkpoint.mirror
         self.mirror = Mirror(place, metrics, keep=self.keep) if place else None
         self._writer = ThreadPoolExecutor(1)

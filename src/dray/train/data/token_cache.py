@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from dray.contract import exit_codes, findings
 from dray.contract.files import open_to_others, write_atomic
 from dray.contract.findings import ConfigError, DrayError, Finding
+from dray.train import ranks
 from dray.train.collectives import all_gather_json, barrier, broadcast_json
 from dray.train.errors import say
 from dray.train.runtime.heartbeat import heartbeat
@@ -120,7 +121,7 @@ def cached(
             if near.exists():
                 _check(near)
 
-    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    leads = ranks.local_rank() == 0
     waits = _has_rank_0s_disk(cache) and not folder.is_dir()
     for turn in (False, True):
         failed = _failed(cache, prepare) if leads and waits is turn else None
@@ -152,7 +153,7 @@ def _failed(cache: Path, prepare: Callable[[], None]) -> dict[str, Any] | None:
 
 def _has_rank_0s_disk(cache: Path) -> bool:
     """Whether this is another rank, and sees a file that rank 0 has made there now."""
-    first, probe = int(os.environ.get("RANK", "0")) == 0, cache / f".rank-0-{secrets.token_hex(8)}"
+    first, probe = ranks.rank() == 0, cache / f".rank-0-{secrets.token_hex(8)}"
     if first:
         with suppress(OSError):  # what is wrong with the disk, making tokens says
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)

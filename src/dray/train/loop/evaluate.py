@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
+from dray.train import ranks
 from dray.train.config import Config
 from dray.train.data import datasets
 from dray.train.data.token_cache import Tokens
@@ -85,14 +86,14 @@ class Evaluator:
         self, tokens: Tokens, windows: list[Window], objective: Objective, *, by_word: bool = False
     ) -> dict[str, float]:
         """Over every label of the windows; by word, one window is one word."""
-        strategy, world = self.strategy, dist.get_world_size()
+        strategy, world = self.strategy, ranks.world()
         strategy.network.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
         at_once = min(self.config.per_device, -(-len(windows) // world))
         # Each rank runs as many batches, since parts of a model may be on other ranks; some hold nothing new.
         for number in range(-(-len(windows) // (at_once * world))):
             heartbeat.beat()
-            begin = (number * world + dist.get_rank()) * at_once
+            begin = (number * world + ranks.rank()) * at_once
             some = windows[begin : begin + at_once]
             batch = self._batch(tokens, [*some, *[Window(0, 0, 0)] * (at_once - len(some))], begin, objective)
             moved = batch.to(strategy.device)

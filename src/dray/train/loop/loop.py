@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
 from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, LOAD, MODEL, STEP
+from dray.train import ranks
 from dray.train.checkpoint.checkpoints import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
 from dray.train.config import Config
@@ -60,7 +61,7 @@ class Loop:
     ) -> None:
         self.config, self.strategy, self.feed, self.objective = config, strategy, feed, objective
         self.metrics, self.checkpoints, self.compiled, self.stop = metrics, checkpoints, compiled, stop
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world = ranks.rank(), ranks.world()
         self._reader = ThreadPoolExecutor(1)
         self._sums = torch.zeros(
             2, dtype=torch.float64, device=strategy.device

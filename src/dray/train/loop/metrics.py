@@ -16,6 +16,7 @@ import torch
 
 from dray.contract import gpus
 from dray.contract.run_folder import METRICS, TRACKERS
+from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.loop.trackers import Tracked, Trackers, require
@@ -119,7 +120,7 @@ class Speed:
             "seconds_left": round(each * (config.steps - taken), 1),
         }
         if self._peak:
-            found["mfu"] = round(tokens / torch.distributed.get_world_size() * self._flops / self._peak, 4)
+            found["mfu"] = round(tokens / ranks.world() * self._flops / self._peak, 4)
         self._since, self._last, self._spent = taken, now, dict.fromkeys(self._spent, 0.0)
         return found
 

@@ -9,12 +9,12 @@ from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from dray.contract import files
 from dray.contract.run_folder import PROFILE, PROFILE_TRACE
+from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import message, say
 
@@ -28,7 +28,7 @@ class Profiler:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._folder, self._device, self._steps = Path(config.folder), device, config.steps
-        self._asked = config.train.profile if dist.get_rank() == 0 else ""
+        self._asked = config.train.profile if ranks.rank() == 0 else ""
         self._first = self._last = 0
         self._profile: profile | None = None
         self._writer: Thread | None = None

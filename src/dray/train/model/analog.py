@@ -31,6 +31,7 @@ from aihwkit_lightning.simulator.parameters import (
 from safetensors import safe_open
 
 from dray.contract.findings import ConfigError, listed
+from dray.train import ranks
 from dray.train.parallel.base import Strategy
 from dray.train.recipe import Analog as Settings
 
@@ -163,4 +164,4 @@ class Analog:
             return values
         whole = torch.cat(values)
         dist.all_reduce(whole)
-        return list(torch.split(whole / dist.get_world_size(), [len(value) for value in values]))
+        return list(torch.split(whole / ranks.world(), [len(value) for value in values]))

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import torch.distributed as dist
 
 from dray.contract.files import open_regular, open_to_others
+from dray.train import ranks
 from dray.train.checkpoint import manifest
 from dray.train.collectives import barrier
 from dray.train.config import Config
@@ -69,7 +69,7 @@ class Compiled:
         """Fill the caches; all ranks call it before anything is compiled."""
         if not self._on:
             return
-        if os.environ.get("LOCAL_RANK", "0") == "0" and self.folder.exists():
+        if ranks.local_rank() == 0 and self.folder.exists():
             if trouble := self._trouble():
                 say(f"compiled code of an earlier attempt is not used, and this attempt compiles again: {trouble}")
             else:
@@ -103,7 +103,7 @@ class Compiled:
 
     def keep(self) -> None:
         """Save the caches if they have new files. A full disk does not end the run."""
-        found = {} if not self._on or dist.get_rank() else self._files()
+        found = {} if not self._on or ranks.rank() else self._files()
         if found.keys() <= self._kept:
             return
         self._kept = set(found)
@@ -160,5 +160,5 @@ def _key(config: Config, device: torch.device) -> str:
         gpu,
         config.recipe,
     ]
-    parts += [config.per_device, os.environ.get("LOCAL_WORLD_SIZE", ""), _VERSION]
+    parts += [config.per_device, ranks.local_world(), _VERSION]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

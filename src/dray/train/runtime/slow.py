@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from dray.train import ranks
 from dray.train.collectives import all_gather_json
 from dray.train.config import Config
 from dray.train.loop.metrics import Metrics
@@ -29,7 +29,7 @@ class Slow:
     """Times of all ranks, the same on each; they are summed together with the losses of a line."""
 
     def __init__(self, config: Config, device: torch.device, metrics: Metrics) -> None:
-        self._metrics, self._device, world = metrics, device, dist.get_world_size()
+        self._metrics, self._device, world = metrics, device, ranks.world()
         self.ranks = world if world > 1 and config.train.strategy in _STRATEGIES else 0
         self._hosts = all_gather_json(os.environ[config.host_variable]) if self.ranks else []
         self._own = self._ready = 0.0
@@ -70,7 +70,7 @@ class Slow:
         """Zeros, with this rank's time in its slot: the time until the line before."""
         told = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
         if self.ranks:
-            told[dist.get_rank()] = self._ready
+            told[ranks.rank()] = self._ready
         return told
 
     def nodes(self, ranks: list[float]) -> list[float]:

@@ -13,11 +13,11 @@ from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Lock, Thread
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dray.contract import exit_codes
+from dray.train import ranks
 from dray.train.errors import leave, say
 
 # How long ranks wait for all to have heard it. SIGTERM also ends what is left of a run that has failed: not for long.
@@ -84,10 +84,10 @@ class Stop:
 
     def _agree(self, patience: timedelta) -> int:
         """The step; one more than there are where a rank has taken its last one and goes on to the end."""
-        store, ranks = PrefixStore("dray/stop", _get_default_store()), range(dist.get_world_size())
-        store.set(str(dist.get_rank()), str(self._step))
-        if dist.get_rank() == 0:
-            store.wait([str(rank) for rank in ranks], patience)
-            store.set("at", str(max(int(store.get(str(rank))) for rank in ranks)))
+        store, numbers = PrefixStore("dray/stop", _get_default_store()), range(ranks.world())
+        store.set(str(ranks.rank()), str(self._step))
+        if ranks.rank() == 0:
+            store.wait([str(rank) for rank in numbers], patience)
+            store.set("at", str(max(int(store.get(str(rank))) for rank in numbers)))
         store.wait(["at"], patience + _MORE)
         return int(store.get("at"))
