@@ -120,12 +120,15 @@ class Train(Spec):
     """Number of cosine cycles of cosine_with_restarts."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: for all weights. muon: Muon for the matrices between embeddings and head, whose updates are as large as
+    AdamW's, and AdamW for all other weights; with ddp and fsdp alone."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the denominator of AdamW's update, for numerical stability."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
+    """Decoupled weight decay, for matrices; biases and norms have none."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of the matrix products; weights stay in 32 bits (model.dtype). Left out, CPUs take fp32, since many emulate
     bf16, and GPUs that emulate it fp16."""
@@ -196,6 +199,8 @@ class Train(Spec):
             yield f"min_lr = {self.min_lr} is more than lr = {self.lr}"
         if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
             yield "on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back"
+        if self.optimizer == "muon" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
+            yield "optimizer = muon needs strategy ddp or fsdp: DeepSpeed shards flattened weights, not matrices"
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.strategy not in stages and not unread:

@@ -73,6 +73,7 @@ class Train:
     lr_power: float
     lr_cycles: int
     min_lr: float
+    optimizer: str
     betas: tuple[float, float]
     eps: float
     weight_decay: float

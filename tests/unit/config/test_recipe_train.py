@@ -35,6 +35,7 @@ def told(*words: str) -> str:
             'lr_cycles = 3 wants lr_scheduler_type = "cosine_with_restarts", not cosine',
         ),
         (("train.steps=5", "train.lr_power=2"), 'lr_power = 2.0 wants lr_scheduler_type = "polynomial", not cosine'),
+        (("train.steps=5", "train.optimizer=muon", "train.strategy=zero1"), "muon needs strategy ddp or fsdp"),
         (("train.steps=5", "train.offload=all"), "offload = all needs strategy zero3, but it is ddp"),
         (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "needs strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),

@@ -28,6 +28,9 @@ CASES = {
     "two of four nodes": {**LEAN, "fsdp_shard": 2, "local": 1},
     "auto": {"strategy": "fsdp"},
     "a GPU of another size": {"strategy": "fsdp", "memory": [1e12, 1e12, 1e3, 1e12]},
+    "ddp with muon": {"strategy": "ddp", "optimizer": "muon"},
+    "fsdp with muon": {"strategy": "fsdp", "fsdp_shard": "all", "optimizer": "muon"},
+    "hsdp with muon": {"strategy": "fsdp", "fsdp_shard": "node", "optimizer": "muon"},
     "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
     "fsdp bf16": {"strategy": "fsdp", "precision": "bf16"},
 }
@@ -68,7 +71,15 @@ def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(
     assert {name: count for name, count in found.items() if name != "cast"} == wanted
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in CASES[case].values()])
+@pytest.mark.parametrize("case", ["fsdp with muon", "hsdp with muon"])
+def test_muon_is_the_same_with_sharded_matrices(seen: dict[str, dict], case: str) -> None:
+    own, ddp = seen[case], seen["ddp with muon"]
+    assert own["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
+    assert own["losses"][1:] != pytest.approx(seen["ddp"]["losses"][1:], rel=1e-3)
+    assert own["weights"] == pytest.approx(ddp["weights"], rel=1e-2, abs=1e-2)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not {"bf16", "muon"} & {*CASES[case].values()}])
 def test_the_training_is_the_same(seen: dict[str, dict], case: str) -> None:
     own, ddp = seen[case], seen["ddp"]
     assert own["losses"] == pytest.approx(ddp["losses"], rel=2e-5)

@@ -381,7 +381,7 @@ def test_a_step_that_fp16_leaves_out_changes_nothing(tmp_path: Path) -> None:
             weight.grad = torch.full_like(weight, gradient)
         norm = strategy.update(lr=0.5)
         assert norm.isfinite() == math.isfinite(gradient)
-        states = [strategy._optimizer.state[weight] for weight in module.network.parameters()]
+        states = [strategy._optimizers[0].state[weight] for weight in module.network.parameters()]
         parts = [*module.network.parameters(), *(one[name] for one in states for name in sorted(one))]
         seen.append(torch.cat([part.detach().flatten() for part in parts]))
         assert [float(one["step"]) for one in states] == [1 + (len(seen) > 3)] * 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +16,7 @@ from dray.train.config import Config
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.parallel.base import buffers
-from dray.train.parallel.optimizer import adamw, initial_state
+from dray.train.parallel.optimizer import optimizers, reset
 from dray.train.parallel.replicas import Replicas
 from dray.train.parallel.scaler import Scaler
 
@@ -37,14 +37,10 @@ class Ddp:
         self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=enabled)
         self._copies = Replicas(ranks.rank(), ranks.world())
         """The ranks with the same weights."""
+        self._shard_group: dist.ProcessGroup | None = None
+        """The ranks that have one copy of the weights between them."""
         self._module = self._distributed(module)
-        self._optimizer: Any = adamw(map(self._moved, self.network.parameters()), config)
-        self._reset_state(updates=0)
-
-    def _reset_state(self, updates: int) -> None:
-        for group in self._optimizer.param_groups:
-            for weight in group["params"]:
-                self._optimizer.state[weight] = initial_state(weight, updates)
+        self._optimizers = optimizers(self.network, self._moved, config, self._shard_group)
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         self.network.to(self.device)
@@ -83,19 +79,20 @@ class Ddp:
             norm = norm / divisor
         if self.config.train.max_grad_norm > 0:
             divisor = divisor * ((norm + 1e-6) / self.config.train.max_grad_norm).clamp(min=1)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        # A fused step divides each gradient as it reads it: clipping costs no pass of its own.
-        self._optimizer.grad_scale = divisor
-        if self.scaler:  # a fused step with found_inf changes nothing, its own count included
-            self._optimizer.found_inf = self.scaler.update(norm)
-        self._optimizer.step()
+        found_inf = self.scaler.update(norm) if self.scaler else None
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            # A fused step divides each gradient as it reads it: clipping costs no pass of its own.
+            optimizer.grad_scale = divisor
+            optimizer.found_inf = found_inf  # then a step changes nothing, its own count included
+            optimizer.step()
         self._drop_gradients()
         return norm
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of what the optimizer moves."""
-        moved = (weight for group in self._optimizer.param_groups for weight in group["params"])
+        """Return the gradients of what the optimizers move."""
+        moved = (weight for optimizer in self._optimizers for weight in optimizer.state)
         return [weight.grad for weight in moved if weight.grad is not None]
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -103,13 +100,13 @@ class Ddp:
         return torch.nn.utils.get_total_norm(gradients).float()
 
     def _drop_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.network.zero_grad(set_to_none=True)
 
     def state(self) -> Shards:
         return {name: shard for shards, copies in self._held() for name, shard in copies.part(shards).items()}
 
     def load(self, reader: Reader, updates: int) -> None:
-        self._reset_state(updates)
+        reset(self._optimizers, updates)
         for shards, copies in self._held():
             copies.fill(shards, reader)
 
@@ -124,8 +121,8 @@ class Ddp:
             if lora.on(self.network) and not weight.requires_grad:
                 continue  # the model's own files have it
             moved = self._moved(weight)
-            state = self._optimizer.state[moved] if weight.requires_grad else {}
-            for kind, values in {"weights": moved.detach(), **state}.items():
+            states = (optimizer.state[moved] for optimizer in self._optimizers if moved in optimizer.state)
+            for kind, values in {"weights": moved.detach(), **next(states, {})}.items():
                 if kind != "step":  # the manifest has it
                     shards[f"{kind}.{name}"] = Shard(tuple(weight.shape), self._begin(weight), values)
         return shards

@@ -51,6 +51,7 @@ class Fsdp(Ddp):
         # All ranks take one layout, also where their GPUs differ.
         self._layout = layout = _layout(self.config, self.network, min(all_gather_json(_memory(self.device))))
         self._mesh = ranks.shard_mesh(self.device.type, layout.shard)
+        self._shard_group = self._mesh.get_group("shard")
         copies = self._mesh.get_group("replicate") if self._mesh.ndim > 1 else None
         self._copies = Replicas(ranks.rank() // layout.shard, ranks.world() // layout.shard, copies)
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
@@ -79,7 +80,7 @@ class Fsdp(Ddp):
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         square = super()._norm(gradients).square()
-        dist.all_reduce(square, group=self._mesh.get_group("shard"))
+        dist.all_reduce(square, group=self._shard_group)
         return square.sqrt()
 
     def _drop_gradients(self) -> None:
