@@ -19,8 +19,9 @@ from dray.train.objectives.base import Batch
 
 CPU = torch.device("cpu")
 TRAIN: dict[str, Any] = {
-    "precision": "bf16", "compile": True, "loss": "full", "optimizer": "adamw", "lr": 1e-3, "betas": (0.9, 0.999),
-    "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0, "fsdp_shard": "auto", "reshard_after_forward": "auto",
+    "precision": "bf16", "compile": True, "loss": "full", "optimizer": "adamw", "ema_decay": 0.0, "lr": 1e-3,
+    "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0, "fsdp_shard": "auto",
+    "reshard_after_forward": "auto",
 }  # fmt: skip
 
 

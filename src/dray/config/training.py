@@ -123,6 +123,9 @@ class Train(Spec):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw: for all weights. muon: Muon for the matrices between embeddings and head, whose updates are as large as
     AdamW's, and AdamW for all other weights; with ddp and fsdp alone."""
+    ema_decay: Fraction = 0.0
+    """Decay of a running average of the weights, which the last evaluation and the final model have; 0: none. With ddp
+    and fsdp alone."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: Positive = 1e-8
@@ -201,6 +204,8 @@ class Train(Spec):
             yield "on_divergence = skip needs strategy ddp or fsdp: DeepSpeed's optimizer cannot go back"
         if self.optimizer == "muon" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
             yield "optimizer = muon needs strategy ddp or fsdp: DeepSpeed shards flattened weights, not matrices"
+        if self.ema_decay and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
+            yield f"ema_decay = {self.ema_decay} needs strategy ddp or fsdp: DeepSpeed's optimizer keeps no average"
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.strategy not in stages and not unread:

@@ -86,6 +86,7 @@ def main(path: str) -> None:
     )  # fmt: skip
     loop.run(lambda step: evaluator.all(step, data.validation))
     seconds = time.monotonic() - began
+    strategy.use_averages()
     evaluator.all(config.steps, data.validation)
     compiled.keep()
     if not math.isfinite(evaluator.found[datasets.VALIDATION]["loss"]):

@@ -74,6 +74,7 @@ class Train:
     lr_cycles: int
     min_lr: float
     optimizer: str
+    ema_decay: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float

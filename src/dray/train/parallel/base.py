@@ -45,6 +45,9 @@ class Strategy(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each weight and buffer by name, whole; all ranks iterate together."""
 
+    def use_averages(self) -> None:
+        """Replace the weights by their averages of train.ema_decay, if it is set."""
+
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         """Return the whole weight in fp32; all ranks call it."""
 

@@ -16,7 +16,7 @@ from dray.train.config import Config
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.parallel.base import buffers
-from dray.train.parallel.optimizer import optimizers, reset
+from dray.train.parallel.optimizer import average_weights, optimizers, reset
 from dray.train.parallel.replicas import Replicas
 from dray.train.parallel.scaler import Scaler
 
@@ -87,6 +87,8 @@ class Ddp:
             optimizer.grad_scale = divisor
             optimizer.found_inf = found_inf  # then a step changes nothing, its own count included
             optimizer.step()
+        if self.config.train.ema_decay:
+            average_weights(self._optimizers, self.config.train.ema_decay)
         self._drop_gradients()
         return norm
 
@@ -106,7 +108,7 @@ class Ddp:
         return {name: shard for shards, copies in self._held() for name, shard in copies.part(shards).items()}
 
     def load(self, reader: Reader, updates: int) -> None:
-        reset(self._optimizers, updates)
+        reset(self._optimizers, self.config, updates)
         for shards, copies in self._held():
             copies.fill(shards, reader)
 
@@ -144,6 +146,12 @@ class Ddp:
 
     def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
         weight.data.copy_(value)
+
+    @torch.no_grad()
+    def use_averages(self) -> None:
+        for optimizer in self._optimizers:
+            for weight, state in optimizer.state.items():
+                weight.copy_(state.get("ema", weight))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in (*self._named(), *buffers(self.network).items()):

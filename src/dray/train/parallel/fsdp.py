@@ -125,7 +125,8 @@ def _layout(config: Config, network: torch.nn.Module, memory: float) -> Layout:
 
     def size(layout: Layout) -> float:
         weight_bytes, trained_bytes = (sum(weight.nbytes for weight in some) for some in (weights, trained))
-        total = (weight_bytes + 3 * trained_bytes) / layout.shard
+        kept = 4 if train.ema_decay else 3  # gradients and AdamW's averages, and the weights' own
+        total = (weight_bytes + kept * trained_bytes) / layout.shard
         if not layout.reshard_after_forward:
             total += half * sum(weight.numel() for weight in weights)
         if not layout.sync_each_batch:

@@ -127,7 +127,7 @@ def optimizers(
     if matrices:
         shapes = {moved(weight): weight.shape for weight in trained if weight in matrices}
         found.append(Muon(shapes, config, shard_group))
-    reset(found, updates=0)
+    reset(found, config, updates=0)
     return found
 
 
@@ -151,13 +151,25 @@ def adamw(weights: Iterable[torch.nn.Parameter], config: Config) -> torch.optim.
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
 
 
-def reset(optimizers: Iterable[torch.optim.Optimizer], updates: int) -> None:
-    """Set the state as it is after so many updates, with averages of zero."""
+def reset(optimizers: Iterable[torch.optim.Optimizer], config: Config, updates: int) -> None:
+    """Set the state as it is after so many updates, with averages of zero, and of the weights themselves."""
     for optimizer in optimizers:
         moments = _MUON_MOMENTS if isinstance(optimizer, Muon) else MOMENTS
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 optimizer.state[weight] = initial_state(weight, moments, updates)
+                if config.train.ema_decay:
+                    optimizer.state[weight]["ema"] = weight.detach().to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def average_weights(optimizers: Iterable[torch.optim.Optimizer], decay: float) -> None:
+    """Move each weight's average towards the weight, after a step."""
+    for optimizer in optimizers:
+        weights = [weight.float() for weight in optimizer.state]
+        averages = [state["ema"] for state in optimizer.state.values()]
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - decay)
 
 
 def initial_state(weight: torch.Tensor, moments: tuple[str, ...] = MOMENTS, updates: int = 0) -> dict[str, Any]:

@@ -137,6 +137,9 @@ class Zero:
         for state in self._optimizer.optimizer.state.values():
             state["step"].fill_(float(updates))
 
+    def use_averages(self) -> None:
+        """Keep the weights: the recipe refuses train.ema_decay."""
+
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         if weight.requires_grad:
             full: torch.Tensor = safe_get_full_fp32_param(weight)
