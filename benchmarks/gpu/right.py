@@ -90,7 +90,12 @@ def _near(
 
 
 def losses(here: Here) -> Iterator[Row]:
-    """Three steps of each strategy beside the CPU's."""
+    """Three steps of each strategy beside the CPU's, and of Muon."""
+    muon = {"train.optimizer": "muon"}
+    wanted = train(here, "muon-cpu", {**muon, "variant": "cpu"}).losses
+    for strategy in ("ddp", "fsdp"):
+        case: Case = ("strategies", f"{strategy}, muon", {**muon, "train.strategy": strategy}, HALF)
+        yield from tried("strategies", case[1], partial(_case, here, case, wanted))
     wanted = train(here, "losses-cpu", {"variant": "cpu"}).losses
     for case in CASES:
         part, what, *_ = case
@@ -307,7 +312,7 @@ def _two(here: Here, strategy: str) -> Iterator[Row]:
 
 
 PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
-    "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 260), "attention": (attention, 240),
+    "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 340), "attention": (attention, 240),
     "documents": (documents, 200), "syncs": (syncs, 90), "resume": (resume, 90), "deterministic": (deterministic, 90),
     "fp8": (fp8, 200), "experts": (experts, 120), "analog": (analog, 200), "generate": (generate, 120), TWO: (two, 240),
 }  # fmt: skip

@@ -19,9 +19,9 @@ from dray.train.objectives.base import Batch
 
 CPU = torch.device("cpu")
 TRAIN: dict[str, Any] = {
-    "precision": "bf16", "compile": True, "loss": "full", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8,
-    "weight_decay": 0.0, "max_grad_norm": 1.0, "fsdp_shard": "auto", "fsdp_prefetch": 1,
-    "sync_each_batch": "auto", "reshard_after_forward": "auto",
+    "precision": "bf16", "compile": True, "loss": "full", "optimizer": "adamw", "ema_decay": 0.0, "lr": 1e-3,
+    "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0, "fsdp_shard": "auto",
+    "reshard_after_forward": "auto",
 }  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def seen(kind: str, settings: dict[str, Any], strategy: str, checkpointing: bool
         train=SimpleNamespace(**TRAIN, strategy=strategy),
         model=SimpleNamespace(pad_to_multiple_of=1),
         gradient_accumulation_steps=1,
+        analog=None,
     )
     network.set_attn_implementation(attention._SDPA)
     made: Any = parallel.make(network, config, CPU)

@@ -137,12 +137,18 @@ class Train(Spec):
     512 until step 3,000. The tokens of each step stay the same."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: for all weights. muon: Muon for the matrices between embeddings and head, whose updates are as large as
+    AdamW's, and AdamW for all other weights; with ddp and fsdp alone."""
+    ema_decay: Fraction = 0.0
+    """Decay of a running average of the weights, which the last evaluation and the final model have; 0: none. With ddp
+    and fsdp alone."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the denominator of AdamW's update, for numerical stability."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
+    """Decoupled weight decay, for matrices; biases and norms have none."""
     precision: Literal["fp32", "bf16", "fp16", "fp8", "fp8_tensorwise"] = "bf16"
     """Type of the matrix products; weights stay in 32 bits (model.dtype). fp8: linear layers but the head by torchao,
     with a scale for each row or each tensor, and bf16 for the rest. Left out, CPUs take fp32, since many emulate bf16,
@@ -166,16 +172,11 @@ class Train(Spec):
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
     fsdp_shard: Literal["auto", "node", "all"] | Count = "auto"
     """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
-    others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
+    others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next: the fastest
     with which weights, gradients and optimizer take at most a quarter of the memory."""
-    sync_each_batch: Literal["auto"] | bool = "auto"
-    """Whether fsdp reduces gradients over ranks in each micro-batch, or in a step's last one alone, which keeps whole
-    gradients of 32 bits until then."""
     reshard_after_forward: Literal["auto"] | bool = "auto"
     """Whether fsdp frees a layer's weights after its forward pass and gathers them again for its backward pass, or
     keeps them until the end of the step."""
-    fsdp_prefetch: Natural = 1
-    """How many layers ahead fsdp gathers weights while it computes."""
     offload: Literal["", "optimizer", "all"] = ""
     """What zero1 to zero3 keep in the host's memory instead of the GPU's: the optimizer, or with zero3 also the weights
     (all)."""
@@ -225,6 +226,10 @@ class Train(Spec):
                 yield f'lr_scheduler_kwargs.{name}: lr_scheduler_type = "{self.lr_scheduler_type}" has {expected}'
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr} is more than lr = {self.lr}"
+        if self.optimizer == "muon" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
+            yield "optimizer = muon needs strategy ddp or fsdp: DeepSpeed shards flattened weights, not matrices"
+        if self.ema_decay and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
+            yield f"ema_decay = {self.ema_decay} needs strategy ddp or fsdp: DeepSpeed's optimizer keeps no average"
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.strategy not in stages and not unread:

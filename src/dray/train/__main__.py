@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.contract.heartbeat import LOAD, MODEL
-from dray.train import objectives, parallel
+from dray.train import objectives, parallel, ranks
 from dray.train.checkpoint import checkpoints as checkpoint
 from dray.train.checkpoint.checkpoints import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
@@ -45,7 +44,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     config = read(path)
     heartbeat.begin(config.hang_timeout_s, _IMPORTED_NS)
     device = init_distributed(config.variant)
-    first_rank = dist.get_rank() == 0
+    first_rank = ranks.rank() == 0
     stop = Stop()
     numerics.set_up(config, device)
 
@@ -95,6 +94,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     seconds = time.monotonic() - began
 
     # What is left of the run: its figures, and its model.
+    strategy.use_averages()
     evaluator.all(config.steps, data.validation)
     compiled.keep()
     _require_finite(evaluator.figures[datasets.VALIDATION]["loss"], checkpoints)

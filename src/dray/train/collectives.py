@@ -16,6 +16,7 @@ from dray.contract import findings
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.heartbeat import GROUPS
 from dray.contract.silence import unprinted
+from dray.train import ranks
 from dray.train.runtime.heartbeat import heartbeat
 
 # How long a rank waits for the others in a step, as NCCL does by default, and in all else.
@@ -35,7 +36,7 @@ def init_distributed(variant: str) -> torch.device:
     """
     global _control  # noqa: PLW0603  torch's default group is a global, too
     on_cpu = variant == "cpu"
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", ranks.local_rank())
     if not on_cpu:
         torch.cuda.set_device(device)
     try:
@@ -68,7 +69,7 @@ def control_group() -> dist.ProcessGroup | None:
 
 def placed() -> tuple[int, int]:
     """This rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if _control is not None else (0, 1)
+    return (ranks.rank(), ranks.world()) if _control is not None else (0, 1)
 
 
 def barrier() -> None:
@@ -82,7 +83,7 @@ def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
     if _control is None:
         return [value]
     data = _encoded(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world())]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=_control)
     longest = max(int(size) for size in sizes)
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
@@ -94,10 +95,10 @@ def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
     """The value of rank 0."""
     if _control is None:
         return value
-    data = _encoded(value if dist.get_rank() == 0 else None)
+    data = _encoded(value if ranks.rank() == 0 else None)
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0, group=_control)
-    if dist.get_rank():
+    if ranks.rank():
         data = torch.zeros(int(size), dtype=torch.uint8)
     dist.broadcast(data, 0, group=_control)
     return _decoded(data)

@@ -71,6 +71,8 @@ class Train:
     lr_scheduler_kwargs: dict[str, Any]
     sequence_length_warmup: tuple[tuple[int, int], ...]
     min_lr: float
+    optimizer: str
+    ema_decay: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -83,9 +85,7 @@ class Train:
     max_grad_norm: float
     strategy: str
     fsdp_shard: str | int
-    sync_each_batch: str | bool
     reshard_after_forward: str | bool
-    fsdp_prefetch: int
     offload: str
     compile: str | bool
     activation_checkpointing: bool

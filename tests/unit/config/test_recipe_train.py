@@ -44,6 +44,11 @@ def told(*words: str) -> str:
             ("train.steps=5", "train.sequence_length_warmup=[[2, 64]]", "data.document_mask=true"),
             "set data.document_mask=false",
         ),
+        (("train.steps=5", "train.optimizer=muon", "train.strategy=zero1"), "muon needs strategy ddp or fsdp"),
+        (
+            ("train.steps=5", "train.ema_decay=0.9", "train.strategy=zero3"),
+            "ema_decay = 0.9 needs strategy ddp or fsdp",
+        ),
         (("train.steps=5", "train.offload=all"), "offload = all needs strategy zero3, but it is ddp"),
         (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "needs strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),

@@ -118,6 +118,13 @@ def test_nothing_is_unpickled_but_by_the_file_that_vets_it() -> None:
     assert users == {"train/importing/pickles.py"}
 
 
+def test_one_module_of_the_trainer_knows_its_rank() -> None:
+    """Where a strategy splits more than the batch, a rank and a data rank differ: one module tells them apart."""
+    reads = re.compile(r"get_(rank|world_size)\(|environ.*\b(LOCAL_)?(RANK|WORLD_SIZE)\b")
+    users = {str(path.relative_to(SRC)) for path in (SRC / "train").rglob("*.py") if reads.search(path.read_text())}
+    assert users == {"train/ranks.py"}
+
+
 @pytest.mark.seconds
 def test_a_job_s_plan_loads_no_docker() -> None:
     """It takes a third of a second, which every job would wait."""

@@ -236,6 +236,8 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         *(["strategies", f"{zero}, fp32", missing] for zero in ("zero1", "zero2", "zero3")),
         ["strategies", "ddp, bf16", ok],
         ["strategies", "fsdp, bf16", ok],
+        ["strategies", "ddp, muon", ok],
+        ["strategies", "fsdp, muon", ok],
         ["fp16", "ddp, fp16", ok],
         ["fp16", "loss scale", ok],
         ["losses", "chunked, fp32", ok],

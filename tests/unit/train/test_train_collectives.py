@@ -16,18 +16,22 @@ from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-LEAN = {"strategy": "fsdp", "fsdp_shard": "all", "sync_each_batch": True, "reshard_after_forward": True}
+FULL = {"memory": [1e3] * 4}  # then each micro-batch's gradients are summed over ranks at once
+LEAN = {"strategy": "fsdp", "fsdp_shard": "all", "reshard_after_forward": True, **FULL}
 CASES = {
     "ddp": {"strategy": "ddp"},
     "lean": LEAN,
-    "prefetch 0": {**LEAN, "fsdp_prefetch": 0},
     "kept weights": {**LEAN, "reshard_after_forward": False},
-    "one sync": {**LEAN, "sync_each_batch": False},
-    "both": {**LEAN, "sync_each_batch": False, "reshard_after_forward": False},
+    "one sync": {"strategy": "fsdp", "fsdp_shard": "all", "reshard_after_forward": True},
+    "both": {"strategy": "fsdp", "fsdp_shard": "all", "reshard_after_forward": False},
     "hsdp": {**LEAN, "fsdp_shard": "node"},
     "two of four nodes": {**LEAN, "fsdp_shard": 2, "local": 1},
     "auto": {"strategy": "fsdp"},
     "a GPU of another size": {"strategy": "fsdp", "memory": [1e12, 1e12, 1e3, 1e12]},
+    "ddp with muon": {"strategy": "ddp", "optimizer": "muon"},
+    "fsdp with muon": {"strategy": "fsdp", "fsdp_shard": "all", "optimizer": "muon"},
+    "hsdp with muon": {"strategy": "fsdp", "fsdp_shard": "node", "optimizer": "muon"},
+    "fsdp with averaged weights": {"strategy": "fsdp", "ema_decay": 0.5},
     "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
     "fsdp bf16": {"strategy": "fsdp", "precision": "bf16"},
 }
@@ -51,7 +55,6 @@ def seen(tmp_path_factory) -> dict[str, dict]:
     [
         # Each layer but the last is gathered a second time for its backward pass.
         ("lean", 2 * (6 + 2), 2 * 6, 1),
-        ("prefetch 0", 2 * (6 + 2), 2 * 6, 1),
         ("kept weights", 6, 2 * 6, 1),
         ("one sync", 2 * (6 + 2), 6, 1),
         ("both", 6, 6, 1),
@@ -69,7 +72,15 @@ def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(
     assert {name: count for name, count in found.items() if name != "cast"} == wanted
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in CASES[case].values()])
+@pytest.mark.parametrize("case", ["fsdp with muon", "hsdp with muon"])
+def test_muon_is_the_same_with_sharded_matrices(seen: dict[str, dict], case: str) -> None:
+    own, ddp = seen[case], seen["ddp with muon"]
+    assert own["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
+    assert own["losses"][1:] != pytest.approx(seen["ddp"]["losses"][1:], rel=1e-3)
+    assert own["weights"] == pytest.approx(ddp["weights"], rel=1e-2, abs=1e-2)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not {"bf16", "muon"} & {*case.split()}])
 def test_the_training_is_the_same(seen: dict[str, dict], case: str) -> None:
     own, ddp = seen[case], seen["ddp"]
     assert own["losses"] == pytest.approx(ddp["losses"], rel=2e-5)

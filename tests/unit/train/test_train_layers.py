@@ -57,9 +57,11 @@ def test_fsdp_moves_a_shard_where_it_is_now() -> None:
     weight, stale = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
     weight.grad = torch.full((3,), 2.0)
     strategy._locals = {weight: stale}
-    strategy._optimizer = torch.optim.SGD([stale], lr=0.25)
+    optimizer = torch.optim.SGD([stale], lr=0.25)
+    optimizer.state[stale] = {}
+    strategy._optimizers = [optimizer]
     assert [gradient.tolist() for gradient in strategy._gradients()] == [[2.0, 2.0, 2.0]]
-    strategy._optimizer.step()
+    optimizer.step()
     assert weight.tolist() == [0.5, 0.5, 0.5]
     strategy._drop_gradients()
     assert (weight.grad, stale.grad) == (None, None)

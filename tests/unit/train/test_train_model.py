@@ -26,7 +26,7 @@ from dray.train import errors  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
 from dray.train.loop import metrics  # noqa: E402
 from dray.train.model import build  # noqa: E402
-from dray.train.parallel import base, ddp  # noqa: E402
+from dray.train.parallel import ddp, optimizer  # noqa: E402
 from dray.train.parallel.scaler import Scaler  # noqa: E402
 from trainings import config  # noqa: E402
 
@@ -312,11 +312,11 @@ def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -
 def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
     chosen = config(tmp_path, "train.weight_decay=0.1", "train.betas=[0.8, 0.95]", "train.eps=1e-6")
     built = build.build(chosen, tokenizer.load(chosen), filled=True)
-    optimizer = base.adamw(built.parameters(), chosen)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert {weight.dim() for weight in optimizer.param_groups[1]["params"]} == {1}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(built.parameters()))
-    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.95), 1e-6)
+    made = optimizer.adamw(built.parameters(), chosen)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    assert {weight.dim() for weight in made.param_groups[1]["params"]} == {1}
+    assert sum(len(group["params"]) for group in made.param_groups) == len(list(built.parameters()))
+    assert (made.defaults["betas"], made.defaults["eps"]) == ((0.8, 0.95), 1e-6)
 
 
 def test_the_loss_scale_ends_at_its_minimum() -> None:
@@ -326,11 +326,11 @@ def test_the_loss_scale_ends_at_its_minimum() -> None:
         left_out = [scaler.update(good) for _ in range(1000)]
     assert not torch.stack(left_out).any()
     assert scaler.state() == [4.0, 0, 0]
-    scaler.see(*scaler.numbers.tolist())
+    scaler.observe(*scaler.numbers.tolist())
     assert scaler.state() == [8.0, 0, 1000]
     for norm in ("nan", "inf", "-inf"):
         assert scaler.update(torch.tensor(float(norm))) == 1.0
-    scaler.see(*scaler.numbers.tolist())
+    scaler.observe(*scaler.numbers.tolist())
     assert scaler.state() == [1.0, 3, 0]
     again = Scaler(4.0, torch.device("cpu"))
     again.load(scaler.state())
@@ -338,7 +338,7 @@ def test_the_loss_scale_ends_at_its_minimum() -> None:
     scaler.update(good * math.inf)
     scaler.update(good)
     with pytest.raises(DrayError, match="fp16's loss scale is at its minimum") as stopped:
-        scaler.see(*scaler.numbers.tolist())
+        scaler.observe(*scaler.numbers.tolist())
     assert stopped.value.finding.code == 1
     assert scaler.state() == [1.0, 3, 1]
 
@@ -359,7 +359,7 @@ def test_a_step_that_fp16_leaves_out_changes_nothing(tmp_path: Path) -> None:
             weight.grad = torch.full_like(weight, gradient)
         norm = strategy.update(lr=0.5)
         assert norm.isfinite() == math.isfinite(gradient)
-        states = [strategy._optimizer.state[weight] for weight in module.network.parameters()]
+        states = [strategy._optimizers[0].state[weight] for weight in module.network.parameters()]
         parts = [*module.network.parameters(), *(one[name] for one in states for name in sorted(one))]
         seen.append(torch.cat([part.detach().flatten() for part in parts]))
         assert [float(one["step"]) for one in states] == [1 + (len(seen) > 3)] * 2

@@ -210,6 +210,32 @@ def test_a_checkpoint_of_step_0_has_the_first_weights(run: BEGUN) -> None:
     assert again.losses() == whole.losses()
 
 
+DIVERGES = ("train.lr=1e30", "train.max_grad_norm=0", "train.warmup_steps=0", "train.log_every=7")
+EIGHT = ("checkpoint.every=[[0, 8]]", "checkpoint.keep=9")
+MUON = ("train.optimizer=muon", "train.weight_decay=0.1", "train.ema_decay=0.8")
+
+
+@pytest.mark.parametrize(("strategy", "then"), [("ddp", "fsdp"), pytest.param("fsdp", "ddp", marks=pytest.mark.slow)])
+def test_muon_and_averages_are_the_same_on_any_ranks(run: BEGUN, alone: Run, strategy: str, then: str) -> None:
+    """Its matrices are orthogonalized in 16 bits, so the last of these may differ."""
+    reference = run(1, *MUON, "checkpoint.keep=9", *EIGHT[:1]).end()
+    first, again = run(4, *MUON, *EIGHT, f"train.strategy={strategy}").end(), run(2, *MUON, f"train.strategy={then}")
+    shutil.copytree(first.folder / "checkpoints/step-8", again.folder / "checkpoints/step-8")
+    again.end()
+    assert first.losses() == pytest.approx(reference.losses(), rel=1e-4)
+    assert again.losses() == pytest.approx(reference.losses()[8:], rel=1e-4)
+    assert reference.losses()[1:] != pytest.approx(alone.losses()[1:], rel=1e-4)
+    own, others = (ended.events("eval")[-1]["loss"] for ended in (again, reference))
+    assert own == pytest.approx(others, rel=1e-4)
+    assert own > alone.losses()[-1]  # the average has the weights of earlier steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resumed_run_of_muon_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) -> None:
+    resumed(run, strategy, *MUON)
+
+
 def handed_on(first: Run, again: Run, alone: Run) -> None:
     if not first.codes:
         first.end()
@@ -217,10 +243,6 @@ def handed_on(first: Run, again: Run, alone: Run) -> None:
     again.end()
     assert again.losses() == pytest.approx(alone.losses()[8:], rel=2e-5)
     same_weights(again, alone.weights())
-
-
-DIVERGES = ("train.lr=1e30", "train.max_grad_norm=0", "train.warmup_steps=0", "train.log_every=7")
-EIGHT = ("checkpoint.every=[[0, 8]]", "checkpoint.keep=9")
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "masked": BERT,
     # A step is left out, the next one is not.
     "ddp in fp16": ("train.precision=fp16", f"train.initial_loss_scale={2.0**27}"),
-    "fsdp in fp16": ("train.precision=fp16", f"train.initial_loss_scale={2.0**27}", "train.strategy=fsdp"),
-}
+    "fsdp with muon in fp16": (
+        "train.precision=fp16", f"train.initial_loss_scale={2.0**27}", "train.strategy=fsdp",
+        "train.optimizer=muon", "train.ema_decay=0.9",
+    ),
+}  # fmt: skip
 ANALOG = (
     *BERT, "analog.clip_type=gaussian", "analog.clip_sigma=2.5", "analog.forward_inp_res=254",
     "analog.modifier_type=add_gauss", "analog.modifier_std_dev=0.023",

@@ -85,7 +85,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
         "weights": (half if zero else kept) * model.parameters / (shards if stage == 3 else 1),
         second: copies,
         "gradients": gradients,
-        "optimizer": (12 if zero else 2 * each) * trained / (shards if stage >= 1 else 1),
+        "optimizer": (12 if zero else 2 * each + 4 * bool(train.ema_decay)) * trained / (shards if stage >= 1 else 1),
         "activations": kept_for_backward,
         "the rest": _REST if recipe.image != "cpu" else 0.0,
     }

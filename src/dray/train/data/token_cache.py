@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from dray.contract.files import open_to_others, write_atomic
 from dray.contract.findings import ConfigError, DrayError
+from dray.train import ranks
 from dray.train.collectives import all_gather_json, barrier, broadcast_json, on_all
 from dray.train.errors import say
 from dray.train.runtime.heartbeat import heartbeat
@@ -96,7 +97,7 @@ def cached(
     """
     folder = cache / name
     write = partial(_write, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
-    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    leads = ranks.local_rank() == 0
     waits = _has_rank_0s_disk(cache) and not folder.is_dir()
 
     def prepare(turn: bool) -> None:
@@ -113,7 +114,7 @@ def cached(
 
 def _has_rank_0s_disk(cache: Path) -> bool:
     """Whether this is another rank, and sees a file that rank 0 has made there now."""
-    first, probe = int(os.environ.get("RANK", "0")) == 0, cache / f".rank-0-{secrets.token_hex(8)}"
+    first, probe = ranks.rank() == 0, cache / f".rank-0-{secrets.token_hex(8)}"
     if first:
         with suppress(OSError):  # what is wrong with the disk, making tokens says
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)

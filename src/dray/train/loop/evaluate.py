@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
+from dray.train import ranks
 from dray.train.config import Config
 from dray.train.data import datasets
 from dray.train.data.token_cache import Tokens
@@ -94,7 +95,7 @@ class Evaluator:
     def _measure(self, evaluated: Evaluated) -> dict[str, float]:
         """The mean over every label of the windows, and how many labels, or words, were right."""
         strategy, windows = self.strategy, evaluated.windows
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world = ranks.rank(), ranks.world()
         strategy.network.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
         size = min(self.config.per_device, -(-len(windows) // world))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
 from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, LOAD, MODEL, STEP
+from dray.train import ranks
 from dray.train.checkpoint.checkpoints import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
 from dray.train.config import Config
@@ -54,7 +55,7 @@ class Loop:
     ) -> None:
         self.config, self.strategy, self.feed, self.objective = config, strategy, feed, objective
         self.metrics, self.checkpoints, self.compiled, self.stop = metrics, checkpoints, compiled, stop
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world = ranks.rank(), ranks.world()
         self.learning_rate = learning_rate(config)
         self.speed = Speed(config, strategy)
         self.slow = Slow(config, strategy.device, metrics)
@@ -203,7 +204,7 @@ class Loop:
         loss, labels, *rest = host.read(sums, self._bad_norm, self._norm, *([scaler.numbers] if scaler else []))
         seconds, (bad, norm, *scaled) = rest[:ranks], rest[ranks:]
         if scaler:
-            scaler.see(*scaled)
+            scaler.observe(*scaled)
         if bad != _NEVER:
             self._end_not_finite(int(bad), int(bad))
         elif not math.isfinite(loss):

@@ -19,6 +19,7 @@ import torch
 
 from dray.contract import gpus
 from dray.contract.run_folder import METRICS, TRACKERS
+from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.loop.trackers import Tracked, Trackers, require
@@ -111,7 +112,7 @@ class Speed:
             "seconds_left": round(left, 1),
         }
         if self._peak:
-            figures["mfu"] = round(tokens_per_s / torch.distributed.get_world_size() * self._flops / self._peak, 4)
+            figures["mfu"] = round(tokens_per_s / ranks.world() * self._flops / self._peak, 4)
         self._since, self._last, self._spent = taken, now, dict.fromkeys(self._spent, 0.0)
         return figures
 

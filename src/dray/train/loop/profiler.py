@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
 from dray.contract.run_folder import PROFILE_TRACE
+from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import message, say
 
@@ -19,7 +19,7 @@ class Profiler:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._trace, self._device = Path(config.folder) / PROFILE_TRACE, device
         self._first = self._last = 0
-        if config.train.profile and dist.get_rank() == 0:
+        if config.train.profile and ranks.rank() == 0:
             first, last = config.train.profile.split("-")
             self._first, self._last = int(first), min(int(last), config.steps)
         self._profile: profile | None = None

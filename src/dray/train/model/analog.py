@@ -30,6 +30,7 @@ from aihwkit_lightning.simulator.parameters import (
 from safetensors import safe_open
 
 from dray.contract.findings import ConfigError, listed
+from dray.train import ranks
 from dray.train.parallel.base import Strategy
 from dray.train.recipe import Analog as Settings
 
@@ -117,7 +118,7 @@ class Analog:
         if following:  # each rank has seen other data
             ranges = torch.cat([*self._following.values()])
             dist.all_reduce(ranges)
-            means = torch.split(ranges / dist.get_world_size(), [*map(len, self._following.values())])
+            means = torch.split(ranges / ranks.world(), [*map(len, self._following.values())])
             for layer, mean in zip(following, means, strict=True):
                 self.strategy.write(layer.input_range, mean)
                 for place, count in enumerate(layer.__dict__[_COUNTS]):

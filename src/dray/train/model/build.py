@@ -8,7 +8,6 @@ checkpoint overwrites all weights, rank 0 has such room, too.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.initialization import no_init_weights
 
 from dray.contract.findings import ConfigError, nearest
-from dray.train import errors, objectives
+from dray.train import errors, objectives, ranks
 from dray.train.config import Config
 from dray.train.data import hub
 from dray.train.model import attention, head, lora
@@ -208,4 +207,4 @@ def _check_sizes(config: Config, settings: PreTrainedConfig, tokens: PreTrainedT
 
 def has_weights() -> bool:
     """Whether this rank reads or initializes the weights."""
-    return os.environ["RANK"] == "0"
+    return ranks.rank() == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from dray.train import ranks
 from dray.train.checkpoint import manifest
 from dray.train.config import Config
 from dray.train.model import lora
@@ -30,7 +30,7 @@ def save(
     if lora.on(network):
         adapters = {name: weight.detach().clone() for name, weight in strategy.weights() if ".lora_" in name}
     weights = _weights(strategy, adapters)
-    if dist.get_rank():
+    if ranks.rank():
         for _ in weights:  # rank 0 cannot gather alone
             pass
         return
@@ -53,14 +53,14 @@ def save(
         shutil.rmtree(part, ignore_errors=True)
         raise
     export.swap(part, final)
-    card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=figures)
+    card.write(final, config, parameters=parameters, ranks=ranks.world(), figures=figures)
 
 
 def _weights(strategy: Strategy, adapters: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each whole weight, with its adapter merged."""
     for name, weight in strategy.weights():
         heartbeat.beat()
-        if adapters and dist.get_rank() == 0:
+        if adapters and ranks.rank() == 0:
             yield from lora.merged(strategy.network, {**adapters, name: weight}).items()
         else:
             yield name, weight

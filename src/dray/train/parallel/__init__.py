@@ -24,5 +24,5 @@ def make(network: torch.nn.Module, config: Config, device: torch.device) -> Stra
     if compiled:
         layers.compile_each(network)
     file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second
-    made: Strategy = file.STRATEGY(module, config, device)
-    return made
+    strategy: Strategy = file.STRATEGY(module, config, device)
+    return strategy

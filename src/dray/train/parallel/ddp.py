@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dray.train.checkpoint.shards import Reader, Shards, whole
+from dray.train import ranks
+from dray.train.checkpoint.shards import Reader, Shard, Shards, whole
 from dray.train.config import Config
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
-from dray.train.parallel.base import MOMENTS, adamw, buffers
+from dray.train.parallel.base import buffers
+from dray.train.parallel.optimizer import average_weights, optimizers, reset
 from dray.train.parallel.replicas import Replicas
 from dray.train.parallel.scaler import Scaler
 
@@ -34,46 +34,39 @@ class Ddp:
         self.device, self.config, self.network = device, config, module.network
         self.scaler = Scaler(config.train.initial_loss_scale, device) if config.train.precision == "fp16" else None
         half = HALF.get(config.train.precision)
-        autocast = half is not None and self.autocasts
-        self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=autocast)
+        enabled = half is not None and self.autocasts
+        self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=enabled)
+        self._copies = Replicas(ranks.rank(), ranks.world())
+        """The ranks with the same weights."""
+        self._shard_group: dist.ProcessGroup | None = None
+        """The ranks that have one copy of the weights between them."""
         self._module = self._distributed(module)
-        self._optimizer: Any = adamw(map(self._moved, self.network.parameters()), config)
-        self._prime(updates=0)
-
-    def _prime(self, updates: int) -> None:
-        """Give AdamW its averages now: a checkpoint may be loaded, or written, before a step was taken."""
-        for group in self._optimizer.param_groups:
-            for weight in group["params"]:
-                moments = {moment: torch.zeros_like(weight) for moment in MOMENTS}
-                step = torch.tensor(float(updates), device=weight.device)
-                self._optimizer.state[weight] = {"step": step, **moments}
+        self._optimizers = optimizers(self.network, self._moved, config, self._shard_group)
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         self.network.to(self.device)
-        if dist.get_world_size() == 1:
+        if ranks.world() == 1:
             return module
-        ids = None if self.device.type == "cpu" else [self.device.index]
-        one_node = dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        found = DistributedDataParallel(
-            module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=25 if one_node else 100
+        model = DistributedDataParallel(
+            module,
+            device_ids=None if self.device.type == "cpu" else [self.device.index],
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=25 if ranks.world() == ranks.local_world() else 100,
         )
-        # Only now: older torches would not copy rank 0's at the start either.
-        found.broadcast_buffers = any(map(_writes_buffers, self.network.modules()))
-        _order_buckets(found)
-        return found
+        # Only now, as rank 0's buffers go to all ranks at the start. Analog layers alone write buffers later.
+        model.broadcast_buffers = self.config.analog is not None
+        _order_buckets(model)
+        return model
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast:
-            found: tuple[torch.Tensor, torch.Tensor] = self._module(*batch.inputs)
-        return found
+            losses: tuple[torch.Tensor, torch.Tensor] = self._module(*batch.inputs)
+        return losses
 
-    @contextmanager
-    def accumulate(self, *, sync: bool) -> Iterator[None]:
+    def accumulate(self, *, sync: bool) -> AbstractContextManager[None]:
         if isinstance(self._module, DistributedDataParallel) and not sync:
-            with self._module.no_sync():
-                yield
-        else:
-            yield
+            return self._module.no_sync()
+        return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         torch.autograd.backward(loss * self.scaler.numbers[0].to(loss.dtype) if self.scaler else loss)
@@ -87,70 +80,79 @@ class Ddp:
             norm = norm / divisor
         if self.config.train.max_grad_norm > 0:
             divisor = divisor * ((norm + 1e-6) / self.config.train.max_grad_norm).clamp(min=1)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        # A fused step divides each gradient as it reads it: clipping costs no pass of its own.
-        self._optimizer.grad_scale = divisor
-        if self.scaler:  # a fused step with found_inf changes nothing, its own count included
-            self._optimizer.found_inf = self.scaler.update(norm)
-        self._optimizer.step()
+        found_inf = self.scaler.update(norm) if self.scaler else None
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            # A fused step divides each gradient as it reads it: clipping costs no pass of its own.
+            optimizer.grad_scale = divisor
+            optimizer.found_inf = found_inf  # then a step changes nothing, its own count included
+            optimizer.step()
+        if self.config.train.ema_decay:
+            average_weights(self._optimizers, self.config.train.ema_decay)
         self._drop_gradients()
         return norm
 
     def _gradients(self) -> list[torch.Tensor]:
-        """The gradients of what the optimizer moves."""
-        moved = (weight for group in self._optimizer.param_groups for weight in group["params"])
+        """Return the gradients of what the optimizers move."""
+        moved = (weight for optimizer in self._optimizers for weight in optimizer.state)
         return [weight.grad for weight in moved if weight.grad is not None]
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Their norm over all ranks."""
+        """Return the gradients' norm over all ranks."""
         return torch.nn.utils.get_total_norm(gradients).float()
 
     def _drop_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.network.zero_grad(set_to_none=True)
 
     def state(self) -> Shards:
-        return {name: shard for own, replicas in self._held() for name, shard in replicas.part(own).items()}
+        return {name: shard for shards, copies in self._held() for name, shard in copies.part(shards).items()}
 
     def load(self, reader: Reader, updates: int) -> None:
-        self._prime(updates)
-        for own, replicas in self._held():
-            replicas.fill(own, reader)
+        reset(self._optimizers, self.config, updates)
+        for shards, copies in self._held():
+            copies.fill(shards, reader)
 
     def _held(self) -> Iterator[tuple[Shards, Replicas]]:
-        """What this rank has, and which ranks have the same."""
-        yield self._shards(), Replicas(dist.get_rank(), dist.get_world_size())
+        """Yield what this rank has, and which ranks have the same."""
+        yield self._shards(), self._copies
+        yield whole("others", buffers(self.network)), Replicas(ranks.rank(), ranks.world())
 
     def _shards(self) -> Shards:
-        return {name: shard for kind, named in self._tensors().items() for name, shard in whole(kind, named).items()}
-
-    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        named = dict(self._named())
-        if lora.on(self.network):  # the others are frozen
-            named = {name: weight for name, weight in named.items() if weight.requires_grad}
-        moved = {name: self._moved(weight) for name, weight in named.items()}
-        found = {"weights": {name: weight.detach() for name, weight in moved.items()}}
-        for moment in MOMENTS:
-            found[moment] = {
-                name: self._optimizer.state[weight][moment] for name, weight in moved.items() if weight.requires_grad
-            }
-        return {**found, "others": buffers(self.network)}
+        shards = {}
+        for name, weight in self._named():
+            if lora.on(self.network) and not weight.requires_grad:
+                continue  # the model's own files have it
+            moved = self._moved(weight)
+            states = (optimizer.state[moved] for optimizer in self._optimizers if moved in optimizer.state)
+            for kind, values in {"weights": moved.detach(), **next(states, {})}.items():
+                if kind != "step":  # the manifest has it
+                    shards[f"{kind}.{name}"] = Shard(tuple(weight.shape), self._begin(weight), values)
+        return shards
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return self.network.named_parameters()
 
     def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-        """What the optimizer moves in the place of the weight."""
+        """Return what the optimizer moves in the place of the weight."""
         return weight
+
+    def _begin(self, weight: torch.nn.Parameter) -> int:
+        """Return where this rank's numbers begin in the flattened weight."""
+        del weight
+        return 0
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.detach().float()
 
-    def clamp(self, weight: torch.nn.Parameter, bound: torch.Tensor) -> None:
-        weight.data.clamp_(-bound, bound)
-
     def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
         weight.data.copy_(value)
+
+    @torch.no_grad()
+    def use_averages(self) -> None:
+        for optimizer in self._optimizers:
+            for weight, state in optimizer.state.items():
+                weight.copy_(state.get("ema", weight))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in (*self._named(), *buffers(self.network).items()):
@@ -168,11 +170,6 @@ def _order_buckets(model: DistributedDataParallel) -> None:
     torch.autograd.backward(torch.stack(sums).sum())
     model.zero_grad(set_to_none=True)
     model.reducer._rebuild_buckets()
-
-
-def _writes_buffers(module: torch.nn.Module) -> bool:
-    """Whether a forward pass of it writes buffers, in which the ranks would then differ."""
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or hasattr(module, "input_range_update_idx")
 
 
 STRATEGY = Ddp

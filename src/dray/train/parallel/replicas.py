@@ -23,12 +23,12 @@ class Replicas:
     group: dist.ProcessGroup | None = None
 
     def part(self, shards: Shards) -> Shards:
-        """What this one writes."""
+        """Return what this rank writes."""
         return divided(shards, self.rank, self.count)
 
     def fill(self, shards: Shards, reader: Reader) -> None:
-        """Some read a part each, and send it to the others. All ranks of the run together."""
-        reader.require(shards)  # all of them, since a rank that read alone would fail alone
+        """Some ranks read a part each, and send it to the others. All ranks of the run call it together."""
+        reader.require(shards)  # on every rank, since a rank that read alone would fail alone
         parts = min(self.count, _READERS)
         readers = [part * self.count // parts for part in range(parts)]  # spread over the nodes
         with flat(shards) as rows:

@@ -1,4 +1,4 @@
-"""fp16's loss scale: small gradients are made large enough to be seen, and steps that became too large are left out."""
+"""fp16's loss scale: it lifts small gradients into fp16's range, and steps whose gradients overflow are skipped."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ MINIMUM, _GROWTH_INTERVAL = 1.0, 1000
 
 
 class Scaler:
-    """Doubles after so many good steps, halves after a bad one.
+    """A scale that doubles after 1000 good steps, and halves after a bad one.
 
-    That is decided on the device, and no step waits for it. The host has the numbers as it last read them.
+    The device decides that, and no step waits for it. The host has the numbers as it last read them.
     """
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
-        """The scale, how many steps were left out, good ones since the last of these, and whether no scale helps."""
+        """The scale, skipped steps, good steps since the last of these, and whether no scale helps."""
         self.load([scale, 0, 0])
 
     def update(self, norm: torch.Tensor) -> torch.Tensor:
-        """After a step with this norm; whether it is left out, as torch's fused optimizers take it."""
+        """Count a step with this norm; return whether it is skipped, as torch's fused optimizers take it."""
         good, (scale, skipped, since, exhausted) = norm.isfinite(), self.numbers
-        least, since = scale <= MINIMUM, (since + 1) * good
-        bad = torch.stack([torch.where(least, scale, scale / 2), skipped + ~least, since, exhausted + least])
+        at_minimum, since = scale <= MINIMUM, (since + 1) * good
         grown = torch.where(since % _GROWTH_INTERVAL == 0, scale * 2, scale)
-        self.numbers.copy_(torch.where(good, torch.stack([grown, skipped, since, exhausted]), bad))
+        shrunk = torch.where(at_minimum, scale, scale / 2)
+        after_good = torch.stack([grown, skipped, since, exhausted])
+        after_bad = torch.stack([shrunk, skipped + ~at_minimum, since, exhausted + at_minimum])
+        self.numbers.copy_(torch.where(good, after_good, after_bad))
         return (~good).float()
 
-    def see(self, scale: float, skipped: float, since: float, exhausted: float) -> None:
-        """The numbers, which the caller has read."""
+    def observe(self, scale: float, skipped: float, since: float, exhausted: float) -> None:
+        """Take the numbers that the host has read; end the run where no scale helps."""
         self.scale, self.skipped, self._since = scale, int(skipped), int(since)
         if exhausted:
             refuse(scale)
 
     def state(self) -> list[Any]:
-        """JSON that `load` understands, as the host last read it."""
+        """Return JSON that `load` understands, as the host last read it."""
         return [self.scale, self.skipped, self._since]
 
     def load(self, state: list[Any]) -> None:
         """Go on from there."""
         scale, skipped, since = state
-        self.see(scale, skipped, since, 0)
+        self.observe(scale, skipped, since, 0)
         self.numbers.copy_(torch.tensor([scale, skipped, since, 0], dtype=torch.float64))
 
 
