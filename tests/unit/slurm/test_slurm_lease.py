@@ -29,7 +29,7 @@ def asked(
     for made in (folder / "bin", first / "attempt-2", attempt, attempt.parent / "checkpoints"):
         made.mkdir(parents=True)
     (first / "attempt-2/facts.txt").write_text("scheduler=slurm\ncluster=lumi\njob=16\n")
-    holder = {"token": TOKEN, "user": "me", "node": "n1", "job": 16, "run": str(first), "attempt": 2, "since": "",
+    holder = {"token": TOKEN, "node": "n1", "job": 16, "run": str(first), "attempt": 2, "since": "",
               "process": []}  # fmt: skip
     (Path(checkpoints or attempt.parent / "checkpoints") / "lease.json").write_text(lease or json.dumps(holder))
     tool = folder / "bin/squeue"
