@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -37,6 +38,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _SHOWN = 60
 _LONGEST = 200  # characters of a line
 _LIMIT = 256 << 10
+_MODEL_PARALLEL = re.compile("(tensor|context|sequence|expert|pipeline)_parallel|(tp|cp|ep|pp)(_size)?$")
 
 
 class SecretError(ValueError):
@@ -208,6 +210,11 @@ def _line(error: ErrorDetails, model: type[Spec], written: Table, typed: list[tu
             keys = (*schema.keys(loc[:-1]), loc[-1])
             place = f"valid in [{'.'.join(map(str, keys[:-1]))}]" if keys[1:] else "valid here"
             text = f"unknown key: {_suggest(str(keys[-1]), schema.names(keys[:-1]), place)}"
+            if _MODEL_PARALLEL.match(str(keys[-1])):
+                text = (
+                    "unknown key: dray's trainer has ddp, fsdp and zero1 to zero3; for tensor, context, expert and "
+                    "pipeline parallelism start torchtitan or Megatron-Bridge by [command]"
+                )
             if model.lists and text.endswith(" more"):
                 text += f"; all: {' '.join([model.lists, *map(str, keys[:-1][:1])])}"
         case "missing":

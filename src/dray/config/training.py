@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from dray.config.data import Map
 from dray.config.load_toml import Count, Natural, NotNegative, Positive, Spec
@@ -25,7 +25,6 @@ _LR_OPTIONS = {
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": ("num_decay_steps", "decay_type"),
 }
-_MODEL_PARALLEL = re.compile("(tensor|context|sequence|expert|pipeline)_parallel|(tp|cp|ep|pp)(_size)?$")
 
 
 class Sharding(NamedTuple):
@@ -198,17 +197,6 @@ class Train(Spec):
     trackers: tuple[Tracker, ...] = ()
     """Trackers that get the metrics too; offline, unless their own environment variables say otherwise.
     TensorBoard's files are always written."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_model_parallelism(cls, table: Any) -> Any:  # noqa: ANN401  what the file has
-        names = [*table, str(table.get("strategy"))] if isinstance(table, dict) else []
-        if named := next(filter(_MODEL_PARALLEL.match, names), ""):
-            raise ValueError(
-                f"{named}: this trainer has ddp, fsdp and zero1 to zero3; for tensor, context, expert and pipeline "
-                "parallelism start torchtitan or Megatron-Bridge by [command]"
-            )
-        return table
 
     def contradictions(self) -> Iterator[str]:
         if (self.steps is None) == (self.epochs is None):

@@ -86,7 +86,7 @@ def told(*words: str) -> str:
         (("train.steps=5", "train.precision=fp8", "data.sequence_length=24"), "that is divisible by 16"),
         *(
             (("train.steps=5", f"train.{word}"), "start torchtitan or Megatron-Bridge by [command]")
-            for word in ("tensor_parallel_size=2", "pp=4", "expert_parallel=2", "strategy=tp", "context_parallel=2")
+            for word in ("tensor_parallel_size=2", "pp=4", "expert_parallel=2", "context_parallel=2")
         ),
     ],
 )
