@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from dray.contract.findings import ConfigError
 from dray.train import errors
-from dray.train.importing import pickles
+from dray.train.importing.pickles import INDEX, distributed, load
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ def read_file(path: Path, *, trust: bool) -> Tensors:
     """The tensors of a .safetensors file, or of a file of torch.save, where they may lie in nested dicts."""
     if path.suffix == ".safetensors":
         return unwrapped(load_file(path))
-    return unwrapped(_flat(pickles.load(path, trust=trust)))
+    return unwrapped(_flat(load(path, trust=trust)))
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -100,12 +100,12 @@ def read_trainer(folder: Path, *, trust: bool) -> Source | None:
 
 def read_distributed(folder: Path) -> Source | None:
     """A folder of torch's DCP, by a user's script or by Trainer with FSDP; or None."""
-    folders = [part for part in (folder, *(folder / name for name in _FSDP_FOLDERS)) if (part / pickles.INDEX).exists()]
+    folders = [part for part in (folder, *(folder / name for name in _FSDP_FOLDERS)) if (part / INDEX).exists()]
     if not folders:
         return None
     weights: Tensors = {}
     for part in folders:
-        weights |= unwrapped(pickles.distributed(part))
+        weights |= unwrapped(distributed(part))
     moments: dict[str, Tensors] = {kind: {} for kind in (*MOMENTS, "step")}
     for name in [*weights]:
         weight, _, kind = name.rpartition(".")

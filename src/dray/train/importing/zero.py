@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dray.contract.findings import ConfigError, counted
-from dray.train.importing import pickles
+from dray.train.importing.pickles import load
 from dray.train.importing.source import MOMENTS, Adam, Source, Tensors, same_count, unwrapped
 
 _FP32 = "single_partition_of_fp32_groups"  # of stages 1 and 2
@@ -61,7 +61,7 @@ def read(folder: Path, *, trust: bool) -> Source | None:
 def _ranks(folder: Path, kind: str, trust: bool) -> list[dict[str, Any]]:
     """What the file of each rank holds, in their order."""
     files = sorted(folder.glob(f"*mp_rank_00_{kind}*_states.pt"), key=lambda path: (len(path.name), path.name))
-    return [pickles.load(path, trust=trust) for path in files]
+    return [load(path, trust=trust) for path in files]
 
 
 def _require_whole_models(folder: Path) -> None:
