@@ -394,10 +394,10 @@ class Recipe(Spec):
 
     def _of_length(self, train: Train) -> Iterator[str]:
         length = self.data.sequence_length
+        if train.sequence_length_warmup and self.data.document_mask:
+            yield "train.sequence_length_warmup cuts documents; set data.document_mask=false"
         for _, first in train.sequence_length_warmup:
             if length % first:
                 yield f"train.sequence_length_warmup: {first} must divide data.sequence_length"
-        if train.sequence_length_warmup and self.data.document_mask:
-            yield "train.sequence_length_warmup cuts documents; set data.document_mask=false"
         if train.precision.startswith("fp8") and length % 16:
             yield f"train.precision = {train.precision} needs a data.sequence_length that is divisible by 16"
