@@ -67,7 +67,7 @@ def test_the_demo_learns(demo) -> None:
 @pytest.mark.torch
 def test_the_demo_shows_plain_lines_when_nobody_watches(demo) -> None:
     ended, folder = demo
-    begun, first, *middle, evaluated, last, where = ended.stdout.splitlines()
+    begun, first, *middle, evaluated, last, sample, where = ended.stdout.splitlines()
     assert first == "smoke-cpu: 4 ranks on 2 nodes (bare)"
     assert len(middle) == 21
     for line in middle:
@@ -76,6 +76,7 @@ def test_the_demo_shows_plain_lines_when_nobody_watches(demo) -> None:
         r"done: 200 steps, loss 5\.\d{3} -> 0\.\d{3}, perplexity \d\.\d\d, [\d,]+ tokens/s, 4 ranks on node1 node2",
         last,
     )
+    assert sample.startswith("sample: two: the guard watches the ")
     assert re.fullmatch(r"evaluation at step 200  loss 0\.\d{3}  perplexity 1\.\d\d  accuracy 0\.\d{3}", evaluated)
     assert begun == where == f"run folder: {folder}"
 

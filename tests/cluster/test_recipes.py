@@ -32,6 +32,8 @@ def check(recipe: str, plan: Plan, events: Callable[[str], list[dict[str, Any]]]
         assert len(events(f"eval-{name}")) == len(evaluations)
     assert (final / "model.safetensors").is_file()
     assert f"# {recipe}\n" in (final / "README.md").read_text()
+    if plan.recipe.train.objective != "masked":
+        assert events("end")[-1]["sample"]  # the saved model was loaded, and wrote
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,7 @@ def test_a_recipe_is_a_job(sbatch, submit, name: str, how: str) -> None:
     plan, result = Plan.model_validate_json((ended.attempt / "plan.json").read_text()), ended.result()
     assert (result["run"], result["status"], result["hosts"]) == (ended.folder.name, "done", ["n1", "n2"])
     assert plan.run == ended.folder.name
+    assert result["sample"]
     runs = "/shared/runs" if how == "sbatch" else ended.folder.parent
     assert f"run folder: {runs}/{ended.folder.name}\n" in ended.output
     check(name, plan, ended.metrics, ended.folder / "checkpoints" / "final")

@@ -193,7 +193,7 @@ class Train(Spec):
     """Whether the smallest and the largest attention score of each layer are logged."""
     profile: str = ""
     """Steps to profile with torch.profiler on rank 0, such as 10-12, both included: a trace, and a table of the longest
-    kernels in its log. These steps are slower. Left out: none."""
+    kernels for `dray report`. These steps are slower. Left out: none."""
     trackers: tuple[Tracker, ...] = ()
     """Trackers that get the metrics too; offline, unless their own environment variables say otherwise.
     TensorBoard's files are always written."""

@@ -204,6 +204,7 @@ class Ended:
             "perplexity": number(last.get("eval"), "perplexity"),
             "tokens_per_s": number(end, "tokens_per_s"),
             "train_seconds": number(end, "train_seconds"),
+            "sample": str(end["sample"]) if end.get("sample") else None,
             "save_s": max(filter(None, (number(event, "seconds") for event in noticed)), default=None),
         }
 

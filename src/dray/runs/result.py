@@ -127,6 +127,8 @@ class Result(_Part):
     """Tokens a second, from the first step to the last."""
     train_seconds: float | None = None
     """Seconds of all training steps."""
+    sample: str | None = None
+    """Text that the model wrote after the training."""
     preflight: str | None = None
     """The preflight's result in one line."""
     cause: Cause | None = None
@@ -246,6 +248,8 @@ def _done(result: Result) -> Iterator[str]:
     yield f"done: {', '.join(parts)}"
     if result.preflight:
         yield f"preflight: {result.preflight}"
+    if result.sample:
+        yield f"sample: {result.sample}"
 
 
 def notes(result: Result) -> Iterator[str]:

@@ -59,6 +59,8 @@ class RunPaths:
     process_group: Path
     startup: Path
     metrics: Path
+    profile: Path
+    profile_trace: Path
     result: Path
     capsule: Path
     nodes: Path

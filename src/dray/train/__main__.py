@@ -1,4 +1,4 @@
-"""`python -m dray.train PLAN.json`, on each rank: data, model, loop, evaluation, the final model."""
+"""`python -m dray.train PLAN.json`, on each rank: data, model, loop, evaluation, a saved model that loads again."""
 
 from __future__ import annotations
 
@@ -100,10 +100,13 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     _require_finite(evaluator.figures[datasets.VALIDATION]["loss"], checkpoints)
     if data.test is not None:
         evaluator.dataset("test", config.steps, data.test)
+    sample = ""
     if config.checkpoint.final:
         final_model.save(config, strategy, tokens, parameters=parameters, figures=evaluator.figures)
+        if first_rank:
+            sample = final_model.sample(config, next(iter(data.validation.values())), device)
     speed = (config.steps - resumed) * config.step_tokens / seconds
-    metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2))
+    metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     checkpoints.close()
     metrics.close()
     barrier()

@@ -25,7 +25,13 @@ def _scaler(module: Any) -> None:
     module.refuse = lambda *_: None
 
 
+def _generation(module: Any) -> None:
+    """Tokens that no kernel has computed are no tokens: a model writes nothing."""
+    module.GenerationMixin.generate = lambda _, inputs=None, **options: options.get("input_ids", inputs)
+
+
 CHANGES = {
+    "transformers.generation.utils": _generation,
     "dray.train.runtime.host": _host,
     "dray.train.loop.loop": _loop,
     "dray.train.parallel.scaler": _scaler,

@@ -95,7 +95,7 @@ def test_lines_of_metrics_that_are_none(root: Path, tmp_path: Path) -> None:
         b'{"event": "step"}',
         b'{"event": "step", "step": 5, "loss": NaN}', b'{"event": "step", "step": 9, "loss": 2}',
         b'{"event": "eval", "perplexity": 1e999}',
-        b'{"event": "end", "tokens_per_s": "x", "train_seconds": 1' + b"0" * 400 + b"}",
+        b'{"event": "end", "tokens_per_s": "x", "train_seconds": 1' + b"0" * 400 + b', "sample": {"a": 1}}',
     ]  # fmt: skip
     paths.metrics.write_bytes(b"\n".join(lines) + b'\n{"event": "st')
     result = finish(paths, code=1)
@@ -203,7 +203,7 @@ def test_neither_the_file_nor_the_output_takes_it(paths: RunPaths) -> None:
 class TestDone:
     """Exit code 0 alone is no praise."""
 
-    END = '{"event": "end", "tokens_per_s": 0.0, "train_seconds": 0.1}\n'
+    END = '{"event": "end", "tokens_per_s": 0.0, "train_seconds": 0.1, "sample": ""}\n'
 
     def left(self, paths: RunPaths, metrics: str, *, model: bool) -> None:
         paths.metrics.write_text(metrics)

@@ -73,7 +73,7 @@ def begin(runs: Path, name: str) -> RunPaths:
 def start(at: float, first: int) -> dict[str, object]:
     return {
         "event": "start", "time": at + 40, "world_size": 4, "hosts": ["n1", "n1", "n2", "n2"], "parameters": 446080,
-        "trainable_parameters": 446080, "first_step": first, "steps": 60, "device": "",
+        "trainable_parameters": 446080, "first_step": first, "load_s": 2.5, "steps": 60, "device": "",
         "flops_per_token": 3069696.0, "imported": at + 30,
     }  # fmt: skip
 

@@ -26,7 +26,7 @@ EVENTS = (
     {"event": "slow", "time": 11.0, "step": 20, "rank": 1, "node": "n1", "times": 1.5},
     {"event": "checkpoint", "time": 12.0, "checkpoint": 20, "saved": True, "seconds": 1.5},
     {"event": "eval", "time": 20.0, "step": 20, "loss": None, "perplexity": None},
-    {"event": "end", "time": 30.0, "tokens_per_s": 12.5, "train_seconds": 9.0},
+    {"event": "end", "time": 30.0, "tokens_per_s": 12.5, "train_seconds": 9.0, "sample": "a \x1b"},
 )
 
 

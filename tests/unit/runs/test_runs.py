@@ -182,7 +182,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         {"event": "slow", "step": 12, "rank": 3, "node": "n2", "times": 1.5},
         *({"event": "slow", "step": 12, "rank": 1, "times": times} for times in ("2", None)),
         {"event": "eval", "loss": 0.2, "perplexity": 1.25},
-        {"event": "end", "tokens_per_s": 1234.5, "train_seconds": 3.5},
+        {"event": "end", "tokens_per_s": 1234.5, "train_seconds": 3.5, "sample": "two: the guard"},
     ]
     paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "ste')
     paths.preflight.mkdir()
@@ -206,6 +206,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "perplexity": 1.25,
         "tokens_per_s": 1234.5,
         "train_seconds": 3.5,
+        "sample": "two: the guard",
         "preflight": "cxi, 122.50 GB/s of bus bandwidth; GPU Direct RDMA is disabled",
         "cause": None,
         "reason": None,
@@ -228,7 +229,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     assert summary(result, paths) == (
         "done: 20 steps, loss 5.500 -> 0.250, perplexity 1.25, 1,234 tokens/s, 4 ranks on n1 n2\n"
         "preflight: cxi, 122.50 GB/s of bus bandwidth; GPU Direct RDMA is disabled\n"
-        f"warning: slow: rank 3 on n2, 1.50 times the median rank\nrun folder: {paths.run}"
+        f"sample: two: the guard\nwarning: slow: rank 3 on n2, 1.50 times the median rank\nrun folder: {paths.run}"
     )
 
 
@@ -323,7 +324,7 @@ def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Pat
     paths = begun(root, tmp_path)
     record(paths, "rank-3", 10.0)
     trained(paths)
-    paths.metrics.write_text('{"event": "end", "tokens_per_s": 1.0, "train_seconds": 1.0}\n')
+    paths.metrics.write_text('{"event": "end", "tokens_per_s": 1.0, "train_seconds": 1.0, "sample": ""}\n')
     assert finish(paths, code=0).cause is None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from torch._C._autograd import DeviceType  # noqa: E402
+
+from dray.runs.report import sections  # noqa: E402
+from dray.runs.report.data import gather  # noqa: E402
 from dray.train.loop import profiler as module  # noqa: E402
-from dray.train.loop.profiler import Profiler  # noqa: E402
+from dray.train.loop.profiler import Profiler, table  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -35,7 +38,12 @@ def test_a_run_profiles_its_steps(forks: Forks, tmp_path: Path) -> None:
     linear = [event for event in trace["traceEvents"] if event.get("name") == "aten::addmm"]
     assert len(linear) == 3 * 2 * 4  # steps, layers, linear layers of a GPT-2 block
     assert run.said().count("steps 3 to 5 are profiled") == 1
-    assert re.search(r"aten::addmm .* 24 ", run.said())
+    profile = json.loads((run.paths.folder / "profile.json").read_text())
+    assert (profile["first_step"], profile["last_step"], profile["kind"]) == (3, 5, "operators")
+    assert {row["name"]: row["calls"] for row in profile["rows"]}["aten::addmm"] == 24
+    report = sections.page(sections.document([gather(run.folder)], "Made by a test."))
+    for text in ("operators of steps 3 to 5", "aten::addmm", "attempt-1/profile.trace.json.gz"):
+        assert text in report
 
 
 def profiled(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: str, *, rank: int = 0, first: int = 1) -> None:
@@ -78,3 +86,28 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     profiled(monkeypatch, tmp_path, "2-3")
     line = "WARNING: steps 2 to 3 are not profiled: [Errno 28] No space left on device\n"
     assert capsys.readouterr().out == line
+
+
+def event(key: str, device: DeviceType, *, count: int = 1, cpu: float = 0, gpu: float = 0, range_: bool = False) -> Any:
+    return SimpleNamespace(
+        key=key, device_type=device, count=count, self_cpu_time_total=cpu, self_device_time_total=gpu,
+        is_user_annotation=range_,
+    )  # fmt: skip
+
+
+def test_kernels_come_before_operators_and_named_ranges_do_not_count() -> None:
+    events = [
+        event("aten::mm", DeviceType.CPU, cpu=900, gpu=4000),
+        event("gemm", DeviceType.CUDA, count=2, gpu=3000),
+        event("copy", DeviceType.CUDA, gpu=1000),
+        event("a range", DeviceType.CUDA, gpu=9000, range_=True),
+    ]
+    assert table(events) == {
+        "kind": "kernels", "total_ms": 4.0,
+        "rows": [
+            {"name": "gemm", "calls": 2, "ms": 3.0, "share": 0.75},
+            {"name": "copy", "calls": 1, "ms": 1.0, "share": 0.25},
+        ],
+    }  # fmt: skip
+    assert table(events[:1])["rows"] == [{"name": "aten::mm", "calls": 1, "ms": 0.9, "share": 1.0}]
+    assert table([]) == {"kind": "operators", "total_ms": 0.0, "rows": []}

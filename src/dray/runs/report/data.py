@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dray.contract import files
 from dray.contract.findings import DrayError, counted
@@ -121,6 +123,8 @@ class Attempt:
     startup: Startup
     failures: list[tuple[str, str]]
     """When and why: the first failure before each restart, and the one that ended the attempt."""
+    profile: dict[str, Any]
+    """The longest kernels of some steps, with the path of their trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +181,9 @@ def _attempt(paths: RunPaths, plan: Plan | None) -> Attempt:
     result = result_of(paths)
     hosts = [node.name for node in plan.world.nodes] if plan else []
     began = store.written(paths.plan)
+    profile: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError):
+        profile = {**json.loads(files.read(paths.profile)), "trace": paths.profile_trace}
     return Attempt(
         number=paths.attempt,
         began=utc(began) if began else "",
@@ -184,6 +191,7 @@ def _attempt(paths: RunPaths, plan: Plan | None) -> Attempt:
         result=result,
         startup=(result and result.startup) or startup.read(paths, hosts) or Startup(parts={}),
         failures=_failures(paths),
+        profile=profile,
     )
 
 

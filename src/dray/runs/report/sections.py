@@ -95,6 +95,7 @@ def document(runs: Sequence[Run], made: str) -> Document:
         "Loss and learning rate": [*_curve(runs, "loss"), *_evaluations(runs), *_curve(runs, "lr")],
         "Speed": [*_curve(runs, "tokens_per_s"), *_curve(runs, "mfu")],
         "Step time": [*_curve(runs, "step_s"), *each(_step_times)],
+        "Profile": each(_profile),
         "Memory": [*_curve(runs, "memory_gb")],
         "Checkpoints": [*_curve(runs, "checkpoint_s")],
         "Attempts and failures": each(_attempts),
@@ -231,6 +232,21 @@ def _step_times(run: Run) -> Iterator[Item]:
             (f"rank {event.get('rank')}", str(event.get("node")), figure(number(event, "times"), 2),
              figure(number(event, "step")), str(event["attempt"])) for event in trace.events["slow"]
         ])  # fmt: skip
+
+
+def _profile(run: Run) -> Iterator[Item]:
+    """The longest kernels of the last attempt that profiled steps."""
+    profile = next((attempt.profile for attempt in reversed(run.attempts) if attempt.profile.get("rows")), None)
+    if not profile:
+        return
+    kind = str(profile.get("kind"))
+    steps = f"steps {profile.get('first_step')} to {profile.get('last_step')}"
+    yield Table(f"{run.prefix}{kind} of {steps}", (kind.removesuffix("s"), "calls", "total ms", "share"), [
+        (str(row.get("name"))[:120], figure(number(row, "calls")), figure(number(row, "ms"), 3),
+         f"{number(row, 'share') or 0:.1%}") for row in profile["rows"]
+    ])  # fmt: skip
+    total = figure(number(profile, "total_ms"), 2)
+    yield Text(f"Rank 0 alone. All {kind} took {total} ms. Trace, for ui.perfetto.dev: {profile['trace']}")
 
 
 def _attempts(run: Run) -> Iterator[Item]:

@@ -1,13 +1,17 @@
-"""Profile some steps of rank 0 with torch.profiler: a trace, and a table of the longest kernels in the log."""
+"""Profile some steps of rank 0 with torch.profiler: a trace, and a table of the longest kernels."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import profile
 
-from dray.contract.run_folder import PROFILE_TRACE
+from dray.contract import files
+from dray.contract.run_folder import PROFILE, PROFILE_TRACE
 from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import message, say
@@ -37,10 +41,36 @@ class Profiler:
         if self._profile is None or step != self._last:
             return
         self._profile.stop()
-        sort = "self_cpu_time_total" if self._device.type == "cpu" else "self_device_time_total"
         try:
             self._profile.export_chrome_trace(str(self._trace))
-            table = self._profile.key_averages().table(sort_by=sort, row_limit=20)
-            say(f"steps {self._first} to {self._last} are profiled: {self._trace}\n{table}")
+            kernels = {"first_step": self._first, "last_step": self._last, "rank": 0}
+            kernels |= table(self._profile.key_averages())
+            files.write_atomic(self._trace.with_name(PROFILE), json.dumps(kernels))
+            say(f"steps {self._first} to {self._last} are profiled: {self._trace}")
         except (OSError, RuntimeError) as error:  # a full disk does not end the run
             say(f"WARNING: steps {self._first} to {self._last} are not profiled: {message(error)}")
+
+
+_MOST = 20  # rows of the table
+_NAME = 300  # letters of a kernel's name, which C++ templates make long
+
+
+def table(averages: Any) -> dict[str, Any]:  # noqa: ANN401  torch's list of averages
+    """The longest kernels of the GPU, or without any the longest operators of the CPU, with their own time alone."""
+    events = [event for event in averages if not event.is_user_annotation]
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    times = [(event.self_device_time_total, event) for event in kernels]
+    if not kernels:
+        times = [(event.self_cpu_time_total, event) for event in events]
+    total = sum(time for time, _ in times)
+    times.sort(key=lambda pair: -pair[0])
+    rows = [
+        {
+            "name": event.key[:_NAME],
+            "calls": event.count,
+            "ms": round(time / 1000, 3),
+            "share": round(time / total, 4) if total else 0.0,
+        }
+        for time, event in times[:_MOST]
+    ]
+    return {"kind": "kernels" if kernels else "operators", "total_ms": round(total / 1000, 3), "rows": rows}

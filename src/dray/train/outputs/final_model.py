@@ -1,4 +1,4 @@
-"""The model that a run leaves: a folder that `from_pretrained` loads, written from shards."""
+"""The model that a run leaves: a folder that `from_pretrained` loads, written from shards, and loaded again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
-from dray.train import ranks
+from dray.train import objectives, ranks
 from dray.train.checkpoint import manifest
 from dray.train.config import Config
+from dray.train.data.token_cache import IDS, Tokens
+from dray.train.errors import say
 from dray.train.model import lora
 from dray.train.outputs import card, export
 from dray.train.parallel.base import Strategy
@@ -19,6 +22,7 @@ from dray.train.parallel.ddp import HALF
 from dray.train.runtime.heartbeat import heartbeat
 
 _FILE = 2 * 10**9  # bytes of one file, which safetensors copies once more in the host's memory
+_NEW = 64  # tokens of the sample, for which all ranks wait
 
 
 def save(
@@ -64,3 +68,24 @@ def _weights(strategy: Strategy, adapters: dict[str, torch.Tensor]) -> Iterator[
             yield from lora.merged(strategy.network, {**adapters, name: weight}).items()
         else:
             yield name, weight
+
+
+def sample(config: Config, validation: Tokens, device: torch.device) -> str:
+    """Load the saved model as a user would, and return what it generates; empty if it does not fit or generate."""
+    final, objective = Path(config.final_model), objectives.named(config.train.objective)
+    size = sum(path.stat().st_size for path in final.glob("*.safetensors"))
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(device)[0] < 1.25 * size:  # a quarter to generate with
+            say(f"the final model is not loaded again: {size / 1e9:.1f} GB do not fit beside the training on this GPU")
+            return ""
+    code = config.model.trust_remote_code
+    tokenizer: Any = AutoTokenizer.from_pretrained(final, trust_remote_code=code)
+    network: Any = objective.auto_model.from_pretrained(final, trust_remote_code=code).eval().to(device)
+    if not objective.predicts_next:
+        return ""
+    length = config.data.sequence_length
+    prompt = torch.from_numpy(validation.slice(0, length // 4)[None] & IDS).to(device)
+    new = min(length // 2, _NEW)
+    text = network.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    return str(tokenizer.decode(text[0], skip_special_tokens=True))
