@@ -41,7 +41,7 @@ def told(*words: str) -> str:
         (("train.steps=5", "train.lr_scheduler_kwargs.power=-1"), "train.lr_scheduler_kwargs.power=-1"),
         (("train.steps=5", "train.sequence_length_warmup=[[2, 60]]"), "60 must divide data.sequence_length"),
         (
-            ("train.steps=5", "train.sequence_length_warmup=[[2, 64]]", "data.document_mask=true"),
+            ("train.steps=5", "train.sequence_length_warmup=[[2, 16]]", "data.document_mask=true"),
             "set data.document_mask=false",
         ),
         (("train.steps=5", "train.optimizer=muon", "train.strategy=zero1"), "muon needs strategy ddp or fsdp"),
