@@ -192,7 +192,7 @@ def test_epochs_and_limits_and_no_rows(tmp_path: Path, lines: Path) -> None:
         ("gone.txt", None, "the dataset does not exist"),
         ("empty.txt", "", "the training dataset is too short"),
         ("other.jsonl", '{"body": "x"}\n', "there is no column 'text'"),
-        ("bad.jsonl", '{"text": \n', "a line is not JSON"),
+        ("bad.jsonl", '{"text": \n', "the dataset is not JSON"),
         ("number.jsonl", '{"text": 1}\n', "column 'text' is not text"),
     ],
 )

@@ -421,10 +421,9 @@ class TestHub:
             pytest.param(
                 ("data", "hub:me/mine/huge"),
                 {},
-                "the hub has converted only a part of dataset me/mine",
+                "partial-train",
                 marks=pytest.mark.slow,
             ),
-            (("data", "hub:me/mine/huge:partial-train"), {}, "(https://huggingface.co/datasets/me/mine/tree/main"),
             pytest.param(("data", "hub:mine"), {}, "the dataset's name is incomplete", marks=pytest.mark.slow),
             pytest.param(
                 ("data", "hub:me/none"),

@@ -77,7 +77,7 @@ def _require_all(repository: str, patterns: list[str], names: list[str]) -> None
             f"dataset {repository} has no such split",
             wanted=", ".join(missing),
             found=listed(splits) or "none of its files",
-            fix=f"name a subset and a split of these, or its original files: {_own(repository)}",
+            fix=f"name a subset and a split of these; or name its original files: {_own(repository)}",
         )
 
 

@@ -131,7 +131,7 @@ def _seen(url: str) -> Seen:
 
 def opened(url: str, *, buffered: bool = True) -> BinaryIO:
     """The file's bytes, fetched as they are asked for; `buffered` where it is read line by line."""
-    raw = system(url).open(url, "rb", cache_type="none")  # else each open file holds 50 MB
+    raw = system(url).open(url, "rb", block_size=_BUFFER)  # else each open file of S3 holds 50 MB
     return cast(BinaryIO, io.BufferedReader(raw, _BUFFER) if buffered else raw)
 
 
