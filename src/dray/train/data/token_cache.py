@@ -158,15 +158,15 @@ def _make(folder: Path, write: Callable[[Path], None]) -> None:
 
 def _wait_for_another(lock: TextIO, folder: Path) -> None:
     """Wait while another run makes these tokens, as those of an array do. On a disk without locks each makes them."""
-    said = False
+    announced = False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if not said:
+            if not announced:
                 say(f"another run makes these tokens; this one waits for it: {folder}")
-            said = True
+            announced = True
             heartbeat.beat()
             time.sleep(_LOOK)
         except OSError:
