@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -41,9 +41,6 @@ class Feed(Protocol):
 
     def rows(self, samples: range) -> Rows:
         """The tokens of these samples, a row each."""
-
-    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
-        """The dataset of each sample, and the sample's number there."""
 
     def state(self) -> list[Any] | None:
         """The positions of the stream shards that this rank reads."""
@@ -77,9 +74,6 @@ class Mapped(Numbered):
     def rows(self, samples: range) -> Rows:
         return np.stack([self.tokens.slice(self.order.start(sample), self.order.length) for sample in samples])
 
-    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
-        return {"data.train": [*samples]}
-
 
 class Mixed(Numbered):
     """A mix of several datasets, by weight."""
@@ -98,13 +92,6 @@ class Mixed(Numbered):
         feeds = [*self.feeds.values()]
         places = [self.mix.place(sample) for sample in samples]
         return np.concatenate([feeds[source].rows(range(row, row + 1)) for source, row in places])
-
-    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
-        names = [f"data.mix.{name}" for name in self.sources]
-        numbers: dict[str, list[int]] = {}
-        for source, row in map(self.mix.place, samples):
-            numbers.setdefault(names[source], []).append(row)
-        return numbers
 
 
 class Shard:
@@ -196,9 +183,6 @@ class Stream:
         if number not in self._shards:
             self._shards[number] = Shard(number, self, self._states.get(number))
         return self._shards[number]
-
-    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
-        return {"data.train": [*samples]}
 
     def state(self) -> list[Any]:
         return [shard.state() for shard in self._shards.values()]
