@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from dray.train.checkpoint import shards
 from dray.train.checkpoint.checkpoints import Checkpoints
 from dray.train.collectives import control_group, init_distributed
-from dray.train.parallel.replicas import Replicas
+from dray.train.parallel.replicated_checkpoint import Replicas
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 WAYS = ("dcp", "dcp with checksums", "dray")

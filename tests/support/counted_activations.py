@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from dray.train.model import lora
-from dray.train.recipe import Lora
+from dray.train.recipe_schema import Lora
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # torch/csrc and aten/src/ATen/autocast_mode.h: what CUDA's autocast computes in 16 bits, in 32 and in the widest type.

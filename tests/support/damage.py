@@ -24,13 +24,13 @@ from dray.images.layers import layer_lock
 from dray.images.locks import lock as locks
 from dray.images.sif import format as sif_format
 from dray.images.sif import record
-from dray.remote import names
+from dray.remote import remotes_file
 from dray.runner import __main__ as runner
 from dray.runs import (
     capsule,
+    checkpoint_times,
     clean,
-    grace,
-    hosts,
+    hostfile,
     replay,
     result,
     source,
@@ -208,7 +208,7 @@ def _mirrors(path: Path) -> object:
 
 def _remotes(path: Path) -> object:
     with _under(XDG_CONFIG_HOME=str(path.parents[1])):
-        return names.read() or None
+        return remotes_file.read() or None
 
 
 def _tokens(path: Path) -> object:
@@ -287,9 +287,9 @@ READERS: dict[str, Reader] = {
     ),
     "mirrors": Reader("mirrors.toml", b'[mirrors]\n"docker.io" = "mirror.example"\n', _mirrors),
     "remotes": Reader("dray/remotes.toml", b'box = "me@box:/scratch/me"\n', _remotes),
-    "hostfile": Reader("hosts", b"box1 slots=2\nbox2 slots=2\n", hosts.read),
+    "hostfile": Reader("hosts", b"box1 slots=2\nbox2 slots=2\n", hostfile.read),
     "secret of a hostfile": Reader(
-        "secret", b"0123456789abcdef" * 2, hosts.Hosts(Path("hosts"), ("a", "b"), None).secret
+        "secret", b"0123456789abcdef" * 2, hostfile.Hosts(Path("hosts"), ("a", "b"), None).secret
     ),
     "DeepSpeed file": Reader("ds.json", b'{"zero_optimization": {"stage": 2}}', _recipe("train.deepspeed")),
     "accelerate file": Reader("a.yaml", b"mixed_precision: bf16\n", _accelerate),
@@ -314,7 +314,9 @@ READERS: dict[str, Reader] = {
     "capsule": _of_run("attempt-1/capsule.json", lambda path: capsule.read(_attempt(path))),
     "result": _of_run("attempt-1/result.json", lambda path: result.result_of(_attempt(path)), refuses=False),
     "earlier runs": _of_run(
-        "attempt-1/result.json", lambda path: grace.slowest(path.parents[2], [path.parents[1].name]), refuses=False
+        "attempt-1/result.json",
+        lambda path: checkpoint_times.slowest(path.parents[2], [path.parents[1].name]),
+        refuses=False,
     ),
     "job.json": _of_run("job.json", lambda path: replay.job_options(path.parent), refuses=False),
     "startup.json": _of_run(

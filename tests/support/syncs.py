@@ -87,9 +87,9 @@ def main(*plans: str) -> None:
     from dray.train.checkpoint import checkpoints as checkpoint
     from dray.train.loop import evaluate, loop
     from dray.train.objectives import base
-    from dray.train.runtime import host
+    from dray.train.runtime import device_sync
 
-    host.read = may_wait(host.read)
+    device_sync.read = may_wait(device_sync.read)
     base._labelled = may_wait(base._labelled)  # a batch that is on the host still
     # Ranks tell one another how a checkpoint went, as JSON, by gloo on CPUs; its copies have a test of their own.
     checkpoint.Checkpoints.save = may_wait(checkpoint.Checkpoints.save)

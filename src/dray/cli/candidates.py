@@ -50,9 +50,9 @@ def sites(_context: typer.Context, _incomplete: str) -> Iterable[str]:
 @_quiet
 def remotes(_context: typer.Context, _incomplete: str) -> Iterable[str]:
     """The names of remotes."""
-    from dray.remote import names  # noqa: PLC0415
+    from dray.remote import remotes_file  # noqa: PLC0415
 
-    return names.read()
+    return remotes_file.read()
 
 
 @_quiet

@@ -11,10 +11,10 @@ import typer
 
 from dray import process
 from dray.clients.docker import client, endpoint
-from dray.cluster.config import CONTROLLER
+from dray.cluster.containers import USER
 from dray.cluster.health import Health
 from dray.cluster.local import LocalCluster
-from dray.cluster.machines import USER
+from dray.cluster.slurm_conf import CONTROLLER
 from dray.contract.findings import UnfitError
 
 app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")

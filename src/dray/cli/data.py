@@ -16,7 +16,7 @@ from dray.cli.args import Engine, Json, Overrides, RecipeFile
 from dray.contract import image_tasks
 from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, counted
-from dray.runs import local, one_off_job
+from dray.runs import local, run_in_image
 from dray.runs.prepare import read_recipe
 
 app = typer.Typer(
@@ -52,7 +52,7 @@ def inspect(
         report = Path(folder, "report.json")
         job = image_tasks.Inspect(settings.model_dump(mode="json"), rows, str(report))
         with redirect_stdout(sys.stderr):  # what the trainer prints
-            code = one_off_job.once(
+            code = run_in_image.once(
                 settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate")
             )
         if code:
@@ -86,9 +86,9 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
     home.mkdir(parents=True, exist_ok=True)
     if not given:
         print(f"HF_HOME is not set: fetching into {home}, which all nodes must see")
-    settings = settings.model_copy(update={"pass_env": tuple({*settings.pass_env, *one_off_job.hub_variables()})})
+    settings = settings.model_copy(update={"pass_env": tuple({*settings.pass_env, *run_in_image.hub_variables()})})
     job = image_tasks.Prefetch(**settings.model_dump(mode="json", include={"data", "model", "evaluate"}))
-    raise typer.Exit(one_off_job.once(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"}))
+    raise typer.Exit(run_in_image.once(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"}))
 
 
 def show(found: Table) -> None:

@@ -12,7 +12,7 @@ from dray.config import dray_home
 from dray.contract import exit_codes
 from dray.fitness import build as builds
 from dray.fitness import doctor as checks
-from dray.fitness import host
+from dray.fitness import network_and_site
 
 
 def doctor(
@@ -28,7 +28,7 @@ def doctor(
     if build:
         findings = builds.check(builds.Build(checkout=dray_home.root(build=True), variant=build))
     else:
-        findings = checks.check(host.site(site))
+        findings = checks.check(network_and_site.site(site))
     if as_json:
         print(json.dumps([finding.data() for finding in findings], indent=1))
     else:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dray.planning.grace import DEFAULT_S
-from dray.runs import slurm, stop, webhook
+from dray.runs import slurm, stop_reason, webhook
 from dray.runs.finish import finish as conclude
 from dray.runs.metrics import whole
 from dray.runs.result import summary
@@ -34,7 +34,7 @@ def finish(
     paths = attempt_at(folder)
     known = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin and not sys.stdin.isatty() else ""
     grace = whole(Attempt(Run(paths.run), paths.attempt).plan, "grace_s") or DEFAULT_S
-    told = stop.parse(known, now=time.time(), grace=grace)
+    told = stop_reason.parse(known, now=time.time(), grace=grace)
     # Slurm may signal the nodes alone, as in a preemption: then the job's script has heard nothing, and no rank fails.
     why = told if stopped or (code and told.by_slurm and not any(paths.failures.glob("*.json"))) else None
     fields = slurm.fields(known)

@@ -22,7 +22,7 @@ from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
 from dray.contract.findings import ConfigError
-from dray.fitness import host
+from dray.fitness import network_and_site
 from dray.images import store
 from dray.runs import slurm
 
@@ -57,7 +57,7 @@ def init(
     dray init my-runs
     dray init my-runs --model gpt2 --data ~/corpus
     """
-    chosen = host.site(site)
+    chosen = network_and_site.site(site)
     found = chosen.site
     queue = _partition(found) if process.which("sbatch") else None
     variant = gpu or found.image or _variant(queue)
@@ -119,7 +119,7 @@ def _submit(variant: str, gpus: int, site: Site, options: Mapping[str, str]) -> 
     argv = ["submit", str(_RECIPE), "--nodes", "1"]
     if gpus:
         argv += ["--gpus-per-node", str(gpus)]
-    if site.name != host.site().site.name:
+    if site.name != network_and_site.site().site.name:
         argv += ["--site", site.name]
     for option, value in options.items():
         if value and f"{option}={value}" not in site.sbatch:

@@ -17,7 +17,7 @@ from dray.config.training import Evaluation
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import one_off_job
+from dray.runs import run_in_image
 from dray.runs import trust as trusting
 from dray.runs.prepare import over, read_recipe
 from dray.runs.store import dig, find, newest_attempt, read_json
@@ -67,7 +67,7 @@ def evaluate(
     dray model eval RUN --tasks hellaswag,arc_easy -- --num_fewshot 5
     """
     folder = _folder(run, runs)
-    plan, model = one_off_job.ended(folder, trust=trust_run)
+    plan, model = run_in_image.ended(folder, trust=trust_run)
     settings = [*takewhile(lambda word: not word.startswith("-"), overrides or [])]
     options = (overrides or [])[len(settings) :]
     for setting in settings:
@@ -87,7 +87,7 @@ def evaluate(
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, bool(device_map))
     seen = ("data", "evaluate")
-    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
+    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
 
 
 def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_map: bool, engine: str) -> int:
@@ -110,7 +110,7 @@ def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_
         if option.startswith("/") and Path(option).exists():
             seen[f"option-{number}"] = Evaluation(dataset=option)
     recipe = recipe.model_copy(update={"evaluate": seen})
-    return one_off_job.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
+    return run_in_image.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
 
 
 @app.command()
@@ -133,13 +133,13 @@ def generate(
 
     dray model generate RUN 'two: the' --tokens 40
     """
-    plan, model = one_off_job.ended(_folder(run, runs), trust=trust_run)
+    plan, model = run_in_image.ended(_folder(run, runs), trust=trust_run)
     objective = plan.recipe.train.objective if plan.recipe.train else "causal"
     job = image_tasks.Generate(
         str(model), objective, prompt, tokens or 0, temperature, seed,
         trust_remote_code=plan.recipe.model.trust_remote_code, device_map=bool(device_map),
     )  # fmt: skip
-    raise typer.Exit(one_off_job.once(plan.recipe, job, engine=engine, folder=model, by_gpu=True))
+    raise typer.Exit(run_in_image.once(plan.recipe, job, engine=engine, folder=model, by_gpu=True))
 
 
 @app.command()
@@ -161,7 +161,7 @@ def export(
 
     dray model export RUN --to weights --dtype bf16
     """
-    plan, paths = one_off_job.trained(_folder(run, runs), trust=trust_run)
+    plan, paths = run_in_image.trained(_folder(run, runs), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     chosen = _step(folder, plan.run, step)
     target = _new(to or paths.run / "exports" / f"step-{chosen}")
@@ -170,7 +170,7 @@ def export(
     # The container sees the checkpoints by the recipe's folder of them.
     recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
     seen = ("model", "checkpoint")
-    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=target.parent, sections=seen))
+    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=seen))
 
 
 @app.command()
@@ -190,16 +190,16 @@ def push(
 
     dray model push RUN me/my-model
     """
-    plan, model = one_off_job.ended(_folder(run, runs), trust=trust_run)
+    plan, model = run_in_image.ended(_folder(run, runs), trust=trust_run)
     if not re.fullmatch("[^/]+/[^/]+", name):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:
         model = model.with_name("adapter")
         if not model.is_dir():
             raise ConfigError("the run trained no LoRA", where=model, fix="leave out --adapter to push the model")
-    recipe = plan.recipe.model_copy(update={"pass_env": one_off_job.hub_variables()})
+    recipe = plan.recipe.model_copy(update={"pass_env": run_in_image.hub_variables()})
     job = image_tasks.Push(str(model), name, private=not public)
-    raise typer.Exit(one_off_job.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"}))
+    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"}))
 
 
 @app.command("import")
@@ -253,7 +253,7 @@ def import_(
     seen = seen.model_copy(update={"evaluate": datasets})
     folder = target.parent if target else Path(seen.checkpoint.folder)
     sections = ("data", "model", "checkpoint", "evaluate")
-    raise typer.Exit(one_off_job.once(seen, job, engine=engine, folder=folder, sections=sections))
+    raise typer.Exit(run_in_image.once(seen, job, engine=engine, folder=folder, sections=sections))
 
 
 def _folder(run: str, runs: Path | None) -> Path:

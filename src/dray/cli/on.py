@@ -16,7 +16,7 @@ from dray.cli import candidates
 from dray.cli.streams import shown
 from dray.contract import files
 from dray.contract.findings import ConfigError
-from dray.remote import names, ssh
+from dray.remote import remotes_file, ssh
 from dray.remote.ssh import Connection
 from dray.remote.transfer import Copied
 
@@ -41,7 +41,7 @@ def hand_over(name: str) -> None:
         argv = sys.argv[1:]
         place = argv.index("--on") if "--on" in argv else argv.index(f"--on={name}")
         del argv[place : place + (2 if argv[place] == "--on" else 1)]
-        with ssh.connected(names.find(name)) as connection:
+        with ssh.connected(remotes_file.find(name)) as connection:
             code = run(connection, argv)
         raise typer.Exit(code)
 
@@ -70,7 +70,7 @@ def bring_back(
     asked = [*argv, *([f"--runs={runs}"] if runs else [])]
     err = _Lines(sys.stderr)
     with tempfile.TemporaryFile() as received:
-        with ssh.connected(names.find(name)) as connection:
+        with ssh.connected(remotes_file.find(name)) as connection:
             code = connection.run("verb", *_LAST, "1", *asked, on_out=received.write, on_err=err)
         err.end()
         if code:

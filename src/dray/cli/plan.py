@@ -27,7 +27,7 @@ from dray.config.recipe import Recipe
 from dray.images import store
 from dray.planning import missing_facts
 from dray.planning.schema import Plan
-from dray.runs import layers, login, prepare
+from dray.runs import image_layer, prepare, requested_resources
 from dray.runs.store import RunPaths, default_runs, new_id, run_named
 
 _MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
@@ -66,7 +66,9 @@ def plan(
         _write(asked, recipe, folder, run, gpu_memory)
         return
     gpus = gpus_per_node or asked.gpus
-    seen, choice = login.facts(recipe, nodes, gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory)
+    seen, choice = requested_resources.facts(
+        recipe, nodes, gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
+    )
     asked.say()
     decided = prepare.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name)))
     if as_json:
@@ -79,7 +81,7 @@ def plan(
 
 def show(decided: Plan, *, verbose: bool) -> None:
     """Print the plan of a login node in ten lines, or all of it."""
-    print(f"{login.ASSUMED}\n")
+    print(f"{requested_resources.ASSUMED}\n")
     print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
@@ -88,7 +90,7 @@ def _write(asked: Chosen, recipe: Recipe, runs: Path, run: str | None, gpu_memor
     seen = facts.parse(sys.stdin.buffer.read().decode(errors="replace"), where="standard input")
     seen = seen.model_copy(update={**store.within(Path(seen.image)), "gpu_memory_gb": gpu_memory})
     seen, choice = prepare.at_site(seen)
-    missing = [*missing_facts.ask(recipe, choice.site, seen), *layers.ask(recipe, choice.site, seen)]
+    missing = [*missing_facts.ask(recipe, choice.site, seen), *image_layer.ask(recipe, choice.site, seen)]
     if missing:
         print("\n".join(missing))
         return

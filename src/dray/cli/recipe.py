@@ -19,7 +19,7 @@ from dray.config.recipe import Recipe
 from dray.contract import files
 from dray.contract.findings import ConfigError, listed, nearest
 from dray.planning.world import divide
-from dray.runs import local_inputs
+from dray.runs import find_inputs
 from dray.runs.prepare import read_recipe, recipe_name
 
 app = typer.Typer(no_args_is_help=True, help="List, write and check recipes, and list their keys.")
@@ -53,7 +53,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     for scale in scales:
         if scale.batch and scale.ranks_per_node:
             divide(scale.batch, world_size=scale.nodes * scale.ranks_per_node)
-    if missing := local_inputs.missing_paths(checked):
+    if missing := find_inputs.missing_paths(checked):
         raise ConfigError(
             "files that the recipe names are missing on this machine",
             where=recipe,

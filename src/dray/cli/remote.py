@@ -9,7 +9,7 @@ import typer
 from dray.cli import candidates
 from dray.config import dray_home
 from dray.images import store
-from dray.remote import names, ssh, transfer
+from dray.remote import remotes_file, ssh, transfer
 
 app = typer.Typer(
     no_args_is_help=True, help="Name clusters that you reach by ssh; submit, runs, logs and others take --on NAME."
@@ -27,8 +27,8 @@ def add(
 
     dray remote add lumi me@lumi.csc.fi:/scratch/project_1/me/dray
     """
-    added = names.parse(name, place)
-    names.write(names.read() | {name: added})
+    added = remotes_file.parse(name, place)
+    remotes_file.write(remotes_file.read() | {name: added})
     print(f"{name}: {added.place}\ndray remote check {name} shows whether it can run a job")
 
 
@@ -38,8 +38,8 @@ def show() -> None:
 
     dray remote list
     """
-    print(f"# {names.file()}")
-    for one in names.read().values():
+    print(f"# {remotes_file.file()}")
+    for one in remotes_file.read().values():
         print(f"{one.name}  {one.place}")
 
 
@@ -55,7 +55,7 @@ def check(
     dray remote check lumi
     dray remote check lumi --image cpu
     """
-    remote = names.find(name)
+    remote = remotes_file.find(name)
     file = store.named(dray_home.root(), image) if image else None
     with ssh.connected(remote) as connection:
         print(connection.ask("check"), end="")

@@ -30,11 +30,12 @@ from dray.cli.args import (
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import cost, hosts, local, prepare
+from dray.runs import cost, local, prepare
+from dray.runs import hostfile as hostfiles
 from dray.runs.finish import finish
 from dray.runs.result import Result, summary
 from dray.runs.slurm import Allocation, allocation_environment
-from dray.runs.stop import Stop, utc
+from dray.runs.stop_reason import Stop, utc
 from dray.runs.store import RunPaths, default_runs, run_named
 
 
@@ -107,7 +108,7 @@ def run(
         gpus_per_node = gpus_per_node or ranks or asked.gpus
     name, only, proof = run.name if run else "", None, ""
     if hostfile:
-        machines = hosts.read(hostfile)
+        machines = hostfiles.read(hostfile)
         name = name or recipe.name
         only, proof = machines.here(node), machines.secret(secret)
         facts = machines.facts(recipe, run=name, engine=starter, gpus_per_node=gpus_per_node, site=site)

@@ -17,7 +17,7 @@ from dray.config import sites
 from dray.config.load_toml import parse_toml, validate
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError
-from dray.fitness import host, site_file
+from dray.fitness import network_and_site, site_file
 
 app = typer.Typer(no_args_is_help=True, help="List, show, check and write the site files of clusters.")
 
@@ -35,7 +35,7 @@ def list_(as_json: Json = False) -> None:
 
     dray site list --json
     """
-    this = host.site()
+    this = network_and_site.site()
     known = [{"name": name, "about": sites.find(name).about, "file": str(path)} for name, path in sites.files().items()]
     if as_json:
         print(json.dumps({"this": this.site.name, "reason": this.reason, "sites": known}, indent=1))
@@ -55,7 +55,7 @@ def show(
 
     dray site show lumi
     """
-    chosen = host.site(site).site
+    chosen = network_and_site.site(site).site
     if as_json:
         print(chosen.model_dump_json(indent=1))
         return

@@ -15,7 +15,7 @@ from dray.runs import status as statuses
 from dray.runs.result import result_of, summary
 from dray.runs.slurm import meaning
 from dray.runs.status import State
-from dray.runs.stop import utc
+from dray.runs.stop_reason import utc
 from dray.runs.store import find
 
 _NODES = 8

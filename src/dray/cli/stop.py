@@ -10,7 +10,7 @@ from dray.cli import candidates
 from dray.cli.args import Runs
 from dray.cli.on import On, hand_over
 from dray.contract.findings import ConfigError
-from dray.runs import halt
+from dray.runs import request_stop
 from dray.runs.store import find, require_own
 
 
@@ -34,7 +34,7 @@ def stop(
     if not run:  # a shell's variable without a value
         raise ConfigError("dray stop needs a run", fix="dray runs lists them")
     try:
-        halt.stop(require_own(find(run, runs)), now=now, wait=wait, say=_say)
+        request_stop.stop(require_own(find(run, runs)), now=now, wait=wait, say=_say)
     except KeyboardInterrupt:
         print("the run still saves and ends; dray stop shows how it ended")
         raise typer.Exit(130) from None

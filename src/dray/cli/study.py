@@ -17,11 +17,11 @@ from dray import process
 from dray.cli import study_table
 from dray.cli.args import Json, Nodes, Overrides, RecipeFile, Runs, Sbatch, Site, program
 from dray.contract.findings import ConfigError
-from dray.fitness import host
+from dray.fitness import network_and_site
 from dray.planning import tune_search
 from dray.planning.tune_search import KEYS, Value
 from dray.planning.world import divide
-from dray.runs import local_inputs, prepare, status, tune
+from dray.runs import find_inputs, prepare, status, tune
 from dray.runs import study as studies
 from dray.runs.store import default_runs, new_id
 from dray.runs.study import PARITY, Member, Study
@@ -115,7 +115,7 @@ def scale(
     if weak and read.batch is None:
         raise ConfigError("--weak needs a recipe with [batch]", fix="leave out --weak")
     if read.image != "cpu":
-        per_node = per_node or host.site(site).site.gpus_per_node
+        per_node = per_node or network_and_site.site(site).site.gpus_per_node
     per_node = per_node or max(counts)
     for count in counts:
         # A node is full before there is a second.
@@ -228,7 +228,7 @@ def tune_recipe(
     plan = place.first(read)
     fixed = [setting.partition("=")[0] for setting in settings]
     space = tune_search.space(plan, given, [*given] or [key for key in KEYS if key not in fixed])
-    configuration = local_inputs.files(plan.recipe, place.facts).configuration or {}
+    configuration = find_inputs.files(plan.recipe, place.facts).configuration or {}
     tolerance, reason = tune_search.tolerance(plan.recipe, configuration, exact=PARITY)
     study = Study(kind="tune", recipe=str(recipe), site=site, warm_up=tune.WARM_UP, tolerance=tolerance, reason=reason)
     folder = (runs or default_runs()).absolute() / new_id(f"tune-{read.name}")

@@ -17,7 +17,7 @@ from dray.cli.args import Chosen
 from dray.config import dray_home
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
-from dray.remote import names, ssh, transfer
+from dray.remote import remotes_file, ssh, transfer
 from dray.remote.ssh import Connection
 from dray.remote.transfer import Copied
 from dray.runs.status import DONE, FAILED, LOST, QUEUED, RUNNING, STOPPED
@@ -34,7 +34,7 @@ _POLL_S = 30.0
 
 def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: str, site: str) -> int:
     """Run `dray submit` at this remote, or at several, whose first job to start stays; return the exit code."""
-    named = [names.find(name) for name in remotes]
+    named = [remotes_file.find(name) for name in remotes]
     recipe = chosen.recipe()
     if recipe.adopted or recipe.layer:
         raise ConfigError(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import docker
 from docker.models.containers import Container
 
-from dray.cluster.config import CONTROLLER, Size
-from dray.cluster.machines import execute, find, last_lines
+from dray.cluster.containers import execute, find, last_lines
+from dray.cluster.slurm_conf import CONTROLLER, Size
 
 _WORKS = frozenset({"idle", "mixed", "allocated", "completing", "planned", "reserved"})
 

@@ -15,10 +15,10 @@ from docker.models.containers import Container
 
 from dray.clients.builder import build, trixie
 from dray.clients.docker import attempt, base_image
-from dray.cluster import health, machines
-from dray.cluster.config import CONTROLLER, Size
+from dray.cluster import containers, health
+from dray.cluster.containers import Config, Ended
 from dray.cluster.health import Health
-from dray.cluster.machines import Config, Ended
+from dray.cluster.slurm_conf import CONTROLLER, Size
 from dray.config import dray_home
 from dray.contract.findings import UnfitError
 
@@ -57,11 +57,11 @@ class LocalCluster:
         if "SBATCH_OUTPUT" in config.environment:
             say(f"the cluster's user cannot write in {config.checkout}: batch jobs write to {config.shared / 'home'}")
         with attempt("bring the cluster up", fix=_REMAKE):
-            machines.ensure_network(self._client)
+            containers.ensure_network(self._client)
             kept = self._remove_stale(config, say)
-            key = machines.munge_key_of(next(iter(kept.values()))) if kept else secrets.token_bytes(128)
+            key = containers.munge_key_of(next(iter(kept.values()))) if kept else secrets.token_bytes(128)
             for name in config.names:
-                container = kept.get(name) or machines.create(self._client, config, name, key)
+                container = kept.get(name) or containers.create(self._client, config, name, key)
                 if container.status != "running":
                     say(f"starting {name}")
                     container.start()
@@ -70,16 +70,16 @@ class LocalCluster:
     def down(self) -> list[str]:
         """Remove its containers and network; the shared folder stays. Returns what was removed."""
         with attempt("take the cluster down", fix="dray cluster down"):
-            found = machines.find(self._client)
+            found = containers.find(self._client)
             for container in found.values():
                 _remove(container)
-            return [*sorted(found), *machines.remove_networks(self._client)]
+            return [*sorted(found), *containers.remove_networks(self._client)]
 
     def exec(
         self,
         argv: Sequence[str],
         *,
-        user: str = machines.USER,
+        user: str = containers.USER,
         workdir: str | Path | None = None,
         env: Mapping[str, str] | None = None,
         node: str = CONTROLLER,
@@ -89,12 +89,12 @@ class LocalCluster:
         container = self.machine(node)
         folder = str(workdir) if workdir else container.labels["dray.checkout"]
         with attempt(f"run {argv[0]} on {node}"):
-            return machines.execute(container, argv, user=user, workdir=folder, env=env, show=show)
+            return containers.execute(container, argv, user=user, workdir=folder, env=env, show=show)
 
     def machine(self, name: str) -> Container:
         """The running container of the controller or of a node."""
         with attempt("look for the cluster"):
-            found = machines.find(self._client)
+            found = containers.find(self._client)
         if not found:
             raise UnfitError("there is no cluster", fix="dray cluster up")
         if name not in found:
@@ -120,7 +120,7 @@ class LocalCluster:
     def _remove_stale(self, config: Config, say: Callable[[str], None]) -> dict[str, Container]:
         """Remove containers of another configuration, or never started; return the others, by machine."""
         kept = {}
-        for name, container in machines.find(self._client).items():
+        for name, container in containers.find(self._client).items():
             same = name in config.names and container.labels["dray.config"] == config.labels["dray.config"]
             if same and container.status in ("running", "exited"):
                 kept[name] = container

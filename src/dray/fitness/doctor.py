@@ -15,7 +15,7 @@ from dray.config.image_definition import ACCELERATORS
 from dray.config.recipe import Preflight
 from dray.contract import exit_codes, node
 from dray.contract.findings import DrayError, Finding, counted, listed
-from dray.fitness import host
+from dray.fitness import network_and_site
 from dray.images import store
 from dray.runs import slurm
 
@@ -132,8 +132,9 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _fabric() -> Finding:
-    devices = " ".join(host.devices())
-    found = f"{devices or 'no Slingshot and no InfiniBand device'}; interfaces {' '.join(host.interfaces()) or 'none'}"
+    devices = " ".join(network_and_site.devices())
+    interfaces = " ".join(network_and_site.interfaces()) or "none"
+    found = f"{devices or 'no Slingshot and no InfiniBand device'}; interfaces {interfaces}"
     return (_ok if devices else _note)("fabric", found)
 
 
@@ -186,7 +187,7 @@ def _site(chosen: sites.Choice) -> Iterator[Finding]:
         if "$" in path or not Path(path).exists():
             level = _unfit if bind.required else _note
             yield level("bind", f"{bind.path} does not exist ({bind.why})")
-    if site.interfaces and not {*site.interfaces} & {*host.interfaces()}:
+    if site.interfaces and not {*site.interfaces} & {*network_and_site.interfaces()}:
         fix = "run dray doctor on a compute node; if it says the same there, correct interfaces in the site file"
         yield _unfit("interface", f"this machine has none of {', '.join(site.interfaces)}", fix)
     if site.fabric.strategy == "host":

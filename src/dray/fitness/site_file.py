@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dray.contract.findings import DrayError, counted
-from dray.fitness import host
+from dray.fitness import network_and_site
 from dray.runs import slurm
 
 # Variables in which clusters name folders that users may write; never the home.
@@ -72,8 +72,8 @@ def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
     partitions: list[slurm.Partition] = []
     with suppress(DrayError):  # if Slurm does not answer, the file says what is missing
         partitions = slurm.partitions()
-    interfaces = [name for name in host.interfaces(root) if re.fullmatch(r"(hsn|ib)\d+", name)]
-    devices = host.devices(root)
+    interfaces = [name for name in network_and_site.interfaces(root) if re.fullmatch(r"(hsn|ib)\d+", name)]
+    devices = network_and_site.devices(root)
     fabric = "infiniband" if devices else ""
     if any(name.startswith(("cxi", "hsn")) for name in (*devices, *interfaces)):
         fabric = "slingshot"

@@ -11,7 +11,7 @@ from pathlib import Path
 from dray import process
 from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError, UnfitError
-from dray.remote.names import Remote
+from dray.remote.remotes_file import Remote
 
 Output = Callable[[bytes], object]
 _SCRIPT = Path(__file__).with_name("there.sh")

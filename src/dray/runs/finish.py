@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.control_characters import printable
 from dray.planning.schema import Plan
-from dray.runs import capsule, causes, cost, process_group, records, requeue, startup, stop
+from dray.runs import capsule, causes, cost, failure_records, requeue, startup, stop_reason, world_size_check
 from dray.runs.cost import Cost
 from dray.runs.metrics import WARNED_OF, Event, Metrics, number, result_warnings, whole
 from dray.runs.result import Cause, Result, history
 from dray.runs.status import write_summary
-from dray.runs.stop import Stop, utc
+from dray.runs.stop_reason import Stop, utc
 from dray.runs.store import RunPaths, newest_checkpoint, plan_of, read_json, reason, written
 
 _FULL = 1 << 16
@@ -75,7 +75,7 @@ class Ended:
         # srun may report a node that it killed while the node was ending, or a rank that lost the one that ended first.
         has_ended = paths.saved.is_file() or (not stopped and self.first and self.first.code == exit_codes.RETRY)
         self.code = exit_codes.RETRY if code and has_ended else code
-        requests = stop.asked(paths.folder)
+        requests = stop_reason.asked(paths.folder)
         self.by_user = run_folder.BY_USER in requests
         followed = self.code == exit_codes.RETRY or (self.code and run_folder.NOW in requests)
         if requests and (self.by_user if stopped else followed):  # the user wants it to end, whatever else ends it too
@@ -99,7 +99,7 @@ class Ended:
             fields |= {"world_size": plan.world.size, "hosts": hosts}
             fields["command"] = plan.recipe.train is None
             spent = spent or cost.parse(known)
-            if alone := self.tried(paths.process_group, process_group.warning, paths, plan):
+            if alone := self.tried(paths.process_group, world_size_check.warning, paths, plan):
                 self.warnings.append(alone)
         if stopped:
             fields |= {"reason": stopped.reason, "at": stopped.at}
@@ -136,7 +136,7 @@ class Ended:
     def recorded(self, folder: Path) -> Cause | None:
         """The first failure that is recorded in the folder."""
         warn, logs = self.warnings.append, self.paths.logs
-        found = self.tried(folder, records.read, folder, logs, warn=warn)
+        found = self.tried(folder, failure_records.read, folder, logs, warn=warn)
         return found[0].cause if found else None
 
     def unrecorded(self) -> Cause:
@@ -213,5 +213,5 @@ def explained(cause: Cause | None, logs: Path, plan: Plan | None) -> Cause | Non
     """The cause with its name from causes.toml, if one fits; Slurm's own lines count as evidence."""
     if cause is None:
         return None
-    cause = cause.model_copy(update={"evidence": [*cause.evidence, *records.by_slurm(logs)]})
-    return records.redacted(causes.explained(cause), plan)
+    cause = cause.model_copy(update={"evidence": [*cause.evidence, *failure_records.by_slurm(logs)]})
+    return failure_records.redacted(causes.explained(cause), plan)

@@ -25,7 +25,7 @@ from dray.fitness import variables
 from dray.planning import environment, image, world
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import capsule, grace, layers, local_inputs
+from dray.runs import capsule, checkpoint_times, find_inputs, image_layer
 from dray.runs.store import (
     Run,
     RunPaths,
@@ -146,12 +146,12 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) 
     """The plan of this recipe on these facts at this site, with its findings."""
     runs = paths.run.parent
     hub = environment.hub(facts, PurePosixPath(runs))
-    inputs = local_inputs.files(recipe, facts.model_copy(update={"hf_home": hub}))
-    earlier = grace.earlier(runs, recipe.name)
-    save_s, save_run = grace.slowest(runs, earlier) or (None, "")
+    inputs = find_inputs.files(recipe, facts.model_copy(update={"hf_home": hub}))
+    earlier = checkpoint_times.earlier(runs, recipe.name)
+    save_s, save_run = checkpoint_times.slowest(runs, earlier) or (None, "")
     inputs = inputs.model_copy(
         update={
-            "layer": layers.look(recipe, choice.site, facts),
+            "layer": image_layer.look(recipe, choice.site, facts),
             "save_s": save_s,
             "save_run": save_run,
             "earlier": paths.attempt > 1 or any(run != paths.run.name for run in earlier),

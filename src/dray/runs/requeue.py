@@ -6,7 +6,7 @@ from dray.contract import exit_codes
 from dray.planning.schema import Plan
 from dray.planning.world import fewer
 from dray.runs.result import Next, Result
-from dray.runs.stop import PREEMPTION, TIME_LIMIT
+from dray.runs.stop_reason import PREEMPTION, TIME_LIMIT
 
 _NO_NODE_S = ("the disk is full", "disk quota exceeded")
 """Causes that another node would meet too."""

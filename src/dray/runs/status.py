@@ -20,11 +20,11 @@ from pydantic_core import from_json
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.control_characters import printable
 from dray.contract.findings import DrayError
-from dray.runs import metrics, startup, stop
+from dray.runs import metrics, startup, stop_reason
 from dray.runs.cost import Spent
 from dray.runs.slurm import JUST_S, Job, Slurm
 from dray.runs.startup import Startup
-from dray.runs.stop import Stop, utc
+from dray.runs.stop_reason import Stop, utc
 from dray.runs.store import Attempt, Queued, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
@@ -365,10 +365,10 @@ def _result(result: Table, run: Run, *, closely: bool) -> Table:
 
 def _lost(attempt: Attempt) -> tuple[str, Stop | None]:
     """The state of an attempt that is gone: stopped if somebody asked for it, else lost."""
-    stopped = stop.of_files(attempt.paths.folder, attempt.job, attempt.began)
+    stopped = stop_reason.of_files(attempt.paths.folder, attempt.job, attempt.began)
     if stopped is None:
-        reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": stop.TERM}
-        for line in stop.asked(attempt.paths.folder):
+        reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": stop_reason.TERM}
+        for line in stop_reason.asked(attempt.paths.folder):
             if line in reasons:
                 stopped = Stop(reasons[line], utc(written(attempt.paths.stop) or 0.0))
     return (STOPPED, stopped) if stopped and stopped.by_wish else (LOST, None)
@@ -380,12 +380,12 @@ def _by_files(attempt: Attempt) -> tuple[str, Stop | None]:
     held = scratch.held(attempt.plan.get("scratch"))
     if held:
         return RUNNING, None
-    if held is False or stop.of_files(paths.folder, attempt.job, attempt.began):
+    if held is False or stop_reason.of_files(paths.folder, attempt.job, attempt.began):
         return _lost(attempt)
     lease = written(paths.checkpoints / "lease.json") or 0.0  # which the trainer touches
     if max(lease, _sign_of_life(paths)) > time.time() - FRESH_S:
         return RUNNING, None
-    return _lost(attempt) if "TERM" in stop.asked(paths.folder) else (NO_RESULT, None)
+    return _lost(attempt) if "TERM" in stop_reason.asked(paths.folder) else (NO_RESULT, None)
 
 
 def _sign_of_life(paths: RunPaths) -> float:
@@ -425,7 +425,7 @@ def _notes(attempt: Attempt, tail: list[metrics.Event]) -> Iterator[str]:
     for event in [event for event in tail if event.get("event") == "slow"][-_SLOW:]:
         yield f"slow: rank {event.get('rank')} on {event.get('node')}, {event.get('times')} times the median rank"
     yield from metrics.result_warnings(tail)
-    if asked := stop.asked(attempt.paths.folder):
+    if asked := stop_reason.asked(attempt.paths.folder):
         yield f"asked to save and end ({asked[0][:40]})"
 
 

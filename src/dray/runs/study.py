@@ -19,7 +19,7 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted, listed
 from dray.images import store as images
-from dray.runs import compare, login, metrics, prepare, status, store
+from dray.runs import compare, metrics, prepare, requested_resources, status, store
 from dray.runs import submit as queue
 from dray.runs.slurm import Slurm
 from dray.runs.store import Run, RunPaths, is_run, make_run_folder, new_id
@@ -118,7 +118,7 @@ class Study(BaseModel):
         All are planned before the first is submitted, so that a refused one leaves nothing.
         """
         queue.check(self.sbatch)
-        known = login.known(self.site)
+        known = requested_resources.known(self.site)
         jobs = [self._planned(folder.parent / member.run, member, known) for member in self.members]
         _report(jobs)
         self.save(folder)
@@ -141,7 +141,7 @@ class Study(BaseModel):
                 shutil.rmtree(folder)
             raise
 
-    def _planned(self, run: Path, member: Member, known: login.Known) -> queue.Job:
+    def _planned(self, run: Path, member: Member, known: requested_resources.Known) -> queue.Job:
         own = [*member.settings, *member.more]
         if member.ranks_per_node:
             own.append(f"ranks_per_node={member.ranks_per_node}")

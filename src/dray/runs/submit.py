@@ -19,7 +19,7 @@ from dray.contract.control_characters import control_characters
 from dray.contract.findings import ConfigError, DrayError, Finding, error
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import login, prepare, refusal, slurm, source, status
+from dray.runs import prepare, requested_resources, sbatch_errors, slurm, source, status
 from dray.runs.store import Queued, RunPaths, is_run, make_run_folder
 
 _EXPEDITE = "enable_expedited_requeue"
@@ -84,9 +84,11 @@ def _escaped(folder: str) -> str:
     return folder.replace("%", "%%")
 
 
-def planned(recipe: Recipe, attempt: RunPaths, submission: Submission, known: login.Known | None = None) -> Job:
+def planned(
+    recipe: Recipe, attempt: RunPaths, submission: Submission, known: requested_resources.Known | None = None
+) -> Job:
     """The attempt's plan, and the command that submits it. ConfigError if the plan is refused."""
-    facts, choice = login.facts(
+    facts, choice = requested_resources.facts(
         recipe, submission.nodes, submission.gpus, submission.site, ranks=submission.ranks or None,
         options=(*(submission.before or ()), *submission.options), gpu_memory=submission.gpu_memory, known=known,
     )  # fmt: skip
@@ -215,7 +217,7 @@ def enqueue(
             raise
         if not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm use dray run or make cluster")
-        raise refusal.explained(refused, argv) from None
+        raise sbatch_errors.explained(refused, argv) from None
     found = []
     for run, task in runs.items():
         queued = job.model_copy(update={"task": task})

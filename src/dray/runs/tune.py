@@ -16,7 +16,7 @@ from dray.facts import Facts
 from dray.planning import tune_search
 from dray.planning.schema import Plan
 from dray.planning.tune_search import Candidate, Figure, Space
-from dray.runs import local, login, prepare, replay, status, study
+from dray.runs import local, prepare, replay, requested_resources, status, study
 from dray.runs.slurm import Allocation
 from dray.runs.store import RunPaths
 from dray.runs.study import LAST, Member, Row, Study
@@ -61,7 +61,9 @@ def place(
     allocation = None if here else Allocation.of({**env, "ENVIRONMENT": ""})
     if allocation:
         allocation.require_nodes(nodes)
-        facts, choice = login.facts(recipe, int(allocation.nodes), 0, site, ranks=None, options=(), gpu_memory=None)
+        facts, choice = requested_resources.facts(
+            recipe, int(allocation.nodes), 0, site, ranks=None, options=(), gpu_memory=None
+        )
         gpus = (env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0").rpartition(":")[2]
         known = {"login": "", "nodelist": allocation.nodelist, "gpus_per_node": int(gpus), "job": int(allocation.job)}
         return Place(facts=facts.model_copy(update=known), choice=choice)

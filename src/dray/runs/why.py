@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict
 
 from dray.contract import files, secrets
 from dray.contract.control_characters import printable
-from dray.runs import causes, slurm, stop
+from dray.runs import causes, slurm, stop_reason
 from dray.runs import result as results
 from dray.runs import status as states
 from dray.runs.finish import Ended, explained
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, failed, history, notes
-from dray.runs.stop import Stop
+from dray.runs.stop_reason import Stop
 from dray.runs.store import Attempt as StoredAttempt
 from dray.runs.store import Run, RunPaths, Table, is_run, last_attempt, reason
 
@@ -117,11 +117,11 @@ def _unfinished(paths: RunPaths) -> Table:
     attempt = StoredAttempt(Run(paths.run), paths.attempt)
     job = attempt.job_id
     ended = slurm.last_state(job, attempt.facts.get("cluster", "")) if job else ""
-    state, at, why = states.NO_RESULT, None, stop.of_state(ended)
+    state, at, why = states.NO_RESULT, None, stop_reason.of_state(ended)
     with suppress(OSError):  # another user's folder
         seen = states.status(paths.folder)
         state, at = seen.state, seen.finished
-        if state == states.STOPPED and not (why and seen.why == stop.TERM):  # Slurm tells more than its signal
+        if state == states.STOPPED and not (why and seen.why == stop_reason.TERM):  # Slurm tells more than its signal
             why = seen.why or why
     if why and Stop(why, "").by_wish:
         state = states.STOPPED

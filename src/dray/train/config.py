@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dray.contract import files, run_folder
-from dray.train.recipe import Analog, Checkpoint, Data, Evaluation, Lora, Model, Source, Train
+from dray.train.recipe_schema import Analog, Checkpoint, Data, Evaluation, Lora, Model, Source, Train
 
 Section = TypeVar("Section")
 _OF_PLAN = ("run", "run_folder", "attempt", "job", "folder", "scratch", "variant", "image_sha256", "dray")

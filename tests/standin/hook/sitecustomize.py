@@ -32,7 +32,7 @@ def _generation(module: Any) -> None:
 
 CHANGES = {
     "transformers.generation.utils": _generation,
-    "dray.train.runtime.host": _host,
+    "dray.train.runtime.device_sync": _host,
     "dray.train.loop.loop": _loop,
     "dray.train.parallel.scaler": _scaler,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dray.cluster.config import Size, slurm_files
+from dray.cluster.slurm_conf import Size, slurm_files
 from dray.contract.findings import ConfigError
 
 SLURM_CONF = """\

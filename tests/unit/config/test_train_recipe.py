@@ -1,4 +1,4 @@
-"""train/recipe.py is made from the recipe's models: one definition, and no pydantic in images."""
+"""train/recipe_schema.py is made from the recipe's models: one definition, and no pydantic in images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dray.config.recipe import Checkpoint
 from dray.config.training import Analog, Evaluation, Lora, Model, Train
 from helpers import ROOT, golden
 
-MODULE = ROOT / "src/dray/train/recipe.py"
+MODULE = ROOT / "src/dray/train/recipe_schema.py"
 HEAD = '''"""The recipe's sections as dataclasses; tests/unit/config/test_train_recipe.py writes this file."""
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def test_the_trainers_dataclasses_are_those_of_the_recipes_models() -> None:
 
 
 def test_they_need_the_standard_library_alone() -> None:
-    loaded = "import sys, dray.train.recipe; sys.exit('pydantic' in sys.modules)"
+    loaded = "import sys, dray.train.recipe_schema; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0

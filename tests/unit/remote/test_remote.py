@@ -14,7 +14,7 @@ import pytest
 from desk import Desk, at
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.remote import names
+from dray.remote import remotes_file
 from dray.runs.prepare import read_recipe, write
 from helpers import ROOT
 
@@ -137,19 +137,19 @@ def test_a_program_that_is_missing_there_is_named(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_name_or_place_that_is_none(name: str, place: str) -> None:
     with pytest.raises(ConfigError):
-        names.parse(name, place)
+        remotes_file.parse(name, place)
 
 
 def test_the_file_of_remotes_is_the_user_s_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    one = names.parse("lumi", 'me@lumi:/scratch/a "b" \\ $(c)')
-    names.write({"lumi": one})
-    assert (names.read(), oct(names.file().stat().st_mode & 0o777)) == ({"lumi": one}, "0o600")
-    names.file().chmod(0o666)
+    one = remotes_file.parse("lumi", 'me@lumi:/scratch/a "b" \\ $(c)')
+    remotes_file.write({"lumi": one})
+    assert (remotes_file.read(), oct(remotes_file.file().stat().st_mode & 0o777)) == ({"lumi": one}, "0o600")
+    remotes_file.file().chmod(0o666)
     with pytest.raises(ConfigError, match="other users could change"):
-        names.read()
-    names.file().chmod(0o600)
-    names.file().write_text('lumi = "no place"\n')
+        remotes_file.read()
+    remotes_file.file().chmod(0o600)
+    remotes_file.file().write_text('lumi = "no place"\n')
     with pytest.raises(ConfigError, match="this is not a folder of yours") as refused:
-        names.read()
-    assert refused.value.finding.where == str(names.file())
+        remotes_file.read()
+    assert refused.value.finding.where == str(remotes_file.file())

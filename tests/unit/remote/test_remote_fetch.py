@@ -13,7 +13,7 @@ import typer
 
 from dray.cli import on
 from dray.contract.findings import ConfigError
-from dray.remote import names
+from dray.remote import remotes_file
 from dray.runs import archive
 
 Fetch = Callable[..., None]
@@ -23,7 +23,7 @@ REPORT, WHY = ["report"], ["why", "--bundle"]
 class Sends:
     """A connection on which these blocks come."""
 
-    remote = names.parse("mine", "cluster:/there")
+    remote = remotes_file.parse("mine", "cluster:/there")
 
     def __init__(self, blocks: Iterable[bytes], code: int = 0) -> None:
         self._blocks, self._code = blocks, code

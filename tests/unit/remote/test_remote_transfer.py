@@ -13,7 +13,7 @@ import pytest
 
 from dray import process
 from dray.contract.findings import ConfigError
-from dray.remote import names, transfer
+from dray.remote import remotes_file, transfer
 from dray.remote.ssh import Connection
 from dray.remote.transfer import Copied
 from dray.runs.prepare import read_recipe
@@ -27,7 +27,7 @@ class Here(Connection):
     """The connection, without ssh."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(names.parse("mine", f"cluster:{folder}"), [])
+        super().__init__(remotes_file.parse("mine", f"cluster:{folder}"), [])
 
     def ask(self, function: str, *argv: str) -> str:
         # This disk may be slow, and nobody pulls its plug.

@@ -19,7 +19,7 @@ import pytest
 from dray.contract import root_cause, run_folder
 from dray.runner import evidence, failure_record
 from dray.runner import rank as rank_module
-from dray.runs import causes, stop
+from dray.runs import causes, stop_reason
 from dray.runs.result import UNKNOWN, Cause
 from helpers import PYTHON
 
@@ -352,14 +352,18 @@ def test_a_node_that_was_lost() -> None:
 
 
 def test_why_a_job_was_stopped() -> None:
-    """All that runs/stop.py can say has a name of its own."""
-    told = {state: causes.of_reason(reason) for state, reason in stop._BY_STATE.items()}
+    """All that runs/stop_reason.py can say has a name of its own."""
+    told = {state: causes.of_reason(reason) for state, reason in stop_reason._BY_STATE.items()}
     assert {state: found.get("name") for state, found in told.items()} == {
         "TIMEOUT": "time limit", "PREEMPTED": "preemption", "NODE_FAIL": "node failure",
         "DEADLINE": "the job's deadline", "CANCELLED": "cancelled", "OUT_OF_MEMORY": "out of memory on the host",
     }  # fmt: skip
     assert causes.of_reason("SIGSYS") == {}
-    assert (stop.of_state("CANCELLED by 1000"), stop.of_state("FAILED"), stop.of_state("")) == ("scancel", "", "")
+    assert (stop_reason.of_state("CANCELLED by 1000"), stop_reason.of_state("FAILED"), stop_reason.of_state("")) == (
+        "scancel",
+        "",
+        "",
+    )
 
 
 def test_every_cause_has_a_fix_and_every_sign_a_source_without_a_host() -> None:

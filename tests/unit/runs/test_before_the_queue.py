@@ -13,7 +13,7 @@ from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts
-from dray.fitness import doctor, host, site_file
+from dray.fitness import doctor, network_and_site, site_file
 from dray.images import store
 from dray.planning import image, missing_facts
 from dray.planning.schema import Plan
@@ -44,7 +44,7 @@ def dray(folder: Path, *words: str, **env: str) -> tuple[int, str, str]:
 def test_interfaces_of_containers_are_not_the_machine_s(tmp_path: Path) -> None:
     for name in ("lo", "docker0", "veth1a2b", "hsn0/device", "ib0/device"):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
-    assert host.interfaces(tmp_path) == ["hsn0", "ib0"]
+    assert network_and_site.interfaces(tmp_path) == ["hsn0", "ib0"]
 
 
 class TestV100:

@@ -15,7 +15,7 @@ from dray.runs import result, why
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.status import status as status_of
-from dray.runs.stop import Stop
+from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
 from helpers import ROOT
 

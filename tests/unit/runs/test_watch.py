@@ -28,7 +28,7 @@ from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm, meaning
 from dray.runs.status import State, Watched, write_summary
 from dray.runs.status import status as look
-from dray.runs.stop import Stop
+from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths, find
 from helpers import PYTHON, ROOT, bash_blocks, section
 

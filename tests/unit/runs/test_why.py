@@ -23,7 +23,7 @@ from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.result import summary
 from dray.runs.status import status as status_of
-from dray.runs.stop import Stop
+from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
 from helpers import PYTHON, ROOT, bash_blocks, section
 from slurms import Slurm
@@ -420,7 +420,7 @@ def test_another_user_s_folder_that_may_not_be_read(paths: RunPaths) -> None:
     paths.run.chmod(0)
     # Root reads all; what is imported before is in nobody's reach after.
     code = (
-        "import os, sys, dray.cli.why, dray.runs.layers\n"
+        "import os, sys, dray.cli.why, dray.runs.image_layer\n"
         "if not os.geteuid(): os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "dray.cli.main()"
     )

@@ -104,9 +104,9 @@ def test_an_image_without_lm_eval_names_the_layer(run: Path, tmp_path: Path, for
 def test_a_masked_model_has_no_next_token(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dray.cli import model
     from dray.contract.findings import ConfigError
-    from dray.runs import one_off_job
+    from dray.runs import run_in_image
 
-    plan, final = one_off_job.ended(run)
+    plan, final = run_in_image.ended(run)
     masked = plan.model_copy(update={"recipe": plan.recipe.with_values("train", objective="masked")})
     with pytest.raises(ConfigError, match="lm-eval's tasks are for models that predict the next token"):
         model._lm_eval(masked, final, "hellaswag", [], device_map=False, engine="bare")

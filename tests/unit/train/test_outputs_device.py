@@ -11,7 +11,7 @@ import pytest
 
 from dray.contract import image_tasks, node
 from dray.planning.schema import Plan
-from dray.runs import local, one_off_job
+from dray.runs import local, run_in_image
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -98,10 +98,10 @@ def test_the_job_sees_a_gpu_where_this_machine_has_one_for_the_recipe_s_image(
     monkeypatch.setattr(node, "has_gpu", lambda accelerator: has and accelerator == "cuda")
     monkeypatch.setattr(local, "run", lambda plan, *_, **__: raises(plan))
     monkeypatch.setattr(local, "image_of", lambda *_: sys.executable)
-    recipe = one_off_job.Recipe.model_validate({"name": "one", "image": image, "command": {"argv": ("true",)}})
+    recipe = run_in_image.Recipe.model_validate({"name": "one", "image": image, "command": {"argv": ("true",)}})
     job = image_tasks.Push(str(tmp_path), "a/b", private=True)
     with pytest.raises(SeenError) as found:
-        one_off_job.once(recipe, job, engine="bare", folder=tmp_path, by_gpu=by_gpu)
+        run_in_image.once(recipe, job, engine="bare", folder=tmp_path, by_gpu=by_gpu)
     plan: Plan = found.value.args[0]
     hidden = {one.name: one.value for one in plan.env}.get("CUDA_VISIBLE_DEVICES")
     assert (plan.variant, plan.world.size, hidden) == (variant, 1, None if variant == "cuda" else "")

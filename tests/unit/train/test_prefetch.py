@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import hubs
-from dray.train.data import corpus, tokenizer
+from dray.train.data import synthetic_corpus, tokenizer
 from dray.train.model import build
 from trainings import config
 
@@ -58,7 +58,7 @@ def hub(tmp_path_factory):
     tokens = tokenizer.load(chosen)
     build.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
-    pq.write_table(pa.table({"text": [*corpus.documents()]}), folder / "texts.parquet")
+    pq.write_table(pa.table({"text": [*synthetic_corpus.documents()]}), folder / "texts.parquet")
     files = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
     repositories = {
         "models/me/small": files,

@@ -10,7 +10,7 @@ import torch
 
 from dray.train.checkpoint.shards import MismatchError, Reader, whole
 from dray.train.checkpoint.staging import Staging
-from dray.train.parallel.replicas import Replicas
+from dray.train.parallel.replicated_checkpoint import Replicas
 from ranks import World
 
 pytestmark = pytest.mark.torch

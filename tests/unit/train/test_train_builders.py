@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 import stores
 from dray.contract.findings import DrayError
-from dray.train.data import builders, datasets, formats, resolve, tokenizer
+from dray.train.data import datasets, datasets_builders, formats, resolve, tokenizer
 from trainings import config
 
 # datasets leaves files of parquet to the garbage collector.
@@ -179,7 +179,7 @@ def test_a_script_of_that_name_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert read(name, "txt") == TEXTS
     with pytest.raises(DrayError):
-        [*builders.rows("./webdataset", name, {})]
+        [*datasets_builders.rows("./webdataset", name, {})]
 
 
 def test_other_arguments_make_other_tokens(tmp_path: Path) -> None:
@@ -207,6 +207,6 @@ def test_other_arguments_make_other_tokens(tmp_path: Path) -> None:
 def test_rows_of_a_slice(split: str, rows: tuple[int, int] | None) -> None:
     if rows is None:
         with pytest.raises(ValueError, match="Unrecognized"):  # a recipe with it is refused before
-            builders.slices(split, 1000)
+            datasets_builders.slices(split, 1000)
     else:
-        assert builders.slices(split, 1000) == [rows]
+        assert datasets_builders.slices(split, 1000) == [rows]

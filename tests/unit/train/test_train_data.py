@@ -25,7 +25,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
 from dray.train.checkpoint import manifest, shards, staging  # noqa: E402
-from dray.train.data import arrow, corpus, datasets, files, formats, resolve, tokenizer  # noqa: E402
+from dray.train.data import arrow, datasets, files, formats, resolve, synthetic_corpus, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.feeds import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -171,7 +171,7 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
 
 
 def test_the_corpus_has_the_same_bytes_everywhere() -> None:
-    text = "\n".join(corpus.documents())
+    text = "\n".join(synthetic_corpus.documents())
     assert text.startswith("one: the guard watches the white crate through the night. two: ")
     digest = hashlib.sha256(text.encode()).hexdigest()
     assert digest == "b6db2b02366c8f1323b9fa0a5fe0067fd0591028ad2431800e4d38cbe7fa6288"
@@ -216,7 +216,7 @@ def test_a_tokenizer_that_was_saved_with_lengths_cuts_and_pads_nothing(tmp_path:
 
 
 def test_no_token_is_lost(tmp_path: Path) -> None:
-    every = list(corpus.documents())
+    every = list(synthetic_corpus.documents())
     found = texts(tmp_path)
     tokens = tokenizer.load(config(tmp_path / "other"))
     for part, documents in ((found.training.tokens, every[:570]), (found.validation["eval"], every[570:])):

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="torch: the training stack is not installed 
 pytest.importorskip("datasets", reason="datasets: the training stack is not installed (make demo installs it)")
 
 import stores
-from dray.train.data import corpus
+from dray.train.data import synthetic_corpus
 from helpers import PYTHON, ROOT
 from trainings import Forks, Run
 
@@ -37,7 +37,7 @@ def tar(texts: list[str]) -> bytes:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[stores.Store]:
-    texts = list(corpus.documents())[:60]
+    texts = list(synthetic_corpus.documents())[:60]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     objects = {"b/1.jsonl": lines[: len(lines) // 2], "b/x.txt": "\n".join(texts).encode(), "b/all.jsonl": lines}
     objects |= {f"b/{number}.tar": tar(texts[number * 20 : number * 20 + 20]) for number in range(3)}
@@ -55,7 +55,7 @@ def run(tmp_path_factory) -> Iterator[BEGUN]:
 @pytest.mark.slow
 def test_losses_are_those_of_files_on_a_disk_on_any_ranks(run: BEGUN, store: stores.Store, tmp_path: Path) -> None:
     """By URL, by a builder of datasets, by a slice of all: the same tokens, on 1, 2 and 4 ranks."""
-    texts = list(corpus.documents())[:60]
+    texts = list(synthetic_corpus.documents())[:60]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
     wanted = run(1, f"data.train={tmp_path}/texts.txt").end()
     ways = {

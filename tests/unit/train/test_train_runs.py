@@ -553,10 +553,10 @@ def test_a_model_by_name_starts_from_its_weights_and_its_settings(run: BEGUN, al
 
 def test_a_stream_is_the_same_on_any_ranks_and_goes_on_where_it_was(run: BEGUN, tmp_path: Path) -> None:
     """In another process, on other ranks, in the middle of a pass and of a document."""
-    from dray.train.data import corpus
+    from dray.train.data import synthetic_corpus
 
     text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in list(corpus.documents())[:30]))
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in list(synthetic_corpus.documents())[:30]))
     words = ("data.streaming=true", f"data.train={text}", f"data.validation={text}", "checkpoint.every=[[0, 9]]")
     one = run(1, *words, "checkpoint.keep=9", "train.steps=50").end()
     assert one.events("step")[-1]["tokens"] > 30 * 300  # more than a pass
@@ -568,9 +568,9 @@ def test_a_stream_is_the_same_on_any_ranks_and_goes_on_where_it_was(run: BEGUN, 
 
 @pytest.fixture
 def mix(tmp_path: Path) -> tuple[str, ...]:
-    from dray.train.data import corpus
+    from dray.train.data import synthetic_corpus
 
-    documents = list(corpus.documents())
+    documents = list(synthetic_corpus.documents())
     for name, some in (("web", documents[:100]), ("code", [text[::-1] for text in documents[:40]])):
         (tmp_path / f"{name}.txt").write_text("\n".join(some))
     return (

@@ -14,12 +14,12 @@ from typing import Any
 from dray.contract import files
 from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
-from dray.runs import records, startup, store, why
+from dray.runs import failure_records, startup, store, why
 from dray.runs.metrics import Event, number, parsed, whole
 from dray.runs.report.plots import Point
 from dray.runs.result import Result, result_of, who
 from dray.runs.startup import Startup
-from dray.runs.stop import utc
+from dray.runs.stop_reason import utc
 from dray.runs.store import RunPaths
 
 CURVES = ("loss", "lr", "tokens_per_s", "mfu", "step_s", "checkpoint_s", "memory_gb")
@@ -199,6 +199,6 @@ def _failures(paths: RunPaths) -> list[tuple[str, str]]:
     failures = []
     for folder in [*sorted(paths.failures.glob("restart-*")), paths.failures]:
         with suppress(OSError, ValueError, OverflowError):
-            for record in records.read(folder, paths.logs, warn=lambda _: None)[:1]:
+            for record in failure_records.read(folder, paths.logs, warn=lambda _: None)[:1]:
                 failures.append((utc(record.time), f"{who(record.cause)}: {record.cause.head}"))
     return failures

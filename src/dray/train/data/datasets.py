@@ -19,13 +19,13 @@ from dray.train.data import formats, resolve
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
 from dray.train.data.feeds import Feed, Mapped, Mixed, Stream
 from dray.train.data.formats import Reading
-from dray.train.data.mapping import Map
+from dray.train.data.map_function import Map
 from dray.train.data.order import Order
 from dray.train.data.packing import Packed, packed
 from dray.train.data.resolve import Dataset
 from dray.train.data.token_cache import Tokens, cached, fingerprint
 from dray.train.errors import say
-from dray.train.recipe import Source
+from dray.train.recipe_schema import Source
 
 VALIDATION = "eval"
 """The event of the evaluation during training; for a source of a mix its name follows."""

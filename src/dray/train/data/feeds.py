@@ -24,7 +24,7 @@ from dray.train.data.formats import Piece, Reading
 from dray.train.data.order import Mix, Order, permuted
 from dray.train.data.packing import Packed
 from dray.train.data.token_cache import Tokens
-from dray.train.recipe import Source
+from dray.train.recipe_schema import Source
 
 _DOCUMENTS = 16  # that a shard tokenizes at once
 _EMPTY = 20  # epochs without a document

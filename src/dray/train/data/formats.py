@@ -15,9 +15,9 @@ from typing import Any
 
 from dray.contract.dataset_name import BUILTIN, ending
 from dray.contract.findings import ConfigError
-from dray.train.data import builders, chat, corpus, files, remote
+from dray.train.data import chat, datasets_builders, files, remote, synthetic_corpus
 from dray.train.data.files import ARROW, builder_of, lines, opened, readable
-from dray.train.data.mapping import Map
+from dray.train.data.map_function import Map
 from dray.train.data.remote import Seen
 
 Row = dict[str, Any]
@@ -152,9 +152,9 @@ def _rows(piece: Piece, columns: list[str] | None, reading: Reading) -> Iterator
         yield from _arrow().rows(path, columns, piece.rows)
         return
     if builder:
-        rows: Iterator[Row] = builders.rows(builder, path, reading.config_kwargs.get(builder, {}))
+        rows: Iterator[Row] = datasets_builders.rows(builder, path, reading.config_kwargs.get(builder, {}))
     elif path == BUILTIN:
-        rows = _of_column(corpus.documents(), columns)
+        rows = _of_column(synthetic_corpus.documents(), columns)
     elif kind in (".csv", ".tsv"):
         rows = _csv_rows(path, "\t" if kind == ".tsv" else ",")
     elif kind in (".json", ".jsonl", ".ndjson"):

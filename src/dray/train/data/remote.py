@@ -46,7 +46,9 @@ def register() -> None:
         "client_kwargs": {"region_name": os.environ.get("AWS_REGION")},
         "use_listings_cache": False,
     }
-    fsspec.register_implementation("s3", "dray.train.data.s3.S3", clobber=True, errtxt="Install s3fs to access S3")
+    fsspec.register_implementation(
+        "s3", "dray.train.data.s3fs_compat.S3", clobber=True, errtxt="Install s3fs to access S3"
+    )
     for protocol, options in (("s3", s3), ("http", web), ("https", web)):
         fsspec.config.conf[protocol] = options | fsspec.config.conf.get(protocol, {})
 

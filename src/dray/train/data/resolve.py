@@ -14,7 +14,7 @@ from typing import Any
 from dray.contract.dataset_name import HUB, parse
 from dray.contract.findings import ConfigError
 from dray.train.collectives import on_rank_0
-from dray.train.data import builders, formats, hub
+from dray.train.data import datasets_builders, formats, hub
 from dray.train.data.files import Identity, builder_of, find, has_lines, identity
 from dray.train.data.formats import Piece, Reading
 
@@ -110,7 +110,7 @@ def _slice(rows: str, pieces: list[Piece], reading: Reading) -> list[Piece]:
     size = cache(lambda piece: formats.count(piece, reading))
     # The rows behind the end of [1000:2000] need no counting.
     total = sum(map(size, pieces)) if "%" in rows or "-" in rows else 1 << 62
-    ((first, last),) = builders.slices(rows, total)
+    ((first, last),) = datasets_builders.slices(rows, total)
     chosen, begin = [], 0
     for piece in pieces:
         if begin >= last:

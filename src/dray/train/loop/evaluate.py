@@ -17,7 +17,7 @@ from dray.train.loop.metrics import Metrics, perplexity
 from dray.train.model.head import IGNORE_INDEX
 from dray.train.objectives.base import Batch, Objective
 from dray.train.parallel.base import Strategy
-from dray.train.runtime import host
+from dray.train.runtime import device_sync
 from dray.train.runtime.heartbeat import heartbeat
 
 
@@ -109,7 +109,7 @@ class Evaluator:
             sums += torch.cat([part.double() for part in parts])
         dist.all_reduce(sums)
         strategy.network.train()
-        losses, hit, hit_rows, labels, labelled_rows = host.read(sums)
+        losses, hit, hit_rows, labels, labelled_rows = device_sync.read(sums)
         right, count = (hit_rows, labelled_rows) if evaluated.by_word else (hit, labels)
         mean = losses / max(labels, 1.0)
         return {"loss": mean, "perplexity": perplexity(mean), "accuracy": right / max(count, 1.0)}

@@ -25,7 +25,7 @@ from dray.train.loop.schedule import learning_rate
 from dray.train.model import attention_scores
 from dray.train.objectives.base import Batch, Objective
 from dray.train.parallel.base import Strategy
-from dray.train.runtime import host
+from dray.train.runtime import device_sync
 from dray.train.runtime.compiled import Compiled
 from dray.train.runtime.heartbeat import heartbeat
 from dray.train.runtime.slow import Slow
@@ -201,7 +201,7 @@ class Loop:
         sums = torch.cat([self._sums, self.slow.own_seconds()])
         dist.all_reduce(sums)
         scaler, ranks = self.strategy.scaler, self.slow.ranks
-        loss, labels, *rest = host.read(sums, self._bad_norm, self._norm, *([scaler.numbers] if scaler else []))
+        loss, labels, *rest = device_sync.read(sums, self._bad_norm, self._norm, *([scaler.numbers] if scaler else []))
         seconds, (bad, norm, *scaled) = rest[:ranks], rest[ranks:]
         if scaler:
             scaler.observe(*scaled)
@@ -227,7 +227,7 @@ class Loop:
         """Name the ranks whose losses were not finite; without any, it was the gradient."""
         with heartbeat.during(CHECKPOINT):
             self.checkpoints.settle()
-        bad = all_gather_json(host.read(self._bad_loss)[0] <= last)
+        bad = all_gather_json(device_sync.read(self._bad_loss)[0] <= last)
         ranks = [rank for rank in range(self.world) if bad[rank]]
         problem = f"the {'loss' if ranks else 'gradient'} is not finite any more"
         where = f"NaN or Inf at {_text(first, last)}, on rank {', '.join(map(str, ranks)) or 'unknown'}"

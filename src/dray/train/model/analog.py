@@ -32,7 +32,7 @@ from safetensors import safe_open
 from dray.contract.findings import ConfigError, listed
 from dray.train import ranks
 from dray.train.parallel.base import Strategy
-from dray.train.recipe import Analog as Settings
+from dray.train.recipe_schema import Analog as Settings
 
 _CLIPS = {
     "none": WeightClipType.NONE,

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dray.train.model import attention
 from dray.train.objectives.base import Batch
 from dray.train.parallel.base import Strategy
-from dray.train.runtime import host
+from dray.train.runtime import device_sync
 
 _NAME = "dray-observed"
 _largest: list[torch.Tensor] = []  # of each layer: the smallest score with its sign changed, and the largest score
@@ -49,5 +49,5 @@ def scores(strategy: Strategy, batch: Batch) -> dict[str, list[float]]:
         network.train()
     layers = torch.stack(_largest)
     dist.all_reduce(layers, op=dist.ReduceOp.MAX)
-    figures = host.read(-layers[:, 0], layers[:, 1])
+    figures = device_sync.read(-layers[:, 0], layers[:, 1])
     return {"attention_min": figures[: len(layers)], "attention_max": figures[len(layers) :]}

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dray.contract.findings import ConfigError, listed
 from dray.train.checkpoint import manifest
-from dray.train.recipe import Lora
+from dray.train.recipe_schema import Lora
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dray.train.config import Config
 from dray.train.data.encoding import PLAIN, Encoding, end_token
-from dray.train.model.experts import router_losses
 from dray.train.model.head import IGNORE_INDEX, ChunkedLoss, compiled_cross_entropy, cross_entropy
-from dray.train.recipe import Evaluation
+from dray.train.model.router_loss import router_losses
+from dray.train.recipe_schema import Evaluation
 
 _BUCKETS = 16
 """The few sizes of a batch's labelled part: torch.compile compiles again for each new shape."""

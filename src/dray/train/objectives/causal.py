@@ -14,7 +14,7 @@ from dray.train.data.packing import PADDING
 from dray.train.data.token_cache import IDS, LABEL, LAST
 from dray.train.model.head import IGNORE_INDEX
 from dray.train.objectives.base import Batch, Objective
-from dray.train.recipe import Evaluation
+from dray.train.recipe_schema import Evaluation
 
 
 class Causal(Objective):

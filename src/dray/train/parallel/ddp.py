@@ -17,7 +17,7 @@ from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.parallel.base import buffers
 from dray.train.parallel.optimizer import average_weights, optimizers, reset
-from dray.train.parallel.replicas import Replicas
+from dray.train.parallel.replicated_checkpoint import Replicas
 from dray.train.parallel.scaler import Scaler
 
 # What is not a product of 8 bits is one of 16.

@@ -22,7 +22,7 @@ from dray.train.errors import say
 from dray.train.model.layers import layers as layers_of
 from dray.train.objectives.base import LossModule
 from dray.train.parallel.ddp import HALF, Ddp
-from dray.train.parallel.replicas import Replicas
+from dray.train.parallel.replicated_checkpoint import Replicas
 
 _GROUP = 1 << 24
 """Numbers that are gathered at once at least: 32 MB in 16 bits."""

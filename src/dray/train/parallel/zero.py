@@ -27,7 +27,7 @@ from dray.train.errors import message
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.parallel.base import buffers
 from dray.train.parallel.optimizer import KINDS, adamw, initial_state
-from dray.train.parallel.replicas import Replicas
+from dray.train.parallel.replicated_checkpoint import Replicas
 from dray.train.parallel.scaler import Scaler, refuse
 
 

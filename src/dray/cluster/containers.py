@@ -15,7 +15,7 @@ import docker
 from docker.models.containers import Container
 from docker.types import Mount, NetworkingConfig
 
-from dray.cluster.config import CONTROLLER, Size, slurm_files
+from dray.cluster.slurm_conf import CONTROLLER, Size, slurm_files
 
 NAME = "dray-cluster"
 USER = "dray"

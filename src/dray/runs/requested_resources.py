@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dray.config import dray_home, sites
 from dray.config.recipe import Recipe
 from dray.facts import Facts
-from dray.fitness import host
+from dray.fitness import network_and_site
 from dray.images import store
 from dray.planning import image
 from dray.runs import local, prepare, slurm
@@ -30,7 +30,7 @@ class Known(NamedTuple):
 
 def known(site: str) -> Known:
     """The facts of this login node."""
-    return Known(slurm.conf(), host.site(site))
+    return Known(slurm.conf(), network_and_site.site(site))
 
 
 def facts(
