@@ -26,8 +26,7 @@ def test_each_objective_is_a_file() -> None:
 
 def test_each_strategy_is_a_file_and_has_its_sharding() -> None:
     assert values("strategy") == tuple(STRATEGIES)
-    files = {path.stem for path in (TRAIN / "strategies").glob("*.py")}
-    assert files == {*(name.rstrip("123") for name in STRATEGIES), "__init__", "base"}
+    assert {name.rstrip("123") for name in STRATEGIES} < {path.stem for path in (TRAIN / "parallel").glob("*.py")}
 
 
 @pytest.mark.parametrize("kind", image_tasks.KINDS)
@@ -47,7 +46,10 @@ def test_nothing_is_pickled_between_ranks(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.stem != "pickles"], ids=lambda path: path.stem)
 def test_no_pickle_is_written_or_read(path: Path) -> None:
-    """One file reads them: torch's by torch's safe unpickler, and DCP's index by one that knows inert records."""
+    """One file reads them: torch's by torch's safe unpickler, and DCP's index by one that knows inert records.
+
+    Who leaves dray gets DCP's index, which torch writes as a pickle.
+    """
     named = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -57,7 +59,8 @@ def test_no_pickle_is_written_or_read(path: Path) -> None:
         elif isinstance(node, ast.Attribute):
             named.add(ast.unparse(node))
     start = ("pickle", "torch.distributed.checkpoint", "torch.load", "torch.save", "numpy.load", "np.load")
-    assert not {name for name in named if name.startswith(start)}
+    written = {"torch.distributed.checkpoint.state_dict_saver.save"} if path.stem == "export" else set()
+    assert {name for name in named if name.startswith(start)} == written
 
 
 def module(path: Path) -> str:

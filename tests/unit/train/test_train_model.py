@@ -178,7 +178,7 @@ def test_what_a_library_raises_is_the_users_or_the_machines(raised: Exception, c
 
     with pytest.raises(Exception) as stopped:  # noqa: PT011  any
         read()
-    found = errors._memory(stopped.value) or unexpected.error(stopped.value)
+    found = errors._known(stopped.value) or unexpected.error(stopped.value)
     assert found.finding.code == code
     assert (found.problem == "it cannot be read") == (code == 78)
 
