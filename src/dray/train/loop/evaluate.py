@@ -93,7 +93,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _measure(self, evaluated: Evaluated) -> dict[str, float]:
-        """The mean over every label of the windows, and how many labels, or words, were right."""
+        """The mean over each label, or each word, of the windows, and the share that was right."""
         strategy, windows = self.strategy, evaluated.windows
         rank, world = ranks.rank(), ranks.world()
         strategy.network.eval()
@@ -111,7 +111,7 @@ class Evaluator:
         strategy.network.train()
         losses, hit, hit_rows, labels, labelled_rows = device_sync.read(sums)
         right, count = (hit_rows, labelled_rows) if evaluated.by_word else (hit, labels)
-        mean = losses / max(labels, 1.0)
+        mean = losses / max(count, 1.0)
         return {"loss": mean, "perplexity": perplexity(mean), "accuracy": right / max(count, 1.0)}
 
     def _batch(self, evaluated: Evaluated, begin: int, size: int) -> Batch:

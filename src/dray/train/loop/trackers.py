@@ -172,7 +172,7 @@ def read(run: Path) -> Iterator[dict[str, Any]]:
         attempt = run / run_folder.attempt(number)
         if not attempt.is_dir():
             return
-        with suppress(FileNotFoundError), (attempt / run_folder.METRICS).open("rb") as file:
+        with suppress(OSError), (attempt / run_folder.METRICS).open("rb") as file:
             for line in file:
                 with suppress(ValueError):  # an attempt was killed while it wrote
                     event = json.loads(line)

@@ -104,10 +104,18 @@ class Fsdp(Ddp):
         return nullcontext()
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        self._reshard()
+        return super()._named()
+
+    def use_averages(self) -> None:
+        self._reshard()  # a layer that is whole would keep its weights, and compute with them
+        super().use_averages()
+
+    def _reshard(self) -> None:
+        """Free whole layers, which a forward pass without a backward pass leaves."""
         for module in self.network.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after an evaluation some are whole still
-        return super()._named()
+                module.reshard()
 
     def _begin(self, weight: torch.nn.Parameter) -> int:
         """FSDP2 gives each rank as many rows as any other, and the last ones what is left."""

@@ -61,8 +61,10 @@ class Compiled:
             reasons.append(f"{self.path} is {why}")
         if not reasons:
             content = self.path.read_bytes()
-            self._size = len(content)
-            reasons += [] if torch.compiler.load_cache_artifacts(content) else [f"torch cannot read {self.path}"]
+            if torch.compiler.load_cache_artifacts(content):
+                self._size = len(content)
+            else:
+                reasons = [f"torch cannot read {self.path}"]
         if reasons:
             say(f"compiled code of an earlier attempt is not used, and this attempt compiles again: {reasons[0]}")
         else:
