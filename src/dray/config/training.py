@@ -46,7 +46,7 @@ STRATEGIES: dict[Strategy, Sharding] = {
     "zero2": Sharding(2, deepspeed=True),
     "zero3": Sharding(3, deepspeed=True),
 }
-"""The values of train.strategy; train/strategies has a file for each."""
+"""The values of train.strategy; train/parallel has their classes."""
 
 
 class Batch(Spec):
@@ -136,7 +136,7 @@ class Train(Spec):
     """Pairs [until, length]: [[1000, 256], [3000, 512]] cuts samples into rows of 256 tokens until step 1,000, and of
     512 until step 3,000. The tokens of each step stay the same."""
     min_lr: NotNegative = 0.0
-    """Learning rate at the end of the schedule."""
+    """Learning rate at the end of the schedule; constant does not fall, and inverse_sqrt falls towards it."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw: for all weights. muon: Muon for the matrices between embeddings and head, whose updates are as large as
     AdamW's, and AdamW for all other weights; with ddp and fsdp alone."""

@@ -670,9 +670,10 @@ def test_deepspeeds_bf16_is_near(zero: BEGUN, alone: Run, strategy: str) -> None
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused(run: BEGUN, folder: Path) -> None:
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(run: BEGUN, folder: Path) -> None:
     kept = f"checkpoint.folder={folder}/kept"
     run(1, kept, "checkpoint.every=[[0, 5]]").end()
-    said = run(2, kept, "model.config.n_embd=64").end(code=78).said()
-    assert "the checkpoint is of another model\n" in said
-    assert f"  found:  in {folder}/kept/step-20: " in said
+    for word in ("model.config.n_embd=64", "train.optimizer=muon"):
+        said = run(2, kept, word).end(code=78).said()
+        assert "the checkpoint does not have this recipe's tensors\n" in said
+        assert f"  found:  in {folder}/kept/step-20: " in said

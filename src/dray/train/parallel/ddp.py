@@ -53,8 +53,9 @@ class Ddp:
             gradient_as_bucket_view=True,
             bucket_cap_mb=25 if ranks.world() == ranks.local_world() else 100,
         )
-        # Only now, as rank 0's buffers go to all ranks at the start. Analog layers alone write buffers later.
-        model.broadcast_buffers = self.config.analog is not None
+        # Only now, as rank 0's buffers go to all ranks at the start. Analog layers and BatchNorm write buffers later.
+        is_batch_norm = (isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in self.network.modules())
+        model.broadcast_buffers = self.config.analog is not None or any(is_batch_norm)
         _order_buckets(model)
         return model
 
