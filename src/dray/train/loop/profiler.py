@@ -20,7 +20,7 @@ from dray.train.errors import message, say
 
 
 class Profiler:
-    """Profile the steps of `train.profile`, if the run takes the first of them."""
+    """Profile the steps of `train.profile`. A run that resumes after the first of them profiles nothing."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._trace, self._device = Path(config.folder) / PROFILE_TRACE, device
