@@ -396,6 +396,11 @@ class Recipe(Spec):
         length = self.data.sequence_length
         if train.sequence_length_warmup and self.data.document_mask:
             yield "train.sequence_length_warmup cuts documents; set data.document_mask=false"
+        untils = [until for until, _ in train.sequence_length_warmup]
+        if untils != sorted(set(untils)):
+            fix = [[*pair] for pair in sorted(dict(train.sequence_length_warmup).items())]
+            shown = f"train.sequence_length_warmup: expected pairs whose first numbers increase, found {untils}"
+            yield f"{shown}; set train.sequence_length_warmup={fix}"
         for _, first in train.sequence_length_warmup:
             if length % first:
                 yield f"train.sequence_length_warmup: {first} must divide data.sequence_length"

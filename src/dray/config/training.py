@@ -19,6 +19,7 @@ Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 Tracker = Literal["mlflow", "tensorboard", "trackio", "wandb"]
 """accelerate's names."""
 _STEPS = re.compile("[1-9][0-9]{0,17}-[1-9][0-9]{0,17}")
+_NO_END = 1 << 62
 _LR_OPTIONS = {
     "polynomial": ("power",),
     "cosine_with_restarts": ("num_cycles",),
@@ -45,7 +46,7 @@ STRATEGIES: dict[Strategy, Sharding] = {
     "zero2": Sharding(2, deepspeed=True),
     "zero3": Sharding(3, deepspeed=True),
 }
-"""The values of train.strategy; train/strategies has a file for each."""
+"""The values of train.strategy; train/parallel has their classes."""
 
 
 class Batch(Spec):
@@ -135,7 +136,7 @@ class Train(Spec):
     """Pairs [until, length]: [[1000, 256], [3000, 512]] cuts samples into rows of 256 tokens until step 1,000, and of
     512 until step 3,000. The tokens of each step stay the same."""
     min_lr: NotNegative = 0.0
-    """Learning rate at the end of the schedule."""
+    """Learning rate at the end of the schedule; constant does not fall, and inverse_sqrt falls towards it."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw: for all weights. muon: Muon for the matrices between embeddings and head, whose updates are as large as
     AdamW's, and AdamW for all other weights; with ddp and fsdp alone."""
@@ -207,11 +208,7 @@ class Train(Spec):
             yield f"{shown}; set train.warmup_steps=0 too, or at most {self.steps}"
         if self.profile:
             yield from self._of_profile()
-        options = _LR_OPTIONS.get(self.lr_scheduler_type, ())
-        for name in self.lr_scheduler_kwargs:
-            if name not in options:
-                expected = ", ".join(options) or "no options"
-                yield f'lr_scheduler_kwargs.{name}: lr_scheduler_type = "{self.lr_scheduler_type}" has {expected}'
+        yield from self._of_schedule()
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr} is more than lr = {self.lr}"
         if self.optimizer == "muon" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
@@ -222,6 +219,23 @@ class Train(Spec):
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.strategy not in stages and not unread:
             yield f"offload = {self.offload} needs strategy {stages}, but it is {self.strategy}"
+
+    def _of_schedule(self) -> Iterator[str]:
+        options = _LR_OPTIONS.get(self.lr_scheduler_type, ())
+        after = max(1, (self.steps or _NO_END) - self.warmup_steps)
+        for name, value in self.lr_scheduler_kwargs.items():
+            shown = f"lr_scheduler_kwargs.{name} = {value}"
+            if name not in options:
+                expected = ", ".join(options) or "no options"
+                yield f'lr_scheduler_kwargs.{name}: lr_scheduler_type = "{self.lr_scheduler_type}" has {expected}'
+            elif isinstance(value, str):
+                if name != "decay_type":
+                    yield f"{shown} is not a number; set train.lr_scheduler_kwargs.{name}=1"
+            elif name == "decay_type":
+                yield f"{shown}: expected cosine, linear or 1-sqrt; set train.lr_scheduler_kwargs.decay_type=cosine"
+            elif name == "num_decay_steps" and value > after:
+                fix = f"set train.lr_scheduler_kwargs.num_decay_steps={after}, or less"
+                yield f"{shown} is more than the steps after the warm-up, {after}; {fix}"
 
     def _of_profile(self) -> Iterator[str]:
         """The first step is 1, as in metrics.jsonl."""

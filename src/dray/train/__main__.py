@@ -39,7 +39,7 @@ _IMPORTED_NS = boottime()
 
 def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bottom
     """One rank from the first line to the last."""
-    logging.set_verbosity_error()  # transformers' own words are about another trainer
+    logging.set_verbosity_error()  # transformers logs hints for its Trainer, which dray does not use
     logging.disable_progress_bar()
     config = read(path)
     heartbeat.begin(config.hang_timeout_s, _IMPORTED_NS)
@@ -48,14 +48,14 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     stop = Stop()
     numerics.set_up(config, device)
 
-    # The data. Whatever else can be wrong is refused before, since reading may take long.
+    # The data. Check the tokenizer, the model's settings and the checkpoint folder first: reading may take hours.
     tokens = tokenizer.load(config)
     build.check(config, tokens)
     lease, metrics = checkpoint.take(config), Metrics(config, writes=first_rank)
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
 
-    # The newest checkpoint, if there is one: a model that resumes needs no weights of its own.
+    # The newest checkpoint, if there is one: a run that resumes takes its weights from it, so `build` initializes none.
     heartbeat.lap(MODEL)
     if first_rank:
         export.recover(Path(config.final_model))
@@ -67,7 +67,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
 
     # The model, and what trains it.
     network = build.build(config, tokens, filled=build.has_weights(), restored=restored, device=device)
-    sizes = [(weight.numel(), weight.requires_grad) for weight in network.parameters()]  # fsdp will shard them
+    sizes = [(weight.numel(), weight.requires_grad) for weight in network.parameters()]  # before fsdp shards them
     check_same(network)
     compiled = Compiled(config, device)
     compiled.load()
@@ -84,7 +84,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
 
     # The steps.
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
-    barrier()  # the first node to have its datasets waits for the last
+    barrier()  # wait until all nodes have their datasets
     began = time.monotonic()
     loop = Loop(
         config, strategy=strategy, feed=data.training, objective=objective, metrics=metrics, checkpoints=checkpoints,
@@ -93,7 +93,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     loop.run(lambda step: evaluator.all(step, data.validation))
     seconds = time.monotonic() - began
 
-    # What is left of the run: its figures, and its model.
+    # The end: the last evaluation, the final model, the last line of metrics.jsonl.
     strategy.use_averages()
     evaluator.all(config.steps, data.validation)
     compiled.keep()
@@ -114,7 +114,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
 
 
 def _require_steps(config: Config, resumed: int) -> None:
-    """Steps to take; a model that has taken more would be saved and evaluated as one of fewer."""
+    """Refuse a checkpoint that is past train.steps: its model would be saved as one of fewer steps."""
     if resumed > config.steps:
         raise ConfigError(
             "the newest checkpoint is past the run's last step",
@@ -140,14 +140,14 @@ def _require_finite(loss: float, checkpoints: Checkpoints) -> None:
 def _start(
     config: Config, data: Datasets, strategy: Strategy, *, parameters: int, trained: int, first_step: int
 ) -> dict[str, Any]:
-    """The first line of metrics.jsonl, and what the log shows of it."""
+    """Return the fields of the `start` line; `shown` is its text in the log."""
     hosts = all_gather_json(os.environ[config.host_variable])
     tokens = data.total - data.packing.get("padding", 0)
     size = f"{tokens:,} tokens" if tokens else "a stream"
     part = "" if trained == parameters else f", {trained:,} of them trained"
-    ranks = f"{counted(len(hosts), 'rank')} on {counted(len(set(hosts)), 'host')}"
+    ranks_text = f"{counted(len(hosts), 'rank')} on {counted(len(set(hosts)), 'host')}"
     line = {
-        "shown": f"{ranks}, {parameters:,} parameters{part}, {size}",
+        "shown": f"{ranks_text}, {parameters:,} parameters{part}, {size}",
         "world_size": len(hosts),
         "hosts": hosts,
         "parameters": parameters,

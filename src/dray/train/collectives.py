@@ -19,7 +19,7 @@ from dray.contract.silence import unprinted
 from dray.train import ranks
 from dray.train.runtime.heartbeat import heartbeat
 
-# How long a rank waits for the others in a step, as NCCL does by default, and in all else.
+# Timeouts: of collectives in a step, as NCCL's default, and of all others.
 _IN_A_STEP, _ELSE = timedelta(minutes=10), timedelta(days=7)
 
 # benchmarks/gpu sets it to gloo: NCCL refuses two ranks on one GPU.
@@ -31,8 +31,8 @@ _control: dist.ProcessGroup | None = None
 def init_distributed(variant: str) -> torch.device:
     """Join the other ranks; return this rank's device.
 
-    NCCL gives up after ten minutes, and tokenizing, reading weights and writing checkpoints may take longer. So they
-    have a group of their own: gloo's, on CPUs, which waits for as long as it takes, once all ranks are connected.
+    NCCL gives up after ten minutes, and tokenizing, reading weights and writing checkpoints may take longer. So these
+    use a second group, gloo on CPUs, whose timeout is 7 days after all ranks have connected.
     """
     global _control  # noqa: PLW0603  torch's default group is a global, too
     on_cpu = variant == "cpu"
@@ -43,10 +43,10 @@ def init_distributed(variant: str) -> torch.device:
         # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
         backend = "gloo" if on_cpu else os.environ.get(_BACKEND, "nccl")
         dist.init_process_group(backend, timeout=_IN_A_STEP, device_id=device if backend == "nccl" else None)
-        with unprinted():  # torch 2.9 prints a line for each rank and group: all that it is not connected to
+        with unprinted():  # torch 2.9 prints a line for each rank and group, with the ranks that are not connected
             _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
         # With TORCH_GLOO_LAZY_INIT two ranks connect when they first need one another, within the time of the group.
-        # A barrier needs all pairs that a broadcast, an all-gather and an all-reduce do, so none of these connects.
+        # The barrier connects every pair that a later broadcast, all-gather or all-reduce uses, so these find them.
         dist.barrier(group=_control)
     except RuntimeError as error:  # also what torch.distributed raises, all of which are of this kind
         raise UnfitError(
@@ -63,7 +63,7 @@ def init_distributed(variant: str) -> torch.device:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The process group for all but training steps; None before `init_distributed`."""
+    """The process group for everything except training steps; None before `init_distributed`."""
     return _control
 
 
@@ -111,10 +111,10 @@ def on_all(
 ) -> Any:  # noqa: ANN401  what `then` returns
     """Run `do` on all ranks, tree-reduce its values with `join`, run `then` on rank 0, and broadcast the result.
 
-    No rank hears more than log2 N others. Where `do` fails on one rank, all raise the same error.
+    A rank receives from at most log2 N others. Where `do` fails on one rank, all raise the same error.
     """
     result, step, (rank, world) = _tried(do), 1, placed()
-    while step < world and not rank & step:  # this rank has the values of `step` ranks, from its own on
+    while step < world and not rank & step:  # `result` joins `step` ranks: this one and those after it
         if rank + step < world:
             other = _receive(rank + step)
             if "value" in result:
@@ -161,7 +161,7 @@ def _receive(rank: int) -> Any:  # noqa: ANN401  any JSON value
 
 
 def _wait(work: dist.Work | None) -> None:
-    """Between two ranks gloo knows no other limit than the one that the group was made with, unless it is told."""
+    """For send and recv gloo uses the timeout at the group's creation, not the one set later; so pass it."""
     assert work is not None
     work.wait(_ELSE)
 

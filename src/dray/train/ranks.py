@@ -1,7 +1,7 @@
-"""This process's place among the ranks of the run, the only module that knows it.
+"""This process's place among the ranks of the run. Other modules ask here, not torch.distributed.
 
-Every strategy divides the batch over all ranks, so the data rank is the rank. fsdp also divides the model, over the
-ranks of a shard group.
+Every strategy divides the batch over all ranks, so each rank reads its own part of the data. fsdp also divides
+the model, over the ranks of a shard group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def local_world() -> int:
 
 
 def shard_mesh(device_type: str, group_size: int) -> DeviceMesh:
-    """Return the mesh with `group_size` ranks that follow one another in each shard group.
+    """Return the mesh whose shard groups have `group_size` consecutive ranks each.
 
     Its dimension `shard` has the ranks that share one copy of the model; `replicate` has those with the same shard.
     """

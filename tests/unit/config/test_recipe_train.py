@@ -39,7 +39,25 @@ def told(*words: str) -> str:
             'lr_scheduler_kwargs.lr_end: lr_scheduler_type = "polynomial" has power',
         ),
         (("train.steps=5", "train.lr_scheduler_kwargs.power=-1"), "train.lr_scheduler_kwargs.power=-1"),
+        (("train.steps=5", "train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs.power=linear"), "power=1"),
+        (
+            ("train.steps=5", "train.lr_scheduler_type=warmup_stable_decay", "train.lr_scheduler_kwargs.decay_type=3"),
+            "decay_type = 3.0: expected cosine, linear or 1-sqrt; set train.lr_scheduler_kwargs.decay_type=cosine",
+        ),
+        (
+            (
+                "train.steps=5",
+                "train.warmup_steps=2",
+                "train.lr_scheduler_type=warmup_stable_decay",
+                "train.lr_scheduler_kwargs.num_decay_steps=4",
+            ),
+            "more than the steps after the warm-up, 3; set train.lr_scheduler_kwargs.num_decay_steps=3, or less",
+        ),
         (("train.steps=5", "train.sequence_length_warmup=[[2, 60]]"), "60 must divide data.sequence_length"),
+        (
+            ("train.steps=5", "train.sequence_length_warmup=[[3, 16], [1, 8]]"),
+            "found [3, 1]; set train.sequence_length_warmup=[[1, 8], [3, 16]]",
+        ),
         (
             ("train.steps=5", "train.sequence_length_warmup=[[2, 16]]", "data.document_mask=true"),
             "set data.document_mask=false",

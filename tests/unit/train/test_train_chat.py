@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +21,8 @@ from dray.train import objectives  # noqa: E402
 from dray.train.data import chat, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import LAST_WORD, end_token  # noqa: E402
 from dray.train.data.token_cache import IDS, LABEL, LAST, Tokens  # noqa: E402
-from dray.train.loop.evaluate import Window, documents_of, windows_of  # noqa: E402
+from dray.train.loop.evaluate import Evaluated, Evaluator, Window, documents_of, windows_of  # noqa: E402
+from dray.train.objectives.base import Batch  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -143,6 +148,26 @@ def test_a_last_word_is_marked_with_all_of_its_tokens() -> None:
     found = np.array(LAST_WORD.encoder(tokens, end_token(tokens))(["one two\n", "x"]))
     assert tokens.decode(found[(found & LABEL) != 0] & IDS) == "twox"
     assert np.flatnonzero(found & LAST).tolist() == [7, 9]
+
+
+def test_a_last_word_counts_once_whatever_its_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = torch.tensor([[-100, -100, -100, 5], [-100, 1, 2, 3]])
+    network = torch.nn.Identity()
+    losses = SimpleNamespace(  # all four tokens together have a loss of 6; two of them are right, and one word
+        device=torch.device("cpu"), network=network, losses=lambda _: (torch.tensor(6.0), torch.tensor([2, 1]))
+    )
+    objective = SimpleNamespace(batch=lambda rows, _: Batch(torch.tensor(rows), labels, None))
+    own: Any = SimpleNamespace(
+        strategy=losses, config=SimpleNamespace(per_device=2, data=SimpleNamespace(sequence_length=4))
+    )
+    own._batch = partial(Evaluator._batch, own)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda _: None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    evaluated: Any = Evaluated(Tokens(np.arange(8), np.array([0, 4, 8])), [Window(0, 0, 4)] * 2, objective, True)
+    found = Evaluator._measure(own, evaluated)
+    assert found == {"loss": 3.0, "perplexity": pytest.approx(math.exp(3)), "accuracy": 0.5}
+    assert Evaluator._measure(own, evaluated._replace(by_word=False))["loss"] == 1.5
 
 
 def covered(windows: list[Window]) -> list[int]:

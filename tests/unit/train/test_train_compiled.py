@@ -119,6 +119,14 @@ def test_a_umask_that_lets_a_group_write_changes_nothing(compiled: Compiled, cap
     assert not capsys.readouterr().out
 
 
+def test_a_file_that_torch_cannot_read_is_replaced(compiled: Compiled) -> None:
+    compiled.path.write_bytes(b"DEAD")  # of the same size
+    compiled._size = 0  # another attempt begins
+    compiled.load()
+    compiled.keep()
+    assert compiled.path.read_bytes() == b"code"
+
+
 def link(path: Path) -> None:
     path.rename(path.parent / "else")
     path.symlink_to(path.parent / "else")

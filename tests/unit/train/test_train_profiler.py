@@ -77,15 +77,20 @@ def test_the_steps_that_are_profiled(
     assert bool(out) == bool(said) == (tmp_path / "profile.trace.json.gz").exists()
 
 
-def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    class Failing(module.profile):
-        def export_chrome_trace(self, path: str) -> None:
-            raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("method", ["start", "stop", "export_chrome_trace"])
+def test_a_full_disk_or_a_defect_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, method: str
+) -> None:
+    def fail(profile: Any, *paths: str) -> None:
+        for path in paths:
+            Path(path).write_bytes(b"half a trace")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "profile", Failing)
+    monkeypatch.setattr(module, "profile", type("Failing", (module.profile,), {method: fail}))
     profiled(monkeypatch, tmp_path, "2-3")
     line = "WARNING: steps 2 to 3 are not profiled: [Errno 28] No space left on device\n"
     assert capsys.readouterr().out == line
+    assert not [*tmp_path.iterdir()]
 
 
 def event(key: str, device: DeviceType, *, count: int = 1, cpu: float = 0, gpu: float = 0, range_: bool = False) -> Any:

@@ -196,10 +196,10 @@ class Checkpoints:
             self.strategy.load(Reader(path, about["tensors"]), about["updates"])
         except MismatchError as error:
             raise ConfigError(
-                "the checkpoint is of another model",
-                wanted="the tensors of this recipe's model",
+                "the checkpoint does not have this recipe's tensors",
+                wanted="the tensors of this recipe's model, train.optimizer and train.ema_decay",
                 found=f"in {path}: {error}",
-                fix="set another checkpoint.folder, or use the recipe that made the checkpoint",
+                fix="restore model, train.optimizer and train.ema_decay, or set another checkpoint.folder",
             ) from error
         return Positions(path, about["tensors"])
 

@@ -1,4 +1,4 @@
-"""Loss, perplexity and accuracy of a dataset: sample by sample, by windows that overlap, or of its last words."""
+"""Loss, perplexity and accuracy of a dataset: in windows side by side or overlapping, or of each last word."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dray.train.runtime.heartbeat import heartbeat
 
 
 class Window(NamedTuple):
-    """A row of the dataset, and which of its labels count."""
+    """A row of the dataset: it begins at token `start`, and its labels from `begin` to `end` count."""
 
     start: int
     begin: int
@@ -93,13 +93,13 @@ class Evaluator:
 
     @torch.no_grad()
     def _measure(self, evaluated: Evaluated) -> dict[str, float]:
-        """The mean over every label of the windows, and how many labels, or words, were right."""
+        """The mean over each label, or each word, of the windows, and the share that was right."""
         strategy, windows = self.strategy, evaluated.windows
         rank, world = ranks.rank(), ranks.world()
         strategy.network.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
         size = min(self.config.per_device, -(-len(windows) // world))
-        # Each rank runs as many batches, since parts of a model may be on other ranks; some have no labels.
+        # All ranks run the same number of batches, since fsdp gathers weights from all; the last may have no labels.
         for begin in range(rank * size, rank * size + len(windows), size * world):
             heartbeat.beat()
             batch = self._batch(evaluated, begin, size).to(strategy.device)
@@ -111,7 +111,7 @@ class Evaluator:
         strategy.network.train()
         losses, hit, hit_rows, labels, labelled_rows = device_sync.read(sums)
         right, count = (hit_rows, labelled_rows) if evaluated.by_word else (hit, labels)
-        mean = losses / max(labels, 1.0)
+        mean = losses / max(count, 1.0)
         return {"loss": mean, "perplexity": perplexity(mean), "accuracy": right / max(count, 1.0)}
 
     def _batch(self, evaluated: Evaluated, begin: int, size: int) -> Batch:
@@ -128,8 +128,8 @@ class Evaluator:
 
 
 def windows_of(total: int, length: int, stride: int, *, predicts_next: bool) -> list[Window]:
-    """Windows side by side, so that every token with one before it counts; or with a stride, so that each counts
-    once, and is predicted from as many as can be."""
+    """Without a stride windows lie side by side. With one they overlap: each token counts once, in the window where
+    most tokens precede it."""
     windows = []
     end = max(total - length, 0) + stride if stride else total
     for start in range(0, end, stride or length):
@@ -141,7 +141,7 @@ def windows_of(total: int, length: int, stride: int, *, predicts_next: bool) -> 
 
 
 def documents_of(tokens: Tokens, length: int) -> list[Window]:
-    """Each document's end, as far back as a sample reaches."""
+    """One window for each document: its last `length` tokens."""
     windows = []
     for begin, after in zip(tokens.starts[:-1].tolist(), tokens.starts[1:].tolist(), strict=True):
         start = max(begin, after - 1 - length)

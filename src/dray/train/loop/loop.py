@@ -106,10 +106,10 @@ class Loop:
             ends = self.stop.after(taken)
             if ends or taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, batches[-1])
-                if taken == begin + 1:  # all ranks have compiled: their losses are logged
+                if taken == begin + 1:  # the line has all ranks' losses, so all have compiled
                     heartbeat.first_step(self.compiled.nanoseconds)
                     self.compiled.keep()
-                else:  # the line has waited for all steps that a GPU had still to take
+                else:  # this line's numbers needed all earlier steps, so the GPU is not behind
                     heartbeat.enter(STEP)
             if ends or due(taken, config.checkpoint.every):
                 self._check(taken)
@@ -142,28 +142,28 @@ class Loop:
         return batches, sum(batch.label_count for batch in batches), self.feed.state()
 
     def _step(self, step: int, batches: list[Batch], count: int) -> None:
-        """On a GPU no line of it waits: the host is ahead, and tells the GPU what to do next."""
+        """Take one step. No line waits for the GPU: the host queues kernels ahead of it."""
         # Dropout is a function of seed, step and rank: a run that is resumed draws the same numbers.
         torch.manual_seed(hash((self.config.train.seed, step, self.rank)) & (1 << 63) - 1)
         labels = torch.full((), count, dtype=torch.float64, device=self.strategy.device)
         self._sums[1] += labels
-        # The loss is the mean over all labels of the step, however they fell to ranks and micro-batches.
+        # The loss is the mean over all labels of the step, on however many ranks and micro-batches.
         if self.objective.even:
             total = labels * self.world
         else:
             dist.all_reduce(labels)
             total = labels
-        share = (self.world / total.clamp(min=1)).float()
+        scale = (self.world / total.clamp(min=1)).float()  # times world, since the strategy averages over ranks
         for micro, batch in enumerate(batches):
             with self.strategy.accumulate(sync=micro == len(batches) - 1):
                 with self.slow.forward():
                     loss, _ = self.strategy.losses(batch.to(self.strategy.device))
-                self.strategy.backward(loss * share)
+                self.strategy.backward(loss * scale)
             self._sums[0] += loss.detach()
         self._bad_loss = _first(self._bad_loss, self._sums[0], step)
         self.checkpoints.fence()
         self._norm = self.strategy.update(self.learning_rate(step))
-        if self.strategy.scaler is None:  # it skips steps that are not finite
+        if self.strategy.scaler is None:  # with fp16 the scaler skips such steps
             self._bad_norm = _first(self._bad_norm, self._norm, step)
 
     def _log(self, taken: int, batch: Batch) -> None:
@@ -176,7 +176,7 @@ class Loop:
             "step": taken,
             "loss": loss,
             "lr": self.learning_rate(taken - 1),
-            "grad_norm": norm if math.isfinite(norm) else None,  # of a step that fp16 left out
+            "grad_norm": norm if math.isfinite(norm) else None,  # null where fp16 skipped the step
             "tokens": taken * config.step_tokens,
             **self.speed.measured(taken),
         }
@@ -200,9 +200,9 @@ class Loop:
         """
         sums = torch.cat([self._sums, self.slow.own_seconds()])
         dist.all_reduce(sums)
-        scaler, ranks = self.strategy.scaler, self.slow.ranks
+        scaler, rank_count = self.strategy.scaler, self.slow.ranks
         loss, labels, *rest = device_sync.read(sums, self._bad_norm, self._norm, *([scaler.numbers] if scaler else []))
-        seconds, (bad, norm, *scaled) = rest[:ranks], rest[ranks:]
+        seconds, (bad, norm, *scaled) = rest[:rank_count], rest[rank_count:]
         if scaler:
             scaler.observe(*scaled)
         if bad != _NEVER:
@@ -212,7 +212,7 @@ class Loop:
         return loss / max(labels, 1.0), norm, seconds
 
     def _end(self, taken: int) -> NoReturn:
-        """All ranks together, once what was begun is there; where it is not, the disk is the cause."""
+        """End the run on all ranks after the checkpoint is complete (75), or after the disk failed (69)."""
         heartbeat.enter(CHECKPOINT)
         self.checkpoints.settle()
         barrier()
@@ -224,13 +224,13 @@ class Loop:
         )
 
     def _end_not_finite(self, first: int, last: int) -> NoReturn:
-        """Name the ranks whose losses were not finite; without any, it was the gradient."""
+        """Name the ranks whose losses were not finite; if no rank has one, the gradient was not finite."""
         with heartbeat.during(CHECKPOINT):
             self.checkpoints.settle()
         bad = all_gather_json(device_sync.read(self._bad_loss)[0] <= last)
-        ranks = [rank for rank in range(self.world) if bad[rank]]
-        problem = f"the {'loss' if ranks else 'gradient'} is not finite any more"
-        where = f"NaN or Inf at {_text(first, last)}, on rank {', '.join(map(str, ranks)) or 'unknown'}"
+        bad_ranks = [rank for rank in range(self.world) if bad[rank]]
+        problem = f"the {'loss' if bad_ranks else 'gradient'} is not finite any more"
+        where = f"NaN or Inf at {_text(first, last)}, on rank {', '.join(map(str, bad_ranks)) or 'unknown'}"
         self._warn("not finite", first, last, f"{problem}: {where}")
         barrier()  # the launcher ends rank 0 when another rank has failed, and it writes the metrics
         raise DrayError(

@@ -26,12 +26,12 @@ from dray.train.loop.trackers import Tracked, Trackers, require
 from dray.train.model.layers import heads
 from dray.train.parallel.base import Strategy
 
-# A loss jumps beside the lines before it.
+# A loss jumps if it is far above those of the log lines before.
 _LINES, _LEAST = 32, 8  # so many lines, at most and at least
 _TIMES = 8.0  # standard deviations, estimated by medians, which outliers hardly move
 _NOISE = 0.01  # of the median; lines may agree by chance
 
-# transformers' names of how many experts a layer has, and how many of them a token meets.
+# transformers' names of how many experts a layer has, and how many of them a token uses.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
@@ -43,7 +43,7 @@ class Metrics:
         self._config, self._file = config, None
         self._trackers: Trackers | None = None
         self._lock = Lock()  # the threads that write checkpoints write lines too
-        self._unwritten = b""  # the disk had no room for it
+        self._unwritten = b""  # lines that a full disk has not taken yet
         if writes:
             require(
                 config.train.trackers,
@@ -52,7 +52,7 @@ class Metrics:
             self._file = (Path(config.folder) / METRICS).open("ab", buffering=0)
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
-        """One line, flushed: a reader may follow it. Every rank shows it in its own log."""
+        """Write one line at once: `tail -f` may follow it. Every rank shows it in its own log."""
         say(shown)
         if self._file is None:
             return
@@ -60,7 +60,7 @@ class Metrics:
             line = {"event": event, "time": round(time.time(), 3), **fields}
             line = json.loads(json.dumps(line), parse_constant=lambda _: None)  # NaN and Inf become null
             self._unwritten += json.dumps(line).encode() + b"\n"
-            with suppress(OSError):  # a full disk does not end the run: it is there once there is room
+            with suppress(OSError):  # a full disk does not end the run: the line comes with the next one that fits
                 while self._unwritten:
                     self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             if event == "start":
@@ -92,7 +92,7 @@ class Speed:
 
     @contextmanager
     def spent(self, on: str) -> Iterator[None]:
-        """Time in it counts as data_s or checkpoint_s; an evaluation counts as no training at all."""
+        """Time in it counts as data_s or checkpoint_s; time in an evaluation is not part of step_s."""
         began = time.monotonic()
         yield
         self._spent[on] += time.monotonic() - began
@@ -169,7 +169,7 @@ def _first(settings: Any, names: tuple[str, ...]) -> int:  # noqa: ANN401  trans
 
 
 def _peak(device: torch.device, precision: str) -> float:
-    """Operations a second, by the maker; 0 where it is unknown. 32 bits count against 16, which they might have."""
+    """Operations a second, by the maker; 0 where it is unknown. A 32-bit run is measured against the 16-bit peak."""
     gpu = None if device.type == "cpu" else gpus.find(torch.cuda.get_device_name(device))
     return 0.0 if gpu is None else (gpu.bf16 if precision == "bf16" else gpu.fp16) * 1e12
 
@@ -182,5 +182,5 @@ def _memory(device: torch.device) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """exp of the mean loss a token; past 700 a float has no room, which is as good as infinite."""
+    """exp of the mean loss; exp(710) overflows a float, so 700 is the cap."""
     return math.exp(min(loss, 700.0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from dray.train.errors import message, say
 
 
 class Profiler:
-    """Profile the steps of `train.profile`, if the run takes the first of them."""
+    """Profile the steps of `train.profile`. A run that resumes after the first of them profiles nothing."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._trace, self._device = Path(config.folder) / PROFILE_TRACE, device
@@ -34,21 +36,31 @@ class Profiler:
             if self._device.type != "cpu":
                 torch.cuda.synchronize(self._device)  # the GPU is behind the host: else earlier kernels count
             self._profile = profile()
-            self._profile.start()
+            with self._warning():
+                self._profile.start()
 
     def after(self, step: int) -> None:
         """Stop after the last of them, and write the trace while the other ranks wait."""
         if self._profile is None or step != self._last:
             return
-        self._profile.stop()
-        try:
+        with self._warning():
+            self._profile.stop()
             self._profile.export_chrome_trace(str(self._trace))
             kernels = {"first_step": self._first, "last_step": self._last, "rank": 0}
             kernels |= table(self._profile.key_averages())
             files.write_atomic(self._trace.with_name(PROFILE), json.dumps(kernels))
             say(f"steps {self._first} to {self._last} are profiled: {self._trace}")
-        except (OSError, RuntimeError) as error:  # a full disk does not end the run
+        self._profile = None  # it has all events of the trace
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Give up with a warning: neither a full disk nor a defect of the profiler ends the run."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
             say(f"WARNING: steps {self._first} to {self._last} are not profiled: {message(error)}")
+            self._trace.unlink(missing_ok=True)
+            self._profile = None
 
 
 _MOST = 20  # rows of the table

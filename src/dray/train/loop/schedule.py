@@ -18,12 +18,15 @@ def learning_rate(config: Config) -> Callable[[int], float]:
         "polynomial": {"lr_end": 0.0},
         "warmup_stable_decay": {"num_decay_steps": max(1, config.steps // 10)},
     }
+    options = defaults.get(train.lr_scheduler_type, {}) | train.lr_scheduler_kwargs
+    if "num_decay_steps" in options:  # more would begin the decay in its middle
+        options["num_decay_steps"] = min(options["num_decay_steps"], max(1, config.steps - warmup))
     scheduler: Any = get_scheduler(
         train.lr_scheduler_type,
         torch.optim.SGD([torch.zeros(1)], lr=1.0),
         num_warmup_steps=warmup,
         num_training_steps=config.steps,
-        scheduler_specific_kwargs=defaults.get(train.lr_scheduler_type, {}) | train.lr_scheduler_kwargs,
+        scheduler_specific_kwargs=options,
     )
     (share,) = scheduler.lr_lambdas
 

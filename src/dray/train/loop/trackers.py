@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     online: dict[str, str]
     """Variables with which `dray report --sync` sends."""
     server: tuple[str, ...] = ()
-    """Variables, one of which names the user's own server. With neither this nor `online`, it only writes files."""
+    """If one of these is set, the tracker sends to that server. Without `server` and `online` it only writes files."""
     own: Callable[..., Any] | None = None
     """A class to use instead of accelerate's."""
 
@@ -115,7 +115,7 @@ class Trackers:
         at_end(self.close)  # also of a run that fails
 
     def log(self, event: dict[str, Any]) -> None:
-        """Send a line that has a step to all trackers, each step once; TensorBoard alone takes a step back."""
+        """Send a line that has a step to all trackers, each step once; TensorBoard alone replaces steps."""
         is_new = event["step"] > self._tracked.get(event["event"], -1)
         for thread in self._threads:
             if thread.is_alive() and (is_new or thread.name == "tensorboard"):
@@ -172,7 +172,7 @@ def read(run: Path) -> Iterator[dict[str, Any]]:
         attempt = run / run_folder.attempt(number)
         if not attempt.is_dir():
             return
-        with suppress(FileNotFoundError), (attempt / run_folder.METRICS).open("rb") as file:
+        with suppress(OSError), (attempt / run_folder.METRICS).open("rb") as file:
             for line in file:
                 with suppress(ValueError):  # an attempt was killed while it wrote
                     event = json.loads(line)

@@ -20,7 +20,7 @@ from dray.train.parallel.optimizer import average_weights, optimizers, reset
 from dray.train.parallel.replicated_checkpoint import Replicas
 from dray.train.parallel.scaler import Scaler
 
-# What is not a product of 8 bits is one of 16.
+# With fp8 all other products are in bf16.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8_tensorwise": torch.bfloat16}
 
 
@@ -28,7 +28,7 @@ class Ddp:
     """torch's own optimizer and gradients, which fsdp has too."""
 
     autocasts = True
-    """Whether autocast makes the types of the products."""
+    """Whether torch.autocast casts inputs; fsdp's MixedPrecisionPolicy does it instead."""
 
     def __init__(self, module: LossModule, config: Config, device: torch.device) -> None:
         self.device, self.config, self.network = device, config, module.network
@@ -53,8 +53,9 @@ class Ddp:
             gradient_as_bucket_view=True,
             bucket_cap_mb=25 if ranks.world() == ranks.local_world() else 100,
         )
-        # Only now, as rank 0's buffers go to all ranks at the start. Analog layers alone write buffers later.
-        model.broadcast_buffers = self.config.analog is not None
+        # Only now, as rank 0's buffers go to all ranks at the start. Analog layers and BatchNorm write buffers later.
+        is_batch_norm = (isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in self.network.modules())
+        model.broadcast_buffers = self.config.analog is not None or any(is_batch_norm)
         _order_buckets(model)
         return model
 
@@ -134,7 +135,7 @@ class Ddp:
         return self.network.named_parameters()
 
     def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return what the optimizer moves in the place of the weight."""
+        """Return the tensor that the optimizer updates for this weight; with fsdp the local shard."""
         return weight
 
     def _begin(self, weight: torch.nn.Parameter) -> int:

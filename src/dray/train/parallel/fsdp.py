@@ -25,7 +25,7 @@ from dray.train.parallel.ddp import HALF, Ddp
 from dray.train.parallel.replicated_checkpoint import Replicas
 
 _GROUP = 1 << 24
-"""Numbers that are gathered at once at least: 32 MB in 16 bits."""
+"""Layers are grouped until they have this many weights, 32 MB in bf16, for each all-gather."""
 
 
 class Layout(NamedTuple):
@@ -57,7 +57,7 @@ class Fsdp(Ddp):
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
         layers, tables = _groups(layers_of(self.network)), _tables(self.network)
         parts = [*layers, *([table] for table in tables), [self.network]]
-        # What is computed last is needed at once for its backward pass; the embeddings' needs no weights.
+        # The backward pass needs the last layers first, and no weights of the embeddings: do not reshard these.
         kept = [*layers[-1:], *parts[len(layers) :]]
         for part in parts:
             for tensor in (tensor for layer in part for tensor in (*layer.parameters(), *layer.buffers())):
@@ -104,10 +104,18 @@ class Fsdp(Ddp):
         return nullcontext()
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        self._reshard()
+        return super()._named()
+
+    def use_averages(self) -> None:
+        self._reshard()  # a layer that is whole would keep its weights, and compute with them
+        super().use_averages()
+
+    def _reshard(self) -> None:
+        """Free whole layers, which a forward pass without a backward pass leaves."""
         for module in self.network.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after an evaluation some are whole still
-        return super()._named()
+                module.reshard()
 
     def _begin(self, weight: torch.nn.Parameter) -> int:
         """FSDP2 gives each rank as many rows as any other, and the last ones what is left."""
@@ -125,8 +133,10 @@ def _layout(config: Config, network: torch.nn.Module, memory: float) -> Layout:
 
     def size(layout: Layout) -> float:
         weight_bytes, trained_bytes = (sum(weight.nbytes for weight in some) for some in (weights, trained))
-        kept = 4 if train.ema_decay else 3  # gradients and AdamW's averages, and the weights' own
-        total = (weight_bytes + kept * trained_bytes) / layout.shard
+        kept = 3 * trained_bytes  # gradients and AdamW's averages
+        if train.ema_decay:
+            kept += 4 * sum(weight.numel() for weight in trained)
+        total = (weight_bytes + kept) / layout.shard
         if not layout.reshard_after_forward:
             total += half * sum(weight.numel() for weight in weights)
         if not layout.sync_each_batch:
@@ -134,7 +144,7 @@ def _layout(config: Config, network: torch.nn.Module, memory: float) -> Layout:
         return total
 
     groups = [local * count for count in fsdp_nodes.nodes_of(train.fsdp_shard, nodes)]
-    groups = [group for group in groups if group > 1] or [ranks.world()]  # one rank alone has nobody to share with
+    groups = [group for group in groups if group > 1] or [ranks.world()]  # one rank alone shards nothing
     syncs = [True] if config.gradient_accumulation_steps == 1 else [False, True]
     reshards = [train.reshard_after_forward] if isinstance(train.reshard_after_forward, bool) else [False, True]
     layouts = [Layout(*choice) for choice in product(groups, syncs, reshards)]

@@ -120,7 +120,7 @@ def optimizers(
     config: Config,
     shard_group: dist.ProcessGroup | None,
 ) -> list[Any]:
-    """Return the optimizers of train.optimizer; `moved` returns what moves in a weight's place."""
+    """Return the optimizers of train.optimizer; `moved(weight)` is the tensor that the optimizer updates."""
     matrices = _hidden_matrices(network) if config.train.optimizer == "muon" else set()
     trained = [weight for weight in network.parameters() if weight.requires_grad]
     found: list[Any] = [adamw([moved(weight) for weight in trained if weight not in matrices], config)]
@@ -152,7 +152,7 @@ def adamw(weights: Iterable[torch.nn.Parameter], config: Config) -> torch.optim.
 
 
 def reset(optimizers: Iterable[torch.optim.Optimizer], config: Config, updates: int) -> None:
-    """Set the state as it is after so many updates, with averages of zero, and of the weights themselves."""
+    """Set each weight's state to that after `updates` steps: moments are zero, the EMA is a copy of the weight."""
     for optimizer in optimizers:
         moments = _MUON_MOMENTS if isinstance(optimizer, Muon) else MOMENTS
         for group in optimizer.param_groups:

@@ -57,7 +57,7 @@ class Zero:
             ) from error
         self._optimizer: Any = self._engine.optimizer
         self._trained = [(name, weight) for name, weight in self.network.named_parameters() if weight.requires_grad]
-        # Seen with DeepSpeed 0.19.8: it ties weights to the averages of all groups as soon as the first has some.
+        # Seen with DeepSpeed 0.19.8: once the first group has state, it links weights to that of all. So fill all.
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         for group in getattr(self._optimizer, name):
             self._optimizer.optimizer.state[group] = initial_state(group)
@@ -138,7 +138,7 @@ class Zero:
             state["step"].fill_(float(updates))
 
     def use_averages(self) -> None:
-        """Keep the weights: the recipe refuses train.ema_decay."""
+        """Nothing to do: recipes with zero have no train.ema_decay."""
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         if weight.requires_grad:

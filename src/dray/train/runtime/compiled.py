@@ -36,7 +36,7 @@ class Compiled:
     def _listen(self) -> None:
         """Sum up the time in which torch compiles: the forward pass at once, the backward one when it is first taken.
 
-        Within one another they count once; what torch hands to its callbacks differs between its versions.
+        Nested compilations count once. The callbacks' arguments differ between torch's versions, so they are ignored.
         """
         from torch._dynamo import callback  # noqa: PLC0415  it imports all that compiles
 
@@ -61,15 +61,17 @@ class Compiled:
             reasons.append(f"{self.path} is {why}")
         if not reasons:
             content = self.path.read_bytes()
-            self._size = len(content)
-            reasons += [] if torch.compiler.load_cache_artifacts(content) else [f"torch cannot read {self.path}"]
+            if torch.compiler.load_cache_artifacts(content):
+                self._size = len(content)
+            else:
+                reasons = [f"torch cannot read {self.path}"]
         if reasons:
             say(f"compiled code of an earlier attempt is not used, and this attempt compiles again: {reasons[0]}")
         else:
             say(f"compiled code of an earlier attempt is used: {self.path}")
 
     def keep(self) -> None:
-        """Save what has been compiled, if it has grown. A full disk does not end the run."""
+        """Save what has been compiled, if it is larger than what is saved. A full disk does not end the run."""
         artifacts = torch.compiler.save_cache_artifacts() if self._saves else None
         if artifacts is None or len(artifacts[0]) <= self._size:
             return

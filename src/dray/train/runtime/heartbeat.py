@@ -105,7 +105,7 @@ class Heartbeat:
 
 
 def _worker_server(path: str) -> object:
-    """torch's own, on a socket in the node's own folder: it answers while Python does not."""
+    """Start torch's worker server on a socket in the node's folder: it answers while Python hangs."""
     try:
         from torch._C._distributed_c10d import _WorkerServer  # noqa: PLC0415  not in every torch
 

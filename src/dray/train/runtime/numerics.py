@@ -8,9 +8,9 @@ from dray.train.config import Config
 
 
 def set_up(config: Config, device: torch.device) -> None:
-    """A CPU has no TF32, and oneDNN would take the same word for bf16 products.
+    """TF32 is only for GPUs: on a CPU oneDNN reads `high` as permission for bf16.
 
-    In bf16 and fp16 a product that stays fp32 has to be exact.
+    It is for precision = fp32 alone: what autocast leaves in fp32 is there because it must be exact.
 
     By the names from before torch 2.9: its new ones, fp32_precision, leave the old ones unreadable, and Inductor reads
     both (seen with 2.9.1 and 2.13).

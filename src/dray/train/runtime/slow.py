@@ -40,7 +40,7 @@ class Slow:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time of this block to this rank."""
+        """Add the time of this block to the rank's own time."""
         began = time.perf_counter()
         yield
         self._own += time.perf_counter() - began

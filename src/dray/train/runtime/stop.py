@@ -1,7 +1,8 @@
 """SIGUSR1 or SIGTERM asks a rank to end: all ranks agree on the step after which they save and end.
 
 Steps pay nothing for it. Once asked, each rank says which step it is in, and they end after the latest of these: no
-rank is past it, and each can come to it. A thread says so: the others may already wait for this rank in a collective.
+rank has passed that step, and all can reach it. A thread answers, since the main thread may be in a collective that
+waits for others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dray.contract import exit_codes
 from dray.train import ranks
 from dray.train.errors import leave, say
 
-# How long ranks wait for all to have heard it. SIGTERM also ends what is left of a run that has failed: not for long.
+# How long a rank waits until all have the signal. Short for SIGTERM, which also ends the ranks of a failed run.
 _PATIENCE = {signal.SIGUSR1: timedelta(seconds=60), signal.SIGTERM: timedelta(seconds=3)}
 _MORE = timedelta(seconds=2)
 _NEVER = -1
@@ -63,7 +64,7 @@ class Stop:
                     leave(128 + number)
 
     def _ends(self, number: signal.Signals) -> bool:
-        """Whether the main thread will end the run, or has to go on; else this process exits at once."""
+        """Whether the main thread goes on: to the agreed step, or, after SIGUSR1, without one. Else exit at once."""
         with self._lock:
             first, self._asked = not self._asked, True
         if self._step is None:
@@ -80,7 +81,7 @@ class Stop:
         return self._at != _NEVER or number == signal.SIGUSR1
 
     def _agree(self, patience: timedelta) -> int:
-        """The step; one more than the last where a rank has taken the last step and goes on to the end."""
+        """Return the step. It is past the last one if a rank has already finished training: then nothing stops."""
         store, world = PrefixStore("dray/stop", _get_default_store()), range(ranks.world())
         store.set(str(ranks.rank()), str(self._step))
         if ranks.rank() == 0:
