@@ -107,8 +107,9 @@ def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_
     # A container gets the recipe's datasets as binds, so the model and the files of options are listed as datasets.
     seen = {"model": Evaluation(dataset=str(model))}
     for number, option in enumerate(options):
-        if option.startswith("/") and Path(option).exists():
-            seen[f"option-{number}"] = Evaluation(dataset=option)
+        path = option.partition("=")[2] or option
+        if path.startswith("/") and Path(path).exists():
+            seen[f"option-{number}"] = Evaluation(dataset=path)
     recipe = recipe.model_copy(update={"evaluate": seen})
     return run_in_image.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
 
@@ -145,7 +146,7 @@ def generate(
 @app.command()
 def export(
     run: Run,
-    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. Default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step. Default: the newest.")] = None,
     to: Path | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
     format: Literal["transformers", "dcp"] = "transformers",
@@ -279,11 +280,11 @@ def _step(folder: Path, run: str, step: int | None) -> int:
         # Without a manifest the export says what is wrong.
         if path.name[5:].isdigit() and dig(read_json(path / "manifest.json", []), "run") in (None, run):
             own.append(int(path.name[5:]))
-    chosen = step or max(own, default=None)
+    chosen = max(own, default=None) if step is None else step
     if chosen in own:
         return chosen
     raise ConfigError(
-        f"this run has no checkpoint of step {step}" if step else "this run has no checkpoint",
+        f"this run has no checkpoint of step {step}" if step is not None else "this run has no checkpoint",
         where=folder,
         found=f"steps {', '.join(map(str, sorted(own)))}" if own else "none",
         fix="--step N, with a step of this run" if own else "checkpoint.every=N in the recipe keeps checkpoints",
@@ -300,7 +301,9 @@ def _to_resume(path: Path, overrides: list[str]) -> Recipe:
         "lora.enabled=false": recipe.lora and recipe.lora.enabled,
         "analog.enabled=false": recipe.analog and recipe.analog.enabled,
         "data.streaming=false": recipe.data.streaming,  # of a dataset on the disk a step gives the position
-        "checkpoint.folder=ANOTHER, a folder without checkpoints": any(folder.glob("step-*")),
+        "checkpoint.folder=ANOTHER, a folder without checkpoints": any(
+            path.name[5:].isdigit() for path in folder.glob("step-*")
+        ),
     }
     for fix, is_refused in refused.items():
         if is_refused:

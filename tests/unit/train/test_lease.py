@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -194,6 +195,16 @@ def test_one_that_somebody_removed_is_there_again(tmp_path: Path) -> None:
         time.sleep(0.01)
     own.require()
     own.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_file_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        holding(tmp_path).acquire()
     assert not list(tmp_path.iterdir())
 
 

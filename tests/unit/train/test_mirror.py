@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ pytest.importorskip("pyarrow", reason="pyarrow: the training stack is not instal
 pytest.importorskip("huggingface_hub", reason="the training stack is not installed (make demo installs it)")
 
 import stores
-from dray.contract.findings import DrayError
+from dray.contract.findings import DrayError, UnfitError
 from dray.train.checkpoint import manifest
 from dray.train.checkpoint.mirror import Mirror
+from dray.train.runtime.heartbeat import Moved
 from ranks import World
 
 pytestmark = pytest.mark.hostile("checkpoints")
@@ -100,7 +102,7 @@ def test_the_manifest_comes_last(store: stores.Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cuts", [1, 40])
+@pytest.mark.parametrize("cuts", [1, 400])
 def test_a_connection_that_is_cut_in_the_middle(store: stores.Store, tmp_path: Path, cuts: int) -> None:
     """Once, the library sends it again; for longer, the copy fails and is tried until it is there."""
     store.cuts = cuts
@@ -166,6 +168,30 @@ def test_what_is_damaged_there_is_not_taken(store: stores.Store, tmp_path: Path,
         store.objects[about] = (path / manifest.NAME).read_bytes()
     assert fetched("s3://b/x", 4, tmp_path / "new")
     assert not (tmp_path / "planted").exists()
+
+
+def test_a_full_disk_here_is_not_the_mirror_s_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied("s3://b/x", checkpoint(tmp_path / "own", 4))
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UnfitError, match="a checkpoint of the mirror cannot be written"):
+        fetched("s3://b/x", 4, tmp_path / "new")
+
+
+def test_a_long_file_moves_a_block_at_a_time(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the copy of a large file would be taken for a hang."""
+    sizes: list[int] = []
+    monkeypatch.setattr(manifest, "BLOCK", 400)
+    monkeypatch.setattr(Moved, "count", lambda _, size: sizes.append(size))
+    path = checkpoint(tmp_path / "own", 4)
+    copied(place, path)
+    assert sizes.count(400) >= 4
+    sizes.clear()
+    assert fetched(place, 4, tmp_path / "new") == ""
+    assert sum(sizes) == sum(file.stat().st_size for file in path.iterdir())
 
 
 def test_a_folder_that_others_may_write_is_not_read(tmp_path: Path) -> None:
@@ -262,4 +288,4 @@ def test_what_one_rank_cannot_fetch_no_rank_takes(store: stores.Store, tmp_path:
     copied("s3://b/x", of_ranks(tmp_path / "own", 4, 7))
     del store.objects["b/x/step-4/rank-4.safetensors"]
     (trouble,) = {*fetch("s3://b/x", tmp_path, 3)}
-    assert trouble.startswith("the mirror of the checkpoints does not exist")
+    assert trouble == "it lacks rank-4.safetensors"

@@ -253,7 +253,7 @@ def test_what_others_may_write_is_refused(tmp_path: Path, harm: Callable[[Path],
         "the checkpoint is open to other users\n"
         f"  where:  {path}\n  wanted: owned by user {os.geteuid()}, and writable by no other user\n"
         f"  found:  a {kind} {found}\n"
-        f"  fix:    if it is yours and you know who wrote it: chmod -R go-w '{folder}'; else set another "
+        f"  fix:    if only you have written it: chmod -R go-w '{folder}'; else set another "
         "checkpoint.folder"
     )
 

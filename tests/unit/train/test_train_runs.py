@@ -17,8 +17,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from safetensors.torch import load_file  # noqa: E402
+
+from dray.contract import image_tasks  # noqa: E402
 from dray.runs.finish import finish  # noqa: E402
 from dray.runs.result import summary  # noqa: E402
+from dray.train.checkpoint import manifest  # noqa: E402
 from trainings import Forks, Run, in_image  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -159,6 +163,18 @@ def resumed(run: BEGUN, strategy: str, *more: str, ranks: int = 2) -> Run:
     return whole
 
 
+def test_updates_that_another_program_skipped_stay_skipped(run: BEGUN) -> None:
+    """In each later checkpoint too, or a second resume would correct AdamW's averages otherwise."""
+    words = ("train.steps=12", "checkpoint.every=[[0, 4]]", "checkpoint.keep=9")
+    first, again = run(1, *words).end(), run(1, *words)
+    kept = shutil.copytree(first.folder / "checkpoints/step-8", again.folder / "checkpoints/step-8")
+    found = manifest.read(kept)
+    (kept / manifest.NAME).unlink()
+    manifest.write(kept, found | {"updates": 5})
+    again.end()
+    assert manifest.read(again.folder / "checkpoints/step-12")["updates"] == 9
+
+
 @pytest.mark.slow
 def test_a_run_that_has_nothing_left_to_do_says_so(run: BEGUN) -> None:
     """And one that would take fewer steps than its checkpoint has taken is none."""
@@ -216,10 +232,15 @@ MUON = ("train.optimizer=muon", "train.weight_decay=0.1", "train.ema_decay=0.8",
 
 
 @pytest.mark.parametrize(("strategy", "then"), [("ddp", "fsdp"), pytest.param("fsdp", "ddp", marks=pytest.mark.slow)])
-def test_muon_and_averages_are_the_same_on_any_ranks(run: BEGUN, alone: Run, strategy: str, then: str) -> None:
+def test_muon_and_averages_are_the_same_on_any_ranks(
+    run: BEGUN, alone: Run, forks: Forks, strategy: str, then: str
+) -> None:
     """Its matrices are orthogonalized in 16 bits, so the last of these may differ."""
     reference = run(1, *MUON, "checkpoint.keep=9", *EIGHT[:1]).end()
-    first, again = run(4, *MUON, *EIGHT, f"train.strategy={strategy}").end(), run(2, *MUON, f"train.strategy={then}")
+    first, again = (
+        run(4, *MUON, *EIGHT, f"train.strategy={strategy}").end(),
+        run(2, *MUON, "checkpoint.every=[[0, 4]]", f"train.strategy={then}"),
+    )
     shutil.copytree(first.folder / "checkpoints/step-8", again.folder / "checkpoints/step-8")
     again.end()
     assert first.losses() == pytest.approx(reference.losses(), rel=1e-4)
@@ -228,6 +249,12 @@ def test_muon_and_averages_are_the_same_on_any_ranks(run: BEGUN, alone: Run, str
     own, *others = (ended.events("eval")[-1]["loss"] for ended in (again, reference, first))
     assert others == pytest.approx([own, own], rel=1e-4)
     assert own > alone.losses()[-1]  # the average has the weights of earlier steps
+    made, plan = again.folder / "model", json.loads(again.paths.plan.read_text())
+    job = image_tasks.Export(str(again.folder / "checkpoints/step-20"), str(made), "fp32", plan)
+    code, output = forks.job(job, again.folder / "job")
+    assert code == 0, output
+    exported = load_file(made / "model.safetensors")
+    assert all(torch.equal(weight, exported[name]) for name, weight in again.weights().items())
 
 
 @pytest.mark.slow

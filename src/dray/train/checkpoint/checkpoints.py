@@ -58,7 +58,7 @@ def due(step: int, every: tuple[tuple[int, int], ...]) -> bool:
 
 
 def order(config: Config, dataset: str) -> dict[str, Any]:
-    """What decides which samples a step has. `dataset` tells one dataset from another."""
+    """What decides which samples a step has. `dataset` is the dataset's identity."""
     return {
         "global_size": config.global_size,
         "sequence_length": config.data.sequence_length,
@@ -98,7 +98,8 @@ class Checkpoints:
         self._began, self._moved = 0.0, Moved()
         self._pending: Future[None] | None = None
         self._unsaved: UnfitError | None = None
-        self._manifest: dict[str, Any] | None = None  # of the checkpoint that `find` returned
+        self._manifest: dict[str, Any] | None = None  # of the checkpoint that `find` has chosen
+        self._skipped_before = 0  # updates that another program, or another precision, has skipped
         self.newest: int | None = None
         """The step of the newest complete checkpoint."""
 
@@ -121,7 +122,7 @@ class Checkpoints:
             self._not_saved(step, error)
             return
         scaler = self.strategy.scaler
-        updates = step - (scaler.skipped if scaler else 0)
+        updates = step - self._skipped_before - (scaler.skipped if scaler else 0)
         state = {**self.strategy.state(), **position_shards(position)}
         staged = self._staging.fill(state, self.rank)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
@@ -143,7 +144,7 @@ class Checkpoints:
         pending.result()
 
     def close(self) -> None:
-        """Wait until the newest checkpoint is copied to the mirror, or cannot be; give its memory back."""
+        """Free the staging buffer; wait until the mirror has the newest checkpoint, or two tries have failed."""
         self._staging.close()
         if self.mirror and self.rank == 0:
             self.mirror.settle()
@@ -166,7 +167,7 @@ class Checkpoints:
         return f"the newest checkpoint is of step {self.newest}" if exists else "there is no checkpoint yet"
 
     def find(self) -> bool:
-        """Whether there is a complete checkpoint; the newest is the one to resume from. Damaged ones are renamed."""
+        """Choose the newest complete checkpoint; return whether there is one. Rename damaged ones."""
         for step, mirrored in on_rank_0(self._candidates):
             path = self.folder / f"step-{step}"
             if mirrored and not self._fetch(step):
@@ -192,6 +193,8 @@ class Checkpoints:
             return {}
         if self.strategy.scaler and about.get("scaler"):
             self.strategy.scaler.load(about["scaler"])
+        skipped = self.strategy.scaler.skipped if self.strategy.scaler else 0
+        self._skipped_before = about["step"] - about["updates"] - skipped
         try:
             self.strategy.load(Reader(path, about["tensors"]), about["updates"])
         except MismatchError as error:
@@ -210,7 +213,7 @@ class Checkpoints:
         return writing(self.folder, self.newest_text())
 
     def _make(self, part: Path) -> None:
-        """An empty folder. No group may write there, whatever the umask: `require_own` would refuse it later."""
+        """Make an empty folder, mode 755 whatever the umask: `require_own` refuses one that a group may write."""
         shutil.rmtree(part, ignore_errors=True)
         with self._writing():
             self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -220,7 +223,7 @@ class Checkpoints:
     def _write(self, part: Path, staged: Staged, about: dict[str, Any]) -> None:
         step = about["step"]
         try:
-            # Each rank says what it has written: rank 0 may not see the files of other nodes yet.
+            # Each rank reports its own file: on NFS rank 0 may not see it yet.
             on_all(lambda: self._write_own(part, staged), join, lambda files: self._complete(part, about | files))
         except DrayError as error:  # on all ranks alike
             staged.wait()
@@ -286,9 +289,13 @@ class Checkpoints:
             self._make(part)
             return not _steps(self.folder)
 
-        trouble = self.mirror.fetch(part, name, required=on_rank_0(make))
-        if not trouble:
-            on_rank_0(lambda: self._publish(part))
+        try:
+            trouble = self.mirror.fetch(part, name, required=on_rank_0(make))
+            if not trouble:
+                on_rank_0(lambda: self._publish(part))
+        finally:
+            if self.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
         say(f"{name} of {self.mirror.place} is {f'skipped: {trouble}' if trouble else 'fetched'}")
         return not trouble
 

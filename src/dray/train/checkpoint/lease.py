@@ -76,13 +76,14 @@ class Lease:
 
     def require(self) -> None:
         """Refuse (78) if another run has taken over the folder, as after a pause of minutes."""
-        if self._holds():
-            return
+        with self._lock:
+            if self._holds():
+                return
         holder, _ = self._read() or (None, 0)
         raise ConfigError(
             "another run has taken over the checkpoint folder",
             where=self.path.parent,
-            wanted="a sign of life from this run every two minutes",
+            wanted="lease.json touched by this run at least every 120 s",
             found=f"the folder belongs to {holder or 'a run that left no name'}",
             fix="let that run go on; check whether this job was suspended, or its disk was away",
         )
@@ -114,6 +115,9 @@ class Lease:
                 file.write(json.dumps(self.own._asdict()).encode())
         except FileExistsError:
             return False
+        except OSError:  # a full disk: a file without a name would keep the next run waiting
+            path.unlink(missing_ok=True)
+            raise
         return True
 
     def _read(self) -> State | None:
@@ -144,7 +148,7 @@ class Lease:
         return "its attempt has ended" if result.exists() else ""
 
     def _watch(self, state: State) -> str:
-        """Refuse at a sign of life; else return why the holder is taken for dead, or nothing if its file is gone."""
+        """Refuse at a sign of life; else return why the holder counts as dead, or an empty text if its file is gone."""
         say(
             f"{self.path.parent} belongs to {state[0] or 'a run that left no name'}: "
             f"waiting up to {WATCH_S:.0f} s for a sign of life"

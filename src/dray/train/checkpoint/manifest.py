@@ -95,7 +95,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path, manifest: dict[str, Any], share: slice = slice(None)) -> list[str]:
-    """What differs from what was written, of a share of the files: one reason for each of them."""
+    """The files of this share that differ from the manifest, each with the reason."""
     if "trouble" in manifest:
         return [manifest["trouble"]][share]  # once, by the first rank
     reasons = []
@@ -129,8 +129,7 @@ def require_own(folder: Path) -> None:
                 where=path,
                 wanted=f"owned by user {os.geteuid()}, and writable by no other user",
                 found=reason,
-                fix=f"if it is yours and you know who wrote it: chmod -R go-w '{folder}'; else set another "
-                "checkpoint.folder",
+                fix=f"if only you have written it: chmod -R go-w '{folder}'; else set another checkpoint.folder",
             )
 
 

@@ -5,7 +5,8 @@ A copy gets its manifest last: without one it is incomplete. A copy that fails i
 
 from __future__ import annotations
 
-import shutil
+import errno
+import operator
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dray.contract import exit_codes, findings
 from dray.contract.files import open_regular
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.train.checkpoint import manifest
 from dray.train.collectives import on_all, on_rank_0, placed
 from dray.train.data import remote
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from dray.train.loop.metrics import Metrics
 
 _WHAT = "the mirror of the checkpoints"
-_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files: rank 0 sends, and each rank fetches
+_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files at once: of rank 0, which sends; of each rank, which fetches
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # errors of the disk that is written, not of the mirror that is read
 
 
 class Mirror:
@@ -38,7 +40,7 @@ class Mirror:
         self.copying: int | None = None
         """The step that is being copied: its folder may not be deleted."""
         self.trouble = ""
-        """Why the last copy, or the last question to the mirror, failed."""
+        """Why the last copy to the mirror, or the last listing of it, failed; empty if it worked."""
         self.steps: list[int] = []
         """The steps that were complete at the start."""
         self._thread = ThreadPoolExecutor(1)
@@ -75,15 +77,18 @@ class Mirror:
         All ranks together, each a share of the files. The caller verifies them.
         """
         rank, world = placed()
+        missing: list[str] = []
         try:
             on_rank_0(lambda: self._fetch(part, name, [manifest.NAME]))
             about = on_rank_0(lambda: manifest.read(part))
             if "trouble" not in about:
                 share = sorted(about["files"])[rank::world]
-                on_all(lambda: self._fetch(part, name, share), lambda *_: None)
+                missing = on_all(lambda: self._fetch(part, name, share), operator.add)
+        except UnfitError:  # of this disk: another copy would not fit either
+            raise
         except DrayError as error:
             return self._warn(error, required=required)
-        return str(about.get("trouble", ""))
+        return str(about.get("trouble", "")) or ", ".join(f"it lacks {file}" for file in missing[:3])
 
     def put(self, path: Path) -> None:
         """Begin to copy this checkpoint; on rank 0. It replaces an older one that still waits."""
@@ -106,14 +111,18 @@ class Mirror:
         if required:  # else the run would begin from nothing
             code = exit_codes.RETRY if finding.code == exit_codes.FAILED else finding.code
             raise findings.error(finding._replace(code=code))
-        self.trouble = f"{finding.problem}: {finding.found}"
-        say(f"WARNING: {self.trouble}")
-        return self.trouble
+        trouble = f"{finding.problem}: {finding.found}"
+        if placed()[0] == 0:  # which copies: the other ranks would not learn that a later copy has succeeded
+            self.trouble = trouble
+        say(f"WARNING: {trouble}")
+        return trouble
 
     def _copy_waiting(self) -> None:
         if not self._waiting:  # a newer one was copied in its place
             return
         path = self._waiting.pop()
+        if not path.is_dir():  # deleted since; a newer one follows
+            return
         step = self.copying = int(path.name.removeprefix("step-"))
         trouble = ""
         try:
@@ -162,12 +171,10 @@ class Mirror:
 
         def send(name: str) -> None:
             with open_regular(path / name, link=False) as source, self._new(system, f"{folder}/{name}") as target:
-                shutil.copyfileobj(source, target, manifest.BLOCK)
-            self._moved.count(1)
+                self._move(source, target)
 
-        names = [file.name for file in path.iterdir() if file.name != manifest.NAME]
         with ThreadPoolExecutor(_SENT_AT_ONCE) as pool:
-            list(pool.map(send, names))
+            list(pool.map(send, manifest.read(path)["files"]))
         send(manifest.NAME)
 
     def _new(self, system: Any, path: str) -> AbstractContextManager[BinaryIO]:  # noqa: ANN401  fsspec has no types
@@ -184,19 +191,39 @@ class Mirror:
         copies = {step: complete for step, complete in self._list().items() if step <= newest}
         kept = sorted(step for step, complete in copies.items() if complete)[-self.keep :]
         for step in copies.keys() - {*kept, newest}:
+            if copies[step]:  # first: a copy that is half deleted is none
+                system.rm_file(f"{root}/step-{step}/{manifest.NAME}")
             system.rm(f"{root}/step-{step}", recursive=True)
 
-    def _fetch(self, part: Path, name: str, files: Iterable[str]) -> None:
-        """Fetch these files of the copy `name`."""
+    def _fetch(self, part: Path, name: str, files: Iterable[str]) -> list[str]:
+        """Fetch these files of the copy `name`; return those that it lacks."""
         with remote.reading(self.place, _WHAT):
             system, root = self._system()
             if not self._remote:
                 manifest.require_own(Path(root, name))
 
-            def fetch(file: str) -> None:
-                with system.open(f"{root}/{name}/{file}", "rb") as source, manifest.new(part / file) as target:
-                    shutil.copyfileobj(source, target, manifest.BLOCK)
-                self._moved.count(1)
+            def fetch(file: str) -> list[str]:
+                try:
+                    with system.open(f"{root}/{name}/{file}", "rb") as source, manifest.new(part / file) as target:
+                        self._move(source, target)
+                except FileNotFoundError:
+                    return [file]
+                except OSError as error:
+                    if error.errno not in _DISK:
+                        raise
+                    raise UnfitError(
+                        "a checkpoint of the mirror cannot be written",
+                        where=part / file,
+                        wanted=f"room for {name} of {self.place}",
+                        found=error.strerror,
+                        fix="make room on that disk, or in your quota; or checkpoint.folder=FOLDER on another disk",
+                    ) from error
+                return []
 
             with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
-                list(pool.map(fetch, files))
+                return [file for missing in pool.map(fetch, files) for file in missing]
+
+    def _move(self, source: BinaryIO, target: BinaryIO) -> None:
+        while block := source.read(manifest.BLOCK):
+            target.write(block)
+            self._moved.count(len(block))

@@ -107,7 +107,7 @@ class Reader:
         self._files: dict[str, Any] = {}
 
     def fill(self, shards: Shards) -> None:
-        """Read this rank's shards; each rank decides for itself what it reads."""
+        """Read these shards. No collective: ranks may call it alone."""
         self.require(shards)
         with flat(shards) as rows:
             for name, shard in rows.items():

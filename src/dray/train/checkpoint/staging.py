@@ -92,7 +92,7 @@ class Staging:
 
     def fill(self, shards: Shards, rank: int) -> Staged:
         """Begin to copy this rank's shards; the buffer is in use until the caller is done with the result."""
-        # The widest types first, so that each number lies where its type may lie.
+        # The widest types first: then every tensor is aligned.
         filled = sorted((name for name in shards if shards[name].values.numel()), key=lambda name: (
             -shards[name].values.itemsize, name
         ))  # fmt: skip

@@ -32,7 +32,7 @@ _REFUSED_GLOBAL = re.compile(r"\bGLOBAL (\w+(?:\.\w+)+)")  # how torch names wha
 
 
 class _Inert:
-    """Takes the place of DeepSpeed's own objects, which are beside the tensors."""
+    """Stands for DeepSpeed's own objects, such as the loss scaler: their code is not run."""
 
     def __init__(self, *_: object) -> None:
         pass

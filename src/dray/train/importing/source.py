@@ -41,7 +41,7 @@ class Source(NamedTuple):
     """Where its configuration and its tokenizer may lie."""
     weights: Tensors
     step: int | None = None
-    """How many optimizer steps were taken, if the source has it; else AdamW's count of updates is the step."""
+    """The step, if the source names it; else the importer takes AdamW's count of updates."""
     adam: Callable[[], Adam] | None = None
     """Reads AdamW's state, if the source has it by the names of the weights."""
 
@@ -88,6 +88,8 @@ def read_trainer(folder: Path, *, trust: bool) -> Source | None:
             continue
         weights: Tensors = {}
         for part in sorted(parts):
+            if Path(part).name != part:
+                raise ValueError(f"{index.name} names {part}, which is not a file of its folder")
             weights |= read_file(folder / part, trust=trust)
         state = folder / "trainer_state.json"
         if not state.exists():
@@ -122,6 +124,8 @@ def _adam(moments: dict[str, Tensors]) -> Adam:
 def same_count(counts: Iterable[Any]) -> int:
     """How many updates AdamW has made, which is the same for all weights."""
     distinct = {int(count) for count in counts}
+    if not distinct:
+        raise ValueError("the source has no count of AdamW's updates")
     if len(distinct) != 1:
         raise ValueError(f"AdamW has made different numbers of updates: {sorted(distinct)[:4]}")
     return distinct.pop()

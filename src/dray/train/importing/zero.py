@@ -47,8 +47,12 @@ def read(folder: Path, *, trust: bool) -> Source | None:
     if len(states) != ranks:
         raise ValueError(f"the files of {len(states)} of {ranks} ranks")
     weights = join([state[_FP32_OF_STAGE_3 if stage_3 else _FP32] for state in states])
-    # Shared weights of 16 bits would differ from those of 32 bits.
-    shared = {name: weights[original] for name, original in dict(head["shared_params"]).items() if original in weights}
+    # Tied weights come from the 32-bit ones: `module` has them in 16 bits.
+    shared = {
+        name: weights[original]
+        for name, original in dict(head.get("shared_params") or {}).items()
+        if original in weights
+    }
     return Source(
         f"DeepSpeed's ZeRO, stage {'3' if stage_3 else '1 or 2'}, of {counted(ranks, 'rank')}",
         where,

@@ -52,7 +52,7 @@ def run(job: Export) -> None:
 def _write_model(folder: Path, reader: Reader, config: Config, job: Export) -> None:
     tokens = tokenizer.load(config)
     config = replace(config, model=replace(config.model, attn_implementation="auto"))
-    weights = _weights(reader)
+    weights = _weights(reader, averaged=True)
     if config.lora:  # merged into the whole model, which is in memory then
         network: Any = build.build(config, tokens, filled=True)
         tensors = {name: weight.detach() for name, weight in network.named_parameters()} | dict(weights)
@@ -68,12 +68,13 @@ def _write_model(folder: Path, reader: Reader, config: Config, job: Export) -> N
     tokens.save_pretrained(folder)
 
 
-def _weights(reader: Reader) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights and buffers of the checkpoint, by their names in the model."""
-    for key in reader.tensors:
+def _weights(reader: Reader, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, or their averages if `averaged` and the run kept them, and the buffers, by name."""
+    for key in sorted(reader.tensors):
         kind, _, name = key.partition(".")
         if kind in ("weights", "others"):
-            yield name, _read(reader, key)
+            average = f"ema.{name}"
+            yield name, _read(reader, average if averaged and average in reader.tensors else key)
 
 
 def _read(reader: Reader, key: str) -> torch.Tensor:
@@ -96,14 +97,14 @@ def _write_dcp(folder: Path, reader: Reader, updates: int) -> None:
 
 
 def named_as_saved(network: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401  a transformers model
-    """By the names that other programs read, a layer at a time: in memory transformers has a layer's experts as one."""
+    """Yield the weights by their names in saved files, a layer at a time: in memory its experts are one tensor."""
     for _, layer in itertools.groupby(weights, key=lambda pair: _layer(pair[0])):
         tensors = {name: weight.cpu() for name, weight in layer}
         yield from revert_weight_conversion(network, tensors).items()
 
 
 def _layer(name: str) -> str:
-    """All up to its number: `model.layers.0.` of `model.layers.0.mlp.up_proj.weight`; the same for what has none."""
+    """The part of a name up to its first number, such as `model.layers.0.`; empty if it has none."""
     found = re.match(r"\D*\d+\.", name)
     return found[0] if found else ""
 
@@ -152,7 +153,7 @@ def _part(number: int) -> str:
 
 
 def swap(part: Path, final: Path) -> None:
-    """Put the folder `part` in the place of `final`; killed at any moment, `recover` has one of them there again."""
+    """Put the folder `part` in the place of `final`. If the process is killed, `recover` brings one of them back."""
     old = _old(final)
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

@@ -71,7 +71,7 @@ def _weights(strategy: Strategy, adapters: dict[str, torch.Tensor]) -> Iterator[
 
 
 def sample(config: Config, validation: Tokens, device: torch.device) -> str:
-    """Load the saved model as a user would, and return what it generates; empty if it does not fit or generate."""
+    """Load the saved model as a user would, and return what it generates; empty if it does not fit, or is masked."""
     final, objective = Path(config.final_model), objectives.named(config.train.objective)
     size = sum(path.stat().st_size for path in final.glob("*.safetensors"))
     if device.type != "cpu":

@@ -179,7 +179,7 @@ def _write_checkpoint(job: Importing, source: Source, adam: Adam) -> None:
 
 
 def _shards(kind: str, model: dict[str, torch.Tensor], given: dict[str, torch.Tensor], job: Importing) -> Shards:
-    """What a checkpoint holds of this kind: a tensor for each of the model's, of the same shape."""
+    """The shards of this kind, one for each tensor of the model; refuse missing names and other shapes."""
     for name, tensor in model.items():
         if name not in given:
             raise _other_model(Path(job.source), name, f"{kind} such as {next(iter(given), 'none')}")

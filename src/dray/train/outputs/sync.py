@@ -52,7 +52,7 @@ def _set_online(name: str, folder: Path) -> None:
 
 def _ended(run: Path) -> bool:
     """Whether the newest attempt has ended and no attempt will follow."""
-    attempts = run.glob(run_folder.attempt("*"))
+    attempts = [path for path in run.glob(run_folder.attempt("*")) if path.name.rpartition("-")[2].isdigit()]
     result = max(attempts, key=lambda path: int(path.name.rpartition("-")[2])) / run_folder.RESULT
     return result.exists() and not (json.loads(result.read_text(encoding="utf-8"))["next"] or {}).get("requeue")
 
