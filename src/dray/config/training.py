@@ -45,7 +45,7 @@ STRATEGIES: dict[Strategy, Sharding] = {
     "zero2": Sharding(2, deepspeed=True),
     "zero3": Sharding(3, deepspeed=True),
 }
-"""The values of train.strategy; train/strategies has a file for each."""
+"""The values of train.strategy; train/parallel implements them."""
 
 
 class Batch(Spec):
@@ -208,10 +208,20 @@ class Train(Spec):
         if self.profile:
             yield from self._of_profile()
         options = _LR_OPTIONS.get(self.lr_scheduler_type, ())
-        for name in self.lr_scheduler_kwargs:
+        for name, value in self.lr_scheduler_kwargs.items():
             if name not in options:
                 expected = ", ".join(options) or "no options"
                 yield f'lr_scheduler_kwargs.{name}: lr_scheduler_type = "{self.lr_scheduler_type}" has {expected}'
+            elif isinstance(value, str) != (name == "decay_type"):
+                expected = "linear, cosine or 1-sqrt" if name == "decay_type" else "a number"
+                yield f"lr_scheduler_kwargs.{name} = {value}: expected {expected}"
+        decay = self.lr_scheduler_kwargs.get("num_decay_steps", 0)
+        if self.steps and isinstance(decay, int | float) and decay > (most := self.steps - self.warmup_steps):
+            shown = f"lr_scheduler_kwargs.num_decay_steps = {decay:g} is more than steps - warmup_steps = {most}"
+            yield f"{shown}; set train.lr_scheduler_kwargs.num_decay_steps={most}, or less"
+        untils = [until for until, _ in self.sequence_length_warmup]
+        if untils != sorted(set(untils)):
+            yield f"sequence_length_warmup: the steps of its pairs must rise, but they are {untils}"
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr} is more than lr = {self.lr}"
         if self.optimizer == "muon" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
@@ -269,7 +279,7 @@ class Evaluation(Spec):
 
     def contradictions(self) -> Iterator[str]:
         if self.stride and self.last_word:
-            yield "stride and last_word are two ways to evaluate a dataset; for both, add the dataset twice"
+            yield "stride and last_word exclude each other; for both, add two [evaluate] tables with this dataset"
 
 
 class Analog(Spec):
