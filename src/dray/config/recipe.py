@@ -380,6 +380,8 @@ class Recipe(Spec):
         yield from self._of_length(train)
         if train.precision.startswith("fp8") and (sharding.deepspeed or self.has_analog or self.has_lora):
             yield f"train.precision = {train.precision} needs ddp or fsdp, without [analog] and [lora]"
+        if self.has_analog and train.ema_decay:
+            yield "train.ema_decay averages weights before [analog] clips them; set train.ema_decay=0"
         masked = train.objective == "masked"
         if self.data.packing != "wrapped" and masked:
             yield (

@@ -283,7 +283,7 @@ class Evaluation(Spec):
 
     def contradictions(self) -> Iterator[str]:
         if self.stride and self.last_word:
-            yield "stride and last_word are two ways to evaluate a dataset; for both, add the dataset twice"
+            yield "stride and last_word exclude each other; for both, add two [evaluate] tables with this dataset"
 
 
 class Analog(Spec):

@@ -38,6 +38,19 @@ def told(*words: str) -> str:
             ("train.steps=5", "train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs.lr_end=0.1"),
             'lr_scheduler_kwargs.lr_end: lr_scheduler_type = "polynomial" has power',
         ),
+        *(
+            (("train.steps=5", f"train.lr_scheduler_type={kind}", f"train.lr_scheduler_kwargs.{option}"), found)
+            for kind, option, found in (
+                ("polynomial", "power=linear", "power = linear: expected a number"),
+                ("warmup_stable_decay", "decay_type=2", "decay_type = 2.0: expected linear, cosine or 1-sqrt"),
+                (
+                    "warmup_stable_decay",
+                    "num_decay_steps=6",
+                    "set train.lr_scheduler_kwargs.num_decay_steps=3, or less",
+                ),
+            )
+        ),
+        (("train.steps=5", "train.sequence_length_warmup=[[4, 16], [2, 8]]"), "must rise, but they are [4, 2]"),
         (("train.steps=5", "train.lr_scheduler_kwargs.power=-1"), "train.lr_scheduler_kwargs.power=-1"),
         (("train.steps=5", "train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs.power=linear"), "power=1"),
         (
@@ -67,6 +80,7 @@ def told(*words: str) -> str:
             ("train.steps=5", "train.ema_decay=0.9", "train.strategy=zero3"),
             "ema_decay = 0.9 needs strategy ddp or fsdp",
         ),
+        (("train.steps=5", "train.ema_decay=0.9", "analog.enabled=true"), "before [analog] clips them; set train.ema"),
         (("train.steps=5", "train.offload=all"), "offload = all needs strategy zero3, but it is ddp"),
         (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "needs strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),

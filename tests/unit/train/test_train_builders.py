@@ -159,8 +159,8 @@ def test_nothing_is_left_and_no_hub_is_asked(tmp_path: Path) -> None:
         "import sys, socket\n"
         "def refuse(*_): raise SystemExit('asked the network')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "from dray.train.data import builders\n"
-        "print(len([*builders.rows('webdataset', sys.argv[1], {})]))\n"
+        "from dray.train.data import datasets_builders\n"
+        "print(len([*datasets_builders.rows('webdataset', sys.argv[1], {})]))\n"
     )
     env = {**os.environ, "HOME": str(home), "TMPDIR": str(tmp_path / "tmp"), "HF_HUB_OFFLINE": "0"}
     env = {key: value for key, value in env.items() if key not in ("HF_HOME", "HF_DATASETS_CACHE")}

@@ -12,7 +12,9 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from torch.nn import functional  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train.loop.metrics import flops_per_token  # noqa: E402
+from dray.train.model.router_loss import router_losses  # noqa: E402
 from dray.train.objectives.base import LossModule  # noqa: E402
 from trainings import Forks, Run, config  # noqa: E402
 
@@ -53,6 +55,25 @@ def test_the_routers_loss_of_a_row_is_that_of_transformers(kind: str, loss: str)
     with torch.no_grad():
         evaluated, _ = module(rows, labels, None, None)
     assert float(evaluated) < float(together.detach()) - 1, "an evaluation has no routers' loss"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3_moe", {**MODELS["qwen3_moe"], "mlp_only_layers": [0, 1]}),
+        ("doge", SIZES),
+        ("granitemoehybrid", {**SIZES, "num_local_experts": 0, "layer_types": ["attention"] * 2, "mamba_n_heads": 8}),
+    ],
+)
+def test_a_dense_model_of_such_a_family_has_no_routers_loss(kind: str, settings: dict) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).train()
+    rows = torch.zeros(1, 8, dtype=torch.long)
+    assert float(LossModule(model)(rows, rows, None, None)[0].detach()) > 0
+
+
+def test_router_logits_of_another_shape_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"2 x 4 tokens\n.*\(2, 8, 4\)"):
+        router_losses([torch.zeros(8, 4), torch.zeros(2, 8, 4)], 2, 4, 2)
 
 
 @pytest.mark.parametrize("kind", MODELS)

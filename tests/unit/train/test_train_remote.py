@@ -21,6 +21,7 @@ import stores
 from dray.contract.findings import DrayError
 from dray.train.data import formats, remote, resolve
 from dray.train.data.feeds import Stream
+from dray.train.data.map_function import Map
 
 pytestmark = pytest.mark.torch
 
@@ -192,10 +193,20 @@ def test_a_transfer_that_breaks_is_taken_up_again(store: stores.Store, monkeypat
     assert read("s3://all/a.jsonl") == TEXTS
     store.breaks = 1000
     assert "check the network" in refused(f"{store.address}/all/a.jsonl", code=1)
+    assert "check the network" in refused(f"json:{store.address}/all/a.jsonl", code=1)
+
+
+def test_an_error_with_its_fix_stays_as_it_is(store: stores.Store) -> None:
+    reading = formats.Reading("text", map=Map("prep.py:f\ndef f(row):\n    raise FileNotFoundError('words.txt')\n"))
+    assert "f of prep.py failed" in refused(f"{store.address}/all/a.jsonl", does=lambda name: read(name, reading))
+    with pytest.raises(DrayError) as stopped, remote.reading(store.address):
+        raise DrayError("the server is away", code=1) from ConnectionError()
+    assert stopped.value.finding.code == 1
 
 
 def test_a_server_without_ranges_or_tags_is_refused(store: stores.Store) -> None:
     store.ranges = False
+    store.objects["all/a.parquet"] = parquet([text * 99 for text in TEXTS] + [str(n) * 9 for n in range(30_000)])
     assert "appear to support range requests" in refused(f"{store.address}/all/a.parquet")
 
 

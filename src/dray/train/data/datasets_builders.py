@@ -30,11 +30,13 @@ def rows(builder: str, path: str, options: Mapping[str, Any]) -> Iterator[dict[s
             for row in dataset:
                 yield row
                 number += 1
-    except (DrayError, OSError, EOFError):
+    except (DrayError, OSError, EOFError, MemoryError):
         raise
     except ImportError as error:
         raise remote.missing_package(error.name or builder, f"{builder}:", str(error)) from error
     except Exception as error:  # of which builders have many kinds
+        if remote.is_networks(error):
+            raise
         raise ConfigError(
             "a shard of the dataset cannot be read",
             where=f"after row {number} of {builder}:{path}",

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
@@ -49,6 +50,9 @@ def register() -> None:
     fsspec.register_implementation(
         "s3", "dray.train.data.s3fs_compat.S3", clobber=True, errtxt="Install s3fs to access S3"
     )
+    if "s3" in fsspec.registry:  # another package has used S3 before: fsspec then ignores the name of a class
+        compat = import_module("dray.train.data.s3fs_compat")
+        fsspec.register_implementation("s3", compat.S3, clobber=True)
     for protocol, options in (("s3", s3), ("http", web), ("https", web)):
         fsspec.config.conf[protocol] = options | fsspec.config.conf.get(protocol, {})
 
@@ -143,6 +147,8 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
     protocol = urlsplit(url).scheme
     try:
         yield
+    except DrayError:
+        raise
     except hub.FAILURES as error:
         hub.failed(url, error, offline='if the nodes reach the hub: env.HF_HUB_OFFLINE = "0"')
     except ImportError as error:
@@ -151,7 +157,8 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
         raise missing_package(name, f"{protocol}://", str(error)) from error
     except Exception as error:
         # fsspec says of each failure of a web server that the file is missing.
-        cause = error.__cause__ or error if protocol in ("http", "https") else error
+        wrapped = protocol in ("http", "https") and isinstance(error, FileNotFoundError)
+        cause = error.__cause__ or error if wrapped else error
         status, code = getattr(cause, "status", 0), exit_codes.CONFIG
         if isinstance(cause, PermissionError) or status in (401, 403):
             problem = f"no permission: {what} cannot be {done}"
@@ -161,7 +168,7 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
         elif isinstance(cause, ValueError) and re.search("Protocol not known|range requests", str(cause)):
             problem = f"{what} cannot be {done} by {protocol}://"
             fix = "name files of s3://, gs://, hf:// or of another server; or a copy on a disk"
-        elif _is_networks(cause):
+        elif is_networks(cause):
             problem, fix = f"{what} cannot be {done}", "check the network, then run the same command again"
             code = exit_codes.FAILED
         else:
@@ -169,10 +176,10 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
         raise DrayError(problem, where=url, found=message(cause), fix=fix, code=code) from error
 
 
-def _is_networks(error: BaseException) -> bool:
-    """Whether the network or the server failed; an OSError without a number is a damaged file's."""
+def is_networks(error: BaseException) -> bool:
+    """Return whether the network or the server failed; an OSError without a number is a damaged file's."""
     if isinstance(error, OSError):
-        return bool(error.errno) or isinstance(error, TimeoutError)
+        return bool(error.errno) or isinstance(error, TimeoutError | ConnectionError)
     return type(error).__module__.partition(".")[0] in ("aiohttp", "aiobotocore", "botocore")
 
 

@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
+from dray.contract.findings import ConfigError
 from dray.train.config import Config
 
 
 def learning_rate(config: Config) -> Callable[[int], float]:
     """The learning rate of each step, counted from 0. Unlike transformers' it is above 0 in the first warm-up step."""
     train, warmup = config.train, config.train.warmup_steps
+    decay = train.lr_scheduler_kwargs.get("num_decay_steps", 0)
+    if decay > config.steps - warmup:  # the plan refuses it if the recipe sets steps
+        raise ConfigError(
+            "the decay of the learning rate is longer than the training after the warm-up",
+            where="train.lr_scheduler_kwargs.num_decay_steps",
+            wanted=f"at most {config.steps - warmup} of {config.steps} steps",
+            found=decay,
+            fix="set a smaller num_decay_steps, or more train.epochs",
+        )
     defaults: dict[str, dict[str, Any]] = {
         "polynomial": {"lr_end": 0.0},
         "warmup_stable_decay": {"num_decay_steps": max(1, config.steps // 10)},

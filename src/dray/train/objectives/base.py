@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from dray.train.config import Config
 from dray.train.data.encoding import PLAIN, Encoding, end_token
 from dray.train.model.head import IGNORE_INDEX, ChunkedLoss, compiled_cross_entropy, cross_entropy
-from dray.train.model.router_loss import router_losses
+from dray.train.model.router_loss import has_routers, router_losses
 from dray.train.recipe_schema import Evaluation
 
 _BUCKETS = 16
@@ -32,7 +32,7 @@ class Batch:
     labels: torch.Tensor
     position_ids: torch.Tensor | None
     labelled: torch.Tensor | None = None
-    """Which tokens the head is for, by their places in the flattened batch; None is all of them. Set by `to`."""
+    """Indices, in the flattened batch, of the tokens for which the head computes logits; None: all. Set by `to`."""
 
     @property
     def label_count(self) -> int:
@@ -117,7 +117,7 @@ class LossModule(torch.nn.Module):
         # BERT has no such argument.
         self._options: dict[str, Any] = {"use_cache": False} if hasattr(network, "generate") else {}
         settings = network.config.get_text_config()
-        routers = "output_router_logits" in inspect.signature(network.forward).parameters
+        routers = "output_router_logits" in inspect.signature(network.forward).parameters and has_routers(network)
         self._router_weight = getattr(settings, "router_aux_loss_coef", 0.0) if routers else 0.0
         self._active_experts = getattr(settings, "num_experts_per_tok", 1)
         self._labels: torch.Tensor | None = None  # None outside of `forward`, as in generation
@@ -128,7 +128,7 @@ class LossModule(torch.nn.Module):
         self._padding = -self._vocabulary % max(multiple, 1)
         if head is not None:
             self._logits_of = head.forward
-            self._head = (head,)  # a tuple, in which it is no second child of this module
+            self._head = (head,)  # in a tuple torch does not register it as a second child
             head.forward = self._head_forward
 
     def forward(
@@ -138,8 +138,8 @@ class LossModule(torch.nn.Module):
         position_ids: torch.Tensor | None,
         labelled: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of all labels, in training with the routers'; in evaluation also how many labels were
-        predicted, and in how many rows all were."""
+        """The sum of the losses of all labels, in training with the routers'; in evaluation also how many labels the
+        model predicted right, and in how many rows all."""
         options = dict(self._options)
         if position_ids is not None:
             options["position_ids"] = position_ids
@@ -161,7 +161,7 @@ class LossModule(torch.nn.Module):
         wanted = labels != IGNORE_INDEX
         if training:
             if self._router_weight:  # each row's counts by its labels: the loop divides the sum by those of the step
-                of_rows = router_losses(outputs.router_logits, len(labels), self._active_experts)
+                of_rows = router_losses(outputs.router_logits, len(labels), labels.shape[1], self._active_experts)
                 loss = loss + self._router_weight * (of_rows * wanted.sum(1)).sum()
             return loss, loss.new_zeros(2)
         wrong = torch.zeros_like(wanted)
