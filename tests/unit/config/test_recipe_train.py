@@ -41,8 +41,8 @@ def told(*words: str) -> str:
         *(
             (("train.steps=5", f"train.lr_scheduler_type={kind}", f"train.lr_scheduler_kwargs.{option}"), found)
             for kind, option, found in (
-                ("polynomial", "power=linear", "power = linear: expected a number"),
-                ("warmup_stable_decay", "decay_type=2", "decay_type = 2.0: expected linear, cosine or 1-sqrt"),
+                ("polynomial", "power=linear", "power = linear is not a number"),
+                ("warmup_stable_decay", "decay_type=2", "decay_type = 2.0: expected cosine, linear or 1-sqrt"),
                 (
                     "warmup_stable_decay",
                     "num_decay_steps=6",
@@ -50,7 +50,7 @@ def told(*words: str) -> str:
                 ),
             )
         ),
-        (("train.steps=5", "train.sequence_length_warmup=[[4, 16], [2, 8]]"), "must rise, but they are [4, 2]"),
+        (("train.steps=5", "train.sequence_length_warmup=[[4, 16], [2, 8]]"), "whose first numbers increase, found [4, 2]"),
         (("train.steps=5", "train.lr_scheduler_kwargs.power=-1"), "train.lr_scheduler_kwargs.power=-1"),
         (("train.steps=5", "train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs.power=linear"), "power=1"),
         (
