@@ -267,7 +267,7 @@ def test_a_umask_that_lets_a_group_write_does_not_count(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "step-3").tensors
 
 
-MODEL = {"config.json": "{}", "model.safetensors": "numbers", "parts/x.jinja": "x"}
+MODEL = {"config.json": "{}", "model.safetensors": "numbers", "parts/x.jinja": "x", "c++ ä.json": "{}"}
 
 
 @pytest.fixture

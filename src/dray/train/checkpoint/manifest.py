@@ -20,7 +20,7 @@ BLOCK = 1 << 24
 VERSION = 3
 """The version of a checkpoint's manifest and files."""
 _SEAL = "sha256"
-_INSIDE = re.compile(r"(\w[\w.-]*/)*\.?\w[\w.-]*", re.ASCII)  # a path that leads nowhere else
+_INSIDE = re.compile(r"(\w[\w.+ -]*/)*\.?\w[\w.+ -]*")  # a path that leads nowhere else
 _PROSE = "*.md"  # of a final model; a user may write in its card
 
 
