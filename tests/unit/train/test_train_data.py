@@ -260,6 +260,7 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
         ("open.csv", b'text\na\n"b\nc\nd\n', "the table cannot be read"),
         ("inner.csv", b'text\na\n"b" c\nd\n"e"\n', "the table cannot be read"),
         ("comma.csv", b"text\na\nit is, of course, b\n", "the table cannot be read"),
+        ("twice.csv", b"text,text\na,b\n", "the table cannot be read"),
         ("short.csv", b"label,text\n1,a\n2\n", "the table cannot be read"),
         ("open.tsv", b'text\tn\n"a\t1\nb\t2\n', "the table cannot be read"),
         ("bad.parquet", b"PAR1 not at all PAR1", "the dataset cannot be read"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -173,7 +174,7 @@ def _of_column(texts: Iterator[str], columns: list[str] | None) -> Iterator[Row]
 def _json_rows(piece: Piece) -> Iterator[Row]:
     if ending(piece.path) == ".json":
         with opened(piece.path) as file:
-            if file.peek(1 << 12).lstrip().startswith(b"["):
+            if file.peek(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
                 yield from parsed(file.read(), piece.path)
                 return
     for place, line in lines(piece.path, *(piece.bytes or ())):
@@ -201,11 +202,12 @@ def _csv_rows(path: str, delimiter: str) -> Iterator[Row]:
         # strict: else a quote that nobody closes makes one document of the rest of the file.
         table = csv.DictReader(text, delimiter=delimiter, strict=True)
         try:
+            names = table.fieldnames or ()
+            if len(set(names)) < len(names):
+                raise csv.Error(f"two columns have the same name: {', '.join(names)}")
             for row in table:
                 if None in row or None in row.values():  # else what follows a comma in a text is lost
-                    raise csv.Error(
-                        f"not {len(table.fieldnames or ())} fields (quote a field with a {delimiter!r} in it)"
-                    )
+                    raise csv.Error(f"not {len(names)} fields (quote a field with a {delimiter!r} in it)")
                 yield row
         except csv.Error as error:
             raise ConfigError(

@@ -25,12 +25,12 @@ from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, listed
 from dray.train.checkpoint import manifest
 
-# The hub's copy of each dataset as parquet, whatever its own format or code; what pins a dataset is a commit of it.
+# The hub's copy of each dataset as parquet, whatever its own format or code; @REVISION is a commit of this branch.
 _PARQUET = "refs/convert/parquet"
 _NAME = re.compile("hub:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?")
 _FORM = "hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]"
 T = TypeVar("T")
-# What it raises where no hub answers is of the library beneath, which had another name before.
+# If no server answers, huggingface_hub raises errors of httpx2, and older ones of httpx.
 _HTTP = import_module("httpx2" if find_spec("httpx2") else "httpx")
 FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, _HTTP.HTTPError)
 _PREFETCH = "dray data prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"

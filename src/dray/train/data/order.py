@@ -16,7 +16,7 @@ from dray.contract.mix import BLOCK, quotas
 
 _ROUNDS = 4
 _MASK = (1 << 64) - 1
-_BETWEEN_SEEDS = 1_000_003  # else the blocks of one seed were those of the next one, a block later
+_BETWEEN_SEEDS = 1_000_003  # without it block n of seed s has the order of block n-1 of seed s+1
 
 
 @dataclass(frozen=True)

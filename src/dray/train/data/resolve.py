@@ -122,7 +122,7 @@ def _slice(rows: str, pieces: list[Piece], reading: Reading) -> list[Piece]:
     if not chosen:
         raise ConfigError(
             f"the slice {rows} has no rows",
-            where=pieces[0].path,
+            where=pieces[0].path if pieces else rows,
             wanted="at least one row",
             found=f"rows {first:,} to {last:,} of {begin:,}",
             fix="set another slice",

@@ -34,7 +34,7 @@ from dray.train.runtime.heartbeat import heartbeat
 LABEL, LAST = 1 << 31, 1 << 30
 """Marks beside a token: it is a label; a document ends with it."""
 IDS = LAST - 1
-MANIFEST = "manifest.json"  # also `dray clean tokens` reads it; it was modified when the tokens were last used
+MANIFEST = "manifest.json"  # also `dray clean tokens` reads it; its modification time is that of the last use
 
 _VERSION = 3
 _FILES = ("ids", "starts")
@@ -113,10 +113,10 @@ def cached(
 
 
 def _has_rank_0s_disk(cache: Path) -> bool:
-    """Whether this is another rank, and sees a file that rank 0 has made there now."""
+    """Return whether this rank shares rank 0's disk: it sees a file that rank 0 has just created. False on rank 0."""
     first, probe = ranks.rank() == 0, cache / f".rank-0-{secrets.token_hex(8)}"
     if first:
-        with suppress(OSError):  # what is wrong with the disk, making tokens says
+        with suppress(OSError):  # _make reports a disk that cannot be written
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             probe.touch(exist_ok=False)
     seen = (cache / broadcast_json(probe.name)).exists()
@@ -143,7 +143,7 @@ def _make(folder: Path, write: Callable[[Path], None]) -> None:
                 part.rename(folder)
     except OSError as error:
         if folder.is_dir():
-            return  # a run that could not be waited for was first
+            return  # this disk has no locks, and another run was faster
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DrayError(
@@ -158,7 +158,7 @@ def _make(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _wait_for_another(lock: TextIO, folder: Path) -> None:
-    """Wait while another run makes these tokens, as those of an array do. On a disk without locks each makes them."""
+    """Wait while another run makes these tokens, such as an array task. On a disk without locks each makes them."""
     reported = False
     while True:
         try:
