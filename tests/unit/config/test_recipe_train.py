@@ -50,7 +50,10 @@ def told(*words: str) -> str:
                 ),
             )
         ),
-        (("train.steps=5", "train.sequence_length_warmup=[[4, 16], [2, 8]]"), "whose first numbers increase, found [4, 2]"),
+        (
+            ("train.steps=5", "train.sequence_length_warmup=[[4, 16], [2, 8]]"),
+            "whose first numbers increase, found [4, 2]",
+        ),
         (("train.steps=5", "train.lr_scheduler_kwargs.power=-1"), "train.lr_scheduler_kwargs.power=-1"),
         (("train.steps=5", "train.lr_scheduler_type=polynomial", "train.lr_scheduler_kwargs.power=linear"), "power=1"),
         (
