@@ -39,7 +39,7 @@ class Sends:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(on.names, "find", lambda _name: Sends.remote)
+    monkeypatch.setattr(on.remotes_file, "find", lambda _name: Sends.remote)
     return tmp_path
 
 

@@ -92,6 +92,7 @@ if sys.argv[2] != "nobody":
 match sys.argv[2]:
     case "half" if rank % 2 == 0:
         dist.init_process_group("gloo", rank=rank // 2, world_size=2)
+        dist.barrier()  # who leaves earlier may end the other one's connection
     case "each alone":
         dist.init_process_group("gloo", rank=0, world_size=1)
     case "three, and no Gloo" if rank < 3:  # as a rank with NCCL comes to the store

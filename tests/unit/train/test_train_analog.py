@@ -148,7 +148,7 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(run, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "model", "found"),
-    [(SEED, GPT, "no linear layer"), (('analog.exclude=["bert.nothing"]',), BERT, "bert.nothing")],
+    [(SEED, GPT, "GPT2LMHeadModel with lm_head"), (('analog.exclude=["bert.nothing"]',), BERT, "bert.nothing")],
 )
 def test_what_cannot_be_analog(run, words, model, found: str) -> None:
     said = run(1, *words, model=model, steps=2).end(78).said()

@@ -30,7 +30,7 @@ CASES: list[tuple[str, dict[str, Any], float, str, dict[str, Any]]] = [
     ("inverse_sqrt", {"timescale": 20}, 0.0, "inverse_sqrt", {"timescale": 20}),
     (WSD, {}, 0.0, WSD, {"num_decay_steps": 4}),
     (WSD, {"num_decay_steps": 8, "decay_type": "1-sqrt"}, 0.0, WSD, {"num_decay_steps": 8, "decay_type": "1-sqrt"}),
-    (WSD, {"num_decay_steps": 50}, 0.0, WSD, {"num_decay_steps": STEPS - WARMUP}),
+    (WSD, {"num_decay_steps": STEPS - WARMUP}, 0.0, WSD, {"num_decay_steps": STEPS - WARMUP}),
     (WSD, {"decay_type": "linear"}, 0.002, WSD, {"num_decay_steps": 4, "decay_type": "linear", "min_lr_ratio": 0.2}),
 ]
 
