@@ -73,7 +73,7 @@ def lay_out(folder: Path, wheels: Path, seen: str, indexes: dict[str, str]) -> N
     for wheel in wheels.glob("*.whl"):
         name = re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
         page = folder / indexes.get(name, MIRROR) / name
-        page.mkdir(parents=True)
+        page.mkdir(parents=True, exist_ok=True)  # a cache may have two versions
         (page / wheel.name).symlink_to(Path(seen, wheel.name))
     names = ",".join(f"DNS:{host.name}" for host in folder.iterdir())
     argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
