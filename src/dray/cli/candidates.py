@@ -60,7 +60,8 @@ def recipes(_context: typer.Context, _incomplete: str) -> Iterable[str]:
     """The names of the recipes that come with dray; the shell itself completes files."""
     from dray.config import dray_home  # noqa: PLC0415
 
-    return [path.stem for path in (dray_home.root() / "recipes").glob("*.toml")]
+    folder = dray_home.root() / "recipes"
+    return [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.toml")]
 
 
 @_quiet

@@ -31,8 +31,11 @@ def list_(as_json: Json = False) -> None:
 
     dray recipe list --json
     """
-    files = sorted((dray_home.root() / "recipes").glob("*.toml"))
-    recipes = [{"name": path.stem, "about": read_recipe(path).about, "file": str(path)} for path in files]
+    folder = dray_home.root() / "recipes"
+    recipes = []
+    for path in (*sorted(folder.glob("*.toml")), *sorted(folder.glob("*/*.toml"))):
+        name = path.relative_to(folder).with_suffix("")
+        recipes.append({"name": str(name), "about": read_recipe(path).about, "file": str(path)})
     if as_json:
         print(json.dumps(recipes, indent=1))
         return

@@ -67,7 +67,11 @@ def test_a_recipe_is_good_whole_and_tiny(path: Path) -> None:
 def test_the_list_names_each_with_a_line() -> None:
     ended = dray("recipe", "list")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines() == [f"{path.stem:<30} {load(Recipe, path).about}" for path in RECIPES]
+    lines = [f"{path.stem:<30} {load(Recipe, path).about}" for path in RECIPES]
+    lines += [
+        f"{f'trl/{name}':<30} {load(Recipe, ROOT / f'recipes/trl/{name}.toml').about}" for name in ("dpo", "grpo")
+    ]
+    assert ended.stdout.splitlines() == lines
     assert max(map(len, ended.stdout.splitlines())) <= 120
 
 

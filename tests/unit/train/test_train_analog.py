@@ -151,6 +151,6 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(run, folder: Path) -> None:
     [(SEED, GPT, "GPT2LMHeadModel with lm_head"), (('analog.exclude=["bert.nothing"]',), BERT, "bert.nothing")],
 )
 def test_what_cannot_be_analog(run, words, model, found: str) -> None:
-    said = run(1, *words, model=model, steps=2).end(78).said()
-    assert "this model has no such layers to make analog, or to exclude" in said
-    assert found in said
+    output = run(1, *words, model=model, steps=2).end(78).said()
+    assert "this model has no such layers to make analog, or to exclude" in output
+    assert found in output

@@ -701,6 +701,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(run: BEGUN, folde
     kept = f"checkpoint.folder={folder}/kept"
     run(1, kept, "checkpoint.every=[[0, 5]]").end()
     for word in ("model.config.n_embd=64", "train.optimizer=muon"):
-        said = run(2, kept, word).end(code=78).said()
-        assert "the checkpoint does not have this recipe's tensors\n" in said
-        assert f"  found:  in {folder}/kept/step-20: " in said
+        output = run(2, kept, word).end(code=78).said()
+        assert "the checkpoint does not have this recipe's tensors\n" in output
+        assert f"  found:  in {folder}/kept/step-20: " in output
