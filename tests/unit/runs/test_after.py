@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,13 +35,6 @@ WORDS = (f"evaluate.words.dataset={TEXT}", "evaluate.words.last_word=true", f"da
 
 def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return command.dray(*words, cwd="/", **env)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.close()
 
 
 @pytest.fixture(scope="module")

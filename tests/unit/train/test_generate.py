@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,6 @@ def dray(*words: str | Path) -> subprocess.CompletedProcess[str]:
     env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
     argv = [sys.executable, "-m", "dray", "model", "generate", *words]
     return subprocess.run(argv, cwd="/", env=env, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.close()
 
 
 @pytest.fixture(scope="module")

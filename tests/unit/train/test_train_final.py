@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +17,6 @@ from dray.train.outputs import export, final_model  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    made = Forks()
-    yield made
-    made.close()
 
 
 def written(folder: Path, limit: int, dtype: torch.dtype | None = None) -> dict[str, list[str]]:

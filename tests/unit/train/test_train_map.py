@@ -6,7 +6,6 @@ import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -183,13 +182,6 @@ def test_a_stream_has_the_same_documents_and_another_position(tmp_path: Path) ->
     assert texts(tmp_path, Tokens(row, np.zeros(1, np.uint64)))[: len(WANTED)] == WANTED
     prep(tmp_path, CLEAN + "# \n")
     assert loaded(tmp_path, *given)[1].training.identity != found.training.identity
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.close()
 
 
 @pytest.mark.slow

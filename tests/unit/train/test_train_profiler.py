@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +21,6 @@ from dray.train.loop.profiler import Profiler, table  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.close()
 
 
 @pytest.mark.slow

@@ -31,13 +31,6 @@ BEGUN = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.close()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("my runs")
 
