@@ -17,7 +17,7 @@ from dray.cli import WITH_COMMAND
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
 
-_PARAMETER = re.compile(r"^(--[\w-]+|[A-Z]+)(?: ([^\s:]+))?: (.*(?:\n +.*)*)\n?", re.MULTILINE)
+_PARAMETER = re.compile(r"^(--[\w-]+|[A-Z]+)(?:, (-\w))?(?: ([^\s:]+))?: (.*(?:\n +.*)*)\n?", re.MULTILINE)
 _OF_GROUP = 3  # how many examples the help of a group shows
 
 
@@ -72,18 +72,18 @@ def _document(verb: typer.models.CommandInfo) -> list[str]:
 @cache
 def _read(verb: Callable[..., Any]) -> tuple[str, list[str]]:
     """The text of a docstring and the examples at its end. Parameters get the lines that the docstring has for them,
-    such as `--to FOLDER: Folder to write.` or `SOURCE: A SIF.`"""
+    such as `--to FOLDER: Folder to write.`, `--follow, -f: Follow it.` or `SOURCE: A SIF.`"""
     text, _, last = inspect.cleandoc(verb.__doc__ or "").rpartition("\n\n")
     examples = last.splitlines()
     if not last.startswith("dray "):
         text, examples = f"{text}\n\n{last}", []
     types = get_type_hints(verb, include_extras=True)
-    for name, value, about in _PARAMETER.findall(text):
+    for name, short, value, about in _PARAMETER.findall(text):
         parameter = name.strip("-").lower().replace("-", "_")
         line = " ".join(about.split())
         info = typer.Argument(metavar=name, help=line)
         if name.startswith("--"):
-            info = typer.Option(name, metavar=value or None, help=line)
+            info = typer.Option(name, *filter(None, [short]), metavar=value or None, help=line)
         types[parameter] = Annotated[types[parameter], info]
     verb.__annotations__ = types
     return _PARAMETER.sub("", text).strip(), examples

@@ -40,6 +40,18 @@ def found(path: Path) -> Path:
     return path if os.path.isdir(path.parent) else ours / path  # noqa: PTH112  likewise
 
 
+def site_file(name: str) -> str:
+    """The name of a site, or the absolute path of its file: a job has another working directory."""
+    return str(Path(name).absolute()) if name.endswith(".toml") else name
+
+
+def named(run: str) -> str:
+    """Refuse an empty name: a script's variable may be empty, and the newest run would be stopped or pushed."""
+    if not run:
+        raise ConfigError("no run is named", wanted="a run's folder, name or job number", found="an empty argument")
+    return run
+
+
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
@@ -81,6 +93,7 @@ Site = Annotated[
     str,
     typer.Option(
         envvar="DRAY_SITE",
+        callback=site_file,
         help="A site's name or file. Default: the site whose file names this cluster.",
         autocompletion=candidates.sites,
     ),
@@ -101,6 +114,25 @@ Run = Annotated[
         autocompletion=candidates.runs,
     ),
 ]
+NamedRun = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The run: its folder, its name or the beginning of it, or a job number.",
+        callback=named,
+        autocompletion=candidates.runs,
+    ),
+]
+RunName = Annotated[
+    str,
+    typer.Option(
+        "--run",
+        metavar="NAME|FOLDER",
+        help="Name or folder of the run; if it exists, start its next attempt.",
+        autocompletion=candidates.runs,
+    ),
+]
+Here = Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")]
 Runs = Annotated[
     Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Folder with the run folders. Default: ./runs.")
 ]
@@ -177,7 +209,12 @@ def chosen(
 
     If neither is given, both come from the plan of the last attempt of `run`.
     """
-    require_gpus(ranks, gpus)
+    if ranks and gpus and ranks != gpus:
+        raise ConfigError(
+            "--ranks and --gpus-per-node differ, but each rank needs one GPU",
+            found=f"--ranks {ranks} and --gpus-per-node {gpus}",
+            fix=f"leave out --gpus-per-node, or set --ranks {gpus}",
+        )
     command, rest = tuple(context.obj or ()), [*(arguments or [])]
     path = found(Path(rest.pop(0))) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
     if path and not command and path.suffix in (".py", ".sh"):
@@ -207,16 +244,6 @@ def chosen(
 
     last = prepare.last(run)
     return Chosen(None, tuple(rest), (), last, gpus=0 if ranks else last.gpus)
-
-
-def require_gpus(ranks: int | None, gpus: int) -> None:
-    """Refuse --ranks and --gpus-per-node with different numbers."""
-    if ranks and gpus and ranks != gpus:
-        raise ConfigError(
-            "--ranks and --gpus-per-node differ, but each rank needs one GPU",
-            found=f"--ranks {ranks} and --gpus-per-node {gpus}",
-            fix=f"leave out --gpus-per-node, or set --ranks {gpus}",
-        )
 
 
 def refuse_or_warn(plan: Plan) -> None:

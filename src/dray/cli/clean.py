@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Literal
 
-import typer
-
+from dray.cli import times
 from dray.cli.args import Runs
 from dray.contract import exit_codes, node
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import counted
 from dray.runs import clean as disk
 from dray.runs.store import default_runs
-
-_DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
 
 def clean(
@@ -26,7 +22,7 @@ def clean(
     cache_dir: Path | None = None,
     yes: bool = False,
     runs: Runs = None,
-) -> None:
+) -> int:
     """Show old runs and tokens of datasets; with --yes remove them.
 
     KIND: Only these. Default: both.
@@ -38,13 +34,11 @@ def clean(
     dray clean runs --older-than 60d
     dray clean tokens --cache-dir /scratch/me/tokens --yes
     """
-    if not re.fullmatch(r"[0-9]{1,5}[hdw]", older_than):
-        raise ConfigError("--older-than has a wrong value", wanted="30d, 12h or 4w", found=ascii(older_than))
     items = disk.items(
         [kind] if kind else ["runs", "tokens"],
         runs=(runs or default_runs()).absolute(),
         tokens=(cache_dir or Path(f"{node.TOKENS}{os.getuid()}")).absolute(),
-        days=int(older_than[:-1]) * _DAYS[older_than[-1]],
+        days=times.age("--older-than", older_than) / 86400,
         checkpoints=checkpoints,
     )
     old = [item for item in items if not item.kept]
@@ -55,13 +49,13 @@ def clean(
     if not yes:
         if old:
             print("dray clean --yes, with the same options, removes them")
-        return
+        return exit_codes.DONE
     code = exit_codes.DONE
     for item in old:
         if why := disk.remove(item):
             print(f"dray: warning: {item.path} was not removed: {why}", file=sys.stderr)
             code = exit_codes.FAILED
-    raise typer.Exit(code)
+    return code
 
 
 def _size(size: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import typer
 
@@ -37,7 +36,6 @@ def up(
     nodes: int = 2,
     gpus_per_node: int = 2,
     base: str | None = None,
-    share: Path | None = None,
 ) -> None:
     """Start the cluster, or repair it; fast if it is healthy.
 
@@ -45,12 +43,11 @@ def up(
     --gpus-per-node N: Fake GPUs of each node.
     --base BASE: Debian trixie, as an image reference or a tar of a root filesystem. Default: DRAY_CLUSTER_BASE,
       else the running cluster's, else build/base/trixie.tar, else the pinned image.
-    --share FOLDER: Folder that all nodes see as /shared. Default: build/cluster/shared.
 
     dray cluster up --nodes 2
     """
     with _cluster() as cluster:
-        _show(cluster.up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=_say))
+        _show(cluster.up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, say=_say))
     print(_USAGE)
 
 
@@ -86,7 +83,7 @@ def exec_(
     command: list[str],
     node: str = CONTROLLER,
     user: str = USER,
-) -> None:
+) -> int:
     """Run a command on the cluster, in this checkout, and return its exit code. `dray` itself runs in the CPU image.
 
     COMMAND: The command and its arguments, after --.
@@ -100,7 +97,7 @@ def exec_(
         command = ["bash", "slurm/dray", *command[1:]]
     with _cluster() as cluster:
         ended = cluster.exec(command, node=node, user=user, show=True)
-    raise typer.Exit(ended.code)
+    return ended.code
 
 
 @app.command()

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dray.cli.args import Engine, Json, Overrides, RecipeFile
-from dray.contract import image_tasks
+from dray.contract import exit_codes, image_tasks
 from dray.contract.control_characters import cell, printable
 from dray.contract.findings import ConfigError, counted
 from dray.runs import local, run_in_image
@@ -65,7 +65,7 @@ def inspect(
 
 
 @app.command()
-def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "bare") -> None:
+def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "bare") -> int:
     """Download a recipe's model, tokenizer and datasets into HF_HOME, on a machine with network; runs are offline.
 
     dray data prefetch recipes/gpt2-wikitext-ddp.toml
@@ -75,7 +75,7 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
     of_hub += [name for name in (settings.model.name, settings.model.tokenizer) if name and name[0] not in "/."]
     if not of_hub:
         print(f"{recipe}: names nothing of the hub; there is nothing to fetch")
-        return
+        return exit_codes.DONE
     given = os.environ.get("HF_HOME", "")
     if given and not given.startswith("/"):
         raise ConfigError(
@@ -88,7 +88,7 @@ def prefetch(recipe: RecipeFile, overrides: Overrides = None, engine: Engine = "
         print(f"HF_HOME is not set: fetching into {home}, which all nodes must see")
     settings = settings.model_copy(update={"pass_env": tuple({*settings.pass_env, *run_in_image.hub_variables()})})
     job = image_tasks.Prefetch(**settings.model_dump(mode="json", include={"data", "model", "evaluate"}))
-    raise typer.Exit(run_in_image.once(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"}))
+    return run_in_image.once(settings, job, engine=engine, folder=Path.cwd(), env={"HF_HUB_OFFLINE": "0"})
 
 
 def show(found: Table) -> None:

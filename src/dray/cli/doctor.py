@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import typer
 
@@ -17,10 +16,12 @@ from dray.fitness import network_and_site
 
 def doctor(
     site: Site = "",
-    build: Annotated[str, typer.Option(metavar="VARIANT", help="Check what a build of this image needs.")] = "",
+    build: str = "",
     as_json: Json = False,
 ) -> None:
     """Check whether runs can start on this machine or node, and print a fix for each problem; exit code 69 if any.
+
+    --build VARIANT: Check what a build of this image needs.
 
     dray doctor --json
     dray doctor --build cuda

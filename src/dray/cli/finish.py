@@ -21,17 +21,20 @@ from dray.runs.store import Attempt, Run, attempt_at
 
 
 def finish(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Path,
     code: Annotated[int, typer.Option(min=0, max=255, help="Exit code of the step that started the nodes.")],
-    stopped: Annotated[bool, typer.Option(help="The run was stopped.")] = False,
-) -> None:
+    stopped: bool = False,
+) -> int:
     """Write result.json, print how the run ended, and end with the run's exit code.
 
     Standard input has what Slurm and the job's script know of the job, and `webhook=URL`.
+
+    RUN: A run folder.
+    --stopped: The run was stopped.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
-    paths = attempt_at(folder)
+    paths = attempt_at(run)
     known = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin and not sys.stdin.isatty() else ""
     grace = whole(Attempt(Run(paths.run), paths.attempt).plan, "grace_s") or DEFAULT_S
     told = stop_reason.parse(known, now=time.time(), grace=grace)
@@ -46,4 +49,4 @@ def finish(
         url = fields.get("webhook")
         if url and (failed := webhook.tell(url, result, text)):
             print(f"warning: {failed}")
-    raise typer.Exit(result.exit_code)
+    return result.exit_code

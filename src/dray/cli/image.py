@@ -70,12 +70,7 @@ _BY_NAME = re.compile(r"[A-Za-z0-9](?!.*://)[ -~]*")  # no option of pip's, no a
 @app.command()
 def build(
     variant: Variant,
-    formats: Annotated[
-        list[Format] | None,
-        typer.Option(
-            "--format", help="A SIF for Apptainer, or an image of Docker or Podman; may be repeated. Default: sif."
-        ),
-    ] = None,
+    format: list[Format] | None = None,
     base: Base = "",
     wheels: Wheels = None,
     debian: Debian = "locked",
@@ -87,6 +82,7 @@ def build(
 ) -> None:
     """Build build/dray-VARIANT.sif, the Docker image dray:VARIANT, or both from the same files.
 
+    --format: A SIF for Apptainer, or an image of Docker or Podman; may be repeated. Default: sif.
     --bundle FOLDER: Build from a bundle, without network.
     --signers FILE: Accepted signers of the bundle: lines with a name and an ssh public key.
     --twice: Build twice, and refuse images that differ.
@@ -97,7 +93,7 @@ def build(
     dray image build cuda --format docker
     """
     root = dray_home.root(build=True)
-    kinds = list(dict.fromkeys(formats or [Format.SIF]))
+    kinds = list(dict.fromkeys(format or [Format.SIF]))
     if signers and not bundle:
         raise ConfigError("--signers needs --bundle", fix="dray image verify checks who signed an image")
     if out and Format.SIF not in kinds:
@@ -170,10 +166,7 @@ def adopt(
 @app.command()
 def layer(
     variant: Variant,
-    packages: Annotated[
-        list[str] | None,
-        typer.Option("--pip", metavar="PACKAGE", help="Package as pip names it, such as 'trl>=1.0'; may be repeated."),
-    ] = None,
+    pip: list[str] | None = None,
     requirements: Path | None = None,
     lock: Path | None = None,
     name: str = "",
@@ -182,6 +175,7 @@ def layer(
 ) -> None:
     """Add packages to an image without building it again, in a small SIF beside it.
 
+    --pip PACKAGE: Package as pip names it, such as 'trl>=1.0'; may be repeated.
     --requirements FILE: A requirements.txt with the packages.
     --lock FILE: Lock file of an earlier layer: take the same files again, without resolving.
     --name NAME: Name for recipes. Default: the names of its packages.
@@ -189,7 +183,7 @@ def layer(
 
     dray image layer cuda --pip trl --pip wandb --name mine
     """
-    asked = list(packages or [])
+    asked = list(pip or [])
     if requirements:
         for line in files.text(requirements, "the requirements").splitlines():
             if package := re.split("(?:^| )#", line)[0].strip():
@@ -300,22 +294,23 @@ def verify(
     image: Image,
     digest: str | None = None,
     key: list[str] | None = None,
-    signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check the signature.")] = True,
+    no_signature: bool = False,
 ) -> None:
     """Check an image's digest, and that a key of Apptainer's keyring, or of --key, has signed it.
 
     --digest DIGEST: Digest that the image must have, sha256:...
     --key FINGERPRINT: Fingerprint of an accepted key; may be repeated. Default: all keys of the keyring.
+    --no-signature: Check the digest only.
 
     dray image verify cuda --digest sha256:...
     """
     sif = sif_format.read(_file(image))
     expected, source = identity.expected(sif.path, digest)
     print(f"{sif.path}\n{identity.require(sif.path, expected, source)} ({source})")
-    if signature or key:
-        print(f"signed by {', '.join(signatures.check(sif, key or ()))}")
-    else:
+    if no_signature:
         print("signature unchecked")
+    else:
+        print(f"signed by {', '.join(signatures.check(sif, key or ()))}")
 
 
 @app.command()

@@ -8,12 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from dray import process
-from dray.cli import candidates
 from dray.cli.args import program
 from dray.cli.recipe import absolute, require_good, write
 from dray.config import dray_home, sites
@@ -37,10 +33,6 @@ _RECIPE = Path("recipes", "mine.toml")
 
 def init(
     folder: Path = Path(),
-    site: Annotated[
-        str,
-        typer.Option(help="This cluster's site. Default: the one that dray detects.", autocompletion=candidates.sites),
-    ] = "",
     gpu: str = "",
     model: str = "",
     data: str = "builtin",
@@ -57,7 +49,7 @@ def init(
     dray init my-runs
     dray init my-runs --model gpt2 --data ~/corpus
     """
-    chosen = network_and_site.site(site)
+    chosen = network_and_site.site()
     found = chosen.site
     queue = _partition(found) if process.which("sbatch") else None
     variant = gpu or found.image or _variant(queue)
@@ -119,8 +111,6 @@ def _submit(variant: str, gpus: int, site: Site, options: Mapping[str, str]) -> 
     argv = ["submit", str(_RECIPE), "--nodes", "1"]
     if gpus:
         argv += ["--gpus-per-node", str(gpus)]
-    if site.name != network_and_site.site().site.name:
-        argv += ["--site", site.name]
     for option, value in options.items():
         if value and f"{option}={value}" not in site.sbatch:
             argv.append(f"--sbatch={option}={value}")

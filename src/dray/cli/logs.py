@@ -31,9 +31,7 @@ def logs(
     run: Run = "",
     node: str = "",
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Follow until the run ends, through its next attempts too.")
-    ] = False,
+    follow: bool = False,
     last: Annotated[
         int | None,
         typer.Option(
@@ -46,6 +44,7 @@ def logs(
     """Show the logs of all nodes and ranks, one after another.
 
     --node N: Only this node and its ranks: its name, or its number from 0.
+    --follow, -f: Follow until the run ends, through its next attempts too.
 
     dray logs 4711 --rank 3 -n 50 -f
     """

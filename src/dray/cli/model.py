@@ -10,13 +10,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from dray.cli import candidates
-from dray.cli.args import Engine, Overrides, Runs, found
+from dray.cli.args import Engine, NamedRun, Overrides, Runs, found
 from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
-from dray.planning.schema import Plan
 from dray.runs import run_in_image
 from dray.runs import trust as trusting
 from dray.runs.prepare import over, read_recipe
@@ -26,14 +24,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Evaluate, export or push a model, or generate text with it; import checkpoints of other programs.",
 )
-Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="The run: its folder, its name or the beginning of it, or a job number.",
-        autocompletion=candidates.runs,
-    ),
-]
 TrustRun = Annotated[
     bool,
     typer.Option(
@@ -51,14 +41,14 @@ _OF_TASKS = ("env", "pass_env", "image", "layer")
 
 @app.command("eval")
 def evaluate(
-    run: Run,
+    run: NamedRun,
     overrides: Overrides = None,
     tasks: str = "",
     device_map: DeviceMap = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
-) -> None:
+) -> int:
     """Evaluate a run's model on the recipe's datasets, on others, or on tasks of lm-eval, here on a GPU or CPUs.
 
     --tasks TASKS: Tasks of lm-eval, separated by commas, instead of datasets. Options of lm-eval follow after --.
@@ -66,12 +56,12 @@ def evaluate(
     dray model eval RUN evaluate.mine.dataset=some.txt
     dray model eval RUN --tasks hellaswag,arc_easy -- --num_fewshot 5
     """
-    folder = _folder(run, runs)
+    folder = find(run, runs)
     plan, model = run_in_image.ended(folder, trust=trust_run)
     settings = [*takewhile(lambda word: not word.startswith("-"), overrides or [])]
     options = (overrides or [])[len(settings) :]
+    effective = _OF_TASKS if tasks else _EVALUATED
     for setting in settings:
-        effective = _OF_TASKS if tasks else _EVALUATED
         if re.split("[.=]", setting)[0] not in effective:
             wanted = f"settings of {', '.join(effective)}"
             raise ConfigError("this setting has no effect on an evaluation", wanted=wanted, found=setting)
@@ -79,44 +69,44 @@ def evaluate(
         raise ConfigError("options after -- are for lm-eval", found=shlex.join(options), fix="--tasks hellaswag")
     recipe = over(plan.recipe, settings)
     if tasks:
-        evaluated = plan.model_copy(update={"recipe": recipe})
-        raise typer.Exit(_lm_eval(evaluated, model, tasks, options, device_map=bool(device_map), engine=engine))
+        per_device = (plan.batch and plan.batch.per_device) or 1
+        trusted = recipe.model.trust_remote_code
+        asked = image_tasks.LmEval(str(model), tasks, options, recipe.image, per_device, trusted, bool(device_map))
+        return _lm_eval(recipe, asked, engine)
     if not trust_run and trusting.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
         trusting.require_no_functions(theirs, str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, bool(device_map))
     seen = ("data", "evaluate")
-    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
+    return run_in_image.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True)
 
 
-def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_map: bool, engine: str) -> int:
+def _lm_eval(recipe: Recipe, job: image_tasks.LmEval, engine: str) -> int:
     """Run lm-eval in the folder lm-eval of the run, where it leaves its results; its exit code."""
-    recipe = plan.recipe
     if recipe.train and recipe.train.objective == "masked":
         raise ConfigError(
             "lm-eval's tasks are for models that predict the next token",
             found="train.objective = masked",
             fix="leave out --tasks to evaluate on the recipe's datasets",
         )
-    per_device = (plan.batch and plan.batch.per_device) or 1
-    trusted = recipe.model.trust_remote_code
-    job = image_tasks.LmEval(str(model), tasks, options, recipe.image, per_device, trusted, device_map)
+    model = Path(job.model)
     folder = model.parents[1] / "lm-eval"
     folder.mkdir(exist_ok=True)
-    # A container gets the recipe's datasets as binds, so the model and the files of options are listed as datasets.
-    seen = {"model": Evaluation(dataset=str(model))}
-    for number, option in enumerate(options):
-        path = option.partition("=")[2] or option
-        if path.startswith("/") and Path(path).exists():
-            seen[f"option-{number}"] = Evaluation(dataset=path)
-    recipe = recipe.model_copy(update={"evaluate": seen})
+    named = [Path(option.partition("=")[2] or option) for option in job.options]
+    recipe = _with_files(recipe, model, *(path for path in named if path.is_absolute() and path.exists()))
     return run_in_image.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
+
+
+def _with_files(recipe: Recipe, *files: Path) -> Recipe:
+    """The recipe with these files as its datasets: a container gets datasets as binds."""
+    datasets = {f"file-{number}": Evaluation(dataset=str(file)) for number, file in enumerate(files)}
+    return recipe.model_copy(update={"evaluate": datasets})
 
 
 @app.command()
 def generate(
-    run: Run,
+    run: NamedRun,
     prompt: str = "",
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Number of tokens to generate. Default: 64, or as many as fit.")
@@ -127,25 +117,25 @@ def generate(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
-) -> None:
+) -> int:
     """Continue a prompt with a run's model, on this machine's GPU or CPUs, and print both.
 
     PROMPT: The text to continue; an sft model answers it.
 
     dray model generate RUN 'two: the' --tokens 40
     """
-    plan, model = run_in_image.ended(_folder(run, runs), trust=trust_run)
+    plan, model = run_in_image.ended(find(run, runs), trust=trust_run)
     objective = plan.recipe.train.objective if plan.recipe.train else "causal"
     job = image_tasks.Generate(
         str(model), objective, prompt, tokens or 0, temperature, seed,
         trust_remote_code=plan.recipe.model.trust_remote_code, device_map=bool(device_map),
     )  # fmt: skip
-    raise typer.Exit(run_in_image.once(plan.recipe, job, engine=engine, folder=model, by_gpu=True))
+    return run_in_image.once(plan.recipe, job, engine=engine, folder=model, by_gpu=True)
 
 
 @app.command()
 def export(
-    run: Run,
+    run: NamedRun,
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step. Default: the newest.")] = None,
     to: Path | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
@@ -153,7 +143,7 @@ def export(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
-) -> None:
+) -> int:
     """Export a checkpoint as a folder that from_pretrained loads, by default as RUN/exports/step-N. Needs no GPU.
 
     --to FOLDER: Folder to write the model into.
@@ -162,7 +152,7 @@ def export(
 
     dray model export RUN --to weights --dtype bf16
     """
-    plan, paths = run_in_image.trained(_folder(run, runs), trust=trust_run)
+    plan, paths = run_in_image.trained(find(run, runs), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     chosen = _step(folder, plan.run, step)
     target = _new(to or paths.run / "exports" / f"step-{chosen}")
@@ -171,19 +161,19 @@ def export(
     # The container sees the checkpoints by the recipe's folder of them.
     recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
     seen = ("model", "checkpoint")
-    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=seen))
+    return run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=seen)
 
 
 @app.command()
 def push(
-    run: Run,
+    run: NamedRun,
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the hub; created if it is missing.")],
     public: bool = False,
     adapter: bool = False,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
     runs: Runs = None,
-) -> None:
+) -> int:
     """Push a run's model and its model card to the hub, as the user of HF_TOKEN.
 
     --public: Create a public repository. Default: private.
@@ -191,7 +181,7 @@ def push(
 
     dray model push RUN me/my-model
     """
-    plan, model = run_in_image.ended(_folder(run, runs), trust=trust_run)
+    plan, model = run_in_image.ended(find(run, runs), trust=trust_run)
     if not re.fullmatch("[^/]+/[^/]+", name):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:
@@ -200,7 +190,7 @@ def push(
             raise ConfigError("the run trained no LoRA", where=model, fix="leave out --adapter to push the model")
     recipe = plan.recipe.model_copy(update={"pass_env": run_in_image.hub_variables()})
     job = image_tasks.Push(str(model), name, private=not public)
-    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"}))
+    return run_in_image.once(recipe, job, engine=engine, folder=model, env={"HF_HUB_OFFLINE": "0"})
 
 
 @app.command("import")
@@ -214,7 +204,7 @@ def import_(
     dtype: Literal["auto", "fp32", "bf16"] = "auto",
     trust: bool = False,
     engine: Engine = "bare",
-) -> None:
+) -> int:
     """Import a checkpoint of Trainer, DeepSpeed or torch as a model (--to), as a checkpoint to resume from, or both.
 
     SOURCE: A Trainer's checkpoint-N, a DeepSpeed or DCP folder, or a .safetensors, .bin or .pt file.
@@ -227,7 +217,7 @@ def import_(
 
     dray model import output/checkpoint-500 --to my-model
     """
-    source = source.absolute()
+    source, config = source.absolute(), config and config.absolute()
     if not source.exists():
         raise ConfigError("the checkpoint does not exist", where=source, fix="give the path of its folder or file")
     if to is None and recipe is None:
@@ -241,27 +231,16 @@ def import_(
         str(source),
         str(target or ""),
         recipe=settings.model_dump(mode="json") if settings else {},
-        config=str(config.absolute()) if config else "",
+        config=str(config) if config else "",
         prefix=prefix,
         dtype=dtype,
         trust=trust,
     )
     seen = settings or Recipe(name="import", image="cpu", command=Command(argv=("true",)))
-    # A container gets the recipe's datasets as binds, so the checkpoint and --config are listed as two more.
-    datasets = {**seen.evaluate, "source": Evaluation(dataset=str(source.parent))}
-    if config:
-        datasets["config"] = Evaluation(dataset=str(config.absolute()))
-    seen = seen.model_copy(update={"evaluate": datasets})
+    seen = _with_files(seen, source.parent, *filter(None, [config]))
     folder = target.parent if target else Path(seen.checkpoint.folder)
     sections = ("data", "model", "checkpoint", "evaluate")
-    raise typer.Exit(run_in_image.once(seen, job, engine=engine, folder=folder, sections=sections))
-
-
-def _folder(run: str, runs: Path | None) -> Path:
-    """Refuse an empty name: a script's variable may be empty, and the newest run would be pushed."""
-    if not run:
-        raise ConfigError("no run is named", wanted="a run's folder, name or job number", found="an empty argument")
-    return find(run, runs)
+    return run_in_image.once(seen, job, engine=engine, folder=folder, sections=sections)
 
 
 def _new(target: Path) -> Path:
@@ -280,14 +259,13 @@ def _step(folder: Path, run: str, step: int | None) -> int:
         # Without a manifest the export says what is wrong.
         if path.name[5:].isdigit() and dig(read_json(path / "manifest.json", []), "run") in (None, run):
             own.append(int(path.name[5:]))
-    chosen = max(own, default=None) if step is None else step
-    if chosen in own:
-        return chosen
+    if own and step in (None, *own):
+        return max(own) if step is None else step
     raise ConfigError(
-        f"this run has no checkpoint of step {step}" if step is not None else "this run has no checkpoint",
+        "this run has no such checkpoint",
         where=folder,
         found=f"steps {', '.join(map(str, sorted(own)))}" if own else "none",
-        fix="--step N, with a step of this run" if own else "checkpoint.every=N in the recipe keeps checkpoints",
+        fix="--step N with a step of this run; checkpoint.every=N in the recipe keeps checkpoints",
     )
 
 

@@ -31,7 +31,6 @@ from dray.runs import image_layer, prepare, requested_resources
 from dray.runs.store import RunPaths, default_runs, new_id, run_named
 
 _MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole plan.")]
 
 
 def plan(
@@ -41,20 +40,18 @@ def plan(
     ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     as_json: Json = False,
-    verbose: Verbose = False,
+    verbose: bool = False,
     gpu_memory: GpuMemory = None,
     site: Site = "",
     sbatch: Sbatch = None,
     runs: Runs = None,
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--write", help="For the batch script: read facts, write the attempt's folder and print its path, or ask."
-        ),
-    ] = False,
+    write: bool = False,
     run: Annotated[str | None, typer.Option(hidden=True, help="Name of the run that dray submit began.")] = None,
 ) -> None:
     """Print in ten lines what would run, without starting it; -v prints everything, with the source of each value.
+
+    --verbose, -v: Print the whole plan.
+    --write: For the batch script: read facts, write the attempt's folder and print its path, or ask.
 
     dray plan recipes/smoke-cpu.toml --nodes 4 batch.global_size=32
     dray plan recipes/smoke-cpu.toml --site lumi -N4 image=rocm -v
@@ -62,7 +59,7 @@ def plan(
     folder = (runs or default_runs()).absolute()
     asked = chosen(arguments, context, ranks, gpus_per_node, run_named(folder, run or ""))
     recipe = asked.recipe()
-    if save:
+    if write:
         _write(asked, recipe, folder, run, gpu_memory)
         return
     gpus = gpus_per_node or asked.gpus

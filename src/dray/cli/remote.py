@@ -18,12 +18,14 @@ app = typer.Typer(
 
 @app.command()
 def add(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Your name for the remote.")],
+    name: str,
     place: Annotated[
         str, typer.Argument(metavar="USER@HOST:/FOLDER", help="Login node as ssh takes it, and a folder there.")
     ],
 ) -> None:
     """Name a login node, and a folder of yours there that all nodes share. dray does not connect yet.
+
+    NAME: Your name for the remote.
 
     dray remote add lumi me@lumi.csc.fi:/scratch/project_1/me/dray
     """
@@ -46,11 +48,11 @@ def show() -> None:
 @app.command()
 def check(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A remote's name.", autocompletion=candidates.remotes)],
-    image: Annotated[
-        str, typer.Option(metavar="VARIANT|FILE", help="Copy this image and dray's scripts there too.")
-    ] = "",
+    image: str = "",
 ) -> None:
     """Log in and check what a job needs there: Slurm, Apptainer, space, and the folder, which the first login makes.
+
+    --image VARIANT|FILE: Copy this image and dray's scripts there too.
 
     dray remote check lumi
     dray remote check lumi --image cpu

@@ -5,44 +5,33 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
-
-import typer
 
 from dray import process
 from dray.cli.args import Run, Runs, Sbatch, refuse_or_warn
 from dray.cli.recipe import write_new
 from dray.cli.run import conduct
-from dray.cli.top import watch
 from dray.contract import exit_codes
 from dray.planning.schema import Plan
 from dray.runs import compare, local, prepare
 from dray.runs import replay as replays
 from dray.runs.replay import Original
-from dray.runs.result import result_of
-from dray.runs.store import RunPaths, default_runs, find, newest_attempt
+from dray.runs.store import RunPaths, default_runs, find
 
 
 def replay(
     run: Run = "",
-    engine: Annotated[
-        str,
-        typer.Option(metavar="[bare|docker|podman]", help="Container engine on this machine. Default: the run's own."),
-    ] = "",
-    recipe: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the run's recipe with all decided values; start nothing."),
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="For a run of Slurm: watch the job until it ends, then compare.")
-    ] = False,
+    engine: str = "",
+    recipe: Path | None = None,
     sbatch: Sbatch = None,
     runs: Runs = None,
-) -> None:
+) -> int:
     """Repeat a run with the same recipe, nodes and ranks, and compare the losses step by step.
 
     It lists what will differ. The exit code is 0 if all losses are equal to the last bit, else 1.
     A run of Slurm is submitted again. Of another user's run, --recipe writes the recipe.
+
+    --engine [bare|docker|podman]: Container engine on this machine. Default: the run's own.
+    --recipe FILE: Write the run's recipe with all decided values; start nothing.
 
     dray replay 20261120-124439
     dray replay 4711 --recipe again.toml
@@ -50,13 +39,13 @@ def replay(
     before = replays.original(find(run, runs))
     if recipe:
         _save(recipe, before)
-        return
+        return exit_codes.DONE
     replays.require_own(before)
     runs = (runs or default_runs()).absolute()
     if before.plan.by_slurm and not engine and process.which("sbatch"):
-        _submit(before, runs, sbatch or [], follow=follow)
-    else:
-        _start(before, runs, replays.engine_here(before.plan, engine))
+        _submit(before, runs, sbatch or [])
+        return exit_codes.DONE
+    return _start(before, runs, replays.engine_here(before.plan, engine))
 
 
 def _save(file: Path, before: Original) -> None:
@@ -68,7 +57,7 @@ def _save(file: Path, before: Original) -> None:
     print(f"dray submit {recipe} --nodes {before.recipe.nodes}, and then: dray diff RUN NEW_RUN")
 
 
-def _start(before: Original, runs: Path, engine: str) -> NoReturn:
+def _start(before: Original, runs: Path, engine: str) -> int:
     """Repeat the run on this machine."""
     recipe = before.recipe
     local.require(recipe)
@@ -76,10 +65,10 @@ def _start(before: Original, runs: Path, engine: str) -> NoReturn:
     facts = local.facts(recipe, engine=engine, nodes=recipe.nodes, gpus_per_node=before.gpus, site=site)
     plan, paths = prepare.write(recipe, facts, runs=runs)
     _announce(before, paths, plan)
-    _compare(before, paths.run, conduct(plan, paths).exit_code)
+    return _compare(before, paths.run, conduct(plan, paths))
 
 
-def _submit(before: Original, runs: Path, options: Sequence[str], *, follow: bool) -> None:
+def _submit(before: Original, runs: Path, options: Sequence[str]) -> None:
     """Submit a job with the same nodes, ranks and options."""
     job = replays.job(before, runs, options)
     refuse_or_warn(job.plan)
@@ -87,11 +76,7 @@ def _submit(before: Original, runs: Path, options: Sequence[str], *, follow: boo
     _announce(before, RunPaths(folder), job.plan)
     print(shlex.join(job.argv), flush=True)
     print(f"job {replays.start(before, job)} is in the queue\nrun folder: {folder}")
-    print(f"once it has ended: {shlex.join(['dray', 'diff', str(before.folder), str(folder)])}", flush=True)
-    if follow:
-        watch(folder)
-        result = result_of(newest_attempt(folder))
-        _compare(before, folder, result.exit_code if result else exit_codes.FAILED)
+    print(f"once it has ended: {shlex.join(['dray', 'diff', str(before.folder), str(folder)])}")
 
 
 def _announce(before: Original, paths: RunPaths, plan: Plan) -> None:
@@ -103,7 +88,7 @@ def _announce(before: Original, paths: RunPaths, plan: Plan) -> None:
     print("\n".join(["what cannot be the same:", *map(compare.line, found)]), flush=True)
 
 
-def _compare(before: Original, folder: Path, code: int) -> NoReturn:
+def _compare(before: Original, folder: Path, code: int) -> int:
     """Print what differs in the replay, which ended with this exit code, and whether the losses are the same."""
     found = compare.runs(before.folder, folder)
     print("\n".join(compare.text(found)))
@@ -112,9 +97,9 @@ def _compare(before: Original, folder: Path, code: int) -> NoReturn:
     train = before.recipe.train
     if not train:
         print("dray does not know the losses of a command: compare what it printed")
-        raise typer.Exit(code)
+        return code
     if replays.same(found.losses):
-        raise typer.Exit(code)
+        return code
     if before.gpus and not train.deterministic:
         print("train.deterministic = false: on GPUs, the same run has other losses each time")
-    raise typer.Exit(code or exit_codes.FAILED)
+    return code or exit_codes.FAILED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -21,7 +20,6 @@ from dray.runs.report import sections
 from dray.runs.report.data import gather
 from dray.runs.store import find, require_own
 
-_MADE = b"<footer><p>Made by dray "
 _LOCAL = ("tensorboard",)
 """Trackers without a server."""
 
@@ -34,26 +32,21 @@ def report(
             metavar="RUN", help="Runs: folders, names or their beginnings, or job numbers. Default: the newest."
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="File to write. Default: dray-report-RUN.html."),
-    ] = None,
-    sync: Annotated[
-        bool, typer.Option("--sync", help="Send the run's metrics to its trackers' servers instead; nothing twice.")
-    ] = False,
-    to: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TRACKER", help="With --sync: send to it; may be repeated. Default: train.trackers."),
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="With --sync: keep sending until the run ends.")
-    ] = False,
+    out: Path | None = None,
+    sync: bool = False,
+    to: list[str] | None = None,
+    follow: bool = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
     """Write a report of a run, or of several side by side: one HTML page that needs no network.
 
     With --sync, send a run's metrics to W&B, MLflow, Trackio and others, from a login node.
+
+    --out FILE: File to write. Default: dray-report-RUN.html.
+    --sync: Send the run's metrics to its trackers' servers instead; nothing twice.
+    --to TRACKER: With --sync: send to it; may be repeated. Default: train.trackers.
+    --follow, -f: With --sync: keep sending until the run ends.
 
     dray report 4711 4712 --out compared.html
     dray report 4711 --sync --to mlflow
@@ -82,18 +75,9 @@ def report(
 
 
 def _require(file: Path) -> None:
-    """Refuse a FILE that dray did not write: a mistyped option must not cost a recipe."""
-    if not os.path.lexists(file):
-        return
-    with suppress(OSError):
-        if _MADE in files.end(file, 1024)[0]:
-            return
-    raise ConfigError(
-        "the report would replace a file that is not a report",
-        where=file,
-        wanted="a new file, or an older report of dray",
-        fix="another name, such as --out=dray-report.html",
-    )
+    """Refuse another file than a page: a mistyped option must not cost a recipe."""
+    if file.suffix != ".html":
+        raise ConfigError("a report is a page of HTML", found=f"--out={file}", fix="--out=dray-report.html")
 
 
 def _sync(run: Path, to: list[str], *, follow: bool) -> int:

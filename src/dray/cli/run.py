@@ -8,18 +8,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from dray import engines, process
-from dray.cli import candidates
 from dray.cli.args import (
     Arguments,
     Engine,
     GpusPerNode,
+    Here,
     Nodes,
     Ranks,
+    RunName,
     Runs,
     Site,
     chosen,
@@ -33,7 +33,7 @@ from dray.planning.schema import Plan
 from dray.runs import cost, local, prepare
 from dray.runs import hostfile as hostfiles
 from dray.runs.finish import finish
-from dray.runs.result import Result, summary
+from dray.runs.result import summary
 from dray.runs.slurm import Allocation, allocation_environment
 from dray.runs.stop_reason import Stop, utc
 from dray.runs.store import RunPaths, default_runs, run_named
@@ -48,29 +48,19 @@ def run(
     engine: Engine = "bare",
     site: Site = "",
     runs: Runs = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File of machines, one a line; type the same command on each. Needs no SSH."),
-    ] = None,
-    node: Annotated[int | None, typer.Option(help="With --hostfile: this machine's line in it, from 0.")] = None,
-    run_id: Annotated[
-        str,
-        typer.Option(
-            "--run",
-            metavar="NAME|FOLDER",
-            autocompletion=candidates.runs,
-            help="Name or folder of the run; if it exists, start its next attempt.",
-        ),
-    ] = "",
-    secret: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --hostfile: file with the secret that all machines share."),
-    ] = None,
-    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")] = False,
-) -> None:
+    hostfile: Path | None = None,
+    node: int | None = None,
+    run_id: RunName = "",
+    secret: Path | None = None,
+    here: Here = False,
+) -> int:
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show its progress.
 
     Inside an salloc it runs on the nodes of the allocation, without waiting in the queue.
+
+    --hostfile FILE: File of machines, one a line; type the same command on each. Needs no SSH.
+    --node N: With --hostfile: this machine's line in it, from 0.
+    --secret FILE: With --hostfile: file with the secret that all machines share.
 
     dray run recipes/smoke-cpu.toml train.steps=20
     dray run --ranks 2 -- python train.py --lr 1e-4
@@ -93,7 +83,7 @@ def run(
         print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
         argv = allocated.argv(
             run=str(run or ""),
-            site=str(Path(site).absolute()) if site.endswith(".toml") else site,
+            site=site,
             recipe=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
             command=asked.command,
         )
@@ -119,11 +109,14 @@ def run(
     options = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
     again = [*program(), *options, *([] if run else [f"--run={plan.run}"])]
     again += ["--", *asked.command] if asked.command else []
-    raise typer.Exit(conduct(plan, paths, again=shlex.join(again), only=only).exit_code)
+    return conduct(plan, paths, again=shlex.join(again), only=only)
 
 
-def conduct(plan: Plan, paths: RunPaths, *, again: str = "", only: int | None = None) -> Result:
-    """Start a plan on this machine, show its progress and its end. `again` is the command for its next attempt."""
+def conduct(plan: Plan, paths: RunPaths, *, again: str = "", only: int | None = None) -> int:
+    """Start a plan on this machine, and show its progress and its end; the exit code.
+
+    `again` is the command for its next attempt.
+    """
     progress = Progress(plan, paths, only)
     refuse_or_warn(plan)
     began = time.monotonic()
@@ -137,4 +130,4 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str = "", only: int | None = 
     spent = cost.here(paths, plan, time.monotonic() - began) if only is None else None
     result = finish(paths, code=code, stopped=stopped, spent=spent)
     print(summary(result, paths, again, progress.rank))
-    return result
+    return result.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -32,7 +33,7 @@ def runs(
         list[str] | None,
         typer.Option("--state", metavar="STATE", help=f"Only this state: {', '.join(STATES)}; may be repeated."),
     ] = None,
-    since: times.Since = "",
+    since: str = "",
     last: Annotated[int, typer.Option("--last", "-n", min=0, help="Number of runs, 0 for all.")] = 30,
     as_json: Json = False,
     runs: Runs = None,
@@ -42,6 +43,8 @@ def runs(
 
     The state comes from the run's files, and from Slurm's queue if this machine has Slurm.
 
+    --since AGE: Only runs that began since then, such as 90m, 12h, 3d or 2w.
+
     dray runs --state failed --state lost --since 3d
     """
     hand_over(on)
@@ -49,7 +52,8 @@ def runs(
     wrong = sorted({*(states or ())} - {*STATES})
     if wrong:
         raise ConfigError("--state has a wrong value", wanted=f"one of {', '.join(STATES)}", found=wrong[0])
-    fitting = _fitting(folder, states or STATES, times.since(since))
+    oldest = time.time() - times.age("--since", since) if since else 0.0
+    fitting = _fitting(folder, states or STATES, oldest)
     shown = list(islice(fitting, last or None))
     if as_json:
         print(json.dumps([seen.model_dump() for seen in shown], indent=1))
@@ -62,11 +66,11 @@ def runs(
         print(f"the newest {last} are shown; -n 0 shows all")
 
 
-def _fitting(folder: Path, states: Sequence[str], since: float) -> Iterator[State]:
+def _fitting(folder: Path, states: Sequence[str], oldest: float) -> Iterator[State]:
     slurm = Slurm()
     for run in newest_first(folder):
         seen = listed(run, slurm)
-        if seen.state in states and (times.seconds(seen.started) or 0.0) >= since:
+        if seen.state in states and (times.seconds(seen.started) or 0.0) >= oldest:
             yield seen
 
 

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from dray.cli import candidates
-from dray.cli.args import Runs
+from dray.cli.args import NamedRun, Runs
 from dray.cli.on import On, hand_over
-from dray.contract.findings import ConfigError
 from dray.runs import request_stop
 from dray.runs.store import find, require_own
 
 
 def stop(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Its folder, name or job number.", autocompletion=candidates.runs),
-    ],
-    now: Annotated[bool, typer.Option("--now", help="End it at once; unsaved steps are lost.")] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the run has ended.")] = True,
+    run: NamedRun,
+    now: bool = False,
+    no_wait: bool = False,
     runs: Runs = None,
     on: On = "",
-) -> None:  # fmt: skip
+) -> None:
     """Ask a run to save a checkpoint and end, wait, and show how it ended. The job is not requeued.
 
     A job that waits in the queue is cancelled.
 
+    --now: End it at once; unsaved steps are lost.
+    --no-wait: Return at once; the run still saves and ends.
+
     dray stop 4711
     """
     hand_over(on)
-    if not run:  # a shell's variable without a value
-        raise ConfigError("dray stop needs a run", fix="dray runs lists them")
     try:
-        request_stop.stop(require_own(find(run, runs)), now=now, wait=wait, say=_say)
+        request_stop.stop(require_own(find(run, runs)), now=now, wait=not no_wait, say=_say)
     except KeyboardInterrupt:
         print("the run still saves and ends; dray stop shows how it ended")
         raise typer.Exit(130) from None

@@ -15,7 +15,7 @@ import typer
 
 from dray import process
 from dray.cli import study_table
-from dray.cli.args import Json, Nodes, Overrides, RecipeFile, Runs, Sbatch, Site, program
+from dray.cli.args import Here, Json, Nodes, Overrides, RecipeFile, Runs, Sbatch, Site, program
 from dray.contract.findings import ConfigError
 from dray.fitness import network_and_site
 from dray.planning import tune_search
@@ -42,7 +42,7 @@ def sweep(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-) -> None:
+) -> int:
     """Run a recipe once for each combination of values, such as train.lr=1e-3,4e-3, and print a table.
 
     With Slurm, the runs are the tasks of a job array, and `dray study show` shows them later. Without Slurm, or inside
@@ -64,7 +64,7 @@ def sweep(
         for settings in itertools.product(*several)
     ]
     study = Study(kind="sweep", recipe=str(recipe), settings=common, site=site, sbatch=sbatch or [], members=members)
-    _start(study, runs)
+    return _start(study, runs)
 
 
 # A value of a list of values: brackets, one pair inside another too, and quotes keep their commas.
@@ -87,17 +87,17 @@ def scale(
     per_node: Annotated[
         int, typer.Option(min=0, help="GPUs or ranks per full node. 0: the site's GPUs, or all on one node.")
     ] = 0,
-    weak: Annotated[
-        bool, typer.Option("--weak", help="Weak scaling: hold the batch of each rank, not the global batch.")
-    ] = False,
+    weak: bool = False,
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-) -> None:
+) -> int:
     """Run a recipe on several numbers of GPUs, and compare speed, efficiency and losses; exit code 1 if losses differ.
 
     With Slurm, dray submits the runs: those with the same nodes and options as one job array. `dray study show` shows
     them later. Without Slurm, or inside a job, the runs follow one another here.
+
+    --weak: Weak scaling: hold the batch of each rank, not the global batch.
 
     dray study scale recipes/smoke-cpu.toml --ranks 1,2 train.steps=20
     dray study scale recipes/gpt2-wikitext-ddp.toml --gpus 1,2,4,8,16 --weak
@@ -133,15 +133,12 @@ def scale(
         study.members.append(member)
     if not weak and read.train and read.train.precision == "fp32":
         study.tolerance, study.reason = PARITY, "the recipe is fp32 and the global batch is the same"
-    _start(study, runs)
+    return _start(study, runs)
 
 
-def _start(study: Study, runs: Path | None) -> None:
+def _start(study: Study, runs: Path | None) -> int:
     """Start all runs, and print the table."""
-    # A job has another working directory.
-    study.recipe = str(Path(study.recipe).absolute())
-    if study.site.endswith(".toml"):
-        study.site = str(Path(study.site).absolute())
+    study.recipe = str(Path(study.recipe).absolute())  # a job has another working directory
     folder, code = study.begin((runs or default_runs()).absolute()), 0
     if process.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
         study.submit(folder)
@@ -149,20 +146,22 @@ def _start(study: Study, runs: Path | None) -> None:
         code = study.run_here(folder, program())
     print()
     failed = _show(folder)
-    raise typer.Exit(code or failed)
+    return code or failed
 
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(metavar="STUDY", help="The study: its folder, its name or the beginning.")],
+    study: str,
     runs: Runs = None,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Show the table of a study as it is now, also while jobs wait; exit code 1 if a run failed, or if losses differ.
+
+    STUDY: The study: its folder, its name or the beginning of it.
 
     dray study show 20261120-124439-scale-smoke-cpu-cea81f --json
     """
-    raise typer.Exit(_show(studies.find(name, (runs or default_runs()).absolute()), as_json=as_json))
+    return _show(studies.find(study, (runs or default_runs()).absolute()), as_json=as_json)
 
 
 def _show(folder: Path, *, as_json: bool = False) -> int:
@@ -194,9 +193,9 @@ def tune_recipe(
     nodes: Nodes = None,
     ranks: PerNode = None,
     site: Site = "",
-    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")] = False,
+    here: Here = False,
     runs: Runs = None,
-) -> None:
+) -> int:
     """Find the settings with which a recipe trains fastest to the same losses, by short runs one after another.
 
     It tries strategies, micro-batches, activation checkpointing, compilation, ways to compute the loss and fsdp's
@@ -242,4 +241,4 @@ def tune_recipe(
         failed = _show(folder)
     if not failed:
         print(f"dray run {shlex.quote(str(tuner.write_best()))}")
-    raise typer.Exit(failed)
+    return failed

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -19,6 +18,7 @@ from dray.cli.args import (
     Json,
     Nodes,
     Ranks,
+    RunName,
     Runs,
     Sbatch,
     Site,
@@ -47,21 +47,18 @@ def submit(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-    run: Annotated[
-        str,
-        typer.Option(
-            "--run",
-            metavar="NAME|FOLDER",
-            help="Name or folder of the run; if it exists, submit its next attempt.",
-        ),
-    ] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
+    run: RunName = "",
+    dry_run: bool = False,
     as_json: Json = False,
-    follow: Annotated[bool, typer.Option("--follow", help="After submitting, watch the run as dray top does.")] = False,
+    follow: bool = False,
     on: On = "",
-    first: submit_on.First = "",
+    first: str = "",
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options.
+
+    --dry-run: Print the command and the plan; submit nothing.
+    --follow: After submitting, watch the run as dray top does.
+    --first REMOTE,REMOTE: Submit at these remotes, and keep the job that starts first.
 
     dray submit recipes/smoke-cpu.toml --nodes 4 --dry-run batch.global_size=32
     dray submit recipes/mine.toml -N4 --gpus-per-node 4 --sbatch=--time=08:00:00
@@ -85,8 +82,6 @@ def submit(
         raise typer.Exit(submit_on.submit(remotes, asked, argv, run=run, site=site))
     runs = (runs or default_runs()).absolute()
     folder = run_named(runs, run)
-    # The job has another working directory.
-    site = str(Path(site).absolute()) if site.endswith(".toml") else site
     asked = chosen(arguments, context, ranks, gpus_per_node, folder)
     recipe = asked.recipe()
     before = replay.job_options(folder) if folder and asked.last else None

@@ -8,9 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from dray.cli import on
 from dray.cli.args import Chosen
@@ -23,12 +20,6 @@ from dray.remote.transfer import Copied
 from dray.runs.status import DONE, FAILED, LOST, QUEUED, RUNNING, STOPPED
 from dray.runs.store import new_id, run_named
 
-First = Annotated[
-    str,
-    typer.Option(
-        "--first", metavar="REMOTE,REMOTE", help="Submit at these remotes, and keep the job that starts first."
-    ),
-]
 _POLL_S = 30.0
 
 
@@ -54,7 +45,7 @@ def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: 
             copied = transfer.copy_image(connection, image, _say)._replace(code=f"code/{name}")
             transfer.copy_files(connection, chosen.beside, code, copied.code)
             if site.endswith(".toml"):
-                connection.rsync(str(Path(site).absolute()), f"sites/{name}.toml")
+                connection.rsync(site, f"sites/{name}.toml")
             profile = f"{connection.remote.path}/sites/{name}.toml" if site.endswith(".toml") else site
             typed = ["submit", *argv, f"--run={run}", *([f"--site={profile}"] if profile else []), *arguments]
             if failed := on.run(connection, typed, copied):

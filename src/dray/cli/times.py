@@ -1,40 +1,23 @@
-"""Times as users type and read them, in this machine's time zone, as squeue shows them."""
+"""Ages as users type them, and times as they read them: in this machine's time zone, as squeue shows them."""
 
 from __future__ import annotations
 
 import re
 import time
 from contextlib import suppress
-from datetime import datetime, timedelta
-from typing import Annotated
-
-import typer
+from datetime import datetime
 
 from dray.contract.findings import ConfigError
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-Since = Annotated[
-    str, typer.Option(metavar="WHEN", help="Only runs that began since then: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
-]
+_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-def since(text: str) -> float:
-    """The typed time in seconds since 1970; 0 if it is empty."""
-    if not text:
-        return 0.0
-    now = datetime.fromtimestamp(time.time())
-    if age := re.fullmatch(r"([0-9]{1,6}) ?([smhdw])", text):
-        return now.timestamp() - int(age[1]) * _SECONDS[age[2]]
-    with suppress(ValueError, OverflowError):
-        if re.fullmatch(r"[0-9]{1,2}:[0-9:]+", text):
-            at = datetime.fromisoformat(f"{now:%Y-%m-%d}T{text:0>5}")
-            return (at if at <= now else at - timedelta(days=1)).timestamp()
-        return datetime.fromisoformat(text).timestamp()
-    raise ConfigError(
-        "--since has a wrong value",
-        wanted="an age such as 90m, 12h, 3d or 2w, a time such as 18:00, or a date: 2026-11-24 or 2026-11-24T18:00",
-        found=ascii(text),
-    )
+def age(option: str, text: str) -> float:
+    """The typed age in seconds."""
+    found = re.fullmatch(r"([0-9]{1,5})([mhdw])", text)
+    if not found:
+        raise ConfigError(f"{option} has a wrong value", wanted="an age: 90m, 12h, 3d or 2w", found=ascii(text))
+    return int(found[1]) * _SECONDS[found[2]]
 
 
 def seconds(utc: str | None) -> float | None:

@@ -8,8 +8,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import typer
-
 from dray import process
 from dray.cli.args import Run, Runs, program
 from dray.contract import exit_codes, files
@@ -26,7 +24,7 @@ def watch(
     run: Run = "",
     mail: str = "",
     runs: Runs = None,
-) -> None:
+) -> int:
     """Watch a run from outside its job, through its attempts, and print a line when something happens to it.
 
     It runs on a login node, and says when the run starts, stalls, loses a node, diverges, is requeued, is held by
@@ -58,11 +56,11 @@ def watch(
         seen = Watcher(folder, tell, submit).watch()
     except KeyboardInterrupt:
         print("\nthe run goes on")
-        return
+        return exit_codes.DONE
     code = seen.exit_code
     if code is None:
         code = exit_codes.DONE if seen.state == DONE else exit_codes.FAILED
-    raise typer.Exit(code)
+    return code
 
 
 def _webhook() -> str:

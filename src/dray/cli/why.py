@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -18,18 +17,16 @@ from dray.runs.store import find
 def why(
     context: typer.Context,
     run: Run = "",
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="[FILE]", help="With --bundle: archive to write. Default: dray-why-RUN.tar.gz."),
-    ] = None,
-    bundle: Annotated[
-        bool, typer.Option("--bundle", help="Pack plan, result, failures and the ends of logs, without secrets.")
-    ] = False,
+    file: Path | None = None,
+    bundle: bool = False,
     as_json: Json = False,
     runs: Runs = None,
     on: On = "",
 ) -> None:
     """Show why a run failed: the first failure, its cause and the fix. --bundle packs the files for a bug report.
+
+    FILE: With --bundle: archive to write. Default: dray-why-RUN.tar.gz.
+    --bundle: Pack plan, result, failures and the ends of logs, without secrets.
 
     dray why
     dray why 4711 report.tar.gz --bundle
