@@ -165,7 +165,6 @@ def test_it_names_what_is_an_example(slurm: Slurm, capsys: pytest.CaptureFixture
         ({"data": "gone.txt"}, "--data names nothing"),
         ({"data": "hub:"}, "the recipe has 1 error"),
         ({"model": "/gone"}, "--model names nothing"),
-        ({"site": "nope"}, "there is no site 'nope'"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(wrong: dict[str, str], problem: str, slurm: Slurm) -> None:

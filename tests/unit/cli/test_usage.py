@@ -151,6 +151,9 @@ def test_make_says_which_images_there_are(target: str) -> None:
     )
 
 
+FIX_STEP = "--step N with a step of this run; checkpoint.every=N in the recipe keeps checkpoints"
+
+
 class TestRunsOfCommandsAndOthers:
     def test_what_reads_a_model_says_why_a_command_has_none(self, dray: Dray, tmp_path: Path) -> None:
         recipe = read_recipe(None, (), ["python3", "--lr", "1"])
@@ -177,10 +180,10 @@ class TestRunsOfCommandsAndOthers:
         with pytest.raises(ConfigError) as refused:
             step_of(tmp_path, "mine", 30)
         assert (refused.value.problem, refused.value.details) == (
-            "this run has no checkpoint of step 30",
-            {"where": str(tmp_path), "found": "steps 10, 20", "fix": "--step N, with a step of this run"},
+            "this run has no such checkpoint",
+            {"where": str(tmp_path), "found": "steps 10, 20", "fix": FIX_STEP},
         )
-        with pytest.raises(ConfigError, match="this run has no checkpoint"):
+        with pytest.raises(ConfigError, match="this run has no such checkpoint"):
             step_of(tmp_path, "third", None)
 
     @pytest.mark.parametrize("manifest", [None, "", "[]", "{}", "[" * 5000, "\0"])

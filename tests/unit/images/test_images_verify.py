@@ -105,14 +105,14 @@ def test_no_digest_at_all(sif, given):
 def test_the_digest_decides(sif, capsys):
     whole = sif.read_bytes()
     digest = f"sha256:{hashlib.sha256(whole).hexdigest()}"
-    verbs.verify(str(sif), digest=digest, signature=False)
+    verbs.verify(str(sif), digest=digest, no_signature=True)
     assert capsys.readouterr().out == f"{sif}\n{digest} (--digest)\nsignature unchecked\n"
     # header, descriptor table, space between parts, definition, squashfs
     for offset in (72, 20_000, 32_300, 32_176, 32_800):
         sif.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
         found = f"sha256:{hashlib.sha256(sif.read_bytes()).hexdigest()}"
-        for signature in (True, False):
-            assert refusal(verbs.verify, str(sif), digest=digest, signature=signature) == (
+        for no_signature in (False, True):
+            assert refusal(verbs.verify, str(sif), digest=digest, no_signature=no_signature) == (
                 f"the image has another digest\n  where:  {sif}\n  wanted: {digest} (--digest)\n"
                 f"  found:  {found}\n"
                 "  fix:    copy or build it again: the file is another image, or was changed or damaged"
@@ -121,7 +121,7 @@ def test_the_digest_decides(sif, capsys):
 
 def test_the_record_of_another_image(sif):
     record.write(sif, KNOWN)
-    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(verbs.verify, str(sif), signature=False)
+    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(verbs.verify, str(sif), no_signature=True)
     assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(verbs.sign, str(sif))
 
 
@@ -130,7 +130,7 @@ def test_a_link_leads_to_the_image_and_its_record(sif, tmp_path, capsys):
     link.symlink_to(sif.name)
     digest = verify.digest(sif)
     record.write(sif, KNOWN.model_copy(update={"sif": File(sha256=digest.removeprefix("sha256:"), size=1)}))
-    verbs.verify(str(link), signature=False)
+    verbs.verify(str(link), no_signature=True)
     assert capsys.readouterr().out == f"{sif}\n{digest} ({sif}.json)\nsignature unchecked\n"
 
 

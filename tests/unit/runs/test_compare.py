@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import typer
 
 from dray.cli import diff as verb
-from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import compare, replay
 from dray.runs.prepare import read_recipe, write
@@ -165,17 +163,6 @@ def test_the_whole_page(base: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None
     log(other, {1: 2.5, 2: 2.4, 3: 2.302, 4: 2.1001, 5: 2.0}, step_s=1.0)
     assert diff(base.run, "slow") == PAGE.splitlines()
     assert json.loads("\n".join(diff(base.run, "slow", "--json")))["losses"]["first"] == 3
-
-
-def test_the_other_run_is_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAY_RUNS", str(tmp_path))
-    base = planted(tmp_path, "base")
-    with pytest.raises(ConfigError, match="there is no other run to compare with"):
-        diff("base")
-    other = planted(tmp_path, "slow", "train.seed=7")
-    os.utime(base.plan, (1, 1))
-    for words in (("slow",), ("base",), (other.folder,)):  # the newest one is slow
-        assert [line for line in diff(*words) if "train.seed" in line]
 
 
 def losses_text(a: RunPaths, b: RunPaths) -> list[str]:

@@ -160,9 +160,9 @@ def test_a_run_on_gpus_that_is_not_deterministic(tmp_path: Path, monkeypatch: py
     other = begun(tmp_path, run="other")
     steps(other, 2.0, 1.25)
     monkeypatch.setattr(replay.Original, "gpus", 1)
-    with redirect_stdout(io.StringIO()) as printed, pytest.raises(typer.Exit) as end:
-        cli._compare(first, other.run, 0)
-    assert end.value.exit_code == 1
+    with redirect_stdout(io.StringIO()) as printed:
+        assert (cli._compare(first, other.run, 75), cli._compare(first, other.run, 0)) == (75, 1)
+    assert f"the replay failed with exit code 75: dray why {other.run}\n" in printed.getvalue()
     assert printed.getvalue().splitlines()[-1] == (
         "train.deterministic = false: on GPUs, the same run has other losses each time"
     )

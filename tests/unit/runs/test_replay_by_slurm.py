@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import time
 from pathlib import Path
 
@@ -27,16 +26,14 @@ Capture = pytest.CaptureFixture[str]
 SCRIPT = f"{ROOT}/slurm/multinode.sh"
 SBATCH = """#!/bin/bash
 printf '%s\\0' "$@" >"{here}/argv"
-for word in "$@"; do [[ "$word" != --run=* ]] || cp -r "{here}/ended/." "${{word#*=}}/"; done
 printf '42;local\\nsee the news\\n'
 """
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """sbatch writes down what it got; a job ends at once with what the folder `ended` has."""
+    """sbatch writes down what it got."""
     made = Slurm(tmp_path, monkeypatch)
-    (tmp_path / "ended").mkdir()
     (made.folder / "bin" / "sbatch").write_text(SBATCH.format(here=tmp_path))
     (tmp_path / "i.sif").write_bytes(b"hsqs")
     for name in ("DRAY_SITE", "SBATCH_ACCOUNT"):
@@ -151,41 +148,6 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(slurm: Slurm, tmp_path: Path)
     with pytest.raises(DrayError, match="invalid account"):
         replay("mine")
     assert [one.name for one in (tmp_path / "runs").glob("[!.]*")] == ["mine"]
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize(
-    ("losses", "code", "last"),
-    [
-        ((2.0, 1.5), 0, "losses are identical to the last bit in 2 steps"),
-        ((2.0, 1.25), 1, "largest relative difference 1.7e-01"),
-        ((2.0,), 1, "only A logged 1 more step"),
-    ],
-)
-def test_it_waits_and_compares(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, losses: tuple[float, ...],
-    code: int, last: str,
-) -> None:  # fmt: skip
-    watched: list[Path] = []
-    monkeypatch.setattr(verb, "watch", watched.append)  # dray top has its own tests
-    ran(tmp_path / "runs", 2.0, 1.5)
-    shutil.copytree(ran(tmp_path / "others", *losses, run="again").run, tmp_path / "ended", dirs_exist_ok=True)
-    assert replay("mine", "--follow") == code
-    assert [line for line in capsys.readouterr().out.splitlines() if "speed" not in line][-1] == last
-    assert watched == [replayed(tmp_path)]
-    assert not [line for line in slurm.calls if line.startswith("scancel")]
-
-
-@pytest.mark.seconds
-def test_a_replay_that_has_failed_ends_with_its_code(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setattr(verb, "watch", lambda _run: None)
-    ran(tmp_path / "runs", 2.0)
-    shutil.copytree(ran(tmp_path / "others", 2.0, run="again", code=75).run, tmp_path / "ended", dirs_exist_ok=True)
-    assert replay("mine", "--follow") == 75
-    told = f"the replay failed with exit code 75: dray why {replayed(tmp_path)}"
-    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from dray import process
 from dray.cli import study as studies
@@ -39,9 +38,8 @@ def ran(runs: Path, name: str, losses: list[float | None], speed: float = 100.0,
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str]:
     capsys.readouterr()
-    with pytest.raises(typer.Exit) as ended:
-        studies.show(str(folder), **options)
-    return ended.value.exit_code, capsys.readouterr().out
+    code = studies.show(str(folder), **options)
+    return code, capsys.readouterr().out
 
 
 def made(runs: Path, kind: str, *counts: int) -> Path:
@@ -226,8 +224,7 @@ class TestStart:
         return found
 
     def test_strong_and_weak(self, asked: list[list[str]], tmp_path: Path) -> None:
-        with pytest.raises(typer.Exit):
-            studies.scale(RECIPE, "2,1", ["train.steps=40"], runs=tmp_path)
+        studies.scale(RECIPE, "2,1", ["train.steps=40"], runs=tmp_path)
         where = [f"--runs={tmp_path}", str(RECIPE), "train.steps=40"]
         assert asked == [
             ["--run=20-scale-smoke-cpu-1", "--nodes=1", "--ranks=1", *where],
@@ -235,8 +232,7 @@ class TestStart:
         ]
         assert study.load(tmp_path / "20-scale-smoke-cpu").tolerance == study.PARITY
         asked.clear()
-        with pytest.raises(typer.Exit):
-            studies.scale(RECIPE, "2,8", per_node=4, weak=True, runs=tmp_path / "weak")
+        studies.scale(RECIPE, "2,8", per_node=4, weak=True, runs=tmp_path / "weak")
         assert [argv[1:3] + argv[-1:] for argv in asked] == [
             ["--nodes=1", "--ranks=2", "batch.global_size=16"],
             ["--nodes=2", "--ranks=4", "batch.global_size=64"],
@@ -253,20 +249,16 @@ class TestStart:
             return code
 
         monkeypatch.setattr(process, "in_front", run)
-        with pytest.raises(typer.Exit) as ended:
-            studies.scale(RECIPE, "1,2", runs=tmp_path)
-        assert (len(asked), ended.value.exit_code) == (begun, ended_with)
+        ended = studies.scale(RECIPE, "1,2", runs=tmp_path)
+        assert (len(asked), ended) == (begun, ended_with)
 
     def test_no_run_goes_on_from_another(self, asked: list[list[str]], tmp_path: Path) -> None:
-        with pytest.raises(typer.Exit):
-            studies.scale(RECIPE, "1,2", ["checkpoint.folder=/c/"], runs=tmp_path)
+        studies.scale(RECIPE, "1,2", ["checkpoint.folder=/c/"], runs=tmp_path)
         assert [argv[-1] for argv in asked] == [f"checkpoint.folder=/c/20-scale-smoke-cpu-{ranks}" for ranks in (1, 2)]
 
     def test_a_sweep_is_all_combinations(self, asked: list[list[str]], tmp_path: Path) -> None:
-        with pytest.raises(typer.Exit):
-            studies.sweep(
-                RECIPE, ["train.lr=1e-3,4e-3", "train.steps=40", "train.betas=[0.9,0.95]", LISTS], runs=tmp_path
-            )
+        settings = ["train.lr=1e-3,4e-3", "train.steps=40", "train.betas=[0.9,0.95]", LISTS]
+        studies.sweep(RECIPE, settings, runs=tmp_path)
         assert [argv[-4:] for argv in asked] == [
             ["train.steps=40", "train.betas=[0.9,0.95]", LISTS, "train.lr=1e-3"],
             ["train.steps=40", "train.betas=[0.9,0.95]", LISTS, "train.lr=4e-3"],
@@ -306,10 +298,9 @@ def test_runs_of_a_command_one_after_another_here(
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(sys, "argv", ["dray.py"])
-    with pytest.raises(typer.Exit) as ended:
-        studies.scale(recipe, "1,2", ["image=cpu"], runs=tmp_path / "runs")
+    code = studies.scale(recipe, "1,2", ["image=cpu"], runs=tmp_path / "runs")
     out = capfd.readouterr().out
-    assert (ended.value.exit_code, out.count("done: exit code 0")) == (0, 2)
+    assert (code, out.count("done: exit code 0")) == (0, 2)
     (folder,) = (path.parent for path in (tmp_path / "runs").glob("*/study.json"))
     rows = study.look(folder, study.load(folder))
     assert [(row.ranks, row.state, row.apart) for row in rows] == [(1, "done", ""), (2, "done", "")]
@@ -343,10 +334,9 @@ def test_inside_an_salloc_each_run_is_a_process_of_its_own(
     script.chmod(0o755)
     monkeypatch.setattr(studies, "program", lambda: [str(script)])
     monkeypatch.setattr(study, "new_id", lambda name: f"20-{name}")
-    with pytest.raises(typer.Exit) as ended:
-        studies.scale(RECIPE, "1,2", runs=runs)
+    code = studies.scale(RECIPE, "1,2", runs=runs)
     where = f"--runs={runs} {RECIPE}"
-    assert (calls.read_text().splitlines(), ended.value.exit_code) == (
+    assert (calls.read_text().splitlines(), code) == (
         [f"run --run=20-scale-smoke-cpu-{n} --nodes=1 --ranks={n} {where}" for n in (1, 2)][:begun],
         ended_with,
     )
@@ -358,6 +348,5 @@ def test_inside_an_salloc_what_is_refused_ends_the_study(tmp_path: Path, monkeyp
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(studies, "program", lambda: ["bash", "-c", "exit 78"])
-    with pytest.raises(typer.Exit) as ended:
-        studies.scale(RECIPE, "1,2", runs=tmp_path / "runs")
-    assert ended.value.exit_code == 78
+    code = studies.scale(RECIPE, "1,2", runs=tmp_path / "runs")
+    assert code == 78

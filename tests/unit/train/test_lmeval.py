@@ -99,6 +99,7 @@ def test_a_masked_model_has_no_next_token(run: Path, monkeypatch: pytest.MonkeyP
     from dray.runs import run_in_image
 
     plan, final = run_in_image.ended(run)
-    masked = plan.model_copy(update={"recipe": plan.recipe.with_values("train", objective="masked")})
+    masked = plan.recipe.with_values("train", objective="masked")
+    job = image_tasks.LmEval(str(final), "hellaswag", [], "cpu", 1, trust_remote_code=False)
     with pytest.raises(ConfigError, match="lm-eval's tasks are for models that predict the next token"):
-        model._lm_eval(masked, final, "hellaswag", [], device_map=False, engine="bare")
+        model._lm_eval(masked, job, "bare")
