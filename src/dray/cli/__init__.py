@@ -18,7 +18,7 @@ VERBS = {
         "image": "Build, adopt, extend, inspect and verify images",
         "recipe": "List, write and check recipes, and list their keys",
         "site": "List, show, check and write the site files of clusters",
-        "data": "Show the datasets of a recipe as its model will see them",
+        "data": "Show a recipe's datasets as its model will see them, or download them",
     },
     "Start a run": {
         "plan": "Print in ten lines what would run, without starting it",
@@ -39,11 +39,11 @@ VERBS = {
         "report": "Write a report of a run, or of several side by side",
         "diff": "Show what differs between two runs, the most important first",
         "replay": "Repeat a run with the same recipe, nodes and ranks",
-        "model": "Evaluate, export or push a model, or generate text with it",
+        "model": "Evaluate, export, push or import a model, or generate text with it",
     },
     "Several runs and machines": {
-        "study": "Run one recipe several times, and compare",
-        "remote": "Name clusters that you reach by ssh",
+        "study": "Run one recipe several times, and compare: sweep, scale and tune",
+        "remote": "Name clusters that you reach by ssh, for --on NAME",
         "clean": "Show old runs and tokens of datasets; with --yes remove them",
     },
 }

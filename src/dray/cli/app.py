@@ -13,7 +13,7 @@ import typer
 from pydantic import ValidationError
 from typer.exceptions import TyperException
 
-from dray.cli import WITH_COMMAND
+from dray.cli import HIDDEN, SHOWN, WITH_COMMAND
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
 
@@ -56,7 +56,8 @@ def command(*verbs: str) -> Any:  # noqa: ANN401  typer has no name for its comm
         examples = []
         for inner in group.registered_commands:
             examples += _document(inner)[:1]
-        app.add_typer(group, name=verb, epilog=_epilog(examples[:_OF_GROUP]))
+        about = f"{(SHOWN | HIDDEN)[verb]}."
+        app.add_typer(group, name=verb, help=about, no_args_is_help=True, epilog=_epilog(examples[:_OF_GROUP]))
     for info in app.registered_commands:
         _document(info)
     return typer.main.get_command(app)
@@ -65,6 +66,7 @@ def command(*verbs: str) -> Any:  # noqa: ANN401  typer has no name for its comm
 def _document(verb: typer.models.CommandInfo) -> list[str]:
     """Show the examples of a verb's docstring below its options; return them."""
     verb.help, examples = _read(verb.callback)
+    verb.short_help = verb.help.partition("\n")[0]  # else typer cuts it
     verb.epilog = _epilog(examples)
     return examples
 

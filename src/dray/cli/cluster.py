@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import typer
 
 from dray import process
+from dray.cli.streams import say
 from dray.clients.docker import client, endpoint
 from dray.cluster.containers import USER
 from dray.cluster.health import Health
@@ -16,7 +16,7 @@ from dray.cluster.local import LocalCluster
 from dray.cluster.slurm_conf import CONTROLLER
 from dray.contract.findings import UnfitError
 
-app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")
+app = typer.Typer()
 
 _USAGE = """\
   dray cluster shell                                       open a shell on it; then, for example:
@@ -47,7 +47,7 @@ def up(
     dray cluster up --nodes 2
     """
     with _cluster() as cluster:
-        _show(cluster.up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, say=_say))
+        _show(cluster.up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, say=say))
     print(_USAGE)
 
 
@@ -108,11 +108,7 @@ def down() -> None:
     """
     with _cluster() as cluster:
         removed = cluster.down()
-    _say(f"removed {', '.join(removed)}" if removed else "there was no cluster")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(f"removed {', '.join(removed)}" if removed else "there was no cluster")
 
 
 def _show(health: Health) -> None:

@@ -91,9 +91,8 @@ def answer() -> int:
     line, _, begun = os.environ.get("_TYPER_COMPLETE_ARGS", "").rpartition(" ")
     typed = line.split()[1:]
     if not typed:
-        verbs = cli.SHOWN | {"cluster": cli.HIDDEN["cluster"], "completion": cli.HIDDEN["completion"]}
-        for verb, about in verbs.items():
-            if verb.startswith(begun):
+        for verb, about in (cli.SHOWN | cli.HIDDEN).items():
+            if about and verb.startswith(begun):
                 print(verb if os.environ["_DRAY_COMPLETE"] == "complete_bash" else f"{verb}\t{about}")
     elif typed[0] in cli.SHOWN | cli.HIDDEN and "--" not in typed:
         from typer.completion import get_completion_inspect_parameters  # noqa: PLC0415

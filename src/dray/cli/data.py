@@ -19,9 +19,7 @@ from dray.contract.findings import ConfigError, counted
 from dray.runs import local, run_in_image
 from dray.runs.prepare import read_recipe
 
-app = typer.Typer(
-    no_args_is_help=True, help="Show the datasets of a recipe as its model will see them, or download them."
-)
+app = typer.Typer()
 Table = dict[str, Any]
 _WIDTH = 400  # characters of a part that are shown
 

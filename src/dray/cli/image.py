@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from dray.cli.args import Json
+from dray.cli.streams import say
 from dray.clients import builder
 from dray.config import dray_home
 from dray.config.image_definition import ACCELERATORS
@@ -33,7 +34,7 @@ from dray.images.sif import record
 from dray.images.sif import sign as signatures
 from dray.images.sif import verify as identity
 
-app = typer.Typer(help="Build, adopt, extend, inspect and verify images.", no_args_is_help=True)
+app = typer.Typer()
 
 Variant = Annotated[str, typer.Argument(help=f"Image variant: {', '.join(ACCELERATORS)}.")]
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
@@ -132,9 +133,9 @@ def bundle(
     root = dray_home.root(build=True)
     folder = (out or root / "build" / f"bundle-{variant}").absolute()
     is_locked = debian == "locked"
-    with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say, builder.engine():
-        source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, as_locked=is_locked, say=say)
-        made = inputs.to_bundle(root, source, folder, key=key, say=say)
+    with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as tell, builder.engine():
+        source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, as_locked=is_locked, say=tell)
+        made = inputs.to_bundle(root, source, folder, key=key, say=tell)
     print(f"{made}\nto build from it: make image-{variant} BUNDLE={made.name}")
 
 
@@ -153,7 +154,7 @@ def adopt(
     dray image adopt theirs.sif --name theirs
     """
     root = dray_home.root(build=True)
-    made = adopting.adopt(root, source, name=name, force=force, say=lambda line: print(line, file=sys.stderr))
+    made = adopting.adopt(root, source, name=name, force=force, say=say)
     print(made.file)
     print(_aligned({"digest": made.digest, **made.versions}))
     if made.brought:
@@ -230,9 +231,9 @@ def lock(
     """
     root = dray_home.root(build=True)
     if variant == "debian":
-        with build_log(root / "build" / "logs" / "debian.log") as say:
-            named = base or base_image.default(root, inputs.image(root, "cpu").base, say=say)
-            changes = debs.update_locks(root, base=base_image.fetched(root, named, say=say), say=say, check=check)
+        with build_log(root / "build" / "logs" / "debian.log") as tell:
+            named = base or base_image.default(root, inputs.image(root, "cpu").base, say=tell)
+            changes = debs.update_locks(root, base=base_image.fetched(root, named, say=tell), say=tell, check=check)
         if check and changes:
             found = "\n".join(changes)
             fix = "dray image lock debian"

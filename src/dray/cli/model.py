@@ -20,10 +20,7 @@ from dray.runs import trust as trusting
 from dray.runs.prepare import over, read_recipe
 from dray.runs.store import dig, find, newest_attempt, read_json
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Evaluate, export or push a model, or generate text with it; import checkpoints of other programs.",
-)
+app = typer.Typer()
 TrustRun = Annotated[
     bool,
     typer.Option(

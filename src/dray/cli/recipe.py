@@ -22,7 +22,7 @@ from dray.planning.world import divide
 from dray.runs import find_inputs
 from dray.runs.prepare import read_recipe, recipe_name
 
-app = typer.Typer(no_args_is_help=True, help="List, write and check recipes, and list their keys.")
+app = typer.Typer()
 
 
 @app.command("list")

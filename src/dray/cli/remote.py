@@ -11,9 +11,7 @@ from dray.config import dray_home
 from dray.images import store
 from dray.remote import remotes_file, ssh, transfer
 
-app = typer.Typer(
-    no_args_is_help=True, help="Name clusters that you reach by ssh; submit, runs, logs and others take --on NAME."
-)
+app = typer.Typer()
 
 
 @app.command()

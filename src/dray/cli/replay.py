@@ -28,7 +28,8 @@ def replay(
     """Repeat a run with the same recipe, nodes and ranks, and compare the losses step by step.
 
     It lists what will differ. The exit code is 0 if all losses are equal to the last bit, else 1.
-    A run of Slurm is submitted again: compare it later, with the dray diff that this prints. Of another user's run, --recipe writes the recipe.
+    A run of Slurm is submitted again, and the `dray diff` to type later is printed.
+    Of another user's run, --recipe writes the recipe.
 
     --engine [bare|docker|podman]: Container engine on this machine. Default: the run's own.
     --recipe FILE: Write the run's recipe with all decided values; start nothing.

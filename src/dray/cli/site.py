@@ -19,7 +19,7 @@ from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError
 from dray.fitness import network_and_site, site_file
 
-app = typer.Typer(no_args_is_help=True, help="List, show, check and write the site files of clusters.")
+app = typer.Typer()
 
 Name = Annotated[
     str,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import typer
 
 from dray.cli.args import NamedRun, Runs
@@ -28,11 +30,7 @@ def stop(
     """
     hand_over(on)
     try:
-        request_stop.stop(require_own(find(run, runs)), now=now, wait=not no_wait, say=_say)
+        request_stop.stop(require_own(find(run, runs)), now=now, wait=not no_wait, say=partial(print, flush=True))
     except KeyboardInterrupt:
         print("the run still saves and ends; dray stop shows how it ended")
         raise typer.Exit(130) from None
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

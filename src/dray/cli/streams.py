@@ -74,6 +74,11 @@ def begin() -> None:
         setattr(sys, name, show(stream) if number else stream)
 
 
+def say(line: str) -> None:
+    """Print a line of progress, beside the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def _refused() -> OSError | None:
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return raw.refused if isinstance(raw, _Output) else None

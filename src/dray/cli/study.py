@@ -27,7 +27,7 @@ from dray.runs.store import default_runs, new_id
 from dray.runs.study import PARITY, Member, Study
 from dray.runs.tune import Tuner
 
-app = typer.Typer(help="Run one recipe several times, and compare: sweep, scale and tune.", no_args_is_help=True)
+app = typer.Typer()
 PerNode = Annotated[
     int | None, typer.Option("--ranks", "--gpus-per-node", min=1, help="Ranks per node; with GPUs, one GPU for each.")
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from dray.cli import on
 from dray.cli.args import Chosen
+from dray.cli.streams import say
 from dray.config import dray_home
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
@@ -42,7 +42,7 @@ def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: 
     with ExitStack() as stack:
         connections = [stack.enter_context(ssh.connected(remote)) for remote in named]
         for connection in connections:
-            copied = transfer.copy_image(connection, image, _say)._replace(code=f"code/{name}")
+            copied = transfer.copy_image(connection, image, say)._replace(code=f"code/{name}")
             transfer.copy_files(connection, chosen.beside, code, copied.code)
             if site.endswith(".toml"):
                 connection.rsync(site, f"sites/{name}.toml")
@@ -50,7 +50,7 @@ def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: 
             typed = ["submit", *argv, f"--run={run}", *([f"--site={profile}"] if profile else []), *arguments]
             if failed := on.run(connection, typed, copied):
                 if connection is not connections[0]:
-                    _say(f"jobs at the remotes before {connection.remote.name} stay: dray stop --on NAME {run}")
+                    say(f"jobs at the remotes before {connection.remote.name} stay: dray stop --on NAME {run}")
                 return failed
         if len(connections) > 1 and "--dry-run" not in argv:
             return _keep_first(connections, [run, *(word for word in argv if word.startswith("--runs="))])
@@ -59,7 +59,7 @@ def submit(remotes: Sequence[str], chosen: Chosen, argv: Sequence[str], *, run: 
 
 def _keep_first(connections: Sequence[Connection], run: Sequence[str]) -> int:
     """Wait until a job leaves the queue, and stop the others."""
-    _say("waiting for the first job that starts; Ctrl-C leaves all jobs in the queue")
+    say("waiting for the first job that starts; Ctrl-C leaves all jobs in the queue")
     waiting = list(connections)
     while waiting:
         for connection in list(waiting):
@@ -70,13 +70,9 @@ def _keep_first(connections: Sequence[Connection], run: Sequence[str]) -> int:
             if state in (RUNNING, DONE, FAILED):
                 waiting.remove(connection)
                 name = connection.remote.name
-                _say(f"the job at {name} is first, and the others are stopped: dray status --on {name} {run[0]}")
+                say(f"the job at {name} is first, and the others are stopped: dray status --on {name} {run[0]}")
                 return max([0, *(on.run(other, ["stop", "--no-wait", *run]) for other in waiting)])
             if state in (LOST, STOPPED):
                 waiting.remove(connection)
         time.sleep(_POLL_S)
     raise DrayError("no job has started: all have ended in the queue", fix=f"dray why --on NAME {run[0]}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
@@ -19,14 +16,12 @@ from dray.cli.progress import Steps
 from dray.cli.streams import is_gone, shown
 from dray.contract import files
 from dray.contract.control_characters import printable
-from dray.runs import metrics
 from dray.runs.status import State, Watched
 from dray.runs.store import find
 
 _LOOK_S = 1.0
 _NODES_PER_S = 64  # each look asks the shared disk for the state of all logs
-_LINES, _WIDTH = 6, 60
-_BLOCKS = "▁▂▃▄▅▆▇█"
+_LINES = 6
 
 
 def top(run: Run = "", runs: Runs = None) -> None:
@@ -88,24 +83,9 @@ def screen(seen: State) -> RenderableType:
     parts = [_text(status.head(seen), "bold")]
     parts += [_text(line) for line in [*status.waiting(seen), *status.running(seen)]]
     if seen.paths:
-        with suppress(OSError):
-            steps = [event for event in metrics.tail(seen.paths.metrics) if event.get("event") == "step"]
-            losses = [loss for step in steps if (loss := metrics.number(step, "loss")) is not None]
-            if len(losses) > 1:
-                parts.append(_text(f"  loss {sparkline(losses, _WIDTH)}"))
         parts += [_text(f"  | {shown(line.encode())}", "dim") for line in files.tail(seen.paths.rank_log(0), _LINES)]
     return Group(*parts)
 
 
 def _text(line: str, style: str = "") -> Text:
     return Text(str(printable(line)), style=style, no_wrap=True, overflow="ellipsis")
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """The values as a line of blocks, then the largest and the smallest; a block is the mean of its values."""
-    width = min(width, len(values))
-    cuts = [place * len(values) // width for place in range(width + 1)]
-    means = [fmean(values[low:high]) for low, high in pairwise(cuts)]
-    least, span = min(means), (max(means) - min(means)) or 1.0
-    drawn = "".join(_BLOCKS[round((mean - least) / span * 7)] for mean in means)
-    return f"{drawn}  {max(values):.3f} to {min(values):.3f}"

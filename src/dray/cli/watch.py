@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from contextlib import suppress
@@ -36,7 +37,7 @@ def watch(
     dray watch 4711 --mail me@example.org
     """
     folder = require_own(find(run, runs))
-    if mail and (not mail.isprintable() or " " in mail or "@" not in mail):
+    if mail and not re.fullmatch(r"[!-?A-~]+@[!-?A-~]+", mail):
         raise ConfigError("--mail has a wrong value", wanted="one address, such as me@example.org", found=ascii(mail))
     url = _webhook()
 

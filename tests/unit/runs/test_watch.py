@@ -724,7 +724,6 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
         "  began 2026-11-25 01:27",
         "  last sign of life: 3 s ago",
         "  failed: rank-1",
-        "  loss █▄▁  5.900 to 5.700",
         "  | loads",
         "  | step 1/60  loss 5",
         "  | step 2/60  loss 4",
@@ -743,12 +742,6 @@ def test_the_commands_of_its_page(talks: RunPaths) -> None:
     done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     assert done.stdout.count("mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)") == 2
-
-
-def test_a_sparkline() -> None:
-    assert top.sparkline([8.0, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁  8.000 to 1.000"
-    assert top.sparkline([4.0, 2, 1, 1], 2) == "█▁  4.000 to 1.000"
-    assert top.sparkline([1.0, 1.0], 8) == "▁▁  1.000 to 1.000"
 
 
 def test_in_a_pipe_it_is_lines(
