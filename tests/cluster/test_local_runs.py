@@ -71,7 +71,7 @@ def test_the_demo_shows_plain_lines_when_nobody_watches(demo) -> None:
     assert first == "smoke-cpu: 4 ranks on 2 nodes (bare)"
     assert len(middle) == 21
     for line in middle:
-        assert re.fullmatch(r"step \d+  loss \d\.\d{3}  [\d,]+ tokens/s  \d+ s left", line)
+        assert re.fullmatch(r"step \d+  loss \d\.\d{3}  [\d,]+ tokens/s  (\d+ min )?\d+ s left", line)
     assert re.fullmatch(
         r"done: 200 steps, loss 5\.\d{3} -> 0\.\d{3}, perplexity \d\.\d\d, [\d,]+ tokens/s, 4 ranks on node1 node2",
         last,

@@ -78,13 +78,21 @@ Engine = Annotated[
     typer.Option(help="Container engine; bare: this Python, without an image."),
 ]
 Nodes = Annotated[
-    int | None, typer.Option("--nodes", "-N", min=1, max=65_536, help="Number of nodes. Default: the recipe's.")
+    int | None,
+    typer.Option("--nodes", "-N", min=1, max=65_536, metavar="N", help="Number of nodes. Default: the recipe's."),
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option("--ranks", min=1, help="Ranks per node, as torchrun's --nproc-per-node; with GPUs, one GPU for each."),
+    typer.Option(
+        "--ranks",
+        min=1,
+        metavar="N",
+        help="Ranks per node, as torchrun's --nproc-per-node; with GPUs, one GPU for each.",
+    ),
 ]
-GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs per node, one rank for each.")]
+GpusPerNode = Annotated[
+    int, typer.Option(min=0, metavar="N", show_default=False, help="GPUs per node, one rank for each.")
+]
 GpuMemory = Annotated[
     float | None,
     typer.Option(min=0, metavar="GB", help="Memory of one GPU. Default: the site's. 0: refuse no model for its size."),
@@ -93,6 +101,7 @@ Site = Annotated[
     str,
     typer.Option(
         envvar="DRAY_SITE",
+        metavar="NAME|FILE",
         callback=site_file,
         help="A site's name or file. Default: the site whose file names this cluster.",
         autocompletion=candidates.sites,
@@ -134,7 +143,8 @@ RunName = Annotated[
 ]
 Here = Annotated[bool, typer.Option("--local", help="Inside an salloc: use only this machine.")]
 Runs = Annotated[
-    Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Folder with the run folders. Default: ./runs.")
+    Path | None,
+    typer.Option(envvar="DRAY_RUNS", metavar="FOLDER", help="Folder with the run folders. Default: ./runs."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
 
@@ -238,7 +248,7 @@ def chosen(
             "there is nothing to run",
             wanted="a recipe, such as recipes/smoke-cpu.toml, or a command after --",
             found=f"no run {run}" if run else "",
-            fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
+            fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "dray recipe list",
         )
     from dray.runs import prepare  # noqa: PLC0415  likewise
 

@@ -75,7 +75,8 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 def completion(
     shell: Annotated[
-        Literal["bash", "zsh", "fish"], typer.Argument(help="Your shell, as echo $SHELL prints it.", show_default=False)
+        Literal["bash", "zsh", "fish"],
+        typer.Argument(help="Your shell; echo $SHELL ends in its name.", show_default=False),
     ],
 ) -> None:
     """Print a script with which your shell completes verbs, options, runs, recipes, their keys, and sites.

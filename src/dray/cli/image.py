@@ -36,17 +36,19 @@ from dray.images.sif import verify as identity
 
 app = typer.Typer()
 
-Variant = Annotated[str, typer.Argument(help=f"Image variant: {', '.join(ACCELERATORS)}.")]
+Variant = Annotated[str, typer.Argument(metavar="VARIANT", help=f"Image variant: {', '.join(ACCELERATORS)}.")]
 Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
 Base = Annotated[
     str,
     typer.Option(
         envvar="DRAY_IMAGE_BASE",
+        metavar="BASE",
         help="Base image: a reference, or a tar of a root filesystem. Default: the one in image.toml.",
     ),
 ]
 Wheels = Annotated[
-    Path | None, typer.Option(help="Folder with wheels and sources of your own, in addition to the fetched ones.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder with wheels and sources of your own, in addition to the fetched ones."),
 ]
 Debian = Annotated[
     Literal["locked", "current"],

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dray.contract.control_characters import printable
-from dray.contract.findings import counted
+from dray.contract.findings import counted, duration
 from dray.planning.schema import Plan
 from dray.runs.logs import Growing, Output
 from dray.runs.metrics import LONGEST, Event, number, parsed, whole
@@ -17,7 +17,6 @@ _FIGURES = {
     "perplexity": "perplexity {:.2f}",
     "accuracy": "accuracy {:.3f}",
     "tokens_per_s": "{:,.0f} tokens/s",
-    "seconds_left": "{:.0f} s left",
 }
 
 
@@ -86,4 +85,7 @@ def described(event: Event) -> str:
         if name in event:
             value = number(event, name)
             parts.append(f"{name} not finite" if value is None else form.format(value))
+    left = number(event, "seconds_left")
+    if left is not None:
+        parts.append(f"{duration(left)} left")
     return "  ".join(parts)

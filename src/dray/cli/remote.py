@@ -41,6 +41,8 @@ def show() -> None:
     print(f"# {remotes_file.file()}")
     for one in remotes_file.read().values():
         print(f"{one.name}  {one.place}")
+    if not remotes_file.read():
+        print("no remotes; to name one: dray remote add NAME USER@HOST:/FOLDER")
 
 
 @app.command()

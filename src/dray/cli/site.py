@@ -23,9 +23,7 @@ app = typer.Typer()
 
 Name = Annotated[
     str,
-    typer.Argument(
-        metavar="SITE", help="A site's name or file. Default: this cluster's.", autocompletion=candidates.sites
-    ),
+    typer.Argument(metavar="SITE", help="A site's name or file.", autocompletion=candidates.sites),
 ]
 
 
@@ -51,7 +49,7 @@ def show(
     site: Name = "",
     as_json: Json = False,
 ) -> None:
-    """Print the values of a site, each with its reason and source.
+    """Print the values of a site, by default of this cluster's, each with its reason and source.
 
     dray site show lumi
     """
@@ -96,7 +94,7 @@ def keys(
 
 @app.command()
 def check(site: Name = "") -> None:
-    """Validate a site file, or all, and print every error.
+    """Validate a site file, by default all, and print every error.
 
     dray site check lumi
     """

@@ -104,7 +104,7 @@ def scale(
     """
     if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", ranks):
         raise ConfigError(
-            "there is nothing to compare", wanted="numbers with commas", found=f"--gpus={ranks}",
+            "there is nothing to compare", wanted="numbers with commas", found=ranks,
             fix="dray study scale RECIPE --gpus 1,2,4,8; on CPUs --ranks 1,2",
         )  # fmt: skip
     counts = sorted({int(count) for count in ranks.split(",")})

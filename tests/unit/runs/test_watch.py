@@ -759,10 +759,10 @@ def test_in_a_pipe_it_is_lines(
     lines = capsys.readouterr().out.splitlines()
     assert lines[:5] == [
         "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
-        "step 1  loss 5.900  1,000 tokens/s  90 s left",
-        "step 2  loss 5.800  1,000 tokens/s  90 s left",
-        "step 3  loss 5.700  1,000 tokens/s  90 s left",
-        "step 4  loss not finite  1,000 tokens/s  90 s left",
+        "step 1  loss 5.900  1,000 tokens/s  1 min 30 s left",
+        "step 2  loss 5.800  1,000 tokens/s  1 min 30 s left",
+        "step 3  loss 5.700  1,000 tokens/s  1 min 30 s left",
+        "step 4  loss not finite  1,000 tokens/s  1 min 30 s left",
     ]
     assert lines[5] == "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)"
     assert lines[-1] == f"run folder: {talks.run}"
