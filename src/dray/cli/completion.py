@@ -6,9 +6,7 @@ The shell runs dray at each TAB, with the line in the environment. Typer answers
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
-
-import typer
+from typing import Literal
 
 from dray import cli
 from dray.contract import exit_codes
@@ -74,14 +72,14 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def completion(
-    shell: Annotated[
-        Literal["bash", "zsh", "fish"],
-        typer.Argument(help="Your shell; echo $SHELL ends in its name.", show_default=False),
-    ],
+    shell: Literal["bash", "zsh", "fish"],
 ) -> None:
     """Print a script with which your shell completes verbs, options, runs, recipes, their keys, and sites.
 
+    SHELL: Your shell; echo $SHELL ends in its name.
+
     dray completion bash >>~/.bashrc
+    dray completion zsh >>~/.zshrc
     dray completion fish >~/.config/fish/completions/dray.fish
     """
     print(_SCRIPTS[shell], end="")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dray.cli.args import Json, Runs
+from dray.cli.args import Json, NamedRun, Runs
 from dray.runs import compare
 from dray.runs.store import find
 
 
-def diff(a: str, b: str, as_json: Json = False, runs: Runs = None) -> None:
+def diff(a: NamedRun, b: NamedRun, as_json: Json = False, runs: Runs = None) -> None:
     """Show what differs between two runs, the most important first, and their losses and times side by side.
-
-    A: A run's folder, name or job number.
-    B: Another run.
 
     dray diff 4711 4712
     """

@@ -10,6 +10,7 @@ from typing import Annotated, get_args
 import typer
 
 from dray import __version__
+from dray.cli import candidates
 from dray.cli.args import Runs, typed
 from dray.cli.on import On, bring_back, hand_over
 from dray.config.training import Tracker
@@ -29,7 +30,9 @@ def report(
     named: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="Runs: folders, names or their beginnings, or job numbers. Default: the newest."
+            metavar="RUN",
+            autocompletion=candidates.runs,
+            help="Runs: folders, names or their beginnings, or job numbers. Default: the newest.",
         ),
     ] = None,
     out: Path | None = None,
