@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dray import process
 from dray.cli.args import program
-from dray.cli.recipe import absolute, require_good, write
+from dray.cli.recipe import absolute, require_good, write_new
 from dray.config import dray_home, sites
 from dray.config.image_definition import ACCELERATORS
 from dray.config.new_recipe import New
@@ -63,7 +63,7 @@ def init(
     require_good(text)  # before the checkout is written
     if not (folder / "containers" / "steps").is_dir():
         dray_home.write(folder)
-    write(folder / _RECIPE, text)
+    write_new(folder / _RECIPE, text, "the recipe", fix="dray init ANOTHER-FOLDER, or remove this file")
     print(f"site: {found.name} ({chosen.reason})")
     print(f"{folder}: containers/ to build, slurm/ to submit, recipes/ to train\n{folder / _RECIPE}:\n\n{text}")
     commands = []

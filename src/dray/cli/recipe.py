@@ -82,7 +82,8 @@ def new(
     if file.suffix != ".toml":
         file = Path(f"{file}.toml")
     content = New(name=recipe_name(file.stem), train=absolute("--text", str(text)) if text else "builtin").text()
-    write(file, content)
+    require_good(content)
+    write_new(file, content, "the recipe", fix="name a new file, in a folder to which you may write")
     print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
@@ -111,12 +112,6 @@ def absolute(option: str, given: str) -> str:
 def require_good(content: str) -> None:
     """Refuse the text of a recipe that is not valid."""
     validate(Recipe, tomllib.loads(content), what="the recipe")
-
-
-def write(file: Path, content: str) -> None:
-    """Write a valid recipe as a new file; never replace one."""
-    require_good(content)
-    write_new(file, content, "the recipe", fix="name a new file, in a folder to which you may write")
 
 
 def write_new(file: Path, content: str, what: str, *, fix: str) -> None:

@@ -62,8 +62,7 @@ def show(
     values |= {f"fabric.{key}": value for key, value in chosen.fabric.model_dump().items()}
     for key, value in values.items():
         if value:
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            _entry(f"{key} = {shown}", chosen.why.get(key.partition(".")[0], ""))
+            _entry(f"{key} = {json.dumps(value, ensure_ascii=False)}", chosen.why.get(key.partition(".")[0], ""))
     for bind in chosen.binds:
         access = "read-write" if bind.write else "read-only"
         needed = "" if bind.required else ", if it exists"
