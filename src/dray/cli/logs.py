@@ -22,7 +22,7 @@ from dray.runs.logs import Log
 from dray.runs.status import State, Watched
 from dray.runs.store import find, node_number
 
-_POLL_S, _POLLS_PER_LOOK = 0.2, 5
+_POLL_S = 1.0
 _STATS = 2000  # a second, which a shared disk can serve
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
@@ -121,10 +121,9 @@ class View:
                 shown_state = state
             if over:
                 return
-            for _ in range(_POLLS_PER_LOOK):
-                sys.stdout.flush()
-                wait(max(_POLL_S, len(self.logs) / _STATS))
-                self.print()
+            sys.stdout.flush()
+            wait(max(_POLL_S, len(self.logs) / _STATS))
+            self.print()
             seen = watched.look()
             self.add(seen)
 
