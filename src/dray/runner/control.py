@@ -54,13 +54,12 @@ class Control:
     def __init__(
         self,
         plan: Plan,
-        me: int,
         children: Children,
         channels: Mapping[int, Connection],
         timings: StartTimings,
     ) -> None:
-        self._plan, self._me, self._children, self._timings = plan, me, children, timings
-        self._file_watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
+        self._plan, self._me, self._children, self._timings = plan, plan.me, children, timings
+        self._file_watch = FileWatch("" if plan.me else f"{plan.folder}/{run_folder.STOP}")
         self._open = dict(channels)
         self.asked = False
         """Whether all ranks are to save and end."""
@@ -83,8 +82,8 @@ class Control:
         self.saved = False
         """Whether the cause is that ranks have saved and ended, as they were asked to."""
         self._idle: set[int] = set()
-        watched = self._plan.get("recipe", {}).get("hang_timeout_s") != 0
-        self.hang = Hang(self._plan, self._me, start.number, self._file_watch.size) if watched else None
+        watched = self._plan.recipe.hang_timeout_s != 0
+        self.hang = Hang(self._plan, start.number, self._file_watch.size) if watched else None
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
         """Wait until the launchers of all nodes, and their processes, have ended; return this node's exit code.
@@ -210,11 +209,11 @@ class Control:
 
     def may_restart(self) -> bool:
         """As the first node: whether all ranks may be started again."""
-        world = self._plan["world"]
+        world = self._plan.world
         if not self.can_restart or not self.cause or self.cause.code in _FINAL:
             return False
-        others = len(world["nodes"]) - 1
-        return self.start.number < world["max_restarts"] and len(self._open) == len(self._idle) == others
+        others = len(world.nodes) - 1
+        return self.start.number < world.max_restarts and len(self._open) == len(self._idle) == others
 
     def restart(self, port: int) -> None:
         """As the first node: begin the next start on all nodes, with the store at this port."""
@@ -278,7 +277,7 @@ class Control:
         if self.stopped:  # without that node's ranks none can save; after KillWait Slurm kills the batch script as well
             self._children.end(_GRACE)
             return
-        name = self._plan["world"]["nodes"][node]["name"]
+        name = self._plan.names[node]
         finding = Finding(
             f"node {node} ({name}) is gone",
             wanted="a last message from the node's runner",

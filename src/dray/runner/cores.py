@@ -22,7 +22,7 @@ _VENDORS = ("0x10de", "0x1002")
 
 def placed(world: World, environ: Environ, sys: str = "/sys") -> dict[str, str]:
     """DRAY_CORES, the share of cores to which each rank supervisor moves; and OMP_NUM_THREADS, unless it is set."""
-    ranks, given = world["ranks_per_node"], environ.get(world["identity"]["cpus"], "")
+    ranks, given = world.ranks_per_node, environ.get(world.identity.cpus, "")
     count = int(given) if given.isdigit() else 0
     per_rank = shares(world, count, sys)
     threads = [[*chain.from_iterable(share)] for share in per_rank]
@@ -41,13 +41,13 @@ def placed(world: World, environ: Environ, sys: str = "/sys") -> dict[str, str]:
 
 def shares(world: World, count: int, sys: str) -> list[list[Core]]:
     """The cores of each local rank; empty if it is not known which are this job's. `count` is Slurm's; 0: unknown."""
-    ranks, allowed = world["ranks_per_node"], sorted(os.sched_getaffinity(0))
+    ranks, allowed = world.ranks_per_node, sorted(os.sched_getaffinity(0))
     cores = physical(allowed, sys)
     # A job that is not confined to its CPUs sees all of them, and cannot know its own. If Slurm's count equals the
     # physical cores, the job has them all: with --hint=nomultithread Slurm counts no second threads, the cpuset does.
     if len(allowed) < ranks or (0 < count < len(allowed) and count != len(cores)):
         return []
-    site = [parse(str(mask)) for mask in world["cores"]]
+    site = [*map(parse, world.cores)]
     if len(site) == ranks and set(allowed).issuperset(chain.from_iterable(site)):
         return [physical(mask, sys) for mask in site]
     if len(cores) < ranks:

@@ -18,7 +18,7 @@ from dray.contract.hostnames import compress
 from dray.runner import failure_record
 from dray.runner.culprit import Seen, culprit, grouped
 from dray.runner.heartbeats import Heartbeats, Late
-from dray.runner.plan import Plan, names, ranks
+from dray.runner.plan import Plan
 from dray.runner.protocol import Hung, Message, Progress
 
 _LOOK_S, _TELL_S = 1.0, 5.0  # seconds between looks, and between two messages of progress
@@ -29,20 +29,17 @@ class Hang:
     """The watch over one start of the ranks. A node sends what `look` and `hear` return to the first node; the first
     node sends it to all others."""
 
-    def __init__(self, plan: Plan, me: int, restart: int, size: Callable[[str], int]) -> None:
+    def __init__(self, plan: Plan, restart: int, size: Callable[[str], int]) -> None:
         self.open = False  # from the moment at which the run hangs until it is known why
         self.begun: Finding | None = None
         self.named: Finding | None = None
         self.since = 0.0
         self._plan = plan
-        self._me = me
-        self._folder = f"{plan['folder']}/{run_folder.hang(restart)}"
-        recipe = plan.get("recipe", {})
-        self._ranks = ranks(plan, me)
-        self._nodes = [name for name in names(plan) for _ in self._ranks]  # of each rank
+        self._folder = f"{plan.folder}/{run_folder.hang(restart)}"
+        self._nodes = [name for name in plan.names for _ in plan.ranks]  # of each rank
         # dray's trainer says itself how long it may take, once it is loaded.
-        limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
-        self._beats = Heartbeats(plan, self._ranks, limit, size)
+        limit = heartbeat.LEAST[heartbeat.START] if plan.recipe.train else plan.recipe.hang_timeout_s
+        self._beats = Heartbeats(plan, limit, size)
         self._progress = self._looks_at = self._tells_at = self._deadline = time.monotonic()
         self._seen: list[Seen] = []
         self._reported = False
@@ -57,7 +54,7 @@ class Hang:
         self._looks_at = now + _LOOK_S
         late = self._beats.look(now)
         self._progress = max(self._progress, self._beats.progress)
-        if not self._me:
+        if not self._plan.me:
             return [hung] if late and (hung := self._judge(late, now)) else []
         messages: list[Message] = [late] if late else []
         if now >= self._tells_at and now - self._progress <= _TELL_S:
@@ -107,15 +104,15 @@ class Hang:
         print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
         self._seen = [Seen(rank, node, state="unseen") for rank, node in enumerate(self._nodes)]
 
-        for rank in self._ranks:
+        for rank in self._plan.ranks:
             args = (self._seen, rank, self._plan, f"{self._folder}/rank-{rank}.txt", now)
             Thread(target=stacks.save, args=args, daemon=True).start()
 
     def _collected(self, now: float) -> list[Message]:
         """What was seen of this node's ranks, once all are saved; the first node names the culprit once it has all."""
-        seen = [self._seen[rank] for rank in self._ranks] if self._me else self._seen
+        seen = [self._seen[rank] for rank in self._plan.ranks] if self._plan.me else self._seen
         complete = all(rank.state != "unseen" for rank in seen)
-        if not self._me and (complete or now > self._deadline):
+        if not self._plan.me and (complete or now > self._deadline):
             self._name()
         elif complete and not self._reported:
             self._reported = True
@@ -142,10 +139,8 @@ class Hang:
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
         """Write failures/hang.json."""
-        failure_record.write(
-            self._plan["folder"], "hang", node=finding.node, rank=finding.rank, code=finding.code, why=finding.problem,
-            log=finding.where, last_lines=list(frames), time=self.since,
-        )  # fmt: skip
+        more = {"why": finding.problem, "last_lines": [*frames], "time": self.since}
+        failure_record.write(self._plan.folder, "hang", finding, finding.where, **more)
 
 
 def _line(alike: list[Seen]) -> str:

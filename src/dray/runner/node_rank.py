@@ -11,9 +11,8 @@ from dray.runner.plan import Environ, Plan, World
 
 def index(world: World, environ: Environ) -> int:
     """This node's number in the plan. ConfigError: the plan expects another node."""
-    names, nodes = world["identity"], world["nodes"]
-    variables = [names[key] for key in ("nodes", "node", "name")]
-    places = {(str(len(nodes)), str(place), node["name"]): place for place, node in enumerate(nodes)}
+    variables = [world.identity.nodes, world.identity.node, world.identity.name]
+    places = {(str(len(world.nodes)), str(place), node.name): place for place, node in enumerate(world.nodes)}
     found = tuple(environ.get(name, "") for name in variables)
     if found not in places:
         raise ConfigError(
@@ -32,8 +31,8 @@ def _settings(names: list[str], values: Sequence[str]) -> str:
 
 def require(plan: Plan, environ: Environ) -> None:
     """Refuse a command that cannot start in the container, before every rank fails with it."""
-    first, *rest = plan["command"]
-    folder, path = plan["where"], environ.get("PATH", os.defpath)
+    first, *rest = plan.command
+    folder, path = plan.where, environ.get("PATH", os.defpath)
     script = os.path.join(folder, *rest[:1])
     if script.endswith(".py") and not os.path.exists(script):
         raise _not_there(rest[0], f"a file {script}")

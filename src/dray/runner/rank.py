@@ -103,7 +103,7 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
     now, name = time.time(), f"rank-{rank}"
     number = int(rank) if rank.isdigit() else None
     try:
-        from dray.contract import files  # only a rank that died pays for these  # noqa: PLC0415
+        from dray.contract.findings import Finding  # only a rank that died pays for these  # noqa: PLC0415
         from dray.runner import failure_record  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
         known = f'"time": {now}, "node": {quoted(node)}, "rank": {rank if rank.isdigit() else "null"}, "code": {code}'
@@ -116,10 +116,7 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
         except OSError as refused:
             print(f"dray: {target} cannot be written: {refused}", file=sys.stderr, flush=True)
     else:
-        last_lines = files.tail(log)
-        failure_record.write(
-            folder, name, node=node, time=now, rank=number, code=code, why=why, log=log, last_lines=last_lines
-        )
+        failure_record.write(folder, name, Finding(why, code=code, node=node, rank=number), log, time=now)
 
 
 if __name__ == "__main__":

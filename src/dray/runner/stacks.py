@@ -39,8 +39,8 @@ _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a
 
 def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> None:
     """Write the file, end the rank's program and put down what was seen. All nodes begin at the same time."""
-    scratch = plan["scratch"]
-    log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
+    scratch = plan.scratch
+    log = f"{plan.folder}/{run_folder.rank_log(rank)}"
     beat = heartbeats.of(scratch, rank)
     found = seen[rank]._replace(state="ended" if beat.program < 0 else "")
     if beat.time:

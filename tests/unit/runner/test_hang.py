@@ -26,7 +26,7 @@ from dray.runner.heartbeats import Heartbeats
 from dray.runner.protocol import Progress
 from dray.runs import local, prepare
 from helpers import ROOT, python, until
-from nodes import Start, control, ended
+from nodes import Start, control, decoded, ended, planned
 
 # A program that beats as docs/survive.md shows, waits for the others by files as in a collective, and does once what
 # the test says.
@@ -73,7 +73,7 @@ def hanging(plan: dict[str, Any], tmp_path: Path) -> Callable[..., None]:
 
     def planned(does: str, program: str = PROGRAM, *, limit: int | None = LIMIT, restarts: int = 0) -> None:
         (tmp_path / "program.py").write_text(program)
-        plan["recipe"] = {"hang_timeout_s": limit}
+        plan["recipe"]["hang_timeout_s"] = limit
         plan["world"]["max_restarts"] = restarts
         plan["launcher"] = [sys.executable, "-S", "-E", "{ranks}", "2", "2", "{node_rank}", "{master}", "{port}"]
         plan["command"] = ["sh", "-c", f"cd '{tmp_path}' && {python()} program.py {does}"]
@@ -196,7 +196,8 @@ def no_log(_: str) -> int:
 
 def watched(folder: Path, limit: int | None, size: Callable[[str], int] = no_log) -> Heartbeats:
     """The heartbeat of one rank."""
-    return Heartbeats({"folder": str(folder), "scratch": str(folder)}, range(1), limit, size)
+    plan = decoded(planned(folder, ranks_per_node=1))._replace(scratch=str(folder))
+    return Heartbeats(plan, limit, size)
 
 
 def looked(beats: Heartbeats, begin: int, end: int) -> Any:
@@ -305,7 +306,7 @@ def test_a_process_that_is_no_rank_of_this_node_is_left_alone(tmp_path: Path, wh
     try:
         wrote(tmp_path, 0, 1, heartbeat.STEP, 0, 1, program=program)
         seen = [Seen(0, "node1", state="unseen")]
-        plan = {"folder": str(tmp_path), "scratch": str(tmp_path)}
+        plan = decoded(planned(tmp_path))._replace(scratch=str(tmp_path))
         stacks.save(seen, 0, plan, str(tmp_path / "rank-0.txt"), time.monotonic())
         assert (seen[0].state, seen[0].frames) == ("", ())
         os.kill(orphan, 0)
@@ -327,7 +328,7 @@ def test_the_python_below_a_shell_with_a_trap_is_found() -> None:
 
 def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(plan: dict[str, Any]) -> None:
     """One rank tokenizes for an hour, and all others wait for it."""
-    watch = hang.Hang(plan, 0, 0, no_log)
+    watch = hang.Hang(decoded(plan), 0, no_log)
     late = heartbeats.Late(2, False, 4000.0, 3600.0)
     assert watch.hear(Progress(5.0)) is None
     assert watch.hear(late) is None

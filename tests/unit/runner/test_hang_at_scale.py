@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from dray.runner import culprit, hang, protocol, stacks
 from dray.runner.culprit import Entered, Seen
 from dray.runner.heartbeats import Late
 from dray.runner.protocol import Hung, Message
+from nodes import decoded, loopback, planned
 
 EACH = 8
 GATHER = (
@@ -29,18 +29,14 @@ def does(rank: int, odd_rank: int) -> Seen:
     return (READS if rank == odd_rank else WAITS)._replace(rank=rank, node=f"n{rank // EACH + 1}")
 
 
-def plan(folder: Path, nodes: int) -> dict[str, Any]:
-    world = {"nodes": [{"name": f"n{number + 1}"} for number in range(nodes)], "ranks_per_node": EACH}
-    return {"folder": str(folder), "scratch": str(folder / "scratch"), "world": world}
-
-
 class Cluster:
     """The first node's own code, and that of all others, without the connections between them."""
 
     def __init__(self, folder: Path, nodes: int, odd_rank: int) -> None:
-        (folder / "scratch").mkdir()
         (folder / "failures").mkdir()
-        self.first = hang.Hang(plan(folder, nodes), 0, 0, lambda _: 0)
+        names = [f"n{number + 1}" for number in range(nodes)]
+        plan = decoded(planned(folder, nodes=loopback(*names), ranks_per_node=EACH))
+        self.first = hang.Hang(plan, 0, lambda _: 0)
         self.messages = self.bytes = 0
         assert isinstance(self.first.hear(Late(odd_rank, True, 700.0, 600.0)), Hung)
         for node in range(1, nodes):

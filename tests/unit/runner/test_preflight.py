@@ -18,6 +18,7 @@ import pytest
 from dray.checks import abi, transport
 from dray.contract.findings import Finding, UnfitError
 from dray.runner import preflight
+from dray.runner.protocol import Report
 from helpers import ROOT, until
 from nodes import SECRET, Start, ended, free_port
 
@@ -368,25 +369,22 @@ class TestWhoIsToBlame:
 
     ORDER = ("import torch", "rendezvous", "all-reduce", "all-gather", "done")
 
-    def reports(self, *phases: str, **changes: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    def reports(self, *phases: str, **changes: dict[str, Any]) -> dict[int, list[Report]]:
         """Of each node: one of each of its ranks, which all stopped at their deadline but for these changes."""
         ranks = [
-            {
-                "rank": number, "node": f"node{number // 2 + 1}", "phase": phase, "order": self.ORDER.index(phase),
-                "limit": 60, "time": 100.0 + number, "findings": [], "end": "expired" if phase != "done" else "passed",
-                "why": "", "log": "logs/node-9.log", **changes.get(f"r{number}", {}),
-            }
+            Report(
+                number, f"node{number // 2 + 1}", "logs/node-9.log", f"rank {number}", phase, self.ORDER.index(phase),
+                100.0 + number, 60, end="expired" if phase != "done" else "passed",
+            )._replace(**changes.get(f"r{number}", {}))
             for number, phase in enumerate(phases)
         ]  # fmt: skip
         return {node: ranks[2 * node : 2 * node + 2] for node in range(len(phases) // 2)}
 
-    def finding(self, reports: dict[int, list[dict[str, Any]]], *, last: bool = True) -> Finding | None:
+    def finding(self, reports: dict[int, list[Report]], *, last: bool = True) -> Finding | None:
         refusal = preflight.finding(["node1", "node2"], reports, 90, last=last)
         return refusal and refusal.finding
 
-    def blame(
-        self, reports: dict[int, list[dict[str, Any]]], *, last: bool = True
-    ) -> tuple[str, str, int | None] | None:
+    def blame(self, reports: dict[int, list[Report]], *, last: bool = True) -> tuple[str, str, int | None] | None:
         found = self.finding(reports, last=last)
         return found and (found.problem, found.node, found.rank)
 
@@ -418,7 +416,7 @@ class TestWhoIsToBlame:
 
     def test_who_was_killed_and_not_who_noticed(self) -> None:
         lost = {"end": "crashed", "why": "RuntimeError: Connection closed by peer"}
-        killed = {"end": "killed", "why": "SIGKILL"}
+        killed = {"end": "killed", "why": "killed by SIGKILL"}
         reports = self.reports(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3=killed)
         assert self.blame(reports, last=False) == ("rank 3 on node2 was killed by SIGKILL", "node2", 3)
 

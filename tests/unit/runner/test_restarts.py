@@ -121,7 +121,7 @@ def kill_store(plan: dict[str, Any], first: Any) -> None:
 def test_a_training_whose_store_is_killed_starts_again(plan: dict[str, Any], start: Start, shared: bool) -> None:
     """Without it nothing would be saved when the run is asked to end."""
     ranks(plan, dies="none")
-    plan["recipe"] = {"train": {"steps": 9}}
+    plan["recipe"]["train"] = {"steps": 9}
     plan["world"] |= {"shared_folder": shared, "port": 0 if shared else free_port()}
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
     kill_store(plan, nodes[0])
