@@ -48,6 +48,7 @@ def rows() -> list[Row]:
 def _plan(count: int, limit: float) -> Plan:
     world = dict.fromkeys(World._fields, 0) | {
         "nodes": [{"name": f"n{number}", "address": "127.0.0.1"} for number in range(count)],
+        "ranks_per_node": 8,
         "master": "127.0.0.1",
         "interfaces": [],
         "rendezvous_timeout_s": limit,
