@@ -66,7 +66,6 @@ class Runner:
         self.plan = plan
         identity = plan.world.identity
         self.number, self.name = os.environ.get(identity.node, "unknown"), os.environ.get(identity.name, "")
-        self.began = time.time()
         self.unfit: Finding | None = None
         self.preflight: Preflight | None = None
         self.log: redact.Filter | None = None
@@ -151,9 +150,6 @@ class Runner:
             self.supervised.ask()
         if log:
             log.watch(self.supervised)
-        if not self.plan.me and not self.start.number:
-            with suppress(OSError):  # no run ends for it
-                rendezvous.publish(self.plan, self.store, runner=self.began)
 
     def finish_log(self) -> None:
         """Write the rest of the launcher's output."""
@@ -164,12 +160,12 @@ class Runner:
         """Wait for the end of all nodes' ranks, and record what no rank could; return this node's exit code."""
         links, hang = self.links, self.links.hang
         code = links.lead(self.failure)
-        cause = links.cause if links.start is self.start else links.cause_before
+        cause = links.cause if links.start is self.start else links.start.cause
         self.finish_log()
         if cause and not links.stopped:
             failure_record.first_failure(self.plan)
         if cause and not self.plan.world.shared_folder:  # the record is on another machine
-            if hang and hang.since:
+            if hang and hang.begun:
                 hang.write_record(cause)
             else:
                 self.record(cause)
@@ -187,11 +183,12 @@ class Runner:
             self.listener.close()
             self.listener = address.listen(plan.world)
             links.restart(self.listener.getsockname()[1])
-        number, port, why = links.start
+        number, port, cause = links.start
+        assert cause
         self.store = self.store[0], port
         ended = [f"rank-{rank}" for rank in plan.ranks]
         failure_record.set_aside(plan.folder, number, ["hang", f"node-{plan.me}", *ended])
-        print(f"dray: restart {number} of {plan.world.max_restarts}: {why}", flush=True)
+        print(f"dray: restart {number} of {plan.world.max_restarts}: {cause.problem}", flush=True)
         return True
 
     def leave(self) -> None:

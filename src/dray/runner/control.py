@@ -65,12 +65,9 @@ class Control:
         """Whether all ranks are to save and end."""
         self.stopped = self._stops_now = False
         self.can_restart = True
-        self._closing = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
         self.preflight: dict[int, tuple[Report, ...]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
-        self.cause_before: Finding | None = None
-        """On other nodes than the first: the cause of the start before, once the next one has begun."""
         self._begin(Restart())
         for node, connection in channels.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
@@ -83,7 +80,7 @@ class Control:
         """Whether the cause is that ranks have saved and ended, as they were asked to."""
         self._idle: set[int] = set()
         watched = self._plan.recipe.hang_timeout_s != 0
-        self.hang = Hang(self._plan, start.number, self._file_watch.size) if watched else None
+        self.hang = Hang(self._plan, start.number, self._file_watch.size, self._tell_all) if watched else None
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
         """Wait until the launchers of all nodes, and their processes, have ended; return this node's exit code.
@@ -123,7 +120,7 @@ class Control:
     @property
     def _hangs(self) -> bool:
         """Whether the run hangs, and the first node has not yet named the cause."""
-        return self.hang is not None and self.hang.open and not self.stopped
+        return self.hang is not None and self.hang.begun is not None and not self.stopped
 
     def _waits(self) -> bool:
         """Whether this node waits for others."""
@@ -135,8 +132,7 @@ class Control:
         """Watch whether the ranks make progress; if they hang, end them with the reason."""
         if self.hang is None or self._ending:
             return
-        for message in self.hang.look():
-            self._tell_all(message)
+        self.hang.look()
         self.cause = self.cause or self.hang.begun
         if found := self.hang.named:
             print(f"dray: the run ends: {found}", file=sys.stderr, flush=True)
@@ -190,8 +186,7 @@ class Control:
     def fail(self, finding: Finding) -> None:
         """Tell all nodes why the run fails."""
         self.cause, self.saved = finding, False
-        if self.hang:
-            self.hang.open = False
+        self.hang = None  # what waits for ranks that have failed does not hang
         self._tell_all(Failed(finding))
 
     def end(self, finding: Finding) -> None:
@@ -217,8 +212,7 @@ class Control:
 
     def restart(self, port: int) -> None:
         """As the first node: begin the next start on all nodes, with the store at this port."""
-        assert self.cause
-        self._begin(Restart(self.start.number + 1, port, self.cause.problem))
+        self._begin(Restart(self.start.number + 1, port, self.cause))
         self._tell_all(self.start)
 
     def close(self, seconds: float = _PART_S) -> None:
@@ -228,7 +222,8 @@ class Control:
         """
         self._tell_times(last=True)
         self._tell_all(Ended())
-        deadline, self._closing = time.monotonic() + seconds, True
+        deadline = time.monotonic() + seconds
+        self.stopped = True  # no node is lost any more
         while self._open and (left := deadline - time.monotonic()) > 0:
             self._children.look(left)
         for node in list(self._open):
@@ -240,10 +235,7 @@ class Control:
                 if node in self._open:
                     self._hear(node, message)
         except OSError as error:
-            if self._closing:
-                self._close(node)
-            else:
-                self._lost(node, str(error))
+            self._lost(node, str(error))
 
     def _hear(self, node: int, message: Message) -> None:
         match message:
@@ -254,7 +246,6 @@ class Control:
             case Failed(finding):
                 self.end(finding)
             case Restart():
-                self.cause_before = self.cause
                 self._begin(message)
             case Ended():
                 self._forget(node)
@@ -267,9 +258,8 @@ class Control:
                 self._timings.nodes[node] = parts
             case Reports(reports):
                 self.preflight[node] = reports
-            case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
-                if reply := self.hang.hear(message):
-                    self._tell_all(reply)
+            case _ if self.hang and not self._ending:
+                self.hang.hear(message)
                 self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:

@@ -32,11 +32,9 @@ def placed(world: World, environ: Environ, sys: str = "/sys") -> dict[str, str]:
         omp = min(map(len, per_rank if 0 < count < sum(map(len, threads)) else threads))
     elif 0 < count < ranks:
         text += f" ({count} for {ranks} ranks: ask for more with --cpus-per-task)"
-    variables = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, omp))}
-    if bound:
-        variables["DRAY_CORES"] = bound
-    print(f"dray: cores of each rank: {text}; OMP_NUM_THREADS={variables['OMP_NUM_THREADS']}", flush=True)
-    return variables
+    threads_of_rank = environ.get("OMP_NUM_THREADS") or str(max(1, omp))
+    print(f"dray: cores of each rank: {text}; OMP_NUM_THREADS={threads_of_rank}", flush=True)
+    return {"OMP_NUM_THREADS": threads_of_rank, "DRAY_CORES": bound}
 
 
 def shares(world: World, count: int, sys: str) -> list[list[Core]]:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 from dray.contract import files, node, processes
@@ -53,21 +53,13 @@ def collect(folder: str, log: object) -> list[str]:
 
 def oom_kills() -> str:
     """How many processes of this node's memory cgroup the kernel has killed; empty if unknown."""
-    for path in _counters():
-        with suppress(OSError):
-            if count := re.search(rb"(?m)^oom_kill (\d+)$", files.read(path)):
-                return count[1].decode()
+    for controllers, group in re.findall(r"(?m)^\d+:(|memory):(.*)$", node.proc_text("/proc/self/cgroup")):
+        counter = "memory{}/memory.oom_control" if controllers else "{}/memory.events"
+        for seen in (group, ""):  # its own, or the root that a container sees
+            counts = node.proc_text(f"/sys/fs/cgroup/{counter.format(seen)}")
+            if count := re.search(r"(?m)^oom_kill (\d+)$", counts):
+                return count[1]
     return ""
-
-
-def _counters() -> Iterator[str]:
-    """The files that may have the counter: of this process's own cgroup, or of the root that a container sees."""
-    for line in files.read("/proc/self/cgroup").decode().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers in ("", "memory"):
-            name = "memory/{}/memory.oom_control" if controllers else "{}/memory.events"
-            yield f"/sys/fs/cgroup/{name.format(group)}"
-            yield f"/sys/fs/cgroup/{name.format('')}"
 
 
 def _killed() -> int | None:

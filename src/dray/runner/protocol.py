@@ -117,7 +117,7 @@ class Restart(NamedTuple):
 
     number: int = 0
     port: int = 0
-    why: str = ""
+    cause: Finding | None = None
     """Why the ranks before have ended."""
 
 

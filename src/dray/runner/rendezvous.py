@@ -85,9 +85,9 @@ def make_hello(plan: Plan, unfit: str = "") -> Hello:
     )
 
 
-def publish(plan: Plan, at: Endpoint, **times: float) -> None:
-    """Tell the other nodes where the first one listens, and `dray status` when its runner began."""
-    fields = {"address": at[0], "port": at[1], "times": times}
+def publish(plan: Plan, at: Endpoint) -> None:
+    """Tell the other nodes where the first one listens."""
+    fields = {"address": at[0], "port": at[1]}
     files.write_atomic(f"{plan.folder}/{run_folder.RENDEZVOUS}", json.dumps(fields))
 
 
@@ -155,30 +155,27 @@ def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[
     limit = plan.world.rendezvous_timeout_s
     deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
     came = {0: own}
-    connections: dict[int, Connection] = {}
-    refused: list[Connection] = []
+    guests: list[tuple[int, Connection]] = []
     refusal: DrayError | None = None
     while not refusal and len(came) < len(plan.world.nodes) and time.monotonic() < deadline:
         server.accept()
         while server.proved:
             connection, message = server.proved.pop()
             hello = Hello(*message)
-            if why := why_refused(hello, came):
-                refusal = why
-                refused.append(connection)
-                continue
-            came[hello.node], connections[hello.node] = hello, connection
+            guests.append((hello.node, connection))
+            refusal = refusal or why_refused(hello, came)
+            came[hello.node] = hello
             if hello.unfit:
                 deadline = min(deadline, time.monotonic() + limit / 2)
     refusal = refusal or _incomplete(plan, came, listener.getsockname())
-    for connection in (*connections.values(), *refused):
+    for _, connection in guests:
         with suppress(OSError):  # it is gone, which is seen next
             connection.send(Refusal(refusal.finding) if refusal else Welcome())
         if refusal:
             connection.line.close()
     if refusal:
         raise refusal
-    return connections
+    return dict(guests)
 
 
 def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayError | None:
@@ -186,15 +183,16 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayErro
     nodes, limit = plan.names, plan.world.rendezvous_timeout_s
     absent = [name for number, name in enumerate(nodes) if number not in came]
     unfit = [hello for _, hello in sorted(came.items()) if hello.unfit]
-    missing = f"missing: {compress(absent)}" if absent else ""
+    found = [f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]]
+    if absent:
+        found.append(f"missing: {compress(absent)}")
     if unfit:
         failing = [hello.name for hello in unfit]
         failure_record.put(f"{plan.folder}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
-        found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
         return StoppedError(
             f"{len(failing)} of {len(nodes)} nodes are unfit: {listed(failing, _SHOWN)}",
             wanted="nodes that pass the node check",
-            found="\n".join(filter(None, found)),
+            found="\n".join(found),
             fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
             code=exit_codes.UNFIT,
             node=failing[0],
@@ -204,7 +202,7 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayErro
     return UnfitError(
         f"{len(absent)} of {len(nodes)} nodes did not reach the first one in {limit} s",
         wanted=f"a connection of every node to {at[0]} port {at[1]}",
-        found=missing,
+        found=found[0],
         fix="see the logs of these nodes; or give them more time: rendezvous_timeout_s=SECONDS",
     )
 

@@ -328,15 +328,15 @@ def test_the_python_below_a_shell_with_a_trap_is_found() -> None:
 
 def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(plan: dict[str, Any]) -> None:
     """One rank tokenizes for an hour, and all others wait for it."""
-    watch = hang.Hang(decoded(plan), 0, no_log)
+    told: list[Any] = []
+    watch = hang.Hang(decoded(plan), 0, no_log, told.append)
     late = heartbeats.Late(2, False, 4000.0, 3600.0)
-    assert watch.hear(Progress(5.0)) is None
-    assert watch.hear(late) is None
-    assert not watch.open
+    watch.hear(Progress(5.0))
+    watch.hear(late)
+    assert (watch.begun, told) == (None, [])
     watch._progress -= 3700
-    told = watch.hear(late)
-    assert told
-    assert told.finding.problem == "hang: rank 2 on node2 has made no progress for 4000 s (limit 3600 s)"
+    watch.hear(late)
+    assert told[0].finding.problem == "hang: rank 2 on node2 has made no progress for 4000 s (limit 3600 s)"
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -349,7 +349,7 @@ def test_what_waits_for_ranks_that_have_failed_does_not_hang(plan: dict[str, Any
             links.cause = Finding("rank 0 has failed", code=1)
         connections.Connection(other).send(heartbeats.Late(2, True, 9.0, 1.0))
         loop.look(1.0)
-    assert (links.hang.open, links.cause.code) == ((False, 1) if failed else (True, 75))
+    assert (bool(links.hang.begun), links.cause.code) == ((False, 1) if failed else (True, 75))
 
 
 # Who it is.
