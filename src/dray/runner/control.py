@@ -140,7 +140,8 @@ class Control:
             self._children.end(_HUNG_GRACE)
 
     def _tell_times(self, *, last: bool) -> None:
-        if parts := self._timings.look(last=last):
+        parts = {} if self.start.number else self._timings.look(last=last)  # no restart is part of them
+        if parts:
             self._tell_all(StartTimes(parts))
 
     def ask(self) -> None:

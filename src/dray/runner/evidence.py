@@ -34,7 +34,7 @@ _LOGGED = {
 }
 
 
-def collect(folder: str, log: object) -> list[str]:
+def collect(folder: str, log: str) -> list[str]:
     """A few lines of evidence; what cannot be read is left out."""
     looks: tuple[Callable[[], list[str]], ...] = (
         lambda: _logged(log),
@@ -124,7 +124,7 @@ def _kernel() -> list[str]:
     return lines[-6:]
 
 
-def _logged(log: object) -> list[str]:
+def _logged(log: str) -> list[str]:
     """How full the GPU was, and what killed a data worker: torch says more after it than a record's last lines hold."""
-    text = files.end(str(log), _LOG)[0].decode("utf-8", "replace")
+    text = files.end(log, _LOG)[0].decode("utf-8", "replace")
     return [f"{name}: {line}" for name, pattern in _LOGGED.items() for line in pattern.findall(text)[-1:]]

@@ -7,6 +7,7 @@ others may wait for one that tokenizes, or loads.
 
 from __future__ import annotations
 
+import _thread  # nobody waits for these threads
 import sys
 import time
 from collections.abc import Callable
@@ -89,9 +90,7 @@ class Hang:
 
     def _begin(self, finding: Finding, now: float) -> None:
         """Save what this node's ranks do; each has a thread, since one that is stopped answers nothing."""
-        from threading import Thread  # noqa: PLC0415  few runs hang, and all of it costs 10 ms
-
-        from dray.runner import stacks  # noqa: PLC0415
+        from dray.runner import stacks  # noqa: PLC0415  few runs hang
 
         self.begun = finding
         self.since = time.time()
@@ -100,11 +99,11 @@ class Hang:
         self._seen = [Seen(rank, node, state="unseen") for rank, node in enumerate(self._nodes)]
 
         for rank in self._plan.ranks:
-            args = (self._seen, rank, self._plan, f"{self._folder}/rank-{rank}.txt", now)
-            Thread(target=stacks.save, args=args, daemon=True).start()
+            file = f"{self._folder}/rank-{rank}.txt"
+            _thread.start_new_thread(stacks.save, (self._seen, rank, self._plan, file, now))
 
     def _collect(self, now: float) -> None:
-        """Tell what was seen of this node's ranks once all are saved; the first node names the culprit once it has all."""
+        """Tell what was seen of this node's ranks, once all are saved; the first node names the culprit."""
         seen = [self._seen[rank] for rank in self._plan.ranks] if self._plan.me else self._seen
         complete = all(rank.state != "unseen" for rank in seen)
         if not self._plan.me and (complete or now > self._deadline):

@@ -12,7 +12,7 @@ from dray.runner.plan import Environ, Plan, World
 def index(world: World, environ: Environ) -> int:
     """This node's number in the plan. ConfigError: the plan expects another node."""
     variables = [world.identity.nodes, world.identity.node, world.identity.name]
-    places = {(str(len(world.nodes)), str(place), node.name): place for place, node in enumerate(world.nodes)}
+    places = [(str(len(world.nodes)), str(place), node.name) for place, node in enumerate(world.nodes)]
     found = tuple(environ.get(name, "") for name in variables)
     if found not in places:
         raise ConfigError(
@@ -22,7 +22,7 @@ def index(world: World, environ: Environ) -> int:
             fix="start node.sh with one task on each node of the plan: srun --nodes=N --ntasks-per-node=1; "
             "do not export these variables before it: each task has its own",
         )
-    return places[found]
+    return places.index(found)
 
 
 def _settings(names: list[str], values: Sequence[str]) -> str:

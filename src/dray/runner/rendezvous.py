@@ -231,7 +231,6 @@ def why_refused(hello: Hello, came: Mapping[int, Hello]) -> DrayError | None:
         return UnfitError(
             f"the clock of {who} is {skew:.0f} s away from the first node's",
             wanted=f"at most {_MOST_SKEW_S:.0f} s",
-            found=f"{skew:.0f} s",
             fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
         )
     return None

@@ -45,7 +45,7 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
     found = seen[rank]._replace(state="ended" if beat.program < 0 else "")
     if beat.time:
         found = found._replace(step=beat.step, phase=heartbeat.PHASES[beat.phase])
-    parts = {"stacks of all threads (faulthandler)": ""}
+    stacks, traces = "", {}
     if _is_below(beat.program):
         pythons = _pythons(beat.program)
         process = pythons[0] if pythons else beat.program
@@ -53,15 +53,14 @@ def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> No
         for handler in _HANDLERS:
             with suppress(OSError, ValueError, LookupError, TypeError, HTTPException):
                 entries = _entries(heartbeat.socket(heartbeat.path(scratch, rank)), handler)
-                parts[handler] = json.dumps(entries[-_ENTRIES:], indent=1)
+                traces[handler] = json.dumps(entries[-_ENTRIES:], indent=1)
                 found = found._replace(flight=(*found.flight, *entered_last(entries)))
         _signal(pythons, signal.SIGSTOP)
         time.sleep(max(0.0, began + _STOPPED_S - time.monotonic()))
         stacks = _abort(beat.program, pythons, lambda: heartbeats.of(scratch, rank).program > 0, log)
-        parts["stacks of all threads (faulthandler)"] = stacks
         found = found._replace(frames=frames(stacks))
     text = f"rank {rank} on {found.node} {found.state}: {found.place}\n"
-    for name, content in parts.items():
+    for name, content in {"stacks of all threads (faulthandler)": stacks, **traces}.items():
         text += f"\n== {name}\n{content[:_LONGEST].rstrip()}\n"
     failure_record.put(file, text)
     seen[rank] = found

@@ -21,7 +21,7 @@ _LOADED = _now()  # as the runner begins
 
 
 class StartTimings:
-    """The times of one node, from the start of its runner to the first step of its ranks; without restarts."""
+    """The times of one node, from the start of its runner to the first step of its ranks."""
 
     def __init__(self, plan: Plan, began: float = _LOADED) -> None:
         started = os.environ.pop(start_times.VARIABLE, "")
@@ -33,7 +33,6 @@ class StartTimings:
         self._since = began
         self._launched = 0.0
         self._looks_at = 0.0
-        self._restarted = False
 
     def lap(self, part: str) -> None:
         """Count the time since the last lap to this part."""
@@ -42,8 +41,7 @@ class StartTimings:
 
     def launched(self) -> None:
         """Note that the launcher starts."""
-        self._restarted = self._launched > 0
-        self._launched = self._launched or _now()
+        self._launched = _now()
 
     def look(self, *, last: bool = False) -> dict[str, float]:
         """What another node tells the first one: its times so far, if there is a new one; mostly nothing.
@@ -56,7 +54,7 @@ class StartTimings:
         self._looks_at = _now() + _EACH_S
         parts = start_times.clean({**self.parts, **self._of_ranks()})
         me = self._plan.me
-        if parts != self.nodes[me] and not self._restarted:
+        if parts != self.nodes[me]:
             self.nodes[me] = parts
             if me:
                 return parts

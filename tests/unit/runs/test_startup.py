@@ -13,13 +13,15 @@ import pytest
 
 from dray.cli import runs, status
 from dray.contract import heartbeat, start_times
+from dray.runner.children import Loop
+from dray.runner.protocol import Restart
 from dray.runner.start_timings import StartTimings
 from dray.runs import startup as told
 from dray.runs.cost import Spent
 from dray.runs.status import State
 from dray.runs.store import RunPaths
 from helpers import ROOT
-from nodes import Start, decoded, ended
+from nodes import Start, control, decoded, ended
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 CLOCK = ROOT / "src/dray/render/bash/clock.sh"
@@ -155,15 +157,13 @@ class TestOfANode:
         one.launched()
         assert ([*one.look()], one.look(last=True)) == (["container"], {})
 
-    def test_a_restart_is_no_part_of_it(self, plan, monkeypatch, tmp_path: Path) -> None:
-        one = node(plan, 1, monkeypatch)
-        one.lap(start_times.RENDEZVOUS)
-        one.launched()
-        before = dict(one.parts)
-        one.launched()
-        for rank in (2, 3):
-            beat(tmp_path / "own", rank, int(one._launched * SECOND) + SECOND)
-        assert (one.parts, one.look(last=True)) == (before, {})
+    @pytest.mark.parametrize("restart", [0, 1])
+    def test_a_restart_is_no_part_of_it(self, plan, tmp_path: Path, restart: int) -> None:
+        links = control(plan, {}, Loop())
+        links.start = Restart(restart)
+        links._timings.lap(start_times.RENDEZVOUS)
+        links.close()
+        assert (tmp_path / "startup.json").exists() is not bool(restart)
 
     def test_the_first_one_writes_what_all_tell(self, plan, monkeypatch, tmp_path: Path) -> None:
         first = node(plan, 0, monkeypatch)
