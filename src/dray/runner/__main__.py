@@ -26,6 +26,7 @@ from dray.runner import (
     redact,
     rendezvous,
 )
+from dray.runner.log import say
 from dray.runner.plan import Environ, Plan, read
 from dray.runner.rendezvous import StoppedError
 from dray.runner.start_timings import StartTimings
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from dray.runner.preflight import Preflight
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
 _COMPILES_S = 15 * 60.0  # torch holds a lock while it compiles one extension
-_ENDING_S = 10.0  # seconds from SIGKILL to the end of what this node has started
 # A rank holds a file for each connection: 1,024, the usual soft limit, are too few beside other users who connect to
 # Gloo's port. Not all that some machines allow: old programs close each number up to the limit, and 1,000,000,000 take
 # minutes.
@@ -176,8 +175,8 @@ class Runner:
         links, plan = self.links, self.plan
         if links.start is self.start and not links.may_restart():
             return False
-        evidence.require_image(self.name)
-        if not self.supervised.sweep(_ENDING_S):  # with the store
+        evidence.require_image()
+        if not self.supervised.sweep():  # with the store
             return False
         if self.listener:
             self.listener.close()
@@ -186,9 +185,8 @@ class Runner:
         number, port, cause = links.start
         assert cause
         self.store = self.store[0], port
-        ended = [f"rank-{rank}" for rank in plan.ranks]
-        failure_record.set_aside(plan.folder, number, ["hang", f"node-{plan.me}", *ended])
-        print(f"dray: restart {number} of {plan.world.max_restarts}: {cause.problem}", flush=True)
+        failure_record.set_aside(plan, number)
+        say(f"restart {number} of {plan.world.max_restarts}: {cause.problem}")
         return True
 
     def leave(self) -> None:
@@ -196,19 +194,20 @@ class Runner:
         and whether they were in one process group. Then end what is left here, before the other nodes hear of it."""
         links, plan = self.links, self.plan
         for other, (since, found) in links.lost.items():
-            self.record(found, str(other), f"node-{plan.me}-lost-{other}", lost=True, time=since)
+            log = f"{plan.folder}/{run_folder.node_log(other)}"
+            failure_record.write(plan.folder, f"node-{plan.me}-lost-{other}", found, log, lost=True, time=since)
         if not plan.me and not links.stopped:
             if links.saved and not links.lost:
                 failure_record.put(f"{plan.folder}/{run_folder.SAVED}", "")
             if links.saved or not links.cause:
                 process_group.record(plan.folder, plan.world.size, self.store)
-        if not self.supervised.sweep(_ENDING_S):
+        if not self.supervised.sweep():
             found = Finding(
-                f"processes of this node did not end within {_ENDING_S:.0f} s of SIGKILL",
+                f"processes of this node did not end within {children.SWEEP_S:.0f} s of SIGKILL",
                 wanted="no process of the run outlives the job",
                 fix="leave this node out (sbatch --exclude), and tell the administrators: a device or disk of it hangs",
             )
-            print(f"dray: {found}", file=sys.stderr, flush=True)
+            say(found)
         links.close()
 
     def fail(self, error: DrayError) -> int:
@@ -253,7 +252,7 @@ class Runner:
             self.record(found)
             self.links.end(found)
         else:
-            print(f"dray: {found}", file=sys.stderr, flush=True)
+            say(found)
 
     def failure(self, code: int) -> Finding:
         """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
@@ -266,11 +265,10 @@ class Runner:
         self.record(found)
         return found
 
-    def record(self, found: Finding, number: str = "", name: str = "", **more: object) -> None:
-        """Record why this node failed; or that the node with another `number` was lost."""
-        number = number or self.number
-        log = f"{self.plan.folder}/{run_folder.node_log(number)}"
-        failure_record.write(self.plan.folder, name or f"node-{number}", found, log, **more)
+    def record(self, found: Finding) -> None:
+        """Record why this node failed."""
+        folder = self.plan.folder
+        failure_record.write(folder, f"node-{self.number}", found, f"{folder}/{run_folder.node_log(self.number)}")
 
 
 def remove_locks(folder: str, before: float) -> None:
@@ -279,7 +277,7 @@ def remove_locks(folder: str, before: float) -> None:
         with suppress(OSError):  # another node was faster
             if os.stat(path).st_mtime < before:
                 os.unlink(path)
-                print(f"dray: removed {path}: its compiler was killed", flush=True)
+                say(f"removed {path}: its compiler was killed")
 
 
 def argv(plan: Plan, host: str, port: int) -> list[str]:
@@ -292,7 +290,7 @@ def argv(plan: Plan, host: str, port: int) -> list[str]:
         "{ranks}": f"{_FOLDER}/ranks.py",
     }
     launcher = [values.get(word, word) for word in plan.launcher]
-    rank = [sys.executable, *_SITE_PACKAGES_NOT_NEEDED, f"{_FOLDER}/rank.py"]
+    rank = [sys.executable, "-S", "-E", f"{_FOLDER}/rank.py"]  # it needs no site-packages
     return [*launcher, *rank, plan.folder, str(plan.world.size), plan.name, *plan.command]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _AGAIN_S = 0.5  # a program that is still loading handles the signal later, and one may not end
-_SWEEP_S = 0.02
+SWEEP_S, _SWEEP_LOOK_S = 10.0, 0.02  # from SIGKILL to the end of what can end
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
@@ -167,13 +167,13 @@ class Children(Loop):
     def _read_signals(self) -> None:
         self._signals += [number for number in os.read(self._pipe, 4096) if number != signal.SIGCHLD]
 
-    def sweep(self, limit: float) -> bool:
-        """Kill all children within these seconds; return whether none is left. Others may then be started.
+    def sweep(self) -> bool:
+        """Kill all children within SWEEP_S; return whether none is left. Others may then be started.
 
         After `adopt` these include what a launcher has left behind. They have the rest of the grace of `end`.
         """
         _signal_all(signal.SIGTERM, self._kill_at, self._serving)
-        left = _signal_all(signal.SIGKILL, time.monotonic() + limit)
+        left = _signal_all(signal.SIGKILL, time.monotonic() + SWEEP_S)
         self.running, self._kill_at, self._asked = {}, 0.0, None
         self._serving.clear()
         return not left
@@ -192,7 +192,7 @@ def _signal_all(number: int, deadline: float, spared: Container[int] = ()) -> li
             if child not in signalled:
                 os.kill(child, number)
         signalled.update(left)
-        time.sleep(_SWEEP_S)
+        time.sleep(_SWEEP_LOOK_S)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -7,9 +7,8 @@ without a last message, its runner was killed or its node is gone.
 from __future__ import annotations
 
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 from dray.contract import exit_codes, run_folder
@@ -18,6 +17,7 @@ from dray.runner.children import Children, exit_code
 from dray.runner.connections import Connection
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
+from dray.runner.log import say
 from dray.runner.plan import Plan
 from dray.runner.protocol import (
     Ended,
@@ -36,7 +36,6 @@ from dray.runner.start_timings import StartTimings
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
 _LOOK_S, _COLLECTING_S = 1.0, 0.1
-_KILLING_S = 10.0  # from SIGKILL to the end of what can end
 _PART_S = 5.0  # from the last word to the close, for an end that does not read
 _REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
 _FIRST_S = 5.0  # more for the first node's word
@@ -44,7 +43,7 @@ _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nod
 
 
 class Control:
-    """This node's side. On the first node `channels` lead to all other nodes; on the others, to the first one.
+    """This node's side. On the first node `connections` lead to all other nodes; on the others, to the first one.
 
     What ends the run goes to the first node, and from there to all. A node whose launcher has ended kills what that has
     left behind, tells the first node that it is idle, and waits. The first node says whether all start again, and ends
@@ -55,12 +54,12 @@ class Control:
         self,
         plan: Plan,
         children: Children,
-        channels: Mapping[int, Connection],
+        connections: dict[int, Connection],
         timings: StartTimings,
     ) -> None:
         self._plan, self._me, self._children, self._timings = plan, plan.me, children, timings
         self._file_watch = FileWatch("" if plan.me else f"{plan.folder}/{run_folder.STOP}")
-        self._open = dict(channels)
+        self._open = connections
         self.asked = False
         """Whether all ranks are to save and end."""
         self.stopped = self._stops_now = False
@@ -69,7 +68,7 @@ class Control:
         self.preflight: dict[int, tuple[Report, ...]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
         self._begin(Restart())
-        for node, connection in channels.items():
+        for node, connection in connections.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
 
     def _begin(self, start: Restart) -> None:
@@ -106,7 +105,7 @@ class Control:
                 idle = True
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
-                self.can_restart = self._children.sweep(_KILLING_S) and self.can_restart
+                self.can_restart = self._children.sweep() and self.can_restart
                 self._tell_all(Idle(self.can_restart, self.cause if self.saved else None))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
@@ -135,7 +134,7 @@ class Control:
         self.hang.look()
         self.cause = self.cause or self.hang.begun
         if found := self.hang.named:
-            print(f"dray: the run ends: {found}", file=sys.stderr, flush=True)
+            say(f"the run ends: {found}")
             self.fail(found)
             self._children.end(_HUNG_GRACE)
 
@@ -149,7 +148,7 @@ class Control:
         self._children.ask()
         if not self.asked:
             self.asked, self.can_restart = True, False
-            print("dray: the ranks are asked to save and end", flush=True)
+            say("the ranks are asked to save and end")
             self._tell_all(Save())
 
     def heard(self, number: int) -> None:
@@ -193,7 +192,7 @@ class Control:
     def end(self, finding: Finding) -> None:
         """End the ranks of all nodes, unless they end already: they would wait for others for ever."""
         if not self._ending:
-            print(f"dray: this node's ranks are stopped: {finding}", file=sys.stderr, flush=True)
+            say(f"this node's ranks are stopped: {finding}")
             self._children.end(_GRACE)
             self.fail(finding)
 

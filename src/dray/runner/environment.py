@@ -30,7 +30,9 @@ def of(plan: Plan, store: Endpoint, start: Restart, gloo: Environ) -> dict[str, 
         **os.environ,
         **cores.placed(plan.world, os.environ),
         # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
-        **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(plan.me)},
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "GROUP_RANK": str(plan.me),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # Under every launcher, as torchrun has it: else Lightning takes a rank for a task of srun, and puts the job
         # back into the queue itself.

@@ -77,7 +77,7 @@ def _memory() -> list[str]:
     return [f"memory cgroup: oom_kill rose by {killed} since the ranks were started{end}"]
 
 
-def require_image(node: str) -> None:
+def require_image() -> None:
     """Raise RetryError if the image's mount is gone, for example by a signal to all processes of the job."""
     for problem in _image():
         raise RetryError(
@@ -85,7 +85,6 @@ def require_image(node: str) -> None:
             wanted="a mounted image, in which the ranks start again",
             found=problem,
             fix="submit again, or set max_requeues; docs/survive.md says which signals leave the mount alone",
-            node=node,
         )
 
 

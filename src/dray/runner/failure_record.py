@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from dray.contract import files, hardware, processes, root_cause, run_folder
 from dray.contract.findings import Finding
 from dray.runner import evidence, heartbeats, redact
+from dray.runner.log import say
 from dray.runner.plan import Environ, Plan
 
 _WAIT_S = 5.0  # at most, for all ranks: a program ends with its supervisor, which records how it ended
@@ -58,7 +58,7 @@ def first_failure(plan: Plan) -> dict[str, Any] | None:
 
 def _unrecorded(plan: Plan, rank: int, path: str) -> int:
     """The rank's program, if neither its exit code nor a record was written; else 0."""
-    return 0 if os.path.exists(path) else max(0, heartbeats.of(plan.scratch, rank).program)
+    return 0 if os.path.exists(path) else max(0, heartbeats.of(plan, rank).program)
 
 
 def this_node(plan: Plan, environ: Environ) -> None:
@@ -69,13 +69,13 @@ def this_node(plan: Plan, environ: Environ) -> None:
     put(f"{plan.folder}/{run_folder.node(plan.me)}", json.dumps(node, indent=1))
 
 
-def set_aside(folder: str, restart: int, failed: Iterable[str]) -> None:
-    """Move failures/NAME.json to failures/restart-N: it is the reason for a restart, and did not end the run."""
-    target = f"{folder}/{run_folder.restart(restart)}"
-    for name in failed:
+def set_aside(plan: Plan, restart: int) -> None:
+    """Move this node's records to failures/restart-N: they are the reason for a restart, and did not end the run."""
+    target = f"{plan.folder}/{run_folder.restart(restart)}"
+    for name in ("hang", f"node-{plan.me}", *(f"rank-{rank}" for rank in plan.ranks)):
         with suppress(OSError):  # there is none, or another node was first
             os.makedirs(target, exist_ok=True)
-            os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
+            os.replace(f"{plan.folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
 
 
 def put(target: str, text: str) -> None:
@@ -84,4 +84,4 @@ def put(target: str, text: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         files.write_atomic(target, text)
     except OSError as error:
-        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+        say(f"{target} cannot be written: {error}")

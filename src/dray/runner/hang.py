@@ -8,7 +8,6 @@ others may wait for one that tokenizes, or loads.
 from __future__ import annotations
 
 import _thread  # nobody waits for these threads
-import sys
 import time
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from dray.contract.findings import Finding
 from dray.runner import failure_record
 from dray.runner.culprit import Seen, culprit
 from dray.runner.heartbeats import Heartbeats, Late
+from dray.runner.log import say
 from dray.runner.plan import Plan
 from dray.runner.protocol import Hung, Message, Progress
 
@@ -95,7 +95,7 @@ class Hang:
         self.begun = finding
         self.since = time.time()
         self._deadline = now + _EVIDENCE_S
-        print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
+        say(f"{finding.problem}; all nodes save what their ranks do")
         self._seen = [Seen(rank, node, state="unseen") for rank, node in enumerate(self._nodes)]
 
         for rank in self._plan.ranks:

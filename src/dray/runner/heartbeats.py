@@ -68,7 +68,7 @@ class Heartbeats:
         return max(late, key=lambda rank: (rank.alone, rank.seconds - rank.limit), default=None)
 
     def _late(self, rank: int, now: float) -> Late | None:
-        beat = of(self._plan.scratch, rank)
+        beat = of(self._plan, rank)
         if beat.program <= 0 or not (beat.time or self._limit):
             return None
         signs: tuple[object, ...] = beat[1:]
@@ -86,10 +86,10 @@ class Heartbeats:
         return None
 
 
-def of(scratch: str, rank: int) -> Beat:
+def of(plan: Plan, rank: int) -> Beat:
     """The rank's last heartbeat, which any program may write; an empty one before it has a file."""
     data = b""
-    with suppress(OSError), open(heartbeat.path(scratch, rank), "rb", buffering=0) as file:
+    with suppress(OSError), open(heartbeat.path(plan.scratch, rank), "rb", buffering=0) as file:
         data = file.read()
     program, step, phase, limit, at, *marks = _BEAT.unpack_from(data.ljust(heartbeat.SIZE, b"\0"))
     if not 0 <= phase < len(heartbeat.PHASES):

@@ -34,18 +34,15 @@ def require(plan: Plan, environ: Environ) -> None:
     first, *rest = plan.command
     folder, path = plan.where, environ.get("PATH", os.defpath)
     script = os.path.join(folder, *rest[:1])
-    if script.endswith(".py") and not os.path.exists(script):
-        raise _not_there(rest[0], f"a file {script}")
     places, wanted = path.split(os.pathsep), f"{first} on PATH ({path})"
     if "/" in first:
         places, wanted = [folder], f"an executable file {os.path.join(folder, first)}"
-    if not any(os.access(os.path.join(place, first), os.X_OK) for place in places):
-        raise _not_there(first, wanted)
-
-
-def _not_there(word: str, wanted: str) -> ConfigError:
-    return ConfigError(
-        f"the program is not in the container: {word}",
+    if script.endswith(".py") and not os.path.exists(script):
+        first, wanted = rest[0], f"a file {script}"
+    elif any(os.access(os.path.join(place, first), os.X_OK) for place in places):
+        return
+    raise ConfigError(
+        f"the program is not in the container: {first}",
         wanted=wanted,
         found="no such file in the container",
         fix="correct the path, or make the file executable (chmod +x). The container sees the folder where you submit, "

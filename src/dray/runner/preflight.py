@@ -25,9 +25,9 @@ from dray.contract import exit_codes, run_folder, start_times
 from dray.contract.findings import DrayError, Finding, UnfitError, error, listed
 from dray.runner.children import Children, ended_with
 from dray.runner.control import Control
+from dray.runner.log import say
 from dray.runner.plan import Environ, Plan
 from dray.runner.protocol import Report
-from dray.runner.rendezvous import StoppedError
 
 LOADING = "import torch"  # no fault of a GPU: the image is read from a busy disk
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves, and for an answer
@@ -61,7 +61,7 @@ class RankCheck:
             try:
                 self._take(**json.loads(line))
             except (ValueError, TypeError):  # what the image's Python prints as it starts
-                print(f"dray: {self.report.part}: {line}", flush=True)
+                say(f"{self.report.part}: {line}")
 
     def _take(self, finding: dict[str, Any] | None = None, **fields: object) -> None:
         if finding:
@@ -75,7 +75,7 @@ class RankCheck:
         self.waits = self.waits or self.report.ready
 
     def _note(self, finding: Finding) -> None:
-        print(f"dray: {finding.level}: {finding}", flush=True)
+        say(f"{finding.level}: {finding}")
         if finding.code:
             self.report = self.report._replace(findings=(*self.report.findings, finding))
 
@@ -168,7 +168,7 @@ class Preflight:
             busy = [rank for rank in busy if not rank.waits]
         for rank in busy:
             rank.late(limit)
-        print(f"dray: the node check took {time.monotonic() - began:.1f} s", flush=True)
+        say(f"the node check took {time.monotonic() - began:.1f} s")
         reports = [rank.report for rank in self.ranks]
         if speeds := [report.tflops for report in reports if report.tflops]:
             measured[start_times.TFLOPS] = min(speeds)
@@ -182,7 +182,7 @@ class Preflight:
         return findings[0]._replace(problem=problem, node=self._plan.name)
 
     def check_together(self, children: Children, environ: Environ, links: Control) -> None:
-        """Return if all ranks can communicate, else raise why."""
+        """Return if all ranks can communicate, or if the run ends; else raise why they cannot."""
         began = time.monotonic()
         os.makedirs(f"{self._plan.folder}/{run_folder.PREFLIGHT}", exist_ok=True)
         for rank in self.ranks:
@@ -192,10 +192,7 @@ class Preflight:
             self._wait(children, links)
         finally:
             children.tell(signal.SIGKILL)
-        if links.cause:
-            problem, wanted = "the run ends before this node's launch", "no failure on any node"
-            raise StoppedError(problem, wanted=wanted, found=links.cause, code=links.cause.code)
-        print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
+        say(f"preflight took {time.monotonic() - began:.1f} s")
 
     def _wait(self, children: Children, links: Control) -> None:
         """Wait until this node's ranks, and on the first node all, have passed, or the run ends; else raise why."""
@@ -217,13 +214,8 @@ class Preflight:
                 return
             if self._plan.me and over > 3 * _GRACE:
                 first = self._plan.names[0]
-                raise UnfitError(
-                    f"the first node ({first}) does not answer",
-                    wanted="its judgement of the preflight",
-                    found=f"nothing for {3 * _GRACE:.0f} s after the deadline",
-                    fix=f"leave that node out (sbatch --exclude); see {run_folder.node_log(0)}",
-                    node=first,
-                )
+                found = f"nothing for {3 * _GRACE:.0f} s after the deadline"
+                raise _hung(f"the first node ({first}) does not answer", found, first)
 
     def _all_passed(self, reports: Mapping[int, Sequence[Report]], *, over: bool) -> bool:
         """Whether all ranks of all nodes have passed. DrayError: why they have not."""

@@ -87,8 +87,8 @@ def make_hello(plan: Plan, unfit: str = "") -> Hello:
 
 def publish(plan: Plan, at: Endpoint) -> None:
     """Tell the other nodes where the first one listens."""
-    fields = {"address": at[0], "port": at[1]}
-    files.write_atomic(f"{plan.folder}/{run_folder.RENDEZVOUS}", json.dumps(fields))
+    told = json.dumps({"address": at[0], "port": at[1]})
+    files.write_atomic(f"{plan.folder}/{run_folder.RENDEZVOUS}", told)
 
 
 def published(plan: Plan) -> Endpoint:

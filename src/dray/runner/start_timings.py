@@ -17,20 +17,20 @@ from dray.runner.plan import Plan
 
 _EACH_S = 2.0  # between two looks at the heartbeats, and two writes
 _now = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)  # which node.sh reads too
-_LOADED = _now()  # as the runner begins
+LOADED = _now()  # as the runner begins
 
 
 class StartTimings:
     """The times of one node, from the start of its runner to the first step of its ranks."""
 
-    def __init__(self, plan: Plan, began: float = _LOADED) -> None:
+    def __init__(self, plan: Plan) -> None:
         started = os.environ.pop(start_times.VARIABLE, "")
-        self.parts = start_times.before(started, processes.mark(os.getpid())[0], began)
+        self.parts = start_times.before(started, processes.mark(os.getpid())[0], LOADED)
         self._plan = plan
         self.nodes: list[dict[str, float]] = [{} for _ in plan.world.nodes]
         """The times of each node; other nodes have their own alone."""
         self._written = [*self.nodes]
-        self._since = began
+        self._since = LOADED
         self._launched = 0.0
         self._looks_at = 0.0
 
@@ -66,7 +66,7 @@ class StartTimings:
 
     def _of_ranks(self) -> dict[str, float]:
         """The times of the last rank to finish its imports, for which the others waited."""
-        marks = [heartbeats.of(self._plan.scratch, rank).marks for rank in self._plan.ranks]
+        marks = [heartbeats.of(self._plan, rank).marks for rank in self._plan.ranks]
         if not all(rank[heartbeat.IMPORTED] for rank in marks):
             return {}
         parts = {name: mark / 1e9 for name, mark in zip(start_times.RANK, max(marks), strict=True) if mark}

@@ -292,7 +292,7 @@ def test_what_a_program_writes_stays_within_its_bounds(tmp_path: Path) -> None:
     beats = watched(tmp_path, None)
     wrote(tmp_path, 0, -7, 99, 1, 1)
     assert looked(beats, 0, 4).alone
-    assert heartbeats.of(str(tmp_path), 0)[1:4] == (-7, heartbeat.STEP, 1)
+    assert heartbeats.of(beats._plan, 0)[1:4] == (-7, heartbeat.STEP, 1)
     wrote(tmp_path, 0, (1 << 63) - 1, -1, -(1 << 63), -1)
     assert looked(beats, 4, 8) is None  # it has no limit
 

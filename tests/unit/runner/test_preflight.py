@@ -187,7 +187,7 @@ def test_a_rank_s_finding_is_every_node_s_and_recorded_once(begin: Begin, tmp_pa
     first, second = all_ended(begin(*suite(line), each=2, timeout_s=300))
     assert (first[0], second[0]) == (69, 69), (first, second)
     assert "\na library is missing\n" in first[1]
-    assert "found:  a library is missing" in second[1]
+    assert "dray: this node's ranks are stopped: a library is missing\n" in second[1]
     found = records(tmp_path)
     assert list(found) == ["node-0.json"]
     assert (found["node-0.json"]["node"], found["node-0.json"]["rank"]) == ("node2", 3)
@@ -314,8 +314,7 @@ def test_a_launch_that_fails_elsewhere_is_no_failed_preflight(plan: dict[str, An
     )
     (first, shown), (second, _) = all_ended(nodes)
     assert (first, second) == (5, 5), shown
-    assert "the run ends before this node's launch\n" in shown
-    assert "found:  the launcher ended: exit code 5" in shown
+    assert "dray: this node's ranks are stopped: the launcher ended: exit code 5" in shown
 
 
 IMPORTS = """

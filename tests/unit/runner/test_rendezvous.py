@@ -441,7 +441,7 @@ def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.
         loop.look(1.0)
     assert links.cause.problem == "node 1 (node2) is gone"
     assert links.cause.found.startswith("malformed message: ")
-    assert capsys.readouterr().err.count("malformed message") == 1
+    assert capsys.readouterr().out.count("malformed message") == 1
     assert ours.fileno() == -1
 
 

@@ -519,12 +519,13 @@ def test_second_threads_in_the_cpuset_leave_no_rank_unbound(
         siblings.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     world = decoded(planned(tmp_path, ranks_per_node=ranks)).world
-    found = cores.placed(world, {"DRAY_CPUS": given}, str(tmp_path))
+    monkeypatch.setattr(cores, "SYS", str(tmp_path))
+    found = cores.placed(world, {"DRAY_CPUS": given})
     assert found.get("DRAY_CORES", "") == ";".join(shares)
     assert found["OMP_NUM_THREADS"] == omp
 
 
-def test_the_machine_is_read(tmp_path: Path) -> None:
+def test_the_machine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, cpus in ((0, "0-1,4-5"), (8, "2-3,6-7")):  # numbers may have gaps
         (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
         (tmp_path / f"devices/system/node/node{number}/cpulist").write_text(f"{cpus}\n")
@@ -538,19 +539,21 @@ def test_the_machine_is_read(tmp_path: Path) -> None:
             (tmp_path / f"bus/pci/devices/0000:{slot}:00.0/{name}").write_text(f"{text}\n")
     (tmp_path / "bus/pci/devices/0000:01:00.0").mkdir()
     (tmp_path / "bus/pci/devices/0000:01:00.0/class").write_text("0x020000\n")
-    assert cores._homes(str(tmp_path)) == {0: 0, 1: 0, 4: 0, 5: 0, 2: 8, 3: 8, 6: 8, 7: 8}
-    assert cores.physical(range(8), str(tmp_path)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert cores._gpus(str(tmp_path)) == [8, 0]
+    monkeypatch.setattr(cores, "SYS", str(tmp_path))
+    assert cores._homes() == {0: 0, 1: 0, 4: 0, 5: 0, 2: 8, 3: 8, 6: 8, 7: 8}
+    assert cores.physical(range(8)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert cores._gpus() == [8, 0]
 
 
 def test_a_site_s_cores_count_where_the_job_has_all_of_them(monkeypatch) -> None:
     world = decoded(planned(Path("/r"), cores=["2-3", "0-1"])).world
+    monkeypatch.setattr(cores, "SYS", "/nowhere")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert cores.shares(world, 0, "/nowhere") == [[[2], [3]], [[0], [1]]]
-    assert cores.shares(world, 2, "/nowhere") == []
+    assert cores.shares(world, 0) == [[[2], [3]], [[0], [1]]]
+    assert cores.shares(world, 2) == []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
-    assert cores.shares(world, 4, "/nowhere") == [[[0], [1]], [[2], [5]]]
-    assert cores.shares(world._replace(ranks_per_node=8), 0, "/nowhere") == []
+    assert cores.shares(world, 4) == [[[0], [1]], [[2], [5]]]
+    assert cores.shares(world._replace(ranks_per_node=8), 0) == []
 
 
 def test_a_rank_moves_to_its_cores(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
 def test_a_run_goes_on_where_a_node_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "nodes").write_text("")
     failure_record.this_node(decoded(planned(tmp_path)), {})
-    assert "node-0.json cannot be written" in capsys.readouterr().err
+    assert "node-0.json cannot be written" in capsys.readouterr().out
 
 
 def test_what_is_known_before_the_end(tmp_path: Path) -> None:
