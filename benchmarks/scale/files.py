@@ -73,7 +73,7 @@ def _nodes(plan: Plan, *, fails: bool) -> None:
     for me, name in enumerate(plan.names):
         node = plan._replace(me=me)
         with Path(plan.folder, run_folder.node_log(me)).open("ab") as log:  # as srun does
-            log.write(b"dray: preflight took 1.0 s\n")
+            log.write(b"dray: cores of each rank: 0-3\n")
         failure_record.this_node(node, {})
         for rank in node.ranks:
             place = Path(plan.folder, run_folder.rank_log(rank))

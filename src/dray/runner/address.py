@@ -14,7 +14,7 @@ from dray.contract.findings import RetryError, UnfitError
 from dray.runner.plan import World
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_BACKLOG = 4096  # at least; the kernel takes net.core.somaxconn at most, and who finds it full tries again
+_BACKLOG = 65_535  # the kernel takes net.core.somaxconn at most, and who finds it full tries again
 _BUSY_S = 5.0  # a run that is ending gives its port back within seconds
 
 
@@ -24,7 +24,7 @@ def listen(world: World) -> socket.socket:
     for address in addresses(world):
         while True:
             try:
-                return socket.create_server((address, world.port), backlog=max(_BACKLOG, len(world.nodes)))
+                return socket.create_server((address, world.port), backlog=_BACKLOG)
             except OSError as error:
                 last = error
             if last.errno != errno.EADDRINUSE:  # a name may stand for an address that only others see

@@ -66,8 +66,8 @@ def culprit(seen: list[Seen]) -> tuple[Seen | None, str]:
     """The rank that holds up the others, and how it differs; None if no rank differs."""
     for difference, ranks in _differences(seen):
         if 0 < len(ranks) < len(seen):
-            return ranks[0], _sentence(difference, ranks[0].place, seen)
-    return None, _sentence("no rank differs from the others", seen[0].place, seen)
+            return ranks[0], _sentence(difference, ranks[0], seen)
+    return None, _sentence("no rank differs from the others", seen[0], seen)
 
 
 def _differences(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
@@ -110,9 +110,9 @@ def _rarest(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
     return min(reversed(grouped(seen, key).values()), key=len)
 
 
-def _sentence(difference: str, place: str, seen: list[Seen]) -> str:
+def _sentence(difference: str, shown: Seen, seen: list[Seen]) -> str:
     """The difference with the place of the rank, and where ranks wait."""
-    text = f"{difference}: {place}" if place else difference
+    text = f"{difference}: {shown.place}".removesuffix(": ")
     for collective, count in Counter(rank.waits for rank in seen if rank.waits).most_common(2):
         text += f"; waiting in {collective}: {counted(count, 'rank')}"
     return text

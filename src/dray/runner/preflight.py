@@ -159,16 +159,15 @@ class Preflight:
 
         It takes at most half of the time for which the other nodes wait in the rendezvous.
         """
-        began, limit = time.monotonic(), self._joins_s / 2
-        busy = self.ranks
-        while busy and time.monotonic() < began + limit:
+        limit = self._joins_s / 2
+        deadline, busy = time.monotonic() + limit, self.ranks
+        while busy and time.monotonic() < deadline:
             time.sleep(_ALONE_LOOK_S)
             for rank in busy:
                 rank.look()
             busy = [rank for rank in busy if not rank.waits]
         for rank in busy:
             rank.late(limit)
-        say(f"the node check took {time.monotonic() - began:.1f} s")
         reports = [rank.report for rank in self.ranks]
         if speeds := [report.tflops for report in reports if report.tflops]:
             measured[start_times.TFLOPS] = min(speeds)
@@ -183,7 +182,6 @@ class Preflight:
 
     def check_together(self, children: Children, environ: Environ, links: Control) -> None:
         """Return if all ranks can communicate, or if the run ends; else raise why they cannot."""
-        began = time.monotonic()
         os.makedirs(f"{self._plan.folder}/{run_folder.PREFLIGHT}", exist_ok=True)
         for rank in self.ranks:
             children.running[rank.process.pid] = rank.report.rank
@@ -192,7 +190,6 @@ class Preflight:
             self._wait(children, links)
         finally:
             children.tell(signal.SIGKILL)
-        say(f"preflight took {time.monotonic() - began:.1f} s")
 
     def _wait(self, children: Children, links: Control) -> None:
         """Wait until this node's ranks, and on the first node all, have passed, or the run ends; else raise why."""
@@ -260,9 +257,9 @@ def finding(
 
 def _slowest(names: Sequence[str], waiting: Sequence[Report]) -> DrayError:
     """The ranks for which the others waited: those that came least far, or that cannot end by themselves."""
-    furthest = max(waiting, key=lambda rank: rank.order)
-    least = min(rank.order for rank in waiting)
-    guilty = [rank for rank in waiting if rank.order == least < furthest.order]
+    ordered = sorted(waiting, key=lambda rank: rank.order)
+    least, furthest = ordered[0], ordered[-1]
+    guilty = [rank for rank in waiting if rank.order == least.order < furthest.order]
     guilty = guilty or [rank for rank in waiting if rank.end == "stuck"]
     if len(guilty) in (0, len(waiting)):
         problem = f"{furthest.phase} did not end within {furthest.limit} s on any rank"

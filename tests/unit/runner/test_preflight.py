@@ -80,7 +80,7 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 def test_fit_nodes_leave_a_report(begin: Begin, tmp_path: Path) -> None:
     for code, said in all_ended(begin()):
         assert code == 0, said
-        assert "dray: preflight took " in said
+    assert all(node["preflight"] > 0 for node in json.loads((tmp_path / "startup.json").read_text())["nodes"])
     report = json.loads((tmp_path / "preflight/report.json").read_text())
     assert list(report["seconds"]) == [
         "import torch", "libraries", "device", "rendezvous", "all-reduce", "all-gather", "control group",
