@@ -58,7 +58,7 @@ class Children(Loop):
             signal.signal(number, lambda *_: None)  # Python has written the number into the pipe by then
         self._serving: dict[int, Callable[[int], None]] = {}
         self._kill_at = 0.0
-        self._asked: set[int] | None = None
+        self._asks, self._asked = False, set[int]()
 
     def start(
         self,
@@ -118,14 +118,11 @@ class Children(Loop):
             os.kill(child, number)
 
     def ask(self) -> None:
-        """Ask children and their children to save and end; `wait` asks those that do not handle the signal yet."""
-        if self._asked is None:
-            self._asked = set()
-            self._ask(self.running)
+        """Have `wait` ask children and their children to save and end, each once it handles the signal."""
+        self._asks = True
 
     def _ask(self, processes: Iterable[int]) -> None:
         """Send SIGUSR1 once to each process that handles it, and look at the children of the others: it kills those."""
-        assert self._asked is not None
         for process in processes:
             if not handles(process, signal.SIGUSR1):
                 self._ask(below(process))
@@ -144,11 +141,11 @@ class Children(Loop):
 
         It waits for these seconds at most.
         """
-        if self._asked is not None:
+        if self._asks:
             self._ask(self.running)
         if 0 < self._kill_at < time.monotonic():
             self.tell(signal.SIGKILL)
-        if self._kill_at or self._asked is not None:
+        if self._kill_at or self._asks:
             seconds = _AGAIN_S if seconds is None else min(seconds, _AGAIN_S)
         self.look(0.0 if self._signals else seconds)
         signals, self._signals = self._signals, []
@@ -174,7 +171,8 @@ class Children(Loop):
         """
         _signal_all(signal.SIGTERM, self._kill_at, self._serving)
         left = _signal_all(signal.SIGKILL, time.monotonic() + SWEEP_S)
-        self.running, self._kill_at, self._asked = {}, 0.0, None
+        self.running, self._kill_at = {}, 0.0
+        self._asks, self._asked = False, set()
         self._serving.clear()
         return not left
 

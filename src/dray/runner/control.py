@@ -27,9 +27,8 @@ from dray.runner.protocol import (
     Report,
     Reports,
     Restart,
-    Save,
+    Signal,
     StartTimes,
-    Stop,
 )
 from dray.runner.start_timings import StartTimings
 
@@ -149,7 +148,7 @@ class Control:
         if not self.asked:
             self.asked, self.can_restart = True, False
             say("the ranks are asked to save and end")
-            self._tell_all(Save())
+            self._tell_all(Signal(signal.SIGUSR1))
 
     def heard(self, number: int) -> None:
         """Handle a signal to this node, for all nodes."""
@@ -161,12 +160,13 @@ class Control:
     def _obey(self, lines: list[bytes]) -> None:
         """Do what the stop file asks for, if there is something in it."""
         if run_folder.NOW.encode() in lines:
-            self._stop(signal.SIGTERM, now=True)
+            self._stop(signal.SIGKILL)
         elif lines:
             self.ask()
 
-    def _stop(self, number: int, *, now: bool = False) -> None:
-        """End the ranks of all nodes: they may save as long as Slurm lets them; `now`, only within the grace."""
+    def _stop(self, number: int) -> None:
+        """End the ranks of all nodes: they may save as long as Slurm lets them; with SIGKILL, only within the grace."""
+        now = number == signal.SIGKILL
         if self._stops_now or (self.stopped and not now):
             return
         self.stopped, self._stops_now, self.can_restart = True, now, False
@@ -174,7 +174,7 @@ class Control:
             self._children.end(_GRACE)
         else:
             self._children.tell(number)
-        self._tell_all(Stop(now))
+        self._tell_all(Signal(number))
 
     def _failed(self, found: Finding) -> None:
         """Tell all nodes how this one's ranks ended; ranks that were asked to save and end with 75 are well."""
@@ -239,10 +239,8 @@ class Control:
 
     def _hear(self, node: int, message: Message) -> None:
         match message:
-            case Stop(now):
-                self._stop(signal.SIGTERM, now=now)
-            case Save():
-                self.ask()
+            case Signal(number):
+                self.heard(number)
             case Failed(finding):
                 self.end(finding)
             case Restart():

@@ -47,14 +47,10 @@ class Refusal(_Reason):
     """Why no node may start."""
 
 
-class Stop(NamedTuple):
-    """All ranks have to end; `now`: without time to save."""
+class Signal(NamedTuple):
+    """A node has got this signal, which all nodes obey."""
 
-    now: bool = False
-
-
-class Save(NamedTuple):
-    """All ranks are asked to save and end."""
+    number: int
 
 
 class Failed(_Reason):
@@ -128,7 +124,7 @@ class Ended(NamedTuple):
 _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, StartTimes, Report, Reports),
+        *(Hello, Welcome, Refusal, Signal, Failed, Progress, Late, Hung, StartTimes, Report, Reports),
         *(Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }

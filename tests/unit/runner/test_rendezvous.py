@@ -32,9 +32,8 @@ from dray.runner.protocol import (
     Report,
     Reports,
     Restart,
-    Save,
+    Signal,
     StartTimes,
-    Stop,
     Welcome,
 )
 from dray.runner.rendezvous import gather, make_hello
@@ -330,11 +329,11 @@ class TestConnection:
 
     def test_what_is_right_behind_the_awaited_message_stays_readable(self, ends) -> None:
         host, guest = ends
-        for message in (Welcome(), Stop(), Save()):
+        for message in (Welcome(), Signal(15), Ended()):
             host.send(message)
         assert isinstance(guest.receive_first(time.monotonic() + 10), Welcome)
         assert select.select([guest.line], [], [], 0)[0]
-        assert [type(message) for message in guest.receive()] == [Stop, Save]
+        assert [type(message) for message in guest.receive()] == [Signal, Ended]
 
     def test_a_connection_is_over_once_a_message_could_not_be_sent(self, ends) -> None:
         """It may be cut in the middle, and the next one would be appended to it."""
@@ -431,7 +430,7 @@ def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
     assert json.dumps(protocol._named(found)) == json.dumps(protocol._named(message))
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b'{"Stop": [1, 2]}', b'{"Late": [1]}', b'{"Stop": 5}'])
+@pytest.mark.parametrize("line", [b"", b"{", b'{"Signal": [1, 2]}', b'{"Late": [1]}', b'{"Signal": 5}'])
 def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
