@@ -88,9 +88,9 @@ class Runner:
 
     def meet(self) -> None:
         """Check this node, and connect it with the others."""
-        self.plan = plan = self.plan._replace(me=node_rank.index(self.plan.world, os.environ))
+        self.plan = plan = self.plan._replace(me=node_rank.index(self.plan.world))
         self.timings = StartTimings(plan)
-        node_rank.require(plan, os.environ)
+        node_rank.require(plan)
         scratch.take(plan.scratch)
         children.adopt()
         if plan.preflight:

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from dray.contract import files, node, processes
@@ -36,7 +35,7 @@ _LOGGED = {
 
 def collect(folder: str, log: str) -> list[str]:
     """A few lines of evidence; what cannot be read is left out."""
-    looks: tuple[Callable[[], list[str]], ...] = (
+    looks = (
         lambda: _logged(log),
         _memory,
         _image,

@@ -11,7 +11,7 @@ import _thread  # nobody waits for these threads
 import time
 from collections.abc import Callable
 
-from dray.contract import exit_codes, heartbeat, run_folder
+from dray.contract import exit_codes, run_folder
 from dray.contract.findings import Finding
 from dray.runner import failure_record
 from dray.runner.culprit import Seen, culprit
@@ -34,9 +34,7 @@ class Hang:
         self._plan, self._tell = plan, tell
         self._folder = f"{plan.folder}/{run_folder.hang(restart)}"
         self._nodes = [name for name in plan.names for _ in plan.ranks]  # of each rank
-        # dray's trainer says itself how long it may take, once it is loaded.
-        limit = heartbeat.LEAST[heartbeat.START] if plan.recipe.train else plan.recipe.hang_timeout_s
-        self._beats = Heartbeats(plan, limit, size)
+        self._beats = Heartbeats(plan, size)
         self._progress = self._looks_at = self._tells_at = self._deadline = time.monotonic()
         self._seen: list[Seen] = []
         self._reported = False

@@ -45,11 +45,12 @@ class Heartbeats:
     """The heartbeats of these ranks. If the recipe sets a limit, a rank without one makes progress while its log
     grows."""
 
-    def __init__(self, plan: Plan, limit: int | None, size: Callable[[str], int]) -> None:
+    def __init__(self, plan: Plan, size: Callable[[str], int]) -> None:
         """`size` is that of a log."""
         self.progress = 0.0  # when any of them was seen to make some
         self._plan = plan
-        self._limit = limit or 0
+        # dray's trainer says itself how long it may take, once it is loaded.
+        self._limit = heartbeat.LEAST[heartbeat.START] if plan.recipe.train else plan.recipe.hang_timeout_s or 0
         self._size = size
         self._seen: dict[int, tuple[tuple[object, ...], float]] = {}
         self._looked = 0.0

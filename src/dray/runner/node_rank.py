@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 
 from dray.contract.findings import ConfigError, listed
-from dray.runner.plan import Environ, Plan, World
+from dray.runner.plan import Plan, World
 
 
-def index(world: World, environ: Environ) -> int:
+def index(world: World) -> int:
     """This node's number in the plan. ConfigError: the plan expects another node."""
     variables = [world.identity.nodes, world.identity.node, world.identity.name]
     places = [(str(len(world.nodes)), str(place), node.name) for place, node in enumerate(world.nodes)]
-    found = tuple(environ.get(name, "") for name in variables)
+    found = tuple(os.environ.get(name, "") for name in variables)
     if found not in places:
         raise ConfigError(
             "this task is not a node of the plan",
@@ -29,10 +29,10 @@ def _settings(names: list[str], values: Sequence[str]) -> str:
     return " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
 
 
-def require(plan: Plan, environ: Environ) -> None:
+def require(plan: Plan) -> None:
     """Refuse a command that cannot start in the container, before every rank fails with it."""
     first, *rest = plan.command
-    folder, path = plan.where, environ.get("PATH", os.defpath)
+    folder, path = plan.where, os.environ.get("PATH", os.defpath)
     script = os.path.join(folder, *rest[:1])
     places, wanted = path.split(os.pathsep), f"{first} on PATH ({path})"
     if "/" in first:

@@ -196,8 +196,9 @@ def no_log(_: str) -> int:
 
 def watched(folder: Path, limit: int | None, size: Callable[[str], int] = no_log) -> Heartbeats:
     """The heartbeat of one rank."""
-    plan = decoded(planned(folder, ranks_per_node=1))._replace(scratch=str(folder))
-    return Heartbeats(plan, limit, size)
+    plan = planned(folder, ranks_per_node=1) | {"scratch": str(folder)}
+    plan["recipe"]["hang_timeout_s"] = limit
+    return Heartbeats(decoded(plan), size)
 
 
 def looked(beats: Heartbeats, begin: int, end: int) -> Any:
