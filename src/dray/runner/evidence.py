@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from dray.contract import files, node, processes
@@ -35,7 +36,7 @@ _LOGGED = {
 
 def collect(folder: str, log: str) -> list[str]:
     """A few lines of evidence; what cannot be read is left out."""
-    looks = (
+    looks: tuple[Callable[[], list[str]], ...] = (
         lambda: _logged(log),
         _memory,
         _image,

@@ -63,7 +63,7 @@ class RankCheck:
             except (ValueError, TypeError):  # what the image's Python prints as it starts
                 say(f"{self.report.part}: {line}")
 
-    def _take(self, finding: dict[str, Any] | None = None, **fields: object) -> None:
+    def _take(self, finding: dict[str, Any] | None = None, **fields: Any) -> None:  # noqa: ANN401  any JSON value
         if finding:
             found = Finding(**finding)
             self._note(found if self.waits else found._replace(node=self.report.node))  # later it may be another's
