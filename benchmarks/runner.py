@@ -69,12 +69,17 @@ def _plan(folder: str, launcher: list[str]) -> str:
         "master": "127.0.0.1",
         "ranks_per_node": 1,
         "interfaces": [],
+        "rendezvous_timeout_s": 60,
+        "shared_folder": True,
         "max_restarts": 0,
         "cores": [],
         "identity": {"node": "N", "nodes": "NS", "name": "NN", "cpus": "NC", "image": "NI"},
     }
     launch = {
         "run": "r1",
+        "attempt": 1,
+        "variant": "cpu",
+        "recipe": {"train": None, "hang_timeout_s": None, "pass_env": []},
         "folder": folder,
         "scratch": f"{folder}/own",
         "launcher": launcher,

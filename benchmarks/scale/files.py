@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from unittest import mock
 
 from table import Row
 
 from dray.config import dray_home
 from dray.contract import run_folder
+from dray.contract.findings import Finding
 from dray.facts import Facts
 from dray.runner import evidence, failure_record
+from dray.runner.plan import Plan, read
 from dray.runs import prepare
 from dray.runs.finish import finish
 from dray.runs.store import RunPaths
@@ -55,7 +56,7 @@ def _left(count: int, *, fails: bool) -> Iterator[tuple[RunPaths, float]]:
             scheduler="slurm", job=1, nodelist=f"n[1-{count}]", nodes=count, engine="apptainer", image="/i.sif"
         )
         _, paths = prepare.write(recipe, facts, runs=Path(folder), run="many")
-        plan = json.loads(paths.plan.read_text())
+        plan = read(str(paths.plan))
         began = time.perf_counter()
         with mock.patch.object(evidence, "collect", return_value=[]):  # of the machine, and no file
             _nodes(plan, fails=fails)
@@ -67,18 +68,16 @@ def _left(count: int, *, fails: bool) -> Iterator[tuple[RunPaths, float]]:
         yield paths, took
 
 
-def _nodes(plan: dict[str, Any], *, fails: bool) -> None:
+def _nodes(plan: Plan, *, fails: bool) -> None:
     """As the runners and the ranks' supervisors do."""
-    each = plan["world"]["ranks_per_node"]
-    for me, one in enumerate(plan["world"]["nodes"]):
-        with Path(plan["folder"], run_folder.node_log(me)).open("ab") as log:  # as srun does
-            log.write(b"dray: preflight took 1.0 s\n")
-        failure_record.this_node(plan, me, {})
-        for rank in range(me * each, (me + 1) * each):
-            place = Path(plan["folder"], run_folder.rank_log(rank))
+    for me, name in enumerate(plan.names):
+        node = plan._replace(me=me)
+        with Path(plan.folder, run_folder.node_log(me)).open("ab") as log:  # as srun does
+            log.write(b"dray: cores of each rank: 0-3\n")
+        failure_record.this_node(node, {})
+        for rank in node.ranks:
+            place = Path(plan.folder, run_folder.rank_log(rank))
             place.write_bytes(b"step 1\n")
-            if fails and rank % each < FAILING:
-                failure_record.write(
-                    plan["folder"], f"rank-{rank}", node=one["name"], rank=rank, code=1, why="x", log=str(place),
-                    last_lines=[],
-                )  # fmt: skip
+            if fails and rank - node.ranks[0] < FAILING:
+                found = Finding("x", code=1, node=name, rank=rank)
+                failure_record.write(plan.folder, f"rank-{rank}", found, str(place))

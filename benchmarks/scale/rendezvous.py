@@ -14,6 +14,7 @@ from table import Row, fit
 
 from dray.contract.findings import DrayError
 from dray.runner import address
+from dray.runner.plan import Identity, Plan, World, of
 from dray.runner.rendezvous import gather, make_hello
 
 KEY = b"5ec2e7" * 8
@@ -44,11 +45,17 @@ def rows() -> list[Row]:
     return found
 
 
-def _plan(count: int, limit: float) -> dict[str, Any]:
-    nodes = [{"name": f"n{number}", "address": "127.0.0.1"} for number in range(count)]
-    world = {"nodes": nodes, "master": "127.0.0.1", "port": 0, "interfaces": [], "rendezvous_timeout_s": limit}
-    world |= {"one_machine": True, "shared_folder": True, "identity": {"image": "DRAY_IMAGE_ID"}}
-    return {"folder": "/nonexistent", "attempt": 1, "preflight": None, "world": world}
+def _plan(count: int, limit: float) -> Plan:
+    world = dict.fromkeys(World._fields, 0) | {
+        "nodes": [{"name": f"n{number}", "address": "127.0.0.1"} for number in range(count)],
+        "ranks_per_node": 8,
+        "master": "127.0.0.1",
+        "interfaces": [],
+        "rendezvous_timeout_s": limit,
+        "shared_folder": True,
+        "identity": dict.fromkeys(Identity._fields, "DRAY_IMAGE_ID"),
+    }
+    return of(dict.fromkeys(Plan._fields) | {"folder": "/nonexistent", "scratch": "/nonexistent", "world": world})
 
 
 def _meet(count: int, *, strangers: int = 0, absent: int = 0, limit: float = 60) -> tuple[float, dict[str, Any]]:
@@ -67,7 +74,7 @@ def _meet(count: int, *, strangers: int = 0, absent: int = 0, limit: float = 60)
 
 
 def _come(port: int, count: int, limit: float, *, strangers: int, absent: int) -> float:
-    hello = make_hello(_plan(count, 1), 0, "digest")
+    hello = make_hello(_plan(count, 1))
     crowd = Crowd(port, KEY)
     for number in range(strangers):
         Stranger(crowd, number)
@@ -95,9 +102,9 @@ def _come(port: int, count: int, limit: float, *, strangers: int, absent: int) -
 def _first(count: int, limit: float) -> None:
     """The process that is the first node."""
     plan = _plan(count, limit)
-    listener, told = address.listen(plan["world"]), {}
+    listener, told = address.listen(plan.world), {}
     print(listener.getsockname()[1], flush=True)
-    own = make_hello(plan, 0, "digest")
+    own = make_hello(plan)
     try:
         gather(plan, own, KEY, listener)
     except DrayError as error:

@@ -16,6 +16,7 @@ import pytest
 from dray.runner.children import Loop
 from dray.runner.connections import Connection
 from dray.runner.control import Control
+from dray.runner.plan import Plan, of
 from dray.runner.start_timings import StartTimings
 from helpers import PYTHON
 
@@ -39,24 +40,23 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> dict[str, Any]:
-    """A plan for two nodes on loopback, whose launcher writes down what it was given."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "secret").write_text(f"{SECRET}\n")
+def planned(folder: Path, **world: object) -> dict[str, Any]:
+    """A plan for two nodes on loopback, whose launcher writes down what it was given; with these keys of its world."""
     return {
-        "folder": str(tmp_path),
-        "scratch": str(tmp_path / "own"),
+        "folder": str(folder),
+        "scratch": str(folder / "own"),
         "run": "r1",
         "attempt": 1,
+        "variant": "cpu",
         "launcher": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--node-rank", "{node_rank}"],
         "command": ["true", "{node_rank}"],
-        "where": str(tmp_path),
+        "where": str(folder),
         "preflight": None,
         "env": [],
         "pass_env": [],
+        "recipe": {"train": None, "hang_timeout_s": None, "pass_env": []},
         "world": {
-            "nodes": [{"name": "node1", "address": "127.0.0.1"}, {"name": "node2", "address": "127.0.0.1"}],
+            "nodes": loopback("node1", "node2"),
             "ranks_per_node": 2,
             "size": 4,
             "master": "127.0.0.1",
@@ -74,14 +74,34 @@ def plan(tmp_path: Path) -> dict[str, Any]:
                 "cpus": "DRAY_CPUS",
                 "image": "DRAY_IMAGE_ID",
             },
+            **world,
         },
     }
+
+
+def loopback(*names: str) -> list[dict[str, str]]:
+    """Nodes of a plan, all on loopback."""
+    return [{"name": name, "address": "127.0.0.1"} for name in names]
+
+
+def decoded(plan: dict[str, Any], me: int = 0) -> Plan:
+    """The plan as this node's runner reads it."""
+    return of(plan)._replace(me=me)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> dict[str, Any]:
+    """A plan for two nodes on loopback, with its secret."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    return planned(tmp_path)
 
 
 def control(plan: dict[str, Any], connections: dict[int, Connection], loop: Loop) -> Control:
     """The first node's, without ranks."""
     loop.end = loop.ask = loop.tell = lambda *_: None  # type: ignore[attr-defined]
-    return Control(plan, 0, loop, connections, StartTimings(plan, 0))  # type: ignore[arg-type]
+    first = decoded(plan)
+    return Control(first, loop, connections, StartTimings(first))  # type: ignore[arg-type]
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

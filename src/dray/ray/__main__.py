@@ -7,7 +7,6 @@ and an exit code, since it returns 0 also where Ray did not start.
 from __future__ import annotations
 
 import hmac
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from dray.contract import files, hardware, run_folder
 from dray.contract.findings import DrayError, UnfitError
 from dray.runner import address, rendezvous
 from dray.runner.children import Children, below, ended_with
+from dray.runner.plan import read
 
 _OLDEST = (2, 54)  # 2.52 has a token, and 2.53: their nodes do not join
 # It shows kilobytes of each process that `ray stop` ends.
@@ -37,14 +37,14 @@ _KEEP_CODE = '"$@"; code=$?; printf $code >"$0"; exit $code'
 def main(folder: str, gpus: str, *command: str) -> int:
     """Start Ray on this node; return the program's exit code on the first node, and 0 on the others."""
     _require_ray()
-    plan = json.loads(files.read(f"{folder}/{run_folder.PLAN}", own=True))
-    world, store, is_head = plan["world"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
+    plan = read(f"{folder}/{run_folder.PLAN}")
+    store, is_head = int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
     # Of the store's port, which all nodes know, and which a restart changes. It is below Linux's ephemeral ports, and
     # above those of Ray's workers.
     head = (os.environ["MASTER_ADDR"], 20_000 + (store + 5_000) % 10_000)
     if is_head:
-        address.listen({**world, "port": head[1]}).close()  # or a busy port is named
-    if all(variable["name"] != "OMP_NUM_THREADS" for variable in plan["env"]):
+        address.listen(plan.world._replace(port=head[1])).close()  # or a busy port is named
+    if all(variable.name != "OMP_NUM_THREADS" for variable in plan.env):
         os.environ.pop("OMP_NUM_THREADS", None)  # for one process a node; Ray sets it for each of its workers
     secret = hmac.digest(rendezvous.secret_of(folder), f"dray ray {store}".encode(), "sha256").hex()
     # The same name on every node: Ray wants that. Sockets below it have paths of at most 107 characters.
@@ -57,7 +57,7 @@ def main(folder: str, gpus: str, *command: str) -> int:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": f"{place}/token",
             "RAY_ADDRESS": f"{head[0]}:{head[1]}",
-            "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": str(world["rendezvous_timeout_s"]),
+            "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": str(plan.world.rendezvous_timeout_s),
             "RAY_USAGE_STATS_ENABLED": "0",
             "PATH": f"{place}:{os.environ['PATH']}",  # a layer may have `ray` elsewhere
         }

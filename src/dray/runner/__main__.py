@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
 import resource
 import signal
@@ -13,8 +11,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
-from dray.contract.findings import ConfigError, DrayError, Finding
+from dray.contract import exit_codes, findings, run_folder, scratch, unexpected
+from dray.contract.findings import DrayError, Finding
 from dray.contract.start_times import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
@@ -28,7 +26,8 @@ from dray.runner import (
     redact,
     rendezvous,
 )
-from dray.runner.plan import Environ, Plan, names, ranks
+from dray.runner.log import say
+from dray.runner.plan import Environ, Plan, read
 from dray.runner.rendezvous import StoppedError
 from dray.runner.start_timings import StartTimings
 
@@ -36,9 +35,7 @@ if TYPE_CHECKING:
     from dray.runner.preflight import Preflight
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
 _COMPILES_S = 15 * 60.0  # torch holds a lock while it compiles one extension
-_ENDING_S = 10.0  # seconds from SIGKILL to the end of what this node has started
 # A rank holds a file for each connection: 1,024, the usual soft limit, are too few beside other users who connect to
 # Gloo's port. Not all that some machines allow: old programs close each number up to the limit, and 1,000,000,000 take
 # minutes.
@@ -47,11 +44,9 @@ _FILES = 65_536
 
 def main(path: str) -> int:
     """This node's exit code: the launcher's, or that of the failure which kept it from starting."""
-    plan = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
-    if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
-        raise ConfigError("the plan is damaged", where=path, fix="submit the run again")
+    plan = read(path)
     environment.merge(plan)
-    os.environ[redact.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
+    os.environ[redact.PASSED] = " ".join(plan.recipe.pass_env)
     allow_files()
     return Runner(plan).run()
 
@@ -67,10 +62,9 @@ class Runner:
     """This node's runner, from its rendezvous with the others to its end."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.world, self.folder = plan, plan["world"], plan["folder"]
-        identity = self.world["identity"]
-        self.number, self.name = os.environ.get(identity["node"], "unknown"), os.environ.get(identity["name"], "")
-        self.began = time.time()
+        self.plan = plan
+        identity = plan.world.identity
+        self.number, self.name = os.environ.get(identity.node, "unknown"), os.environ.get(identity.name, "")
         self.unfit: Finding | None = None
         self.preflight: Preflight | None = None
         self.log: redact.Filter | None = None
@@ -88,36 +82,31 @@ class Runner:
                 code = self.launch()
         except Exception as raised:
             code = self.fail(unexpected.error(raised))
-        except SystemExit:  # a signal during the preflight, perhaps to this node alone
-            self.links.heard(signal.SIGTERM)
-            self.links.lead(self.failure)
-            raise
         finally:
             self.leave()
         return code
 
     def meet(self) -> None:
         """Check this node, and connect it with the others."""
-        plan = self.plan
-        self.me = node_rank.index(self.world, os.environ)
-        self.timings = StartTimings(plan, self.me)
-        node_rank.require(plan, os.environ)
-        scratch.take(plan["scratch"])
+        self.plan = plan = self.plan._replace(me=node_rank.index(self.plan.world))
+        self.timings = StartTimings(plan)
+        node_rank.require(plan)
+        scratch.take(plan.scratch)
         children.adopt()
-        if plan["preflight"] is not None:
+        if plan.preflight:
             self.check_node()
-        channels, self.store, self.listener = rendezvous.meet(plan, self.me, digest(plan), self.unfit)
+        channels, self.store, self.listener = rendezvous.meet(plan, self.unfit)
         self.timings.lap(RENDEZVOUS)
-        own = channels[0].line.getsockname()[0] if self.me else self.store[0]
+        own = channels[0].line.getsockname()[0] if plan.me else self.store[0]
         self.gloo = address.gloo(own)
         self.supervised = children.Children()
-        self.links = control.Control(plan, self.me, self.supervised, channels, self.timings)
+        self.links = control.Control(plan, self.supervised, channels, self.timings)
 
     def check_node(self) -> None:
         """Check this node; the ranks of the preflight then wait for the other nodes."""
         from dray.runner.preflight import Preflight  # noqa: PLC0415  a run without it saves its import
 
-        self.preflight = Preflight(self.plan, self.me)
+        self.preflight = Preflight(self.plan)
         self.preflight.start()
         self.unfit = self.preflight.check_node(self.timings.parts)
         self.timings.lap(PREFLIGHT)
@@ -129,26 +118,28 @@ class Runner:
         plan, links = self.plan, self.links
         self.start, began = links.start, time.time()
         os.environ[evidence.BEFORE] = evidence.oom_kills()
-        environ = environment.of(plan, self.me, self.store, self.start, self.gloo)
-        failure_record.this_node(plan, self.me, environ)
+        environ = environment.of(plan, self.store, self.start, self.gloo)
+        failure_record.this_node(plan, environ)
         if self.listener:
             self.supervised.watch(self.listener.fileno(), self.serve)
             # Most programs of one rank never ask for the store, which costs an import of torch.
-            if self.world["size"] > 1 or "{ranks}" not in plan["launcher"]:
+            if plan.world.size > 1 or "{ranks}" not in plan.launcher:
                 self.serve()
         if self.preflight and not self.start.number:
             self.preflight.check_together(self.supervised, environ, links)
             self.timings.lap(PREFLIGHT)
         if extensions := environ.get("TORCH_EXTENSIONS_DIR"):
             remove_locks(extensions, began if self.start.number else began - _COMPILES_S)
-        if not links.cause and not links.stopped:  # another node has started its ranks already
+        if not links.cause and not links.stopped:
             self.launch_ranks(environ)
-        return self.lead()
+            return self.lead()
+        code = self.lead()  # of other nodes, which may have started their ranks
+        return 128 + signal.SIGTERM if links.stopped else code
 
     def launch_ranks(self, environ: Environ) -> None:
         """Start the launcher, in a session of its own: what the engine's group hears, it would hear twice."""
         self.timings.launched()
-        command = argv(self.plan, self.me, *self.store)
+        command = argv(self.plan, *self.store)
         self.log = log = redact.between()
         try:
             self.supervised.start(command, env=environ, session=True, output=log.writer if log else None)
@@ -158,9 +149,6 @@ class Runner:
             self.supervised.ask()
         if log:
             log.watch(self.supervised)
-        if not self.me and not self.start.number:
-            with suppress(OSError):  # no run ends for it
-                rendezvous.publish(self.plan, self.store, runner=self.began)
 
     def finish_log(self) -> None:
         """Write the rest of the launcher's output."""
@@ -171,12 +159,12 @@ class Runner:
         """Wait for the end of all nodes' ranks, and record what no rank could; return this node's exit code."""
         links, hang = self.links, self.links.hang
         code = links.lead(self.failure)
-        cause = links.cause if links.start is self.start else links.cause_before
+        cause = links.cause if links.start is self.start else links.start.cause
         self.finish_log()
         if cause and not links.stopped:
-            failure_record.first_failure(self.plan, self.me)
-        if cause and not self.world["shared_folder"]:  # the record is on another machine
-            if hang and hang.since:
+            failure_record.first_failure(self.plan)
+        if cause and not self.plan.world.shared_folder:  # the record is on another machine
+            if hang and hang.begun:
                 hang.write_record(cause)
             else:
                 self.record(cause)
@@ -184,41 +172,42 @@ class Runner:
 
     def restart(self) -> bool:
         """Prepare the next start of all ranks, if the first node says so, once those before have ended."""
-        links, me = self.links, self.me
+        links, plan = self.links, self.plan
         if links.start is self.start and not links.may_restart():
             return False
-        evidence.require_image(self.name)
-        if not self.supervised.sweep(_ENDING_S):  # with the store
+        evidence.require_image()
+        if not self.supervised.sweep():  # with the store
             return False
         if self.listener:
             self.listener.close()
-            self.listener = address.listen(self.world)
+            self.listener = address.listen(plan.world)
             links.restart(self.listener.getsockname()[1])
-        number, port, why = links.start
+        number, port, cause = links.start
+        assert cause
         self.store = self.store[0], port
-        ended = [f"rank-{rank}" for rank in ranks(self.plan, me)]
-        failure_record.set_aside(self.folder, number, ["hang", f"node-{me}", *ended])
-        print(f"dray: restart {number} of {self.world['max_restarts']}: {why}", flush=True)
+        failure_record.set_aside(plan, number)
+        say(f"restart {number} of {plan.world.max_restarts}: {cause.problem}")
         return True
 
     def leave(self) -> None:
         """Record what is known once all nodes have ended: lost nodes; on the first node, whether all ranks have saved,
         and whether they were in one process group. Then end what is left here, before the other nodes hear of it."""
-        links = self.links
+        links, plan = self.links, self.plan
         for other, (since, found) in links.lost.items():
-            self.record(found, str(other), f"node-{self.me}-lost-{other}", lost=True, time=since)
-        if not self.me and not links.stopped:
+            log = f"{plan.folder}/{run_folder.node_log(other)}"
+            failure_record.write(plan.folder, f"node-{plan.me}-lost-{other}", found, log, lost=True, time=since)
+        if not plan.me and not links.stopped:
             if links.saved and not links.lost:
-                failure_record.put(f"{self.folder}/{run_folder.SAVED}", "")
+                failure_record.put(f"{plan.folder}/{run_folder.SAVED}", "")
             if links.saved or not links.cause:
-                process_group.record(self.folder, self.world["size"], self.store)
-        if not self.supervised.sweep(_ENDING_S):
+                process_group.record(plan.folder, plan.world.size, self.store)
+        if not self.supervised.sweep():
             found = Finding(
-                f"processes of this node did not end within {_ENDING_S:.0f} s of SIGKILL",
+                f"processes of this node did not end within {children.SWEEP_S:.0f} s of SIGKILL",
                 wanted="no process of the run outlives the job",
                 fix="leave this node out (sbatch --exclude), and tell the administrators: a device or disk of it hangs",
             )
-            print(f"dray: {found}", file=sys.stderr, flush=True)
+            say(found)
         links.close()
 
     def fail(self, error: DrayError) -> int:
@@ -259,16 +248,16 @@ class Runner:
             code=exit_codes.RETRY,
             node=self.name,
         )
-        if self.plan.get("recipe", {}).get("train"):
+        if self.plan.recipe.train:
             self.record(found)
             self.links.end(found)
         else:
-            print(f"dray: {found}", file=sys.stderr, flush=True)
+            say(found)
 
     def failure(self, code: int) -> Finding:
         """Why this node failed: its ranks' first failure, or else the launcher's own exit, which is then recorded."""
         self.finish_log()  # its last lines may be the reason
-        if first := failure_record.first_failure(self.plan, self.me):
+        if first := failure_record.first_failure(self.plan):
             problem = f"rank {first['rank']} on {self.name}: {first['why']}"
             return Finding(problem, where=first["log"], code=first["code"], node=self.name, rank=first["rank"])
         problem = f"the launcher ended: {children.ended_with(code)}"
@@ -276,12 +265,10 @@ class Runner:
         self.record(found)
         return found
 
-    def record(self, found: Finding, number: str = "", name: str = "", **more: object) -> None:
-        """Record why this node failed; or that the node with another `number` was lost."""
-        number = number or self.number
-        log = f"{self.folder}/{run_folder.node_log(number)}"
-        fields = {"node": found.node, "rank": found.rank, "code": found.code, "why": str(found), "log": log, **more}
-        failure_record.write(self.folder, name or f"node-{number}", **fields, last_lines=files.tail(log))
+    def record(self, found: Finding) -> None:
+        """Record why this node failed."""
+        folder = self.plan.folder
+        failure_record.write(folder, f"node-{self.number}", found, f"{folder}/{run_folder.node_log(self.number)}")
 
 
 def remove_locks(folder: str, before: float) -> None:
@@ -290,30 +277,21 @@ def remove_locks(folder: str, before: float) -> None:
         with suppress(OSError):  # another node was faster
             if os.stat(path).st_mtime < before:
                 os.unlink(path)
-                print(f"dray: removed {path}: its compiler was killed", flush=True)
+                say(f"removed {path}: its compiler was killed")
 
 
-def digest(plan: Plan) -> str:
-    """The digest of what all nodes must share of the plan: users and attempts differ between machines of a hostfile."""
-    text = json.dumps({**plan, "user": "", "attempt": 0}, sort_keys=True)
-    for folder in (plan["folder"], plan["scratch"]):
-        text = text.replace(json.dumps(folder)[1:-1], "")
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def argv(plan: Plan, me: int, host: str, port: int) -> list[str]:
+def argv(plan: Plan, host: str, port: int) -> list[str]:
     """The launcher's argv with this node's values filled in, then the rank supervisor, then the command."""
-    world = plan["world"]
     values = {
-        "{node_rank}": str(me),
+        "{node_rank}": str(plan.me),
         "{master}": host,
         "{port}": str(port),
         "{endpoint}": f"{host}:{port}",
         "{ranks}": f"{_FOLDER}/ranks.py",
     }
-    launcher = [values.get(word, word) for word in plan["launcher"]]
-    rank = [sys.executable, *_SITE_PACKAGES_NOT_NEEDED, f"{_FOLDER}/rank.py"]
-    return [*launcher, *rank, plan["folder"], str(world["size"]), names(plan)[me], *plan["command"]]
+    launcher = [values.get(word, word) for word in plan.launcher]
+    rank = [sys.executable, "-S", "-E", f"{_FOLDER}/rank.py"]  # it needs no site-packages
+    return [*launcher, *rank, plan.folder, str(plan.world.size), plan.name, *plan.command]
 
 
 if __name__ == "__main__":

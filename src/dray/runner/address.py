@@ -7,13 +7,14 @@ import fcntl
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from dray.contract.findings import RetryError, UnfitError
 from dray.runner.plan import World
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_BACKLOG = 4096  # at least; the kernel takes net.core.somaxconn at most, and who finds it full tries again
+_BACKLOG = 65_535  # the kernel takes net.core.somaxconn at most, and who finds it full tries again
 _BUSY_S = 5.0  # a run that is ending gives its port back within seconds
 
 
@@ -23,44 +24,44 @@ def listen(world: World) -> socket.socket:
     for address in addresses(world):
         while True:
             try:
-                return socket.create_server((address, world["port"]), backlog=max(_BACKLOG, len(world["nodes"])))
+                return socket.create_server((address, world.port), backlog=_BACKLOG)
             except OSError as error:
                 last = error
             if last.errno != errno.EADDRINUSE:  # a name may stand for an address that only others see
                 break
             if time.monotonic() > deadline:
                 raise RetryError(
-                    f"port {world['port']} is busy on {world['nodes'][0]['name']}",
-                    wanted=f"port {world['port']} free on the first node",
+                    f"port {world.port} is busy on {world.nodes[0].name}",
+                    wanted=f"port {world.port} free on the first node",
                     found="another program listens there",
                     fix="remove `port` from the recipe, and dray takes a free one; or start the run again later",
                 )
             time.sleep(0.2)
     raise UnfitError(
         "the first node has no address that the other nodes reach",
-        wanted=f"{world['master']} resolves to an address of the network between the nodes",
-        found=last or f"it resolves to loopback, and no route leads to {world['nodes'][1]['name']}",
+        wanted=f"{world.master} resolves to an address of the network between the nodes",
+        found=last or f"it resolves to loopback, and no route leads to {world.nodes[1].name}",
         fix='set interfaces = ["NAME"] in the site file, with the name of the network interface between the nodes',
     )
 
 
 def addresses(world: World) -> list[str]:
     """This node's addresses, the preferred one first; loopback for a run of one node."""
-    nodes, found = world["nodes"], []
-    if len(nodes) == 1:
+    found = []
+    if len(world.nodes) == 1:
         return ["127.0.0.1"]
     # Machines of a hostfile reach one another by the file's names, and share no folder to learn another address from.
-    if world["interfaces"] and world["shared_folder"]:
-        return [interface(world["interfaces"])]
+    if world.interfaces and world.shared_folder:
+        return [interface(world.interfaces)]
     with suppress(OSError):
-        found.append(socket.gethostbyname(world["master"]))
+        found.append(socket.gethostbyname(world.master))
     with suppress(OSError):
-        found.append(_route(nodes[1]["address"]))
+        found.append(_route(world.nodes[1].address))
     # A name that its own machine resolves to loopback, as Debian's does, is another address for the others.
-    return [address for address in found if not address.startswith("127.") or address == world["master"]]
+    return [address for address in found if not address.startswith("127.") or address == world.master]
 
 
-def interface(names: list[str]) -> str:
+def interface(names: Sequence[str]) -> str:
     """The address of the first of these interfaces that this node has."""
     for name in names:
         if address := _address(name):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _AGAIN_S = 0.5  # a program that is still loading handles the signal later, and one may not end
-_SWEEP_S = 0.02
+SWEEP_S, _SWEEP_LOOK_S = 10.0, 0.02  # from SIGKILL to the end of what can end
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
@@ -58,7 +58,7 @@ class Children(Loop):
             signal.signal(number, lambda *_: None)  # Python has written the number into the pipe by then
         self._serving: dict[int, Callable[[int], None]] = {}
         self._kill_at = 0.0
-        self._asked: set[int] | None = None
+        self._asks, self._asked = False, set[int]()
 
     def start(
         self,
@@ -118,14 +118,11 @@ class Children(Loop):
             os.kill(child, number)
 
     def ask(self) -> None:
-        """Ask children and their children to save and end; `wait` asks those that do not handle the signal yet."""
-        if self._asked is None:
-            self._asked = set()
-            self._ask(self.running)
+        """Have `wait` ask children and their children to save and end, each once it handles the signal."""
+        self._asks = True
 
     def _ask(self, processes: Iterable[int]) -> None:
         """Send SIGUSR1 once to each process that handles it, and look at the children of the others: it kills those."""
-        assert self._asked is not None
         for process in processes:
             if not handles(process, signal.SIGUSR1):
                 self._ask(below(process))
@@ -144,11 +141,11 @@ class Children(Loop):
 
         It waits for these seconds at most.
         """
-        if self._asked is not None:
+        if self._asks:
             self._ask(self.running)
         if 0 < self._kill_at < time.monotonic():
             self.tell(signal.SIGKILL)
-        if self._kill_at or self._asked is not None:
+        if self._kill_at or self._asks:
             seconds = _AGAIN_S if seconds is None else min(seconds, _AGAIN_S)
         self.look(0.0 if self._signals else seconds)
         signals, self._signals = self._signals, []
@@ -167,14 +164,15 @@ class Children(Loop):
     def _read_signals(self) -> None:
         self._signals += [number for number in os.read(self._pipe, 4096) if number != signal.SIGCHLD]
 
-    def sweep(self, limit: float) -> bool:
-        """Kill all children within these seconds; return whether none is left. Others may then be started.
+    def sweep(self) -> bool:
+        """Kill all children within SWEEP_S; return whether none is left. Others may then be started.
 
         After `adopt` these include what a launcher has left behind. They have the rest of the grace of `end`.
         """
         _signal_all(signal.SIGTERM, self._kill_at, self._serving)
-        left = _signal_all(signal.SIGKILL, time.monotonic() + limit)
-        self.running, self._kill_at, self._asked = {}, 0.0, None
+        left = _signal_all(signal.SIGKILL, time.monotonic() + SWEEP_S)
+        self.running, self._kill_at = {}, 0.0
+        self._asks, self._asked = False, set()
         self._serving.clear()
         return not left
 
@@ -192,7 +190,7 @@ def _signal_all(number: int, deadline: float, spared: Container[int] = ()) -> li
             if child not in signalled:
                 os.kill(child, number)
         signalled.update(left)
-        time.sleep(_SWEEP_S)
+        time.sleep(_SWEEP_LOOK_S)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -7,9 +7,8 @@ without a last message, its runner was killed or its node is gone.
 from __future__ import annotations
 
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 from dray.contract import exit_codes, run_folder
@@ -18,6 +17,7 @@ from dray.runner.children import Children, exit_code
 from dray.runner.connections import Connection
 from dray.runner.file_watch import FileWatch
 from dray.runner.hang import Hang
+from dray.runner.log import say
 from dray.runner.plan import Plan
 from dray.runner.protocol import (
     Ended,
@@ -27,16 +27,14 @@ from dray.runner.protocol import (
     Report,
     Reports,
     Restart,
-    Save,
+    Signal,
     StartTimes,
-    Stop,
 )
 from dray.runner.start_timings import StartTimings
 
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
 _LOOK_S, _COLLECTING_S = 1.0, 0.1
-_KILLING_S = 10.0  # from SIGKILL to the end of what can end
 _PART_S = 5.0  # from the last word to the close, for an end that does not read
 _REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
 _FIRST_S = 5.0  # more for the first node's word
@@ -44,7 +42,7 @@ _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nod
 
 
 class Control:
-    """This node's side. On the first node `channels` lead to all other nodes; on the others, to the first one.
+    """This node's side. On the first node `connections` lead to all other nodes; on the others, to the first one.
 
     What ends the run goes to the first node, and from there to all. A node whose launcher has ended kills what that has
     left behind, tells the first node that it is idle, and waits. The first node says whether all start again, and ends
@@ -54,26 +52,22 @@ class Control:
     def __init__(
         self,
         plan: Plan,
-        me: int,
         children: Children,
-        channels: Mapping[int, Connection],
+        connections: dict[int, Connection],
         timings: StartTimings,
     ) -> None:
-        self._plan, self._me, self._children, self._timings = plan, me, children, timings
-        self._file_watch = FileWatch("" if me else f"{plan['folder']}/{run_folder.STOP}")
-        self._open = dict(channels)
+        self._plan, self._me, self._children, self._timings = plan, plan.me, children, timings
+        self._file_watch = FileWatch("" if plan.me else f"{plan.folder}/{run_folder.STOP}")
+        self._open = connections
         self.asked = False
         """Whether all ranks are to save and end."""
         self.stopped = self._stops_now = False
         self.can_restart = True
-        self._closing = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
         self.preflight: dict[int, tuple[Report, ...]] = {}
         """On the first node: the last reports of each node's ranks; none of a node whose ranks have passed."""
-        self.cause_before: Finding | None = None
-        """On other nodes than the first: the cause of the start before, once the next one has begun."""
         self._begin(Restart())
-        for node, connection in channels.items():
+        for node, connection in connections.items():
             children.watch(connection.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
 
     def _begin(self, start: Restart) -> None:
@@ -83,8 +77,8 @@ class Control:
         self.saved = False
         """Whether the cause is that ranks have saved and ended, as they were asked to."""
         self._idle: set[int] = set()
-        watched = self._plan.get("recipe", {}).get("hang_timeout_s") != 0
-        self.hang = Hang(self._plan, self._me, start.number, self._file_watch.size) if watched else None
+        watched = self._plan.recipe.hang_timeout_s != 0
+        self.hang = Hang(self._plan, start.number, self._file_watch.size, self._tell_all) if watched else None
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
         """Wait until the launchers of all nodes, and their processes, have ended; return this node's exit code.
@@ -110,7 +104,7 @@ class Control:
                 idle = True
                 if self.stopped:  # ranks of a launcher that did not wait for them may still save
                     self._children.end(_GRACE)
-                self.can_restart = self._children.sweep(_KILLING_S) and self.can_restart
+                self.can_restart = self._children.sweep() and self.can_restart
                 self._tell_all(Idle(self.can_restart, self.cause if self.saved else None))
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
@@ -124,7 +118,7 @@ class Control:
     @property
     def _hangs(self) -> bool:
         """Whether the run hangs, and the first node has not yet named the cause."""
-        return self.hang is not None and self.hang.open and not self.stopped
+        return self.hang is not None and self.hang.begun is not None and not self.stopped
 
     def _waits(self) -> bool:
         """Whether this node waits for others."""
@@ -136,16 +130,16 @@ class Control:
         """Watch whether the ranks make progress; if they hang, end them with the reason."""
         if self.hang is None or self._ending:
             return
-        for message in self.hang.look():
-            self._tell_all(message)
+        self.hang.look()
         self.cause = self.cause or self.hang.begun
         if found := self.hang.named:
-            print(f"dray: the run ends: {found}", file=sys.stderr, flush=True)
+            say(f"the run ends: {found}")
             self.fail(found)
             self._children.end(_HUNG_GRACE)
 
     def _tell_times(self, *, last: bool) -> None:
-        if parts := self._timings.look(last=last):
+        parts = {} if self.start.number else self._timings.look(last=last)  # no restart is part of them
+        if parts:
             self._tell_all(StartTimes(parts))
 
     def ask(self) -> None:
@@ -153,8 +147,8 @@ class Control:
         self._children.ask()
         if not self.asked:
             self.asked, self.can_restart = True, False
-            print("dray: the ranks are asked to save and end", flush=True)
-            self._tell_all(Save())
+            say("the ranks are asked to save and end")
+            self._tell_all(Signal(signal.SIGUSR1))
 
     def heard(self, number: int) -> None:
         """Handle a signal to this node, for all nodes."""
@@ -166,12 +160,13 @@ class Control:
     def _obey(self, lines: list[bytes]) -> None:
         """Do what the stop file asks for, if there is something in it."""
         if run_folder.NOW.encode() in lines:
-            self._stop(signal.SIGTERM, now=True)
+            self._stop(signal.SIGKILL)
         elif lines:
             self.ask()
 
-    def _stop(self, number: int, *, now: bool = False) -> None:
-        """End the ranks of all nodes: they may save as long as Slurm lets them; `now`, only within the grace."""
+    def _stop(self, number: int) -> None:
+        """End the ranks of all nodes: they may save as long as Slurm lets them; with SIGKILL, only within the grace."""
+        now = number == signal.SIGKILL
         if self._stops_now or (self.stopped and not now):
             return
         self.stopped, self._stops_now, self.can_restart = True, now, False
@@ -179,7 +174,7 @@ class Control:
             self._children.end(_GRACE)
         else:
             self._children.tell(number)
-        self._tell_all(Stop(now))
+        self._tell_all(Signal(number))
 
     def _failed(self, found: Finding) -> None:
         """Tell all nodes how this one's ranks ended; ranks that were asked to save and end with 75 are well."""
@@ -191,14 +186,13 @@ class Control:
     def fail(self, finding: Finding) -> None:
         """Tell all nodes why the run fails."""
         self.cause, self.saved = finding, False
-        if self.hang:
-            self.hang.open = False
+        self.hang = None  # what waits for ranks that have failed does not hang
         self._tell_all(Failed(finding))
 
     def end(self, finding: Finding) -> None:
         """End the ranks of all nodes, unless they end already: they would wait for others for ever."""
         if not self._ending:
-            print(f"dray: this node's ranks are stopped: {finding}", file=sys.stderr, flush=True)
+            say(f"this node's ranks are stopped: {finding}")
             self._children.end(_GRACE)
             self.fail(finding)
 
@@ -210,16 +204,15 @@ class Control:
 
     def may_restart(self) -> bool:
         """As the first node: whether all ranks may be started again."""
-        world = self._plan["world"]
+        world = self._plan.world
         if not self.can_restart or not self.cause or self.cause.code in _FINAL:
             return False
-        others = len(world["nodes"]) - 1
-        return self.start.number < world["max_restarts"] and len(self._open) == len(self._idle) == others
+        others = len(world.nodes) - 1
+        return self.start.number < world.max_restarts and len(self._open) == len(self._idle) == others
 
     def restart(self, port: int) -> None:
         """As the first node: begin the next start on all nodes, with the store at this port."""
-        assert self.cause
-        self._begin(Restart(self.start.number + 1, port, self.cause.problem))
+        self._begin(Restart(self.start.number + 1, port, self.cause))
         self._tell_all(self.start)
 
     def close(self, seconds: float = _PART_S) -> None:
@@ -229,7 +222,8 @@ class Control:
         """
         self._tell_times(last=True)
         self._tell_all(Ended())
-        deadline, self._closing = time.monotonic() + seconds, True
+        deadline = time.monotonic() + seconds
+        self.stopped = True  # no node is lost any more
         while self._open and (left := deadline - time.monotonic()) > 0:
             self._children.look(left)
         for node in list(self._open):
@@ -241,21 +235,15 @@ class Control:
                 if node in self._open:
                     self._hear(node, message)
         except OSError as error:
-            if self._closing:
-                self._close(node)
-            else:
-                self._lost(node, str(error))
+            self._lost(node, str(error))
 
     def _hear(self, node: int, message: Message) -> None:
         match message:
-            case Stop(now):
-                self._stop(signal.SIGTERM, now=now)
-            case Save():
-                self.ask()
+            case Signal(number):
+                self.heard(number)
             case Failed(finding):
                 self.end(finding)
             case Restart():
-                self.cause_before = self.cause
                 self._begin(message)
             case Ended():
                 self._forget(node)
@@ -268,9 +256,8 @@ class Control:
                 self._timings.nodes[node] = parts
             case Reports(reports):
                 self.preflight[node] = reports
-            case _ if self.hang and not self._ending:  # what waits for ranks that have failed does not hang
-                if reply := self.hang.hear(message):
-                    self._tell_all(reply)
+            case _ if self.hang and not self._ending:
+                self.hang.hear(message)
                 self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
@@ -278,7 +265,7 @@ class Control:
         if self.stopped:  # without that node's ranks none can save; after KillWait Slurm kills the batch script as well
             self._children.end(_GRACE)
             return
-        name = self._plan["world"]["nodes"][node]["name"]
+        name = self._plan.names[node]
         finding = Finding(
             f"node {node} ({name}) is gone",
             wanted="a last message from the node's runner",

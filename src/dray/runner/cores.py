@@ -12,19 +12,20 @@ from itertools import chain
 
 from dray.contract.cores import LIMIT, parse, render
 from dray.contract.node import proc_text
+from dray.runner.log import say
 from dray.runner.plan import Environ, World
 
 Core = Sequence[int]
 
+SYS = "/sys"
 _CLASSES = ("0x03", "0x12")  # of PCI: displays, accelerators
 _VENDORS = ("0x10de", "0x1002")
 
 
-def placed(world: World, environ: Environ, sys: str = "/sys") -> dict[str, str]:
+def placed(world: World, environ: Environ) -> dict[str, str]:
     """DRAY_CORES, the share of cores to which each rank supervisor moves; and OMP_NUM_THREADS, unless it is set."""
-    ranks, given = world["ranks_per_node"], environ.get(world["identity"]["cpus"], "")
-    count = int(given) if given.isdigit() else 0
-    per_rank = shares(world, count, sys)
+    ranks, count = world.ranks_per_node, int(environ.get(world.identity.cpus) or 0)
+    per_rank = shares(world, count)
     threads = [[*chain.from_iterable(share)] for share in per_rank]
     bound = ";".join(map(render, threads))
     text, omp = bound or "not bound", count // ranks
@@ -32,34 +33,32 @@ def placed(world: World, environ: Environ, sys: str = "/sys") -> dict[str, str]:
         omp = min(map(len, per_rank if 0 < count < sum(map(len, threads)) else threads))
     elif 0 < count < ranks:
         text += f" ({count} for {ranks} ranks: ask for more with --cpus-per-task)"
-    variables = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, omp))}
-    if bound:
-        variables["DRAY_CORES"] = bound
-    print(f"dray: cores of each rank: {text}; OMP_NUM_THREADS={variables['OMP_NUM_THREADS']}", flush=True)
-    return variables
+    threads_of_rank = environ.get("OMP_NUM_THREADS") or str(max(1, omp))
+    say(f"cores of each rank: {text}; OMP_NUM_THREADS={threads_of_rank}")
+    return {"OMP_NUM_THREADS": threads_of_rank, "DRAY_CORES": bound}
 
 
-def shares(world: World, count: int, sys: str) -> list[list[Core]]:
+def shares(world: World, count: int) -> list[list[Core]]:
     """The cores of each local rank; empty if it is not known which are this job's. `count` is Slurm's; 0: unknown."""
-    ranks, allowed = world["ranks_per_node"], sorted(os.sched_getaffinity(0))
-    cores = physical(allowed, sys)
+    ranks, allowed = world.ranks_per_node, sorted(os.sched_getaffinity(0))
+    cores = physical(allowed)
     # A job that is not confined to its CPUs sees all of them, and cannot know its own. If Slurm's count equals the
     # physical cores, the job has them all: with --hint=nomultithread Slurm counts no second threads, the cpuset does.
     if len(allowed) < ranks or (0 < count < len(allowed) and count != len(cores)):
         return []
-    site = [parse(str(mask)) for mask in world["cores"]]
+    site = [*map(parse, world.cores)]
     if len(site) == ranks and set(allowed).issuperset(chain.from_iterable(site)):
-        return [physical(mask, sys) for mask in site]
+        return [physical(mask) for mask in site]
     if len(cores) < ranks:
         cores = [[thread] for thread in chain.from_iterable(cores)]
-    return split(cores, ranks, _homes(sys), _gpus(sys))
+    return split(cores, ranks, _homes(), _gpus())
 
 
-def physical(threads: Sequence[int], sys: str) -> list[Core]:
+def physical(threads: Sequence[int]) -> list[Core]:
     """The cores of these threads, each with its threads."""
     cores: dict[int, list[int]] = {}
     for thread in threads:
-        siblings = parse(proc_text(f"{sys}/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"))
+        siblings = parse(proc_text(f"{SYS}/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"))
         cores.setdefault(min(siblings, default=thread), []).append(thread)
     return [*cores.values()]
 
@@ -78,18 +77,18 @@ def split(cores: Sequence[Core], ranks: int, homes: Mapping[int, int], gpus: Seq
     return [ordered[rank * size : (rank + 1) * size] for rank in range(ranks)]
 
 
-def _homes(sys: str) -> dict[int, int]:
+def _homes() -> dict[int, int]:
     """The NUMA node of each thread."""
     homes: dict[int, int] = {}
-    for path in glob.glob(f"{sys}/devices/system/node/node[0-9]*"):
+    for path in glob.glob(f"{SYS}/devices/system/node/node[0-9]*"):
         homes |= dict.fromkeys(parse(proc_text(f"{path}/cpulist")), int(path.rpartition("node")[2]))
     return homes
 
 
-def _gpus(sys: str) -> list[int]:
+def _gpus() -> list[int]:
     """The NUMA node of each GPU of this machine, in the order of the bus, which is that of CUDA and of ROCm."""
     nodes = []
-    for path in sorted(glob.glob(f"{sys}/bus/pci/devices/*")):
+    for path in sorted(glob.glob(f"{SYS}/bus/pci/devices/*")):
         if proc_text(f"{path}/class").startswith(_CLASSES) and proc_text(f"{path}/vendor").strip() in _VENDORS:
             nodes.append(int(proc_text(f"{path}/numa_node") or -1))
     return nodes

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dray.contract.findings import counted
+
+Item = TypeVar("Item")
 
 _SHOWN = 3  # innermost frames
 _WRAPPERS = ("wrapper (", "wrapped (")
@@ -64,8 +66,8 @@ def culprit(seen: list[Seen]) -> tuple[Seen | None, str]:
     """The rank that holds up the others, and how it differs; None if no rank differs."""
     for difference, ranks in _differences(seen):
         if 0 < len(ranks) < len(seen):
-            return ranks[0], _sentence(difference, ranks[0].place, seen)
-    return None, _sentence("no rank differs from the others", seen[0].place, seen)
+            return ranks[0], _sentence(difference, ranks[0], seen)
+    return None, _sentence("no rank differs from the others", seen[0], seen)
 
 
 def _differences(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
@@ -84,25 +86,22 @@ def _differences(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
 
 def _by_flight(seen: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
     """The ranks that have not entered a collective in which others of its group wait, or have entered another."""
-    groups: dict[str, dict[Seen, Entered]] = {}
-    for rank in seen:
-        for entry in rank.flight:
-            groups.setdefault(entry.group, {})[rank] = entry
-    for group, entered in groups.items():
-        kinds = grouped(entered, lambda rank: (entered[rank].number, entered[rank].name))  # noqa: B023  used here
+    flights = [(rank, entry) for rank in seen for entry in rank.flight]
+    for group, entered in grouped(flights, lambda flight: flight[1].group).items():
+        kinds = grouped(entered, lambda flight: (flight[1].number, flight[1].name))
         number, name = min(reversed(kinds), key=lambda kind: (kind[0], len(kinds[kind])))
-        waiting = [entry for entry in entered.values() if entry.waits and entry[1:3] != (number, name)]
+        waiting = [entry for _, entry in entered if entry.waits and (entry.number, entry.name) != (number, name)]
         if waiting:
             last = max(waiting, key=lambda entry: entry.number)
             where = f"collective {number} of group {group}, and others {last.name}, collective {last.number}"
-            yield f"has last entered {name}, {where}", kinds[number, name]
+            yield f"has last entered {name}, {where}", [rank for rank, _ in kinds[number, name]]
 
 
-def grouped(ranks: Iterable[Seen], key: Callable[[Seen], Any]) -> dict[Any, list[Seen]]:
-    """The ranks by this key."""
-    groups: dict[Any, list[Seen]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """The items by this key."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
@@ -111,9 +110,9 @@ def _rarest(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
     return min(reversed(grouped(seen, key).values()), key=len)
 
 
-def _sentence(difference: str, place: str, seen: list[Seen]) -> str:
+def _sentence(difference: str, shown: Seen, seen: list[Seen]) -> str:
     """The difference with the place of the rank, and where ranks wait."""
-    text = f"{difference}: {place}" if place else difference
+    text = f"{difference}: {shown.place}".removesuffix(": ")
     for collective, count in Counter(rank.waits for rank in seen if rank.waits).most_common(2):
         text += f"; waiting in {collective}: {counted(count, 'rank')}"
     return text

@@ -14,29 +14,31 @@ from dray.runner.protocol import Restart
 def merge(plan: Plan) -> None:
     """Set the plan's variables in this process. What the node has handed in stays: what starts a container needs
     (`is_early`), and the job's own values of `pass_env`."""
-    passed = {name for name in plan.get("pass_env", ()) if name in os.environ}
-    for variable in plan.get("env", ()):
-        if variable["name"] not in passed and not is_early(variable["name"]):
-            os.environ[variable["name"]] = variable["value"]
+    passed = os.environ.keys() & plan.pass_env
+    for name, value in plan.env:
+        if name not in passed and not is_early(name):
+            os.environ[name] = value
 
 
-def of(plan: Plan, me: int, store: Endpoint, start: Restart, gloo: Environ) -> dict[str, str]:
+def of(plan: Plan, store: Endpoint, start: Restart, gloo: Environ) -> dict[str, str]:
     """The variables on this node, with the store at this address and port."""
-    world = plan["world"]
+    most = plan.world.max_restarts
     found = {
         # Where nobody has set another; torchrun and torch leave files in the first.
-        "TMPDIR": plan["scratch"],
+        "TMPDIR": plan.scratch,
         **gloo,
         **os.environ,
-        **cores.placed(world, os.environ),
+        **cores.placed(plan.world, os.environ),
         # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
-        **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "GROUP_RANK": str(plan.me),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # Under every launcher, as torchrun has it: else Lightning takes a rank for a task of srun, and puts the job
         # back into the queue itself.
-        "TORCHELASTIC_RUN_ID": plan["run"],
-        heartbeat.FOLDER: plan["scratch"],
+        "TORCHELASTIC_RUN_ID": plan.run,
+        heartbeat.FOLDER: plan.scratch,
     }
-    if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
-        found["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"
+    if most:  # the launcher, which starts ranks once, would tell them another number
+        found["DRAY_RESTARTS"] = f"{start.number}/{most}"
     return found

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 from dray.contract import files, node, processes
@@ -34,7 +34,7 @@ _LOGGED = {
 }
 
 
-def collect(folder: str, log: object) -> list[str]:
+def collect(folder: str, log: str) -> list[str]:
     """A few lines of evidence; what cannot be read is left out."""
     looks: tuple[Callable[[], list[str]], ...] = (
         lambda: _logged(log),
@@ -53,21 +53,13 @@ def collect(folder: str, log: object) -> list[str]:
 
 def oom_kills() -> str:
     """How many processes of this node's memory cgroup the kernel has killed; empty if unknown."""
-    for path in _counters():
-        with suppress(OSError):
-            if count := re.search(rb"(?m)^oom_kill (\d+)$", files.read(path)):
-                return count[1].decode()
+    for controllers, group in re.findall(r"(?m)^\d+:(|memory):(.*)$", node.proc_text("/proc/self/cgroup")):
+        counter = "memory{}/memory.oom_control" if controllers else "{}/memory.events"
+        for seen in (group, ""):  # its own, or the root that a container sees
+            counts = node.proc_text(f"/sys/fs/cgroup/{counter.format(seen)}")
+            if count := re.search(r"(?m)^oom_kill (\d+)$", counts):
+                return count[1]
     return ""
-
-
-def _counters() -> Iterator[str]:
-    """The files that may have the counter: of this process's own cgroup, or of the root that a container sees."""
-    for line in files.read("/proc/self/cgroup").decode().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers in ("", "memory"):
-            name = "memory/{}/memory.oom_control" if controllers else "{}/memory.events"
-            yield f"/sys/fs/cgroup/{name.format(group)}"
-            yield f"/sys/fs/cgroup/{name.format('')}"
 
 
 def _killed() -> int | None:
@@ -85,7 +77,7 @@ def _memory() -> list[str]:
     return [f"memory cgroup: oom_kill rose by {killed} since the ranks were started{end}"]
 
 
-def require_image(node: str) -> None:
+def require_image() -> None:
     """Raise RetryError if the image's mount is gone, for example by a signal to all processes of the job."""
     for problem in _image():
         raise RetryError(
@@ -93,7 +85,6 @@ def require_image(node: str) -> None:
             wanted="a mounted image, in which the ranks start again",
             found=problem,
             fix="submit again, or set max_requeues; docs/survive.md says which signals leave the mount alone",
-            node=node,
         )
 
 
@@ -132,7 +123,7 @@ def _kernel() -> list[str]:
     return lines[-6:]
 
 
-def _logged(log: object) -> list[str]:
+def _logged(log: str) -> list[str]:
     """How full the GPU was, and what killed a data worker: torch says more after it than a record's last lines hold."""
-    text = files.end(str(log), _LOG)[0].decode("utf-8", "replace")
+    text = files.end(log, _LOG)[0].decode("utf-8", "replace")
     return [f"{name}: {line}" for name, pattern in _LOGGED.items() for line in pattern.findall(text)[-1:]]

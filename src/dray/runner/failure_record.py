@@ -4,46 +4,47 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from dray.contract import files, hardware, processes, root_cause, run_folder
+from dray.contract.findings import Finding
 from dray.runner import evidence, heartbeats, redact
-from dray.runner.plan import Environ, Plan, names, ranks
+from dray.runner.log import say
+from dray.runner.plan import Environ, Plan
 
 _WAIT_S = 5.0  # at most, for all ranks: a program ends with its supervisor, which records how it ended
 
 
-def write(folder: str, name: str, **fields: object) -> None:
+def write(folder: str, name: str, found: Finding, log: str, **more: object) -> None:
     """Write failures/NAME.json; a full disk must not hide the exit code as well."""
-    fields = {"time": time.time(), **fields}  # what follows takes a while
-    if not fields.get("lost"):  # this node tells nothing of another that is gone
-        fields["evidence"] = evidence.collect(folder, fields.get("log"))
+    fields = {
+        "time": time.time(), "node": found.node, "rank": found.rank, "code": found.code, "why": str(found), "log": log,
+        "last_lines": files.tail(log), **more,
+    }  # fmt: skip
+    if "lost" not in more:  # this node tells nothing of another that is gone
+        fields["evidence"] = evidence.collect(folder, log)
     put(f"{folder}/{run_folder.failure(name)}", json.dumps(redact.redacted(fields), indent=1))
 
 
-def first_failure(plan: Plan, me: int) -> dict[str, Any] | None:
+def first_failure(plan: Plan) -> dict[str, Any] | None:
     """The record of the first failure of this node's ranks, because of which the others failed; None if none has.
 
     The launcher has ended, and a rank ends with it. One whose supervisor was killed is recorded now.
     """
-    folder = plan["folder"]
     records = []
     seen = time.time()
     deadline = time.monotonic() + _WAIT_S
-    for rank in ranks(plan, me):
-        path = f"{folder}/{run_folder.failure(f'rank-{rank}')}"
+    for rank in plan.ranks:
+        path = f"{plan.folder}/{run_folder.failure(f'rank-{rank}')}"
         while (program := _unrecorded(plan, rank, path)) and time.monotonic() < deadline:
             time.sleep(0.02)
         if program and not processes.began(program):
-            log = f"{folder}/{run_folder.rank_log(rank)}"
-            write(
-                folder, f"rank-{rank}", node=names(plan)[me], rank=rank, code=137,
-                why="killed by SIGKILL, or its supervisor was", log=log, last_lines=files.tail(log), time=seen,
-            )  # fmt: skip
+            found = Finding("killed by SIGKILL, or its supervisor was", code=137, node=plan.name, rank=rank)
+            log = f"{plan.folder}/{run_folder.rank_log(rank)}"
+            write(plan.folder, f"rank-{rank}", found, log, time=seen)
         with suppress(FileNotFoundError), open(path, "rb") as file:
             records.append(json.load(file))
     first = min((record["time"] for record in records), default=0.0)
@@ -57,24 +58,24 @@ def first_failure(plan: Plan, me: int) -> dict[str, Any] | None:
 
 def _unrecorded(plan: Plan, rank: int, path: str) -> int:
     """The rank's program, if neither its exit code nor a record was written; else 0."""
-    return 0 if os.path.exists(path) else max(0, heartbeats.of(plan["scratch"], rank).program)
+    return 0 if os.path.exists(path) else max(0, heartbeats.of(plan, rank).program)
 
 
-def this_node(plan: Plan, me: int, environ: Environ) -> None:
+def this_node(plan: Plan, environ: Environ) -> None:
     """Write nodes/node-N.json, the node's hardware and software, for the capsule."""
     # cuda12 has cuda's GPUs, rocm6 those of rocm.
-    seen = hardware.look(plan.get("variant", "").rstrip("0123456789"), environ, packages=me == 0)
-    node = {"node": me, "name": names(plan)[me], **seen}
-    put(f"{plan['folder']}/{run_folder.node(me)}", json.dumps(node, indent=1))
+    seen = hardware.look(plan.variant.rstrip("0123456789"), environ, packages=plan.me == 0)
+    node = {"node": plan.me, "name": plan.name, **seen}
+    put(f"{plan.folder}/{run_folder.node(plan.me)}", json.dumps(node, indent=1))
 
 
-def set_aside(folder: str, restart: int, failed: Iterable[str]) -> None:
-    """Move failures/NAME.json to failures/restart-N: it is the reason for a restart, and did not end the run."""
-    target = f"{folder}/{run_folder.restart(restart)}"
-    for name in failed:
+def set_aside(plan: Plan, restart: int) -> None:
+    """Move this node's records to failures/restart-N: they are the reason for a restart, and did not end the run."""
+    target = f"{plan.folder}/{run_folder.restart(restart)}"
+    for name in ("hang", f"node-{plan.me}", *(f"rank-{rank}" for rank in plan.ranks)):
         with suppress(OSError):  # there is none, or another node was first
             os.makedirs(target, exist_ok=True)
-            os.replace(f"{folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
+            os.replace(f"{plan.folder}/{run_folder.failure(name)}", f"{target}/{name}.json")
 
 
 def put(target: str, text: str) -> None:
@@ -83,4 +84,4 @@ def put(target: str, text: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         files.write_atomic(target, text)
     except OSError as error:
-        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+        say(f"{target} cannot be written: {error}")

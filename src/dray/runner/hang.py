@@ -7,18 +7,17 @@ others may wait for one that tokenizes, or loads.
 
 from __future__ import annotations
 
-import json
-import sys
+import _thread  # nobody waits for these threads
 import time
 from collections.abc import Callable
 
-from dray.contract import cores, exit_codes, heartbeat, run_folder
+from dray.contract import exit_codes, run_folder
 from dray.contract.findings import Finding
-from dray.contract.hostnames import compress
 from dray.runner import failure_record
-from dray.runner.culprit import Seen, culprit, grouped
+from dray.runner.culprit import Seen, culprit
 from dray.runner.heartbeats import Heartbeats, Late
-from dray.runner.plan import Plan, names, ranks
+from dray.runner.log import say
+from dray.runner.plan import Plan
 from dray.runner.protocol import Hung, Message, Progress
 
 _LOOK_S, _TELL_S = 1.0, 5.0  # seconds between looks, and between two messages of progress
@@ -26,63 +25,56 @@ _EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
 
 
 class Hang:
-    """The watch over one start of the ranks. A node sends what `look` and `hear` return to the first node; the first
-    node sends it to all others."""
+    """The watch over one start of the ranks. `tell` sends a message to the first node; there, to all others."""
 
-    def __init__(self, plan: Plan, me: int, restart: int, size: Callable[[str], int]) -> None:
-        self.open = False  # from the moment at which the run hangs until it is known why
+    def __init__(self, plan: Plan, restart: int, size: Callable[[str], int], tell: Callable[[Message], None]) -> None:
         self.begun: Finding | None = None
         self.named: Finding | None = None
         self.since = 0.0
-        self._plan = plan
-        self._me = me
-        self._folder = f"{plan['folder']}/{run_folder.hang(restart)}"
-        recipe = plan.get("recipe", {})
-        self._ranks = ranks(plan, me)
-        self._nodes = [name for name in names(plan) for _ in self._ranks]  # of each rank
-        # dray's trainer says itself how long it may take, once it is loaded.
-        limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
-        self._beats = Heartbeats(plan, self._ranks, limit, size)
+        self._plan, self._tell = plan, tell
+        self._folder = f"{plan.folder}/{run_folder.hang(restart)}"
+        self._nodes = [name for name in plan.names for _ in plan.ranks]  # of each rank
+        self._beats = Heartbeats(plan, size)
         self._progress = self._looks_at = self._tells_at = self._deadline = time.monotonic()
         self._seen: list[Seen] = []
         self._reported = False
 
-    def look(self) -> list[Message]:
-        """The messages to send: about every second, and at once after a hang."""
+    def look(self) -> None:
+        """Look at the ranks about every second, and at once after a hang."""
         now = time.monotonic()
-        if self.open:
-            return self._collected(now)
-        if now < self._looks_at:
-            return []
+        if self.begun:
+            self._collect(now)
+        if self.begun or now < self._looks_at:
+            return
         self._looks_at = now + _LOOK_S
         late = self._beats.look(now)
         self._progress = max(self._progress, self._beats.progress)
-        if not self._me:
-            return [hung] if late and (hung := self._judge(late, now)) else []
-        messages: list[Message] = [late] if late else []
-        if now >= self._tells_at and now - self._progress <= _TELL_S:
+        if late:
+            self._judge(late, now)
+        if self._plan.me and now >= self._tells_at and now - self._progress <= _TELL_S:
             self._tells_at = now + _TELL_S
-            messages.append(Progress(now - self._progress))
-        return messages
+            self._tell(Progress(now - self._progress))
 
-    def hear(self, message: Message) -> Hung | None:
-        """Take another node's message; return what the first node tells all others of it."""
+    def hear(self, message: Message) -> None:
+        """Take another node's message."""
         now = time.monotonic()
         match message:
-            case Hung(finding) if not self.open:
+            case Hung(finding) if not self.begun:
                 self._begin(finding, now)
             case Progress(ago):
                 self._progress = max(self._progress, now - ago)
-            case Late() if not self.open:
-                return self._judge(message, now)
+            case Late() if not self.begun:
+                self._judge(message, now)
             case Seen(rank):
                 self._seen[rank] = message
-        return None
 
-    def _judge(self, late: Late, now: float) -> Hung | None:
-        """As the first node, decide whether this late rank proves a hang."""
+    def _judge(self, late: Late, now: float) -> None:
+        """Have the first node decide whether this late rank proves a hang."""
+        if self._plan.me:
+            self._tell(late)
+            return
         if not late.alone and now - self._progress <= late.limit:
-            return None
+            return
         node = self._nodes[late.rank]
         limit = f"{late.seconds:.0f} s (limit {late.limit:.0f} s)"
         finding = Finding(
@@ -92,66 +84,49 @@ class Hang:
             rank=late.rank,
         )
         self._begin(finding, now)
-        return Hung(finding)
+        self._tell(Hung(finding))
 
     def _begin(self, finding: Finding, now: float) -> None:
         """Save what this node's ranks do; each has a thread, since one that is stopped answers nothing."""
-        from threading import Thread  # noqa: PLC0415  few runs hang, and all of it costs 10 ms
-
-        from dray.runner import stacks  # noqa: PLC0415
+        from dray.runner import stacks  # noqa: PLC0415  few runs hang
 
         self.begun = finding
-        self.open = True
         self.since = time.time()
         self._deadline = now + _EVIDENCE_S
-        print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
+        say(f"{finding.problem}; all nodes save what their ranks do")
         self._seen = [Seen(rank, node, state="unseen") for rank, node in enumerate(self._nodes)]
 
-        for rank in self._ranks:
-            args = (self._seen, rank, self._plan, f"{self._folder}/rank-{rank}.txt", now)
-            Thread(target=stacks.save, args=args, daemon=True).start()
+        for rank in self._plan.ranks:
+            file = f"{self._folder}/rank-{rank}.txt"
+            _thread.start_new_thread(stacks.save, (self._seen, rank, self._plan, file, now))
 
-    def _collected(self, now: float) -> list[Message]:
-        """What was seen of this node's ranks, once all are saved; the first node names the culprit once it has all."""
-        seen = [self._seen[rank] for rank in self._ranks] if self._me else self._seen
+    def _collect(self, now: float) -> None:
+        """Tell what was seen of this node's ranks, once all are saved; the first node names the culprit."""
+        seen = [self._seen[rank] for rank in self._plan.ranks] if self._plan.me else self._seen
         complete = all(rank.state != "unseen" for rank in seen)
-        if not self._me and (complete or now > self._deadline):
+        if not self._plan.me and (complete or now > self._deadline):
             self._name()
         elif complete and not self._reported:
             self._reported = True
-            return [*seen]
-        return []
+            for rank in seen:
+                self._tell(rank)
 
     def _name(self) -> None:
         """Name the rank to blame: the finding, and a record older than those of the ranks that dray then ended."""
         assert self.begun is not None
         blamed, what = culprit(self._seen)
-        shown = blamed or Seen(-1)
+        shown = blamed or Seen(self.begun.rank or 0)
         who = f"rank {shown.rank} on {shown.node} " if blamed else ""
         self.named = self.begun._replace(
             problem=f"hang: {who}{what}; {self.begun.problem.removeprefix('hang: ')}",
-            where=f"{self._folder}/rank-{shown.rank if blamed else self.begun.rank}.txt",
+            where=f"{self._folder}/rank-{shown.rank}.txt",
             fix=f"see the stacks of all ranks in {self._folder}; docs/survive.md",
             node=shown.node,
             rank=shown.rank if blamed else None,
         )
-        alike = grouped(self._seen, lambda rank: rank._replace(rank=0, node="", flight=()))
-        failure_record.put(f"{self._folder}/seen.jsonl", "".join(map(_line, sorted(alike.values(), key=len))))
         self.write_record(self.named, shown.frames)
-        self.open = False
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
         """Write failures/hang.json."""
-        failure_record.write(
-            self._plan["folder"], "hang", node=finding.node, rank=finding.rank, code=finding.code, why=finding.problem,
-            log=finding.where, last_lines=list(frames), time=self.since,
-        )  # fmt: skip
-
-
-def _line(alike: list[Seen]) -> str:
-    """Ranks that do the same, as a line of seen.jsonl, and what the first of them does."""
-    which = {"ranks": cores.render(rank.rank for rank in alike), "nodes": compress(rank.node for rank in alike)}
-    what = alike[0]._asdict()
-    del what["rank"], what["node"]
-    what["flight"] = [entered._asdict() for entered in alike[0].flight]
-    return json.dumps({"count": len(alike), **which, **what}) + "\n"
+        more = {"why": finding.problem, "last_lines": [*frames], "time": self.since}
+        failure_record.write(self._plan.folder, "hang", finding, finding.where, **more)

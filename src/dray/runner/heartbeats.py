@@ -45,17 +45,17 @@ class Heartbeats:
     """The heartbeats of these ranks. If the recipe sets a limit, a rank without one makes progress while its log
     grows."""
 
-    def __init__(self, plan: Plan, ranks: range, limit: int | None, size: Callable[[str], int]) -> None:
+    def __init__(self, plan: Plan, size: Callable[[str], int]) -> None:
         """`size` is that of a log."""
         self.progress = 0.0  # when any of them was seen to make some
         self._plan = plan
-        self._ranks = ranks
-        self._limit = limit or 0
+        # dray's trainer says itself how long it may take, once it is loaded.
+        self._limit = heartbeat.LEAST[heartbeat.START] if plan.recipe.train else plan.recipe.hang_timeout_s or 0
         self._size = size
         self._seen: dict[int, tuple[tuple[object, ...], float]] = {}
         self._looked = 0.0
-        for rank in ranks:  # those of the start before
-            path = heartbeat.path(plan["scratch"], rank)
+        for rank in plan.ranks:  # those of the start before
+            path = heartbeat.path(plan.scratch, rank)
             for left in (path, heartbeat.socket(path)):
                 with suppress(FileNotFoundError):
                     os.unlink(left)
@@ -65,16 +65,16 @@ class Heartbeats:
         if now - self._looked > _GAP:
             self._seen.clear()  # all begin anew
         self._looked = now
-        late = filter(None, [self._late(rank, now) for rank in self._ranks])
+        late = filter(None, [self._late(rank, now) for rank in self._plan.ranks])
         return max(late, key=lambda rank: (rank.alone, rank.seconds - rank.limit), default=None)
 
     def _late(self, rank: int, now: float) -> Late | None:
-        beat = of(self._plan["scratch"], rank)
+        beat = of(self._plan, rank)
         if beat.program <= 0 or not (beat.time or self._limit):
             return None
         signs: tuple[object, ...] = beat[1:]
         if not beat.time:
-            signs = (self._size(f"{self._plan['folder']}/{run_folder.rank_log(rank)}"),)
+            signs = (self._size(f"{self._plan.folder}/{run_folder.rank_log(rank)}"),)
         elif beat.phase == heartbeat.START:  # what prepares data or reads weights knows of no heartbeat
             signs = (*signs, int(_cpu_s(beat.program) / _WORK_S))
         before, since = self._seen.get(rank, ((), now))
@@ -87,10 +87,10 @@ class Heartbeats:
         return None
 
 
-def of(scratch: str, rank: int) -> Beat:
+def of(plan: Plan, rank: int) -> Beat:
     """The rank's last heartbeat, which any program may write; an empty one before it has a file."""
     data = b""
-    with suppress(OSError), open(heartbeat.path(scratch, rank), "rb", buffering=0) as file:
+    with suppress(OSError), open(heartbeat.path(plan.scratch, rank), "rb", buffering=0) as file:
         data = file.read()
     program, step, phase, limit, at, *marks = _BEAT.unpack_from(data.ljust(heartbeat.SIZE, b"\0"))
     if not 0 <= phase < len(heartbeat.PHASES):

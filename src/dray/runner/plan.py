@@ -1,24 +1,149 @@
-"""The plan, as plan.json has it: the nodes and ranks of the run."""
+"""The plan, typed: what the runner reads of plan.json. The plan was validated when it was made.
+
+Named tuples, since the import of dataclasses would add a fifth to the runner's start.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+from dray.contract import files
+from dray.contract.findings import ConfigError
 
 Environ = Mapping[str, str]
 Endpoint = tuple[str, int]
 """An address and a port."""
-Plan = Mapping[str, Any]
-World = Mapping[str, Any]
-"""The plan's part about the nodes, their ranks and the network between them."""
 
 
-def ranks(plan: Plan, node: int) -> range:
-    """The ranks of a node."""
-    each = plan["world"]["ranks_per_node"]
-    return range(node * each, (node + 1) * each)
+class Node(NamedTuple):
+    """A node as the others reach it."""
+
+    name: str
+    address: str
 
 
-def names(plan: Plan) -> list[str]:
-    """The names of all nodes."""
-    return [node["name"] for node in plan["world"]["nodes"]]
+class Identity(NamedTuple):
+    """The variables in which a node finds who it is."""
+
+    node: str
+    nodes: str
+    name: str
+    cpus: str
+    image: str
+
+
+class World(NamedTuple):
+    """The nodes, their ranks and the network between them."""
+
+    nodes: tuple[Node, ...]
+    ranks_per_node: int
+    size: int
+    master: str
+    port: int
+    interfaces: tuple[str, ...]
+    rendezvous_timeout_s: int
+    max_restarts: int
+    cores: tuple[str, ...]
+    shared_folder: bool
+    identity: Identity
+
+
+class Variable(NamedTuple):
+    """A variable of the ranks."""
+
+    name: str
+    value: str
+
+
+class Preflight(NamedTuple):
+    """The recipe's preflight."""
+
+    timeout_s: int
+
+
+class Recipe(NamedTuple):
+    """What the recipe sets."""
+
+    train: dict[str, Any] | None
+    hang_timeout_s: int | None
+    pass_env: tuple[str, ...]
+
+
+class Plan(NamedTuple):
+    """One attempt at a run, as one of its nodes sees it."""
+
+    run: str
+    attempt: int
+    folder: str
+    scratch: str
+    variant: str
+    launcher: tuple[str, ...]
+    command: tuple[str, ...]
+    where: str
+    env: tuple[Variable, ...]
+    pass_env: tuple[str, ...]
+    world: World
+    preflight: Preflight | None
+    recipe: Recipe
+    digest: str
+    """Of what all nodes must share of the plan."""
+    me: int = 0
+    """This node's number."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all nodes."""
+        return [node.name for node in self.world.nodes]
+
+    @property
+    def name(self) -> str:
+        """This node's name."""
+        return self.world.nodes[self.me].name
+
+    @property
+    def ranks(self) -> range:
+        """This node's ranks."""
+        each = self.world.ranks_per_node
+        return range(self.me * each, (self.me + 1) * each)
+
+
+_KINDS: dict[str, Any] = {
+    "plan": Plan, "world": World, "nodes": Node, "identity": Identity, "env": Variable, "preflight": Preflight,
+    "recipe": Recipe,
+}  # fmt: skip
+
+
+def read(path: str) -> Plan:
+    """The plan in this file."""
+    values = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
+    try:
+        return of(values)
+    except (KeyError, TypeError) as error:
+        raise ConfigError("the plan is damaged", where=path, found=repr(error), fix="submit the run again") from error
+
+
+def of(values: dict[str, Any]) -> Plan:
+    """The plan of these values. KeyError, TypeError: they are none."""
+    plan: Plan = _typed({**values, "me": 0, "digest": _digest(values)}, "plan")
+    return plan
+
+
+def _typed(value: Any, key: str) -> Any:  # noqa: ANN401  any JSON value
+    """The value of this key: a table as its class, a list as a tuple."""
+    if isinstance(value, list):
+        return tuple(_typed(part, key) for part in value)
+    if isinstance(value, dict) and key in _KINDS:
+        kind = _KINDS[key]
+        return kind(**{field: _typed(value[field], field) for field in kind._fields})
+    return value
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """Users, attempts and folders differ between machines of a hostfile."""
+    text = json.dumps({**values, "user": "", "attempt": 0}, sort_keys=True)
+    for folder in (values["folder"], values["scratch"]):
+        text = text.replace(json.dumps(folder)[1:-1], "")
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -15,8 +15,6 @@ from dray.runner.culprit import Entered, Seen
 from dray.runner.heartbeats import Late
 
 Message = tuple[Any, ...]
-Report = dict[str, Any]
-"""How far a rank has come in the preflight."""
 
 
 class BrokenError(OSError):
@@ -49,14 +47,10 @@ class Refusal(_Reason):
     """Why no node may start."""
 
 
-class Stop(NamedTuple):
-    """All ranks have to end; `now`: without time to save."""
+class Signal(NamedTuple):
+    """A node has got this signal, which all nodes obey."""
 
-    now: bool = False
-
-
-class Save(NamedTuple):
-    """All ranks are asked to save and end."""
+    number: int
 
 
 class Failed(_Reason):
@@ -79,6 +73,27 @@ class StartTimes(NamedTuple):
     parts: dict[str, float]
 
 
+class Report(NamedTuple):
+    """How far a rank has come in the preflight."""
+
+    rank: int
+    node: str
+    log: str
+    part: str
+    phase: str = "its start"
+    order: int = -1
+    """The number of its phase."""
+    time: float = 0.0
+    """When it began the phase."""
+    limit: int = 0
+    findings: tuple[Finding, ...] = ()
+    why: str = ""
+    end: str = ""
+    """passed, killed, crashed, expired or stuck."""
+    ready: bool = False
+    tflops: float = 0.0
+
+
 class Reports(NamedTuple):
     """How far a node's ranks have come in the preflight: a report of each rank, or none if all have passed."""
 
@@ -98,7 +113,7 @@ class Restart(NamedTuple):
 
     number: int = 0
     port: int = 0
-    why: str = ""
+    cause: Finding | None = None
     """Why the ranks before have ended."""
 
 
@@ -109,7 +124,7 @@ class Ended(NamedTuple):
 _KINDS: dict[str, Callable[..., object]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Welcome, Refusal, Stop, Save, Failed, Progress, Late, Hung, StartTimes, Reports),
+        *(Hello, Welcome, Refusal, Signal, Failed, Progress, Late, Hung, StartTimes, Report, Reports),
         *(Idle, Restart, Ended, Finding, Seen, Entered),
     )
 }

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 from dray.contract import cores, exit_codes, heartbeat, run_folder
 from dray.runner import children, ranks
+from dray.runner.log import say
 
 
 def main(folder: str, world_size: str, node: str, *command: str) -> int:
@@ -83,7 +84,7 @@ def _heartbeat(rank: str) -> int:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             os.pwrite(file, bytes(heartbeat.SIZE), 0)  # no hole: on a full disk the rank's own write would be a SIGBUS
         except OSError as error:
-            print(f"dray: this rank has no heartbeat: {path}: {error.strerror}", file=sys.stderr, flush=True)
+            say(f"this rank has no heartbeat: {path}: {error.strerror}")
         else:
             os.environ[heartbeat.VARIABLE] = path
             return file
@@ -96,17 +97,17 @@ def _bind() -> None:
         try:
             os.sched_setaffinity(0, cores.parse(shares.split(";")[int(os.environ["LOCAL_RANK"])]))
         except (OSError, ValueError, LookupError) as error:
-            print(f"dray: this rank is not bound to its cores: {error}", file=sys.stderr, flush=True)
+            say(f"this rank is not bound to its cores: {error}")
 
 
 def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) -> None:
     now, name = time.time(), f"rank-{rank}"
     number = int(rank) if rank.isdigit() else None
     try:
-        from dray.contract import files  # only a rank that died pays for these  # noqa: PLC0415
+        from dray.contract.findings import Finding  # only a rank that died pays for these  # noqa: PLC0415
         from dray.runner import failure_record  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
-        known = f'"time": {now}, "node": {quoted(node)}, "rank": {rank if rank.isdigit() else "null"}, "code": {code}'
+        known = f'"time": {now}, "node": {quoted(node)}, "rank": {rank}, "code": {code}'
         why = quoted(f"{why}; the image is gone: {error}")
         target = f"{folder}/{run_folder.failure(name)}"
         try:
@@ -114,12 +115,9 @@ def _record(folder: str, node: str, rank: str, log: str, code: int, why: str) ->
             with open(target, "w", encoding="utf-8") as file:  # the log is read later
                 file.write(f'{{{known}, "why": {why}, "log": null, "last_lines": []}}\n')
         except OSError as refused:
-            print(f"dray: {target} cannot be written: {refused}", file=sys.stderr, flush=True)
+            say(f"{target} cannot be written: {refused}")
     else:
-        last_lines = files.tail(log)
-        failure_record.write(
-            folder, name, node=node, time=now, rank=number, code=code, why=why, log=log, last_lines=last_lines
-        )
+        failure_record.write(folder, name, Finding(why, code=code, node=node, rank=number), log, time=now)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,18 @@ def main(argv: list[str]) -> int:
     runner = os.getppid()
     ranks = children.Children()
     for local in range(each):
-        world = {
-            "RANK": str(node * each + local),
-            "LOCAL_RANK": str(local),
-            "GROUP_RANK": str(node),
-            "WORLD_SIZE": str(nodes * each),
-            "LOCAL_WORLD_SIZE": str(each),
+        variables = {
+            "RANK": node * each + local,
+            "LOCAL_RANK": local,
+            "GROUP_RANK": node,
+            "WORLD_SIZE": nodes * each,
+            "LOCAL_WORLD_SIZE": each,
             "MASTER_ADDR": master,
             "MASTER_PORT": port,
+            **_task(nodes, each, node, local),
         }
         # A session of its own, as torchrun's ranks have: a signal to the group comes from here alone.
-        env = {**os.environ, **world, **_task(nodes, each, node, local)}
+        env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
         ranks.start(command, label=local, env=env, session=True)
     first, asked = 0, False
     while ranks.running:
@@ -61,22 +62,22 @@ def pass_on(signals: list[int], ranks: children.Children, parent: int) -> None:
         ranks.end(_GRACE)
 
 
-def _task(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
+def _task(nodes: int, each: int, node: int, local: int) -> dict[str, object]:
     """The variables that srun would set for a task of this rank; empty outside of a Slurm task."""
     if "SLURM_PROCID" not in os.environ:
         return {}
-    layout = f"{each}(x{nodes})" if nodes > 1 else str(each)
-    task = {
-        "SLURM_PROCID": str(node * each + local),
-        "SLURM_LOCALID": str(local),
-        "SLURM_NODEID": str(node),
-        "SLURM_NNODES": str(nodes),
-        "SLURM_NTASKS_PER_NODE": str(each),
+    layout = f"{each}(x{nodes})" if nodes > 1 else each
+    task: dict[str, object] = {
+        "SLURM_PROCID": node * each + local,
+        "SLURM_LOCALID": local,
+        "SLURM_NODEID": node,
+        "SLURM_NNODES": nodes,
+        "SLURM_NTASKS_PER_NODE": each,
         **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), layout),
-        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(nodes * each)),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), nodes * each),
     }
     if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # of the one task that has started all ranks of the node
-        task["SLURM_CPUS_PER_TASK"] = str(max(1, int(cores) // each))
+        task["SLURM_CPUS_PER_TASK"] = max(1, int(cores) // each)
     return task
 
 

@@ -18,10 +18,9 @@ from dray import __version__
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, Finding, RetryError, UnfitError, listed
 from dray.contract.hostnames import compress
-from dray.runner import address as address_of
-from dray.runner import failure_record
+from dray.runner import address, failure_record
 from dray.runner.connections import Connection, Server, greet
-from dray.runner.plan import Endpoint, Plan, names
+from dray.runner.plan import Endpoint, Plan
 from dray.runner.protocol import BrokenError, Hello, Refusal, Welcome
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
@@ -56,66 +55,61 @@ def secret_of(folder: str) -> bytes:
     return secret
 
 
-def meet(
-    plan: Plan, me: int, digest: str, unfit: Finding | None = None
-) -> tuple[dict[int, Connection], Endpoint, socket.socket | None]:
+def meet(plan: Plan, unfit: Finding | None = None) -> tuple[dict[int, Connection], Endpoint, socket.socket | None]:
     """Wait for all nodes; return the connections, the first node's address and port, and on it the listening socket.
 
     An `unfit` node comes too, so that all nodes hear of it at once, and none waits for a node that will not come.
     """
-    world = plan["world"]
-    several = len(world["nodes"]) > 1
-    key = secret_of(plan["folder"]) if several else b""
-    own = make_hello(plan, me, digest, unfit.problem if unfit else "")
-    if me > 0:
+    several = len(plan.world.nodes) > 1
+    key = secret_of(plan.folder) if several else b""
+    own = make_hello(plan, unfit.problem if unfit else "")
+    if plan.me:
         first = join(plan, own, key)
         return {0: first}, first.line.getpeername(), None
-    listener = address_of.listen(world)
-    if several and world["shared_folder"]:
+    listener = address.listen(plan.world)
+    if several and plan.world.shared_folder:
         publish(plan, listener.getsockname())
     return gather(plan, own, key, listener), listener.getsockname(), listener
 
 
-def make_hello(plan: Plan, number: int, digest: str, unfit: str = "") -> Hello:
+def make_hello(plan: Plan, unfit: str = "") -> Hello:
     """This node's number and name, what all nodes must hold alike, and why its own check found it unfit."""
-    world = plan["world"]
     return Hello(
-        node=number,
-        name=world["nodes"][number]["name"],
-        plan=digest,
-        image=os.environ.get(world["identity"]["image"], ""),
+        node=plan.me,
+        name=plan.name,
+        plan=plan.digest,
+        image=os.environ.get(plan.world.identity.image, ""),
         dray=__version__,
         unfit=unfit,
         time=time.time(),
     )
 
 
-def publish(plan: Plan, at: Endpoint, **times: float) -> None:
-    """Tell the other nodes where the first one listens, and `dray status` when its runner began."""
-    fields = {"address": at[0], "port": at[1], "times": times}
-    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(fields))
+def publish(plan: Plan, at: Endpoint) -> None:
+    """Tell the other nodes where the first one listens."""
+    told = json.dumps({"address": at[0], "port": at[1]})
+    files.write_atomic(f"{plan.folder}/{run_folder.RENDEZVOUS}", told)
 
 
 def published(plan: Plan) -> Endpoint:
     """The address and port of this attempt's first node. OSError: it has not written them yet."""
-    world, folder = plan["world"], plan["folder"]
-    if not world["shared_folder"]:
-        return world["master"], world["port"]
-    os.listdir(folder)  # makes an NFS client ask again for a file that it remembers as missing
-    told = json.loads(files.read(f"{folder}/{run_folder.RENDEZVOUS}", limit=_LONGEST))
+    if not plan.world.shared_folder:
+        return plan.world.master, plan.world.port
+    os.listdir(plan.folder)  # makes an NFS client ask again for a file that it remembers as missing
+    told = json.loads(files.read(f"{plan.folder}/{run_folder.RENDEZVOUS}", limit=_LONGEST))
     return told["address"], told["port"]
 
 
 def join(plan: Plan, own: Hello, key: bytes) -> Connection:
     """As any other node: the connection to the first one, once all nodes are there."""
-    nodes, limit = len(plan["world"]["nodes"]), plan["world"]["rendezvous_timeout_s"]
+    limit = plan.world.rendezvous_timeout_s
     deadline, wanted = time.monotonic() + limit, "the address of the first node"
     reason: Exception | None = None
     while True:
         try:
-            address, port = published(plan)
-            wanted = f"a connection to {address} port {port}"
-            line = socket.create_connection((address, port), timeout=_TRY_S)
+            host, port = published(plan)
+            wanted = f"a connection to {host} port {port}"
+            line = socket.create_connection((host, port), timeout=_TRY_S)
             first = greet(line, key, min(deadline, time.monotonic() + _TRY_S))
             break
         except (OSError, ValueError) as failed:  # not listening yet, name not there yet or none, another's
@@ -129,7 +123,7 @@ def join(plan: Plan, own: Hello, key: bytes) -> Connection:
                     fix=f"see {run_folder.node_log(0)}: the first node may not have started, may have another secret, "
                     "or may be on a network that this node does not reach",
                 ) from failed
-        time.sleep(pause(nodes))
+        time.sleep(pause(len(plan.world.nodes)))
     try:
         first.send(own._replace(time=time.time()))
         # The first node knows who is missing. It may have come later, and so may its deadline.
@@ -157,52 +151,48 @@ def gather(plan: Plan, own: Hello, key: bytes, listener: socket.socket) -> dict[
     If a node is unfit, the first node still waits for the checks of the others, so that all unfit nodes get named.
     These began at the same time, and get as long again.
     """
-    world = plan["world"]
-    nodes = len(world["nodes"])
     server = Server(listener, key)
-    limit = world["rendezvous_timeout_s"]
+    limit = plan.world.rendezvous_timeout_s
     deadline = time.monotonic() + (limit / 2 if own.unfit else limit)
     came = {0: own}
-    connections: dict[int, Connection] = {}
-    refused: list[Connection] = []
+    guests: list[tuple[int, Connection]] = []
     refusal: DrayError | None = None
-    while not refusal and len(came) < nodes and time.monotonic() < deadline:
+    while not refusal and len(came) < len(plan.world.nodes) and time.monotonic() < deadline:
         server.accept()
         while server.proved:
             connection, message = server.proved.pop()
             hello = Hello(*message)
-            if why := why_refused(hello, came):
-                refusal = why
-                refused.append(connection)
-                continue
-            came[hello.node], connections[hello.node] = hello, connection
+            guests.append((hello.node, connection))
+            refusal = refusal or why_refused(hello, came)
+            came[hello.node] = hello
             if hello.unfit:
                 deadline = min(deadline, time.monotonic() + limit / 2)
     refusal = refusal or _incomplete(plan, came, listener.getsockname())
-    for connection in (*connections.values(), *refused):
+    for _, connection in guests:
         with suppress(OSError):  # it is gone, which is seen next
             connection.send(Refusal(refusal.finding) if refusal else Welcome())
         if refusal:
             connection.line.close()
     if refusal:
         raise refusal
-    return connections
+    return dict(guests)
 
 
 def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayError | None:
     """The refusal for nodes that are missing, or unfit: each of these has recorded why."""
-    nodes, limit = names(plan), plan["world"]["rendezvous_timeout_s"]
+    nodes, limit = plan.names, plan.world.rendezvous_timeout_s
     absent = [name for number, name in enumerate(nodes) if number not in came]
     unfit = [hello for _, hello in sorted(came.items()) if hello.unfit]
-    missing = f"missing: {compress(absent)}" if absent else ""
+    found = [f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]]
+    if absent:
+        found.append(f"missing: {compress(absent)}")
     if unfit:
         failing = [hello.name for hello in unfit]
-        failure_record.put(f"{plan['folder']}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
-        found = [*(f"{hello.name}: {hello.unfit}" for hello in unfit[:_SHOWN]), missing]
+        failure_record.put(f"{plan.folder}/{run_folder.FAILING_NODES}", ",".join(failing) + "\n")
         return StoppedError(
             f"{len(failing)} of {len(nodes)} nodes are unfit: {listed(failing, _SHOWN)}",
             wanted="nodes that pass the node check",
-            found="\n".join(filter(None, found)),
+            found="\n".join(found),
             fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
             code=exit_codes.UNFIT,
             node=failing[0],
@@ -212,7 +202,7 @@ def _incomplete(plan: Plan, came: Mapping[int, Hello], at: Endpoint) -> DrayErro
     return UnfitError(
         f"{len(absent)} of {len(nodes)} nodes did not reach the first one in {limit} s",
         wanted=f"a connection of every node to {at[0]} port {at[1]}",
-        found=missing,
+        found=found[0],
         fix="see the logs of these nodes; or give them more time: rendezvous_timeout_s=SECONDS",
     )
 
@@ -241,7 +231,6 @@ def why_refused(hello: Hello, came: Mapping[int, Hello]) -> DrayError | None:
         return UnfitError(
             f"the clock of {who} is {skew:.0f} s away from the first node's",
             wanted=f"at most {_MOST_SKEW_S:.0f} s",
-            found=f"{skew:.0f} s",
             fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
         )
     return None

@@ -39,29 +39,27 @@ _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a
 
 def save(seen: list[Seen], rank: int, plan: Plan, file: str, began: float) -> None:
     """Write the file, end the rank's program and put down what was seen. All nodes begin at the same time."""
-    scratch = plan["scratch"]
-    log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
-    beat = heartbeats.of(scratch, rank)
+    log = f"{plan.folder}/{run_folder.rank_log(rank)}"
+    beat = heartbeats.of(plan, rank)
     found = seen[rank]._replace(state="ended" if beat.program < 0 else "")
     if beat.time:
         found = found._replace(step=beat.step, phase=heartbeat.PHASES[beat.phase])
-    parts = {"stacks of all threads (faulthandler)": ""}
+    stacks, traces = "", {}
     if _is_below(beat.program):
         pythons = _pythons(beat.program)
         process = pythons[0] if pythons else beat.program
         found = found._replace(state=_state(process))
         for handler in _HANDLERS:
             with suppress(OSError, ValueError, LookupError, TypeError, HTTPException):
-                entries = _entries(heartbeat.socket(heartbeat.path(scratch, rank)), handler)
-                parts[handler] = json.dumps(entries[-_ENTRIES:], indent=1)
+                entries = _entries(heartbeat.socket(heartbeat.path(plan.scratch, rank)), handler)
+                traces[handler] = json.dumps(entries[-_ENTRIES:], indent=1)
                 found = found._replace(flight=(*found.flight, *entered_last(entries)))
         _signal(pythons, signal.SIGSTOP)
         time.sleep(max(0.0, began + _STOPPED_S - time.monotonic()))
-        stacks = _abort(beat.program, pythons, lambda: heartbeats.of(scratch, rank).program > 0, log)
-        parts["stacks of all threads (faulthandler)"] = stacks
+        stacks = _abort(beat.program, pythons, lambda: heartbeats.of(plan, rank).program > 0, log)
         found = found._replace(frames=frames(stacks))
     text = f"rank {rank} on {found.node} {found.state}: {found.place}\n"
-    for name, content in parts.items():
+    for name, content in {"stacks of all threads (faulthandler)": stacks, **traces}.items():
         text += f"\n== {name}\n{content[:_LONGEST].rstrip()}\n"
     failure_record.put(file, text)
     seen[rank] = found

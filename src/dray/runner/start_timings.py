@@ -13,28 +13,26 @@ import time
 
 from dray.contract import heartbeat, processes, run_folder, start_times
 from dray.runner import failure_record, heartbeats
-from dray.runner.plan import Plan, names, ranks
+from dray.runner.plan import Plan
 
 _EACH_S = 2.0  # between two looks at the heartbeats, and two writes
 _now = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)  # which node.sh reads too
-_LOADED = _now()  # as the runner begins
+LOADED = _now()  # as the runner begins
 
 
 class StartTimings:
-    """The times of one node, from the start of its runner to the first step of its ranks; without restarts."""
+    """The times of one node, from the start of its runner to the first step of its ranks."""
 
-    def __init__(self, plan: Plan, me: int, began: float = _LOADED) -> None:
+    def __init__(self, plan: Plan) -> None:
         started = os.environ.pop(start_times.VARIABLE, "")
-        self.parts = start_times.before(started, processes.mark(os.getpid())[0], began)
+        self.parts = start_times.before(started, processes.mark(os.getpid())[0], LOADED)
         self._plan = plan
-        self._me = me
-        self.nodes: list[dict[str, float]] = [{} for _ in names(plan)]
+        self.nodes: list[dict[str, float]] = [{} for _ in plan.world.nodes]
         """The times of each node; other nodes have their own alone."""
         self._written = [*self.nodes]
-        self._since = began
+        self._since = LOADED
         self._launched = 0.0
         self._looks_at = 0.0
-        self._restarted = False
 
     def lap(self, part: str) -> None:
         """Count the time since the last lap to this part."""
@@ -43,8 +41,7 @@ class StartTimings:
 
     def launched(self) -> None:
         """Note that the launcher starts."""
-        self._restarted = self._launched > 0
-        self._launched = self._launched or _now()
+        self._launched = _now()
 
     def look(self, *, last: bool = False) -> dict[str, float]:
         """What another node tells the first one: its times so far, if there is a new one; mostly nothing.
@@ -56,19 +53,20 @@ class StartTimings:
             return {}
         self._looks_at = _now() + _EACH_S
         parts = start_times.clean({**self.parts, **self._of_ranks()})
-        if parts != self.nodes[self._me] and not self._restarted:
-            self.nodes[self._me] = parts
-            if self._me:
+        me = self._plan.me
+        if parts != self.nodes[me]:
+            self.nodes[me] = parts
+            if me:
                 return parts
-        if not self._me and self.nodes != self._written:  # with thousands of nodes one write has many news
+        if not me and self.nodes != self._written:  # with thousands of nodes one write has many news
             self._written = [*self.nodes]
-            text = json.dumps({"attempt": self._plan["attempt"], "nodes": self.nodes})
-            failure_record.put(f"{self._plan['folder']}/{run_folder.STARTUP}", text)
+            text = json.dumps({"attempt": self._plan.attempt, "nodes": self.nodes})
+            failure_record.put(f"{self._plan.folder}/{run_folder.STARTUP}", text)
         return {}
 
     def _of_ranks(self) -> dict[str, float]:
         """The times of the last rank to finish its imports, for which the others waited."""
-        marks = [heartbeats.of(self._plan["scratch"], rank).marks for rank in ranks(self._plan, self._me)]
+        marks = [heartbeats.of(self._plan, rank).marks for rank in self._plan.ranks]
         if not all(rank[heartbeat.IMPORTED] for rank in marks):
             return {}
         parts = {name: mark / 1e9 for name, mark in zip(start_times.RANK, max(marks), strict=True) if mark}

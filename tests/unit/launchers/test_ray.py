@@ -26,6 +26,7 @@ from dray.planning.plan import plan
 from dray.ray import __main__ as ray
 from dray.runs.prepare import read_recipe
 from helpers import PYTHON, until
+from nodes import loopback, planned
 
 SECRET = "s" * 64
 # Of symmetric-run, and of `ray start`, to which it hands on the rest: on a worker that refuses what is only for a head.
@@ -64,9 +65,8 @@ sys.exit(1)  # as where its own connection fails at the end
 def node(tmp_path: Path):
     """Starts this node's part, as rank.py does."""
     (tmp_path / "attempt-1" / "logs").mkdir(parents=True)
-    (tmp_path / "attempt-1" / run_folder.PLAN).write_text(
-        json.dumps({"env": [], "world": {"rendezvous_timeout_s": 120, "nodes": [{"name": "n1"}]}})
-    )
+    plan = planned(tmp_path / "attempt-1", rendezvous_timeout_s=120, nodes=loopback("n1"))
+    (tmp_path / "attempt-1" / run_folder.PLAN).write_text(json.dumps(plan))
     secret = tmp_path / "attempt-1" / run_folder.SECRET
     secret.write_text(SECRET)
     secret.chmod(0o600)

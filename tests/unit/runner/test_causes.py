@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from dray.contract import root_cause, run_folder
+from dray.contract.findings import Finding
 from dray.runner import evidence, failure_record
 from dray.runner import rank as rank_module
 from dray.runs import causes, stop_reason
@@ -472,6 +473,6 @@ def test_a_record_has_the_time_at_which_the_end_was_seen(tmp_path: Path, monkeyp
     clock = iter([10.0, 20.0])
     monkeypatch.setattr(failure_record, "time", SimpleNamespace(time=lambda: next(clock)))
     monkeypatch.setattr(evidence, "collect", lambda *_: [f"at {next(clock)}"])
-    failure_record.write(str(tmp_path), "node-0", node="n0", rank=None, code=1, why="x", log=None, last_lines=[])
+    failure_record.write(str(tmp_path), "node-0", Finding("x", code=1, node="n0"), "log")
     found = json.loads((tmp_path / run_folder.failure("node-0")).read_text())
     assert (found["time"], found["evidence"]) == (10.0, ["at 20.0"])

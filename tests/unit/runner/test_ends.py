@@ -156,7 +156,7 @@ if 'dray.runner' in sys.orig_argv:
 @pytest.mark.seconds
 def test_a_shared_disk_that_stalls_holds_up_no_signal(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
     """The first node looks there each second, whether the run is asked to end, and whether a log grows."""
-    plan["recipe"] = {"hang_timeout_s": 60}
+    plan["recipe"]["hang_timeout_s"] = 60
     ranks(plan, "while :; do sleep 0.05; done")
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(STALLS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from dray.runner import environment
+from nodes import decoded, planned
 
 PLAN = {
     "pass_env": ["HF_TOKEN", "ROCR_VISIBLE_DEVICES", "UNSET"],
@@ -24,14 +26,14 @@ PLAN = {
 }
 
 
-def test_the_plans_variables_win_over_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plans_variables_win_over_the_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "7", "TMPDIR": "/tmp", "HOME": "/root", "KEPT": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("UNSET", raising=False)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")}
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "3")
-    environment.merge(PLAN)
+    environment.merge(decoded(planned(tmp_path) | PLAN))
     names = ("NCCL_DEBUG", "OMP_NUM_THREADS", "TMPDIR", "HOME", "KEPT", "UNSET")
     assert [os.environ[name] for name in names] == ["INFO", "", "/a b\n$c", "/elsewhere", "1", "the site's"]
     assert os.environ["ROCR_VISIBLE_DEVICES"] == "3"  # the job's own, by pass_env

@@ -26,7 +26,7 @@ from dray.runner.heartbeats import Heartbeats
 from dray.runner.protocol import Progress
 from dray.runs import local, prepare
 from helpers import ROOT, python, until
-from nodes import Start, control, ended
+from nodes import Start, control, decoded, ended, planned
 
 # A program that beats as docs/survive.md shows, waits for the others by files as in a collective, and does once what
 # the test says.
@@ -73,7 +73,7 @@ def hanging(plan: dict[str, Any], tmp_path: Path) -> Callable[..., None]:
 
     def planned(does: str, program: str = PROGRAM, *, limit: int | None = LIMIT, restarts: int = 0) -> None:
         (tmp_path / "program.py").write_text(program)
-        plan["recipe"] = {"hang_timeout_s": limit}
+        plan["recipe"]["hang_timeout_s"] = limit
         plan["world"]["max_restarts"] = restarts
         plan["launcher"] = [sys.executable, "-S", "-E", "{ranks}", "2", "2", "{node_rank}", "{master}", "{port}"]
         plan["command"] = ["sh", "-c", f"cd '{tmp_path}' && {python()} program.py {does}"]
@@ -196,7 +196,9 @@ def no_log(_: str) -> int:
 
 def watched(folder: Path, limit: int | None, size: Callable[[str], int] = no_log) -> Heartbeats:
     """The heartbeat of one rank."""
-    return Heartbeats({"folder": str(folder), "scratch": str(folder)}, range(1), limit, size)
+    plan = planned(folder, ranks_per_node=1) | {"scratch": str(folder)}
+    plan["recipe"]["hang_timeout_s"] = limit
+    return Heartbeats(decoded(plan), size)
 
 
 def looked(beats: Heartbeats, begin: int, end: int) -> Any:
@@ -291,7 +293,7 @@ def test_what_a_program_writes_stays_within_its_bounds(tmp_path: Path) -> None:
     beats = watched(tmp_path, None)
     wrote(tmp_path, 0, -7, 99, 1, 1)
     assert looked(beats, 0, 4).alone
-    assert heartbeats.of(str(tmp_path), 0)[1:4] == (-7, heartbeat.STEP, 1)
+    assert heartbeats.of(beats._plan, 0)[1:4] == (-7, heartbeat.STEP, 1)
     wrote(tmp_path, 0, (1 << 63) - 1, -1, -(1 << 63), -1)
     assert looked(beats, 4, 8) is None  # it has no limit
 
@@ -305,7 +307,7 @@ def test_a_process_that_is_no_rank_of_this_node_is_left_alone(tmp_path: Path, wh
     try:
         wrote(tmp_path, 0, 1, heartbeat.STEP, 0, 1, program=program)
         seen = [Seen(0, "node1", state="unseen")]
-        plan = {"folder": str(tmp_path), "scratch": str(tmp_path)}
+        plan = decoded(planned(tmp_path))._replace(scratch=str(tmp_path))
         stacks.save(seen, 0, plan, str(tmp_path / "rank-0.txt"), time.monotonic())
         assert (seen[0].state, seen[0].frames) == ("", ())
         os.kill(orphan, 0)
@@ -327,15 +329,15 @@ def test_the_python_below_a_shell_with_a_trap_is_found() -> None:
 
 def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(plan: dict[str, Any]) -> None:
     """One rank tokenizes for an hour, and all others wait for it."""
-    watch = hang.Hang(plan, 0, 0, no_log)
+    told: list[Any] = []
+    watch = hang.Hang(decoded(plan), 0, no_log, told.append)
     late = heartbeats.Late(2, False, 4000.0, 3600.0)
-    assert watch.hear(Progress(5.0)) is None
-    assert watch.hear(late) is None
-    assert not watch.open
+    watch.hear(Progress(5.0))
+    watch.hear(late)
+    assert (watch.begun, told) == (None, [])
     watch._progress -= 3700
-    told = watch.hear(late)
-    assert told
-    assert told.finding.problem == "hang: rank 2 on node2 has made no progress for 4000 s (limit 3600 s)"
+    watch.hear(late)
+    assert told[0].finding.problem == "hang: rank 2 on node2 has made no progress for 4000 s (limit 3600 s)"
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -348,7 +350,7 @@ def test_what_waits_for_ranks_that_have_failed_does_not_hang(plan: dict[str, Any
             links.cause = Finding("rank 0 has failed", code=1)
         connections.Connection(other).send(heartbeats.Late(2, True, 9.0, 1.0))
         loop.look(1.0)
-    assert (links.hang.open, links.cause.code) == ((False, 1) if failed else (True, 75))
+    assert (bool(links.hang.begun), links.cause.code) == ((False, 1) if failed else (True, 75))
 
 
 # Who it is.

@@ -13,7 +13,7 @@ from dray.contract.findings import DrayError
 from dray.runner import address, connections, rendezvous
 from dray.runner.protocol import Hello, Message
 from dray.runner.rendezvous import make_hello
-from nodes import SECRET
+from nodes import SECRET, decoded
 
 pytestmark = pytest.mark.hostile("rendezvous")
 KEY = SECRET.encode()
@@ -23,14 +23,14 @@ class First:
     """The first node, in a thread."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        self.plan, self.guests, self.error = plan, {}, None
-        self.listener = address.listen(plan["world"])
+        self.plan, self.guests, self.error = decoded(plan), {}, None
+        self.listener = address.listen(self.plan.world)
         self._thread = threading.Thread(target=self._gather)
         self._thread.start()
 
     def _gather(self) -> None:
         try:
-            own = make_hello(self.plan, 0, "digest")
+            own = make_hello(self.plan)
             self.guests = rendezvous.gather(self.plan, own, KEY, self.listener)
         except DrayError as error:
             self.error = error
@@ -61,7 +61,7 @@ def three(plan: dict[str, Any]) -> dict[str, Any]:
 
 def test_another_runner_with_its_number_stops_the_launch(three: dict[str, Any]) -> None:
     first = First(three)
-    both = [come(first, make_hello(three, 1, "digest")) for _ in range(2)]
+    both = [come(first, make_hello(decoded(three, 1))) for _ in range(2)]
     told = [answer(one).finding.problem for one in both]
     assert told == ["two nodes have the number 1"] * 2
     for one in both:

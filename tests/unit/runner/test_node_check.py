@@ -20,7 +20,7 @@ from dray.contract import node
 from dray.contract.findings import Finding
 from dray.runner import preflight
 from helpers import runs, until
-from nodes import Start, ended
+from nodes import Start, decoded, ended
 
 WANTED = {"timeout_s": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001, "memory_gb": 0.001}
 FABRIC = {"kind": "unknown", "transport": []}
@@ -154,7 +154,7 @@ class TestRankChecks:
     def check(self, *codes: str, seconds: float = 60.0) -> tuple[Finding | None, dict[str, float]]:
         """The node's finding, and what was measured."""
         self.plan["world"]["rendezvous_timeout_s"] = 2 * seconds
-        checks, measured = preflight.Preflight(self.plan, 0), dict[str, float]()
+        checks, measured = preflight.Preflight(decoded(self.plan)), dict[str, float]()
         for number, code in enumerate(codes, 3):
             argv = [sys.executable, "-S", "-E", "-c", code]
             checks.ranks.append(preflight.RankCheck(number, "node1", "logs/node-0.log", argv, os.environ))
@@ -228,13 +228,13 @@ class TestRankChecks:
         with rank.process:
             rank.process.wait()
             rank.hear()
-        assert [found["node"] for found in rank.report["findings"]] == [node]
+        assert [found.node for found in rank.report.findings] == [node]
 
     def test_one_that_ends_while_it_waits_is_not_reaped(self) -> None:
         """Else nobody would notice that it has ended, and its number may be another's."""
         waits, works = READY.partition(";")[0], f"import time; time.sleep(1); {READY}"
         self.plan["world"]["rendezvous_timeout_s"] = 120
-        checks = preflight.Preflight(self.plan, 0)
+        checks = preflight.Preflight(decoded(self.plan))
         for code in (waits, works):
             argv = [sys.executable, "-S", "-E", "-c", code]
             checks.ranks.append(preflight.RankCheck(3, "node1", "logs/node-0.log", argv, os.environ))
@@ -514,7 +514,7 @@ def test_without_a_gpu_the_node_is_unfit(
     several["variant"] = "cuda"
     (tmp_path / "plan.json").write_text(json.dumps(several))
     (tmp_path / "own").mkdir()
-    checks = preflight.Preflight(several, 1)
+    checks = preflight.Preflight(decoded(several, 1))
     checks.start()
     found = checks.check_node({})
     end(checks)

@@ -95,7 +95,7 @@ def node(plan: dict[str, Any], tmp_path: Path):
     """Run a launcher on the one node of a plan: the runner's exit code, the node's log and its record."""
 
     def run(*launcher: str) -> tuple[int, str, dict[str, Any]]:
-        plan.update({"recipe": {"pass_env": ["HF_TOKEN"]}, "launcher": list(launcher)})
+        plan["recipe"]["pass_env"], plan["launcher"] = ["HF_TOKEN"], [*launcher]
         plan["world"] |= {"nodes": plan["world"]["nodes"][:1], "ranks_per_node": 1, "size": 1}
         (tmp_path / "plan.json").write_text(json.dumps(plan))
         env = {"DRAY_NODE": "0", "DRAY_NODES": "1", "DRAY_NODE_NAME": "node1", "HF_TOKEN": TOKEN, **PYTHON}

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from dray.contract.findings import Finding, UnfitError
-from dray.runner import __main__ as runner
 from dray.runner import address, connections, protocol
 from dray.runner import rendezvous as meeting
 from dray.runner.children import Loop
@@ -30,15 +29,15 @@ from dray.runner.protocol import (
     Idle,
     Message,
     Progress,
+    Report,
     Reports,
     Restart,
-    Save,
+    Signal,
     StartTimes,
-    Stop,
     Welcome,
 )
 from dray.runner.rendezvous import gather, make_hello
-from nodes import SECRET, Start, control, ended, free_port, rendezvous
+from nodes import SECRET, Start, control, decoded, ended, free_port, planned, rendezvous
 
 pytestmark = pytest.mark.hostile("rendezvous")
 
@@ -183,14 +182,15 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
     """Though its own time is over before the first node's, which came later."""
     plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
     plan["world"]["rendezvous_timeout_s"] = 4
-    with address.listen(plan["world"]) as listener:
-        meeting.publish(plan, listener.getsockname())
+    first = decoded(plan)
+    with address.listen(first.world) as listener:
+        meeting.publish(first, listener.getsockname())
         early = start(1, 3, "node2")
         select.select([listener], [], [])
         time.sleep(0.5)
-        own = make_hello(plan, 0, runner.digest(plan))
+        own = make_hello(first)
         with pytest.raises(UnfitError, match="1 of 3 nodes did not reach the first one in 4 s") as missing:
-            gather(plan, own, SECRET.encode(), listener)
+            gather(first, own, SECRET.encode(), listener)
     code, said = ended(early)
     assert (code, f"  found:  {missing.value.finding.problem}" in said) == (69, True), said
     assert not (tmp_path / "failures").exists()
@@ -200,13 +200,14 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
 def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["rendezvous_timeout_s"] = 4
     stranger = other(plan, tmp_path / "other", "another secret")
-    with address.listen(plan["world"]) as listener:
-        meeting.publish({**plan, "folder": str(stranger.parent)}, listener.getsockname())
+    first = decoded(plan)
+    with address.listen(first.world) as listener:
+        meeting.publish(first._replace(folder=str(stranger.parent)), listener.getsockname())
         second = start(1, 2, "node2", stranger)
         select.select([listener], [], [])
-        own = make_hello(plan, 0, runner.digest(plan))
+        own = make_hello(first)
         with pytest.raises(UnfitError, match="did not reach the first one"):
-            gather(plan, own, SECRET.encode(), listener)
+            gather(first, own, SECRET.encode(), listener)
         code, said = ended(second)
     assert (code, "does not have this run's secret" in said) == (69, True)
 
@@ -235,7 +236,7 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
     """With it, it is an error of the user's: test_another_plan_stops_all_nodes."""
     first = start(0, 2, "node1")
     where = rendezvous(plan)
-    other = make_hello(plan, 1, "another digest")
+    other = make_hello(decoded(plan, 1)._replace(digest="another digest"))
     with socket.create_connection(where) as line:
         line.sendall(json.dumps(other).encode().ljust(connections.NONCE + 32) + b"\n")
         assert shown_out(line)
@@ -297,20 +298,18 @@ def test_a_node_waits_for_this_attempt_s_own_file(plan, start: Start, tmp_path: 
 @pytest.mark.seconds
 def test_one_node_listens_on_loopback(plan, start: Start, tmp_path: Path) -> None:
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
-    with address.listen({**plan["world"], "interfaces": ["nothsn9"]}) as listener:
+    with address.listen(decoded(plan).world._replace(interfaces=("nothsn9",))) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     assert ended(start(0, 1, "node1"))[0] == 0
-    assert json.loads((tmp_path / "rendezvous.json").read_text())["times"]
 
 
 def test_a_name_that_is_loopback_on_its_own_machine_is_another_address_for_others(monkeypatch) -> None:
     """As Debian has it: 127.0.1.1 and the machine's name in /etc/hosts."""
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     monkeypatch.setattr(address, "_route", lambda _: "10.0.0.1")
-    nodes = [{"name": name, "address": name} for name in ("n1", "n2")]
-    world = {"nodes": nodes, "master": "n1", "interfaces": [], "shared_folder": True}
+    world = decoded(planned(Path("/none"), master="n1")).world
     assert address.addresses(world) == ["10.0.0.1"]
-    assert address.addresses({**world, "interfaces": ["lo"]}) == ["127.0.0.1"]
+    assert address.addresses(world._replace(interfaces=("lo",))) == ["127.0.0.1"]
 
 
 class TestConnection:
@@ -330,11 +329,11 @@ class TestConnection:
 
     def test_what_is_right_behind_the_awaited_message_stays_readable(self, ends) -> None:
         host, guest = ends
-        for message in (Welcome(), Stop(), Save()):
+        for message in (Welcome(), Signal(15), Ended()):
             host.send(message)
         assert isinstance(guest.receive_first(time.monotonic() + 10), Welcome)
         assert select.select([guest.line], [], [], 0)[0]
-        assert [type(message) for message in guest.receive()] == [Stop, Save]
+        assert [type(message) for message in guest.receive()] == [Signal, Ended]
 
     def test_a_connection_is_over_once_a_message_could_not_be_sent(self, ends) -> None:
         """It may be cut in the middle, and the next one would be appended to it."""
@@ -416,13 +415,13 @@ SEEN = Seen(3, "n1", 5, "step", "runs", ("f (a.py:1)",), (Entered("0", 9, "all_g
 @pytest.mark.parametrize(
     "message",
     [
-        make_hello({"world": {"nodes": [{"name": "n1"}], "identity": {"image": "X"}}}, 0, "digest"),
+        make_hello(decoded(planned(Path("/none")))),
         Failed(Finding("it failed", found="x\ny", code=75, rank=3)),
         Late(1, True, 4.5, 6.5),
         SEEN,
-        Reports(({"rank": 1, "finding": {"problem": "p"}},)),
+        Reports((Report(1, "n1", "log", "rank 1", findings=(Finding("p"),)),)),
         StartTimes({"import": 1.5}),
-        Restart(1, 5, "why"),
+        Restart(1, 5, Finding("why")),
     ],
 )
 def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
@@ -431,7 +430,7 @@ def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
     assert json.dumps(protocol._named(found)) == json.dumps(protocol._named(message))
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b'{"Stop": [1, 2]}', b'{"Late": [1]}', b'{"Stop": 5}'])
+@pytest.mark.parametrize("line", [b"", b"{", b'{"Signal": [1, 2]}', b'{"Late": [1]}', b'{"Signal": 5}'])
 def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -441,7 +440,7 @@ def test_a_malformed_line_ends_the_connection(plan, line: bytes, capsys: pytest.
         loop.look(1.0)
     assert links.cause.problem == "node 1 (node2) is gone"
     assert links.cause.found.startswith("malformed message: ")
-    assert capsys.readouterr().err.count("malformed message") == 1
+    assert capsys.readouterr().out.count("malformed message") == 1
     assert ours.fileno() == -1
 
 

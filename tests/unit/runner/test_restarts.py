@@ -16,7 +16,7 @@ from dray.contract.findings import RetryError
 from dray.runner import evidence, failure_record
 from dray.runner.__main__ import remove_locks
 from helpers import ROOT
-from nodes import Start, ended, free_port
+from nodes import Start, decoded, ended, free_port, planned
 
 pytestmark = pytest.mark.hostile("restarts")
 
@@ -121,7 +121,7 @@ def kill_store(plan: dict[str, Any], first: Any) -> None:
 def test_a_training_whose_store_is_killed_starts_again(plan: dict[str, Any], start: Start, shared: bool) -> None:
     """Without it nothing would be saved when the run is asked to end."""
     ranks(plan, dies="none")
-    plan["recipe"] = {"train": {"steps": 9}}
+    plan["recipe"]["train"] = {"steps": 9}
     plan["world"] |= {"shared_folder": shared, "port": 0 if shared else free_port()}
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
     kill_store(plan, nodes[0])
@@ -147,11 +147,11 @@ def test_a_program_of_one_s_own_may_not_need_the_store(plan: dict[str, Any], sta
 def test_nothing_is_started_again_where_the_image_is_gone(
     plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    evidence.require_image("n2")
+    evidence.require_image()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     with pytest.raises(RetryError, match="the image's mount has gone away") as caught:
-        evidence.require_image("n2")
-    assert (caught.value.finding.code, caught.value.finding.node) == (75, "n2")
+        evidence.require_image()
+    assert caught.value.finding.code == 75
 
 
 @pytest.mark.seconds
@@ -237,7 +237,7 @@ def test_a_signal_to_one_node_between_two_starts_ends_the_run(
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import os, signal, sys\nif 'dray.runner' in sys.orig_argv:\n    from dray.runner import evidence\n"
-        "    evidence.require_image = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    evidence.require_image = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
     )
     ranks(plan, well=9, before="trap 'exit 3' TERM; touch again-$again")
     began = time.monotonic()
@@ -262,7 +262,7 @@ if 'dray.runner' in sys.orig_argv:
     "asks",
     [
         "failure_record.set_aside = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)",
-        "evidence.require_image = lambda _: sys._getframe(1).f_locals['links'].ask()",  # with the call to the start
+        "evidence.require_image = lambda: sys._getframe(1).f_locals['links'].ask()",  # with the call to the start
     ],
 )
 def test_a_node_that_was_asked_to_save_between_two_starts_saves(
@@ -305,7 +305,7 @@ def test_a_record_that_another_node_has_moved_keeps_no_other(tmp_path: Path, mon
     (tmp_path / "failures").mkdir()
     (tmp_path / "failures" / "rank-2.json").touch()
     monkeypatch.setattr(os.path, "exists", lambda _: True)
-    failure_record.set_aside(str(tmp_path), 1, ["hang", "rank-2"])
+    failure_record.set_aside(decoded(planned(tmp_path), 1), 1)
     assert [path.name for path in (tmp_path / "failures" / "restart-1").iterdir()] == ["rank-2.json"]
 
 

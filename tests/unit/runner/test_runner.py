@@ -25,7 +25,7 @@ from dray.runner import rank as rank_module
 from dray.runner.protocol import Hello
 from dray.runner.rendezvous import why_refused
 from helpers import PYTHON
-from nodes import UNBOUND, Start, ended, free_port, rendezvous
+from nodes import UNBOUND, Start, decoded, ended, free_port, loopback, planned, rendezvous
 
 RANK = Path(rank_module.__file__)
 RANKS = [sys.executable, "-S", "-E", RANK.with_name("ranks.py")]
@@ -285,8 +285,7 @@ def test_a_rank_that_died_of_another_s_end_is_not_what_a_node_tells(
         told = {"time": time_, "node": "node1", "rank": rank, "code": code, "why": f"exit code {code}", "log": "l"}
         (tmp_path / "failures" / f"rank-{rank}.json").write_text(json.dumps({**told, "last_lines": lines}))
     monkeypatch.setenv("DRAY_NODE_NAME", "node1")
-    this = runner.Runner(plan)
-    this.me = 0
+    this = runner.Runner(decoded(plan))
     found = this.failure(1)
     assert (found.rank, found.code) == (named, 1 if named else 78)
 
@@ -322,17 +321,9 @@ def test_launcher_and_ranks_end_with_a_runner_that_is_killed(plan, start: Start,
 
 
 def test_what_only_a_node_knows_replaces_whole_words_of_the_launcher_only() -> None:
-    words = runner.argv(
-        {
-            "launcher": ["l", "{node_rank}", "x{node_rank}", "{master}", "{port}", "{endpoint}", "{ranks}"],
-            "folder": "/r",
-            "world": {"size": 2, "nodes": [{"name": f"n{number}"} for number in range(8)]},
-            "command": ["{node_rank}"],
-        },
-        7,
-        "10.0.0.1",
-        5,
-    )
+    launcher = ("l", "{node_rank}", "x{node_rank}", "{master}", "{port}", "{endpoint}", "{ranks}")
+    plan = decoded(planned(Path("/r"), nodes=loopback(*"01234567")), 7)
+    words = runner.argv(plan._replace(launcher=launcher, command=("{node_rank}",)), "10.0.0.1", 5)
     ranks = RANK.with_name("ranks.py")
     assert words[:7] == ["l", "7", "x{node_rank}", "10.0.0.1", "5", "10.0.0.1:5", str(ranks)]
     assert words[-1] == "{node_rank}"
@@ -527,13 +518,14 @@ def test_second_threads_in_the_cpuset_leave_no_rank_unbound(
         siblings = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         siblings.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    world = {"identity": {"cpus": "SLURM_CPUS_ON_NODE"}, "cores": [], "ranks_per_node": ranks}
-    found = cores.placed(world, {"SLURM_CPUS_ON_NODE": given}, str(tmp_path))
+    world = decoded(planned(tmp_path, ranks_per_node=ranks)).world
+    monkeypatch.setattr(cores, "SYS", str(tmp_path))
+    found = cores.placed(world, {"DRAY_CPUS": given})
     assert found.get("DRAY_CORES", "") == ";".join(shares)
     assert found["OMP_NUM_THREADS"] == omp
 
 
-def test_the_machine_is_read(tmp_path: Path) -> None:
+def test_the_machine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, cpus in ((0, "0-1,4-5"), (8, "2-3,6-7")):  # numbers may have gaps
         (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
         (tmp_path / f"devices/system/node/node{number}/cpulist").write_text(f"{cpus}\n")
@@ -547,19 +539,21 @@ def test_the_machine_is_read(tmp_path: Path) -> None:
             (tmp_path / f"bus/pci/devices/0000:{slot}:00.0/{name}").write_text(f"{text}\n")
     (tmp_path / "bus/pci/devices/0000:01:00.0").mkdir()
     (tmp_path / "bus/pci/devices/0000:01:00.0/class").write_text("0x020000\n")
-    assert cores._homes(str(tmp_path)) == {0: 0, 1: 0, 4: 0, 5: 0, 2: 8, 3: 8, 6: 8, 7: 8}
-    assert cores.physical(range(8), str(tmp_path)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert cores._gpus(str(tmp_path)) == [8, 0]
+    monkeypatch.setattr(cores, "SYS", str(tmp_path))
+    assert cores._homes() == {0: 0, 1: 0, 4: 0, 5: 0, 2: 8, 3: 8, 6: 8, 7: 8}
+    assert cores.physical(range(8)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert cores._gpus() == [8, 0]
 
 
 def test_a_site_s_cores_count_where_the_job_has_all_of_them(monkeypatch) -> None:
-    world = {"cores": ["2-3", "0-1"], "ranks_per_node": 2}
+    world = decoded(planned(Path("/r"), cores=["2-3", "0-1"])).world
+    monkeypatch.setattr(cores, "SYS", "/nowhere")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert cores.shares(world, 0, "/nowhere") == [[[2], [3]], [[0], [1]]]
-    assert cores.shares(world, 2, "/nowhere") == []
+    assert cores.shares(world, 0) == [[[2], [3]], [[0], [1]]]
+    assert cores.shares(world, 2) == []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
-    assert cores.shares(world, 4, "/nowhere") == [[[0], [1]], [[2], [5]]]
-    assert cores.shares({**world, "ranks_per_node": 8}, 0, "/nowhere") == []
+    assert cores.shares(world, 4) == [[[0], [1]], [[2], [5]]]
+    assert cores.shares(world._replace(ranks_per_node=8), 0) == []
 
 
 def test_a_rank_moves_to_its_cores(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dray.runs.capsule import Node
 from dray.runs.finish import finish
 from dray.runs.store import RunPaths
 from helpers import PYTHON, bash_blocks, golden, section
+from nodes import decoded, loopback, planned
 
 TOKEN = "hf_" + "a1" * 12
 
@@ -41,8 +42,9 @@ def test_the_whole_capsule(paths: RunPaths) -> None:
 
 
 def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
-    plan = {"folder": str(tmp_path), "variant": "cpu", "world": {"nodes": [{"name": "n1"}]}}
-    failure_record.this_node(plan, 0, {"OMP_NUM_THREADS": "3", "DRAY_CORES": "0-2"})
+    failure_record.this_node(
+        decoded(planned(tmp_path, nodes=loopback("n1"))), {"OMP_NUM_THREADS": "3", "DRAY_CORES": "0-2"}
+    )
     told = json.loads((tmp_path / run_folder.node(0)).read_text())
     node = Node.model_validate(told)
     assert node.packages["pydantic"]
@@ -54,8 +56,8 @@ def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_where_a_node_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "nodes").write_text("")
-    failure_record.this_node({"folder": str(tmp_path), "variant": "cpu", "world": {"nodes": [{"name": "n1"}]}}, 0, {})
-    assert "node-0.json cannot be written" in capsys.readouterr().err
+    failure_record.this_node(decoded(planned(tmp_path)), {})
+    assert "node-0.json cannot be written" in capsys.readouterr().out
 
 
 def test_what_is_known_before_the_end(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
 from dray.images.sif import record as records
-from dray.runner.__main__ import digest
+from dray.runner.plan import of
 from dray.runs import prepare as writing
 from dray.runs import store as store_module
 from dray.runs.finish import finish
@@ -155,7 +155,7 @@ class TestAttempts:
         """One may have failed where the other had not begun."""
         plans = [json.loads(write(recipe(root), FACTS, runs=tmp_path, run="m")[1].plan.read_text()) for _ in range(2)]
         other = json.loads(write(recipe(root), FACTS, runs=tmp_path, run="n")[1].plan.read_text())
-        assert digest(plans[0]) == digest(plans[1]) != digest(other)
+        assert of(plans[0]).digest == of(plans[1]).digest != of(other).digest
 
     def test_a_plan_of_another_version_is_not_read(self, root: Path, tmp_path: Path) -> None:
         paths = begun(root, tmp_path)
