@@ -146,7 +146,7 @@ def status(run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False
 
 def listed(folder: Path, slurm: Slurm) -> State:
     """The state of a run for a list: of one that has ended or was killed, its summary tells it, which is one file."""
-    with suppress(DrayError, OSError, ValidationError):
+    with suppress(DrayError, OSError, ValueError):
         if seen := _by_summary(folder, slurm):
             return seen
     run = Run(folder)
