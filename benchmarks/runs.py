@@ -3,6 +3,7 @@
 .venv/bin/python benchmarks/runs.py [RUNS [ROUNDS]]
 
 Slurm's commands are stand-ins that answer at once: 500 other jobs wait in the queue.
+The first list of killed runs reads them whole, and writes their summaries.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def init(
         commands.append(["data", "prefetch", str(_RECIPE)])
     account = ""
     if queue:
-        accounts = slurm.accounts()
+        accounts = slurm.offered("account")
         if found.account or len(accounts) > 1:
             account = [*accounts, found.account][0]
         commands += _submit(variant, gpus, found, {"--partition": queue.name, "--account": account})

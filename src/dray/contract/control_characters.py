@@ -46,6 +46,8 @@ def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
 
 def cell(text: str) -> str:
     """The text on one line, for a row of a table."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
 
 

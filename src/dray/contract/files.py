@@ -130,8 +130,9 @@ def write_atomic(path: AnyPath, content: str | bytes, *, mode: int = 0o644) -> N
 
 
 @contextmanager
-def replacing(path: AnyPath, *, mode: int = 0o644) -> Iterator[BufferedWriter]:
-    """As `write_atomic`, for content that comes in parts; if the block fails, nothing is replaced."""
+def replacing(path: AnyPath, *, mode: int = 0o644, sync: bool = True) -> Iterator[BufferedWriter]:
+    """As `write_atomic`, for content that comes in parts; if the block fails, nothing is replaced. Without `sync`, for
+    what can be made again, the content may be gone after a power cut."""
     target = os.fspath(path)
     part = f"{target}.part-{os.getpid()}"
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
@@ -139,7 +140,8 @@ def replacing(path: AnyPath, *, mode: int = 0o644) -> Iterator[BufferedWriter]:
         with open(file, "wb") as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            if sync:
+                os.fsync(stream.fileno())
         os.replace(part, target)
     except BaseException as error:
         os.unlink(part)

@@ -1,7 +1,7 @@
 """The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
 
 RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
-RUN/summary.json            what `dray runs` shows of it, once its last attempt has ended
+RUN/summary.json            what `dray runs` shows of it, once its last attempt has ended or was killed
 RUN/replay.toml             its recipe, where `dray replay` has submitted it, and files that this names
 RUN/source.json             the code that it was submitted from, where the nodes have no git; its diff is source.diff
 RUN/checkpoints/            what all attempts share

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from dray.config import dray_home
 from dray.contract.findings import ConfigError
-from dray.images.sif import verify
 from dray.remote.ssh import Connection
 
 BYTES = 64 << 20
@@ -31,6 +30,8 @@ class Copied(NamedTuple):
 
 def copy_image(connection: Connection, image: Path, say: Callable[[str], None]) -> Copied:
     """Copy the image and dray's scripts, if the remote does not have them. Later verbs use them."""
+    from dray.images.sif import verify  # noqa: PLC0415  it reads TOML and records, for which no list of runs waits
+
     digest = verify.digest(image).removeprefix("sha256:")
     sif = f"images/{digest}.sif"
     if connection.ask("image", sif).strip() != "here":

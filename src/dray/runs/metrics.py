@@ -75,8 +75,8 @@ def whole(event: object, name: str) -> int | None:
 
 def number(event: object, name: str) -> float | None:
     """The value as a finite number; None if it is none."""
-    value = dig(event, name)
-    return float(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else None
+    value = event.get(name) if isinstance(event, dict) else None
+    return float(value) if isinstance(value, (float, int)) and -1e300 < value < 1e300 else None
 
 
 _UNSAVED = {"checkpoint": "not saved", "mirror": "not copied"}

@@ -17,16 +17,12 @@ def _partitions() -> list[slurm.Partition]:
     return []
 
 
-def _partition_names() -> list[str]:
-    return list(dict.fromkeys(partition.name for partition in _partitions()))
-
-
-_NAMES = {  # sbatch's message, the option that it is about, and the values that the cluster has
-    "Invalid partition name": ("partition", "p", _partition_names),
-    "No partition specified": ("partition", "p", _partition_names),
-    "Invalid account": ("account", "A", slurm.accounts),
-    "Invalid qos": ("qos", "q", slurm.qualities),
-    "Invalid feature": ("constraint", "C", slurm.features),
+_NAMES = {  # sbatch's message, and the option that it is about
+    "Invalid partition name": ("partition", "p"),
+    "No partition specified": ("partition", "p"),
+    "Invalid account": ("account", "A"),
+    "Invalid qos": ("qos", "q"),
+    "Invalid feature": ("constraint", "C"),
 }
 _SHOWN = 6  # partitions
 _SIZE = re.compile(
@@ -38,9 +34,13 @@ _SIZE = re.compile(
 def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
     """sbatch's refusal with the valid values and the nearest one; unchanged if Slurm tells no more."""
     message = refused.finding.found
-    for text, (option, letter, values) in _NAMES.items():
+    for text, (option, letter) in _NAMES.items():
         if text in message:
-            return _named(message, option, _given(argv, option, letter), values())
+            if option == "partition":
+                known = [*dict.fromkeys(partition.name for partition in _partitions())]
+            else:
+                known = slurm.offered(option)
+            return _named(message, option, _given(argv, option, letter), known)
     if _SIZE.search(message):
         return _sized(message, argv)
     if "Requested time limit is invalid" in message:

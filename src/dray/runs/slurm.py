@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _WAITING = _HELD | {"PENDING", "EXPEDITING", "REQUEUED"}
 _COLUMNS = "%A|%i|%T|%V|%r|%S|%o"
 # Times are seconds since 1970, or words such as N/A; the command may contain any character.
 _LINE = re.compile(r"^([0-9]+)\|([^|\n]*)\|([^|\n]*)\|([0-9]*)[^|\n]*\|([^|\n]*)\|([0-9]*)[^|\n]*\|(.*)$", re.MULTILINE)
+_RUN = re.compile("(?:^| )(--run=[^ ]*)")
 
 
 def _answer(*argv: str, seconds: float | None = None) -> str:
@@ -116,18 +118,20 @@ class Slurm:
     """This user's jobs, for many runs: each cluster is asked once, even if it does not answer."""
 
     def __init__(self) -> None:
-        self._known: dict[str, list[Job] | DrayError] = {}
+        self._known: dict[str, dict[str, list[Job]] | DrayError] = {}
         self._asked: dict[str, float] = {}
-        self._commands: dict[str, str] = {}
-        """Of all jobs: most runs are in none of them."""
 
-    def jobs(self, cluster: str = "") -> list[Job]:
-        """All jobs of this user on the cluster. DrayError if Slurm is missing or does not answer."""
+    def jobs(self, cluster: str = "") -> dict[str, list[Job]]:
+        """All jobs of this user on the cluster, by id and by `--run=` in their commands, to its first space: most runs
+        have none. DrayError if Slurm is missing or does not answer."""
         if cluster not in self._known:
             self._asked[cluster] = time.time()
             try:
-                self._known[cluster] = found = jobs(cluster)
-                self._commands[cluster] = "".join(f" {job.command} " for job in found)
+                by_key: dict[str, list[Job]] = defaultdict(list)
+                for job in jobs(cluster):
+                    for key in (job.id, *_RUN.findall(job.command)):
+                        by_key[key].append(job)
+                self._known[cluster] = by_key
             except DrayError as silent:
                 self._known[cluster] = silent
         known = self._known[cluster]
@@ -152,12 +156,11 @@ class Slurm:
     def job_of(self, ids: Mapping[str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """A job with one of these ids that existed at that time, or with such a run folder (`--run=`). A running job
         comes before a waiting one. DrayError as from `jobs`."""
-        listed = self.jobs(cluster)
-        found = [job for job in listed if job.id in ids and self._existed(job, ids[job.id])]
+        known = self.jobs(cluster)
+        found = [job for id_, at in ids.items() for job in known.get(id_, ()) if self._existed(job, at)]
         for folder in folders:
             option = f" --run={folder} "  # its name may contain spaces
-            if option in self._commands[cluster]:
-                found += [job for job in listed if option in f" {job.command} "]
+            found += [job for job in known.get(option.split(" ")[1], ()) if option in f" {job.command} "]
         return min(found, key=lambda job: job.waits, default=None)
 
     @staticmethod
@@ -316,35 +319,14 @@ def limits() -> dict[str, str]:
     return dict(line.split("|") for line in lines if line.count("|") == 1)
 
 
-_OFFERS = {
-    "constraint": ("sinfo", "--noheader", "--format=%f"),
-    "account": ("sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account"),
-    "qos": ("sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=qos"),
-}
-
-
-def _offered(option: str) -> list[str]:
-    """The values that an option of sbatch may have for this user; none if Slurm does not answer in time."""
-    argv = _OFFERS[option]
-    if argv[0] == "sacctmgr":
-        argv = (*argv, f"user={os.environ.get('USER', os.geteuid())}")
+def offered(option: str) -> list[str]:
+    """The values that --account, --constraint or --qos may have for this user; none if Slurm does not answer."""
+    user = os.environ.get("USER", os.geteuid())
+    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", f"format={option}", f"user={user}"]
+    if option == "constraint":
+        argv = ["sinfo", "--noheader", "--format=%f"]
     names = re.split(r"[\s,]+", _answer(*argv))
     return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
-
-
-def features() -> list[str]:
-    """The features that --constraint may name."""
-    return _offered("constraint")
-
-
-def accounts() -> list[str]:
-    """The Slurm accounts that this user's jobs may name."""
-    return _offered("account")
-
-
-def qualities() -> list[str]:
-    """The names that --qos may give."""
-    return _offered("qos")
 
 
 # The allocation around this shell --------------------------------------------------------------------------------

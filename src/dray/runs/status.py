@@ -5,7 +5,6 @@ Only `status` decides, from the run's files, Slurm's queue, and the run's proces
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.control_characters import printable
@@ -25,7 +24,7 @@ from dray.runs.cost import Spent
 from dray.runs.slurm import JUST_S, Job, Slurm
 from dray.runs.startup import Startup
 from dray.runs.stop_reason import Stop, utc
-from dray.runs.store import Attempt, Queued, Run, RunPaths, Table, dig, is_run, last_attempt, reason, written
+from dray.runs.store import Attempt, Queued, Run, RunPaths, Table, dig, is_run, last_attempt, read_json, reason, written
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
     "queued", "running", "done", "failed", "stopped", "lost", "no result",
@@ -44,6 +43,7 @@ _STAGES = (
 
 _SLOW = 4  # the last reports of slow ranks
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_NOT_SHOWN = Field(exclude=True)
 
 
 class Live(BaseModel):
@@ -99,19 +99,19 @@ class State(BaseModel):
     """The cost of all attempts, if the last one has ended."""
     warnings: list[str] = []
 
-    kind: Annotated[Kind, Field(exclude=True)] = "ended"
+    kind: Annotated[Kind, _NOT_SHOWN] = "ended"
     """What has the run: a waiting job, a job before its attempt, a job or process with an attempt, nothing; or
     `unknown`, if this machine cannot tell, because of `unclear`."""
-    unclear: Annotated[str, Field(exclude=True)] = ""
-    paths: Annotated[RunPaths | None, Field(exclude=True)] = None
+    unclear: Annotated[str, _NOT_SHOWN] = ""
+    paths: Annotated[RunPaths | None, _NOT_SHOWN] = None
     """The attempt; None before the first."""
-    slurm_job: Annotated[Job | None, Field(exclude=True)] = None
+    slurm_job: Annotated[Job | None, _NOT_SHOWN] = None
     """The job that has the run."""
-    cluster: Annotated[str, Field(exclude=True)] = ""
+    cluster: Annotated[str, _NOT_SHOWN] = ""
     """The job's cluster, if Slurm knows several; empty for this machine's cluster."""
-    process: Annotated[int, Field(exclude=True)] = 0
+    process: Annotated[int, _NOT_SHOWN] = 0
     """The process that has the run, on this machine."""
-    path: Annotated[Path, Field(exclude=True)] = Path()
+    path: Annotated[Path, _NOT_SHOWN] = Path()
     """The run folder; its name in `folder` is printable."""
 
     @property
@@ -145,29 +145,61 @@ def status(run: Run | Path, slurm: Slurm | None = None, *, closely: bool = False
 
 
 def listed(folder: Path, slurm: Slurm) -> State:
-    """The state of a run for a list: of one that has ended, its summary tells it, which is one file."""
-    file = folder / run_folder.SUMMARY
-    with suppress(OSError, ValueError):
-        seen = State.model_validate(printable(from_json(files.read(file))))
-        began, submitted = written(file) or 0.0, written(folder / run_folder.JOB) or 0.0
-        job = None
-        with suppress(DrayError):
-            job = slurm.job_of({seen.job_id or "": began}, {str(folder), seen.folder})
-        if not job and not seen.goes_on and submitted <= began:
-            return seen.model_copy(update={"run": folder.name, "folder": str(folder)})
-    return status(Run(folder), slurm)
+    """The state of a run for a list: of one that has ended or was killed, its summary tells it, which is one file."""
+    with suppress(DrayError, OSError, ValueError):
+        if seen := _by_summary(folder, slurm):
+            return seen
+    run = Run(folder)
+    seen, attempt = status(run, slurm), run.last
+    if attempt and attempt.job and attempt.ended is None and seen.kind == "ended":
+        settled = _sign_of_life(attempt.paths) < time.time() - FRESH_S
+        if settled and not run.cluster and not run.warnings:
+            _summarize(attempt, seen, killed_on=slurm.cluster)  # `dray finish` was killed, too
+    return seen
 
 
 def write_summary(paths: RunPaths) -> None:
-    """Write the state of a run that has ended into its summary.json. The file's time is when the attempt began, so that
-    a list is sorted before any file is opened."""
-    run, file = Run(paths.run), paths.run / run_folder.SUMMARY
+    """Write the state of a run that has ended into its summary.json."""
+    run = Run(paths.run)
     attempt = run.last
     if attempt and attempt.number == paths.attempt:  # else a late `dray finish`
-        seen = _seen(run, attempt, _Holder("ended"), Slurm(), closely=False)
-        with suppress(OSError):  # a list reads the files themselves then
-            files.write_atomic(file, seen.model_dump_json() + "\n")
-            os.utime(file, (attempt.began, attempt.began))
+        _summarize(attempt, _seen(run, attempt, _Holder("ended"), Slurm(), closely=False))
+
+
+def _summarize(attempt: Attempt, seen: State, **more: str) -> None:
+    """Write summary.json. Its time is when the attempt began, so that a list is sorted before any file is opened; the
+    folder keeps its own, by which `dray clean` knows the run's age."""
+    folder = attempt.run.folder
+    file = folder / run_folder.SUMMARY
+    with suppress(OSError):  # a list reads the other files then
+        changed = folder.stat().st_mtime
+        with files.replacing(file, sync=False) as stream:
+            stream.write(to_json(seen.model_dump() | more) + b"\n")
+        os.utime(file, (attempt.began, attempt.began))
+        os.utime(folder, (changed, changed))
+
+
+def _by_summary(folder: Path, slurm: Slurm) -> State | None:
+    """What the summary tells, if `status` would tell the same; None without a summary."""
+    path = str(folder)  # Path objects would take half of the time
+    file = f"{path}/{run_folder.SUMMARY}"
+    table = read_json(file, [])
+    if table is None:
+        return None
+    about = os.lstat(file)
+    seen, job = State.model_validate(printable(table | {"run": folder.name, "folder": path})), None
+    with suppress(DrayError):
+        job = slurm.job_of({seen.job_id or "": about.st_mtime}, {path, str(table.get("folder"))})
+    if job or seen.goes_on or (written(f"{path}/{run_folder.JOB}") or 0.0) > about.st_mtime:
+        return None
+    if "killed_on" in table:
+        slurm.jobs()  # DrayError: nobody knows
+        number = seen.attempt or 0
+        later = (f"{run_folder.attempt(number)}/{run_folder.RESULT}", run_folder.attempt(number + 1))
+        mine = about.st_uid == os.geteuid() and table["killed_on"] == slurm.cluster
+        if not mine or any(os.path.lexists(f"{path}/{name}") for name in later):
+            return None
+    return seen
 
 
 def _seen(run: Run, attempt: Attempt | None, holder: _Holder, slurm: Slurm, *, closely: bool) -> State:
@@ -215,11 +247,11 @@ def _find_job(run: Run, attempt: Attempt | None, slurm: Slurm) -> Job | None:
     """The job that has the run. Slurm itself may requeue an ended one, as after a preemption."""
     ids: dict[str, float] = {}
     folders = {str(run.folder)}
+    if run.queued:
+        ids[run.queued.id] = run.queued.time
     if attempt:
         ids[attempt.job_id] = attempt.ended or attempt.began
         folders.add(str(attempt.plan.get("run_folder")))
-    if run.queued:
-        ids[run.queued.id] = run.queued.time
     return slurm.job_of(ids, folders, run.cluster)
 
 
@@ -253,8 +285,8 @@ def _unlisted(run: Run, attempt: Attempt | None, slurm: Slurm) -> str:
 def _local(attempt: Attempt) -> _Holder:
     """What has an attempt that began without Slurm."""
     process = None
-    with suppress(OSError, ValueError, RecursionError):
-        match json.loads(files.read(attempt.paths.process)):
+    with suppress(OSError, ValueError):
+        match from_json(files.read(attempt.paths.process)):
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 process = list(found)
     if process is None or not processes.here(process):

@@ -12,7 +12,7 @@ import secrets
 import shlex
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic_core import from_json
 
-from dray.config.load_toml import explained
 from dray.contract import files
 from dray.contract import run_folder as names
 from dray.contract.findings import ConfigError, listed, nearest
@@ -70,17 +69,15 @@ class RunPaths:
 
     def __init__(self, run: Path, attempt: int = 1) -> None:
         self.run, self.attempt = run, attempt
+        self.folder = run / names.attempt(attempt)
+        """The attempt's own folder."""
 
     def __getattr__(self, name: str) -> Path:
         if name not in RunPaths.__annotations__:
             raise AttributeError(name)
-        file: str = getattr(names, name.upper())
-        return self.folder / file
-
-    @property
-    def folder(self) -> Path:
-        """The attempt's own folder."""
-        return self.run / names.attempt(self.attempt)
+        path: Path = self.folder / getattr(names, name.upper())
+        setattr(self, name, path)
+        return path
 
     @property
     def checkpoints(self) -> Path:
@@ -137,21 +134,21 @@ class Attempt:
         self.run, self.number = run, number
         self.paths = RunPaths(run.folder, number)
         self._ended: float | None = None
-        self._result: Table | None = None
 
     @property
     def ended(self) -> float | None:
         """When the result was written, valid or not; looked for again until it is there."""
-        if self._ended is None:
-            self._ended = written(self.paths.result)
-            if self._ended is not None:
-                self._result = read_json(self.paths.result, self.run.warnings, require_version)
+        self._ended = self._ended or written(self.paths.result)
         return self._ended
 
     @property
     def result(self) -> Table | None:
         """result.json; None until it is written, and, with a warning, if it is damaged."""
-        return self._result if self.ended is not None else None
+        return None if self.ended is None else self._result
+
+    @cached_property
+    def _result(self) -> Table | None:
+        return read_json(self.paths.result, self.run.warnings, require_version)
 
     @cached_property
     def plan(self) -> Table:
@@ -227,7 +224,7 @@ class Run:
             self.warnings.append(f"{file} names no job")
             return None
 
-    @property
+    @cached_property
     def queued(self) -> Queued | None:
         """The submitted job, if it has not begun an attempt yet."""
         return self.job if self.job and self.job.id not in [attempt.job_id for attempt in self.attempts] else None
@@ -287,6 +284,8 @@ def load(model: type[Model], path: Path, noun: str, *, fix: str = "") -> Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as wrong:
+        from dray.config.load_toml import explained  # noqa: PLC0415  a tenth of the time of `dray runs`
+
         problem = f"the {noun} is damaged, or of another version of dray"
         raise ConfigError(problem, where=path, found=explained(wrong), fix=fix) from wrong
 
@@ -434,7 +433,7 @@ def require_own(folder: Path) -> Path:
 # Attempts ----------------------------------------------------------------------------------------------------------
 
 
-def attempts(run: Path) -> list[int]:
+def attempts(run: Path | str) -> list[int]:
     """The attempt numbers of a run, in order."""
     try:
         return sorted(filter(None, map(_number, os.listdir(run))))  # noqa: PTH208  of 5,000 runs
@@ -511,29 +510,28 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-def _began(folder: Path) -> float | None:
+def _began(folder: str) -> float | None:
     """When the run's last attempt began, or its job was submitted; None if it is no run.
 
     Each time is that of a file that is written once; the folder's own time changes with dray enter.
     """
-    if at := written(folder / names.SUMMARY):
+    if at := written(f"{folder}/{names.SUMMARY}"):
         return at
     with suppress(OSError):  # a circular link, or a folder that this user may not read
-        last = Run(folder).last
-        planned = (last.began or written(last.paths.folder)) if last else None
-        return planned or written(folder / names.JOB)
+        last = names.attempt(max(attempts(folder), default=0))
+        times = [written(f"{folder}/{name}") for name in (f"{last}/{names.PLAN}", last, names.JOB)]
+        return next(filter(None, times), None)
     return None
 
 
-def newest_first(runs: Path) -> list[Path]:
+def newest_first(runs: Path) -> Iterator[Path]:
     """The folders of all runs, newest first."""
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
-            folder = Path(entry.path)
-            if not entry.name.startswith(".") and (began := _began(folder)) is not None:
-                found.append((began, folder))
-    return [folder for _, folder in sorted(found, reverse=True)]
+            if not entry.name.startswith(".") and (began := _began(entry.path)) is not None:
+                found.append((began, entry.path))
+    return (Path(folder) for _, folder in sorted(found, reverse=True))
 
 
 def find(word: str = "", runs: Path | None = None) -> Path:
@@ -544,7 +542,7 @@ def find(word: str = "", runs: Path | None = None) -> Path:
     runs = (runs or default_runs()).absolute()
     if word and ("/" in word or os.path.lexists(word)):
         return Path(word).absolute()
-    known = newest_first(runs)
+    known = [*newest_first(runs)]
     if known and not word:
         return known[0]
     if runs / word in known:

@@ -16,6 +16,7 @@ from dray.runs import request_stop, store, submit, why
 from dray.runs.finish import finish
 from dray.runs.prepare import read_recipe, write
 from dray.runs.slurm import Slurm as Queue
+from dray.runs.slurm import jobs
 from dray.runs.status import status as look
 from dray.runs.stop_reason import Stop
 from dray.runs.store import RunPaths
@@ -63,13 +64,13 @@ def test_one_that_waits_is_cancelled_alone(slurm: Slurm, tmp_path: Path) -> None
     assert look(run).where == "job 12_3, PENDING"
     assert stop(run) == f"the job was cancelled: job 12_3, PENDING\nthe run never started\nrun folder: {run}"
     assert slurm.calls == ["scancel --state=PENDING 12_3"]
-    left = [job.id for job in Queue().jobs()]
+    left = [job.id for job in jobs()]
     assert (left, look(run).kind) == (["12_1", "12_2", "12_4"], "ended")
     assert look(queued(tmp_path, 4)).where == "job 12_4, PENDING"
 
 
 def test_squeue_is_asked_for_each_task(slurm: Slurm) -> None:
-    Queue().jobs()
+    jobs()
     (asked,) = (slurm.folder / "calls").read_text().splitlines()
     assert asked == f"squeue --array --noheader --user={os.geteuid()} --format=%A|%i|%T|%V|%r|%S|%o"
 
@@ -96,7 +97,7 @@ def test_one_that_has_begun_is_not_taken_for_one_that_was_submitted(slurm: Slurm
     """Its number, and that of the array, are others."""
     paths = begun(tmp_path, 1, 13)
     slurm.lists(*WAITING)
-    assert (look(paths.run).kind, look(paths.run).slurm_job) == ("running", Queue().jobs()[0])
+    assert (look(paths.run).kind, look(paths.run).slurm_job) == ("running", jobs()[0])
     with pytest.raises(ConfigError, match="afterany:12_1"):
         submit.require_free(paths.run, [])
     finish(paths, code=1)

@@ -113,7 +113,7 @@ def test_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ask", [slurm.partitions, lambda: slurm.conf() or slurm.accounts() or 1 / 0])
+@pytest.mark.parametrize("ask", [slurm.partitions, lambda: slurm.conf() or slurm.offered("account") or 1 / 0])
 def test_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask) -> None:
     monkeypatch.setattr(slurm, "_QUICK_S", 0.2)
     for name in ("sinfo", "scontrol", "sacctmgr"):
