@@ -157,7 +157,7 @@ def _start(
         "tokens": tokens,
         "torch": torch.__version__,
         "device": "" if strategy.device.type == "cpu" else torch.cuda.get_device_name(strategy.device),
-        "flops_per_token": flops_per_token(strategy.network, config),
+        "flops_per_token": flops_per_token(strategy.network, config, config.data.sequence_length),
         "data": data.contents,
     }
     return line | ({"packing": data.packing} if data.packing else {})

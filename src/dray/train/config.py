@@ -52,6 +52,11 @@ class Config:
         """Tokens in one optimizer step, over all ranks."""
         return self.global_size * self.data.sequence_length
 
+    def row_length(self, step: int) -> int:
+        """Tokens in each row of this step, the first of which is 0: fewer in train.sequence_length_warmup."""
+        warmup = self.train.sequence_length_warmup
+        return next((length for until, length in warmup if step < until), self.data.sequence_length)
+
 
 def read(path: str) -> Config:
     """The plan in this file."""

@@ -98,7 +98,7 @@ def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp
     tokenizer.load(chosen).save_pretrained(folder)
     named = replace(chosen, model=replace(chosen.model, name=str(folder), weights=False, type="", config={}))
     network = build.build(named, tokenizer.load(named), filled=True)
-    assert metrics.flops_per_token(network, named) > 0
+    assert metrics.flops_per_token(network, named, 32) > 0
     long = replace(named, data=replace(named.data, sequence_length=64))
     assert refused(long).startswith("a sample is longer than the model's max_position_embeddings\n")
 

@@ -135,8 +135,8 @@ class Loop:
                 step, micro, self.rank, world=self.world, per_device=config.per_device, accumulation=micros
             )
             batch = self.objective.batch(self.feed.rows(samples), samples)
-            length = next((length for until, length in config.train.sequence_length_warmup if step < until), 0)
-            if length:  # the same tokens and labels, in shorter rows
+            length = config.row_length(step)
+            if length < config.data.sequence_length:  # the same tokens and labels, in shorter rows
                 batch = Batch(batch.input_ids.view(-1, length), batch.labels.view(-1, length), None)
             batches.append(batch)
         return batches, sum(batch.label_count for batch in batches), self.feed.state()

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,17 +24,13 @@ from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.loop.trackers import Tracked, Trackers, require
-from dray.train.model.layers import heads
+from dray.train.model.layers import experts, heads
 from dray.train.parallel.base import Strategy
 
 # A loss jumps if it is far above those of the log lines before.
 _LINES, _LEAST = 32, 8  # so many lines, at most and at least
 _TIMES = 8.0  # standard deviations, estimated by medians, which outliers hardly move
 _NOISE = 0.01  # of the median; lines may agree by chance
-
-# transformers' names of how many experts a layer has, and how many of them a token uses.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 class Metrics:
@@ -81,7 +78,7 @@ class Speed:
 
     def __init__(self, config: Config, strategy: Strategy) -> None:
         self.config, self.device = config, strategy.device
-        self._flops = flops_per_token(strategy.network, config)
+        self._flops = cache(partial(flops_per_token, strategy.network, config))
         self._peak = _peak(strategy.device, config.train.precision)
 
     def begin(self, first: int) -> None:
@@ -112,7 +109,8 @@ class Speed:
             "seconds_left": round(left, 1),
         }
         if self._peak:
-            figures["mfu"] = round(tokens_per_s / ranks.world() * self._flops / self._peak, 4)
+            flops = sum(self._flops(config.row_length(step)) for step in range(self._since, taken)) / steps
+            figures["mfu"] = round(tokens_per_s / ranks.world() * flops / self._peak, 4)
         self._since, self._last, self._spent = taken, now, dict.fromkeys(self._spent, 0.0)
         return figures
 
@@ -137,14 +135,13 @@ class Jumps:
         return middle if self._high and not was_high else None
 
 
-def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
-    """FLOPs per token: six per multiplied weight, four if it is frozen, plus attention.
+def flops_per_token(network: Any, config: Config, length: int) -> float:  # noqa: ANN401  a transformers model
+    """FLOPs per token, in rows of `length` tokens: six per multiplied weight, four if it is frozen, plus attention.
 
     Attention counts whole, also where it is causal: so do PaLM, nanoGPT, Megatron-LM and torchtitan.
     """
     settings = network.config.get_text_config()
-    experts = _first(settings, _EXPERTS)
-    active = _first(settings, _ACTIVE) / experts
+    expert_count, active_count = experts(settings)
     predicted = config.train.mlm_probability if config.train.objective == "masked" else 1.0
     table = network.get_input_embeddings().weight
     head = table if network.config.tie_word_embeddings else getattr(network.get_output_embeddings(), "weight", None)
@@ -156,16 +153,11 @@ def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a t
         elif weight is table:
             share = 0.0
         elif ".experts." in name:
-            share = active
+            share = active_count / expert_count
         size = getattr(weight, "ds_numel", weight.numel())  # DeepSpeed's ranks have a part of it
         flops += share * size * (6 if weight.requires_grad else 4)
     widths = sum(count * size for count, size in heads(settings))
-    return flops + 12 * widths * config.data.sequence_length
-
-
-def _first(settings: Any, names: tuple[str, ...]) -> int:  # noqa: ANN401  transformers' own
-    """The number that a configuration has by one of these names; 1 if it has none."""
-    return next(filter(None, (getattr(settings, name, None) for name in names)), 1)
+    return flops + 12 * widths * length
 
 
 def _peak(device: torch.device, precision: str) -> float:

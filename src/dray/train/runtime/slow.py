@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,9 +32,10 @@ class Slow:
         self._metrics, self._device, world = metrics, device, ranks.world()
         self.ranks = world if world > 1 and config.train.strategy in _STRATEGIES else 0
         self._hosts = all_gather_json(os.environ[config.host_variable]) if self.ranks else []
-        self._own = self._ready = 0.0  # seconds since the last line, and between the two lines before
-        self._step = self._steps = 0  # of the last line, and since the one before
-        self._events: list[tuple[Any, Any]] = []
+        self._seconds = 0.0  # this rank's own, since the last line
+        self._last_seconds = 0.0  # the same, between the two lines before
+        self._step = self._steps = 0  # the last line's step, and the steps between the two lines before
+        self._events: deque[tuple[Any, Any]] = deque()  # of forward passes that the GPU may not have finished
         self._window = [0.0] * self.ranks
         self._streaks = [0] * self.ranks
         self._named: set[int] = set()
@@ -43,7 +45,7 @@ class Slow:
         """Add the time of this block to the rank's own time."""
         began = time.perf_counter()
         yield
-        self._own += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -60,12 +62,19 @@ class Slow:
             yield
             end.record()
             self._events.append((begin, end))
+            self._add_finished()
+
+    def _add_finished(self) -> None:
+        """Add the forward passes that the GPU has finished; a run that logs rarely would keep many events."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
 
     def own_seconds(self) -> torch.Tensor:
         """Zeros, with this rank's time before the last line in its slot."""
         seconds = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
         if self.ranks:
-            seconds[ranks.rank()] = self._ready
+            seconds[ranks.rank()] = self._last_seconds
         return seconds
 
     def nodes(self, seconds: list[float]) -> list[float]:
@@ -79,8 +88,8 @@ class Slow:
 
     def observe(self, seconds: list[float], step: int) -> None:
         """Take the times of all ranks at a line; the device has finished all work before it."""
-        self._ready = self._own + sum(begin.elapsed_time(end) / 1e3 for begin, end in self._events)
-        self._own, self._events = 0.0, []
+        self._add_finished()
+        self._last_seconds, self._seconds = self._seconds, 0.0
         self._steps, self._step = step - self._step if self._step else 0, step
         self._window = [before + now for before, now in zip(self._window, seconds, strict=True)]
         median = sorted(self._window)[(self.ranks - 1) // 2] if seconds else 0.0
