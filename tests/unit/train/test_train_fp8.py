@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -29,7 +28,7 @@ TORCHAO = ROOT / "build/torchao"
 
 
 @pytest.fixture
-def torchao(monkeypatch) -> Iterator[None]:
+def torchao(monkeypatch) -> None:
     """Let this process and those that it starts import torchao."""
     if not (TORCHAO / "fetched").exists() and not ALL:
         pytest.skip(f"there is no {TORCHAO} (make torch-versions)")
@@ -39,7 +38,6 @@ def torchao(monkeypatch) -> Iterator[None]:
     with warnings.catch_warnings(action="ignore"):  # of its docstrings
         import_module("torchao.float8")
     logging.disable(logging.NOTSET)
-    yield
 
 
 def network(kind: str = "llama", **settings: object):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import pytest
@@ -302,7 +302,7 @@ def test_who_is_steadily_slower(
 class Event:
     """An event of a GPU that is two forward passes behind the host; each pass takes a second."""
 
-    alive = WeakSet["Event"]()
+    alive: ClassVar = WeakSet["Event"]()
     clock = 0
 
     def __init__(self, *, enable_timing: bool) -> None:
