@@ -57,12 +57,10 @@ class Zero:
                 fix="correct train.precision, or the file that train.deepspeed names",
             ) from error
         self._optimizer: Any = self._engine.optimizer
-        weights = [*self.network.named_parameters()]
-        self._trained = [(name, weight) for name, weight in weights if weight.requires_grad]
-        # An analog layer may have a frozen input range that follows the data. LoRA's base is in the model's own files.
-        self._frozen = (
-            {} if lora.on(self.network) else {name: weight for name, weight in weights if not weight.requires_grad}
-        )
+        weights, has_lora = dict(self.network.named_parameters()), lora.on(self.network)
+        self._trained = [(name, weight) for name, weight in weights.items() if weight.requires_grad]
+        # Such as input ranges of analog layers, which may follow the data. LoRA's base is in the model's own files.
+        self._frozen = {} if has_lora else {name: weights[name] for name in weights if not weights[name].requires_grad}
         # Seen with DeepSpeed 0.19.8: once the first group has state, it links weights to that of all. So fill all.
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         for group in getattr(self._optimizer, name):
