@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from itertools import takewhile
@@ -91,7 +92,7 @@ def evaluate(
 
 
 def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_map: bool, engine: str) -> int:
-    """Run lm-eval in the folder lm-eval of the run, where it leaves its results; its exit code."""
+    """Run lm-eval in the run's folder lm-eval, where it leaves its results, or in ./lm-eval; its exit code."""
     recipe = plan.recipe
     if recipe.train and recipe.train.objective == "masked":
         raise ConfigError(
@@ -102,7 +103,8 @@ def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_
     per_device = (plan.batch and plan.batch.per_device) or 1
     trusted = recipe.model.trust_remote_code
     job = image_tasks.LmEval(str(model), tasks, options, recipe.image, per_device, trusted, device_map)
-    folder = model.parents[1] / "lm-eval"
+    run = model.parents[1]
+    folder = (run if os.access(run, os.W_OK) else Path.cwd()) / "lm-eval"  # the run may be another user's
     folder.mkdir(exist_ok=True)
     # A container gets the recipe's datasets as binds, so the model and the files of options are listed as datasets.
     seen = {"model": Evaluation(dataset=str(model))}

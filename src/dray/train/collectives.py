@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dray.contract import findings
+from dray.contract import findings, unexpected
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.heartbeat import GROUPS
 from dray.contract.silence import unprinted
@@ -67,11 +67,6 @@ def control_group() -> dist.ProcessGroup | None:
     return _control
 
 
-def placed() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    return (ranks.rank(), ranks.world()) if _control is not None else (0, 1)
-
-
 def barrier() -> None:
     """Wait for all ranks, for as long as it takes."""
     if _control is not None:
@@ -113,8 +108,9 @@ def on_all(
 
     A rank receives from at most log2 N others. Where `do` fails on one rank, all raise the same error.
     """
-    result, step, (rank, world) = _tried(do), 1, placed()
-    while step < world and not rank & step:  # `result` joins `step` ranks: this one and those after it
+    rank, world = ranks.rank(), ranks.world()
+    result, step = _tried(do), 1
+    while step < world and not rank & step:  # `result` is of `step` ranks: this one and those after it
         if rank + step < world:
             other = _receive(rank + step)
             if "value" in result:
@@ -130,14 +126,14 @@ def on_all(
 
 def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
     """Run it on rank 0 and broadcast its result: another node may see an older state of a shared folder."""
-    return _value_or_raise(broadcast_json(_tried(do) if placed()[0] == 0 else None))
+    return _value_or_raise(broadcast_json(_tried(do) if ranks.rank() == 0 else None))
 
 
 def _tried(do: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": do()}
-    except DrayError as error:
-        return {"finding": error.finding._asdict()}
+    except (DrayError, OSError) as error:
+        return {"finding": unexpected.error(error, log=True).finding._asdict()}
 
 
 def _value_or_raise(result: dict[str, Any]) -> Any:  # noqa: ANN401  any JSON value

@@ -185,6 +185,7 @@ def test_a_source_that_is_none_is_named(tmp_path: Path, files, name: str, conten
         (("data.mix.b.weight=2",), "missing: expected text"),
         (("data.train=x.txt",), "beside [data.mix]: a run trains on one of them; leave out data.train"),
         (("data.streaming=true",), "data.streaming works with data.train only; a mix reads tokens from the disk"),
+        (("data.mix.test.dataset=x",), "data.mix.test: metrics have another dataset of this name; rename it"),
         (("evaluate.a.dataset=x",), "data.mix.a and evaluate.a: metrics have one eval-a; rename one of them"),
         (("data.mix.b.dataset=y", "data.mix.b.weight=1e4"), "data.mix.a.weight = 1 of 10001 in all is less than one"),
         (("data.mix.a.dataset=hub:nobody",), "data.mix.a.dataset = hub:nobody: expected hub:OWNER/NAME"),

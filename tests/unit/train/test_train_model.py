@@ -419,9 +419,12 @@ class TestHub:
         [
             (("data", "hub:me/mine/large"), {}, "dataset me/mine has no such split"),
             pytest.param(
-                ("data", "hub:me/mine/huge"),
+                ("data", "hub:me/mine/huge:partial-train"),
                 {},
-                "partial-train",
+                "no such split, or the hub has converted only a part of it\n"
+                "  wanted: huge/partial-train/*.parquet\n"
+                "  found:  small/train\n"
+                "  fix:    name a subset and a split of these; or name its original files: hf://datasets/me/mine/",
                 marks=pytest.mark.slow,
             ),
             pytest.param(("data", "hub:mine"), {}, "the dataset's name is incomplete", marks=pytest.mark.slow),

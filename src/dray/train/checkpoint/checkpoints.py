@@ -254,9 +254,10 @@ class Checkpoints:
                     raise OSError(errno.EIO, f"{name} has {size} bytes, but {file['bytes']} were written")
             self.lease.require()
         self._publish(part)
-        for old in _steps(self.folder)[: -self.keep]:
-            if self.mirror is None or old != self.mirror.copying:
-                shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
+        for step in _steps(self.folder)[: -self.keep]:
+            path = self.folder / f"step-{step}"
+            if self.mirror is None or not self.mirror.needs(path):
+                shutil.rmtree(path, ignore_errors=True)
         for left in self.folder.glob("step-*.part-*"):  # of runs that were killed
             shutil.rmtree(left, ignore_errors=True)
 

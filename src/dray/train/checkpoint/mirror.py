@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from dray.contract import exit_codes, findings
 from dray.contract.files import open_regular
 from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.train import ranks
 from dray.train.checkpoint import manifest
-from dray.train.collectives import on_all, on_rank_0, placed
+from dray.train.collectives import on_all, on_rank_0
 from dray.train.data import remote
 from dray.train.errors import described, say
 from dray.train.runtime.heartbeat import BEAT_S, Moved
@@ -37,8 +38,7 @@ class Mirror:
     def __init__(self, place: str, metrics: Metrics, *, keep: int) -> None:
         self.place, self.metrics, self.keep = place, metrics, keep
         self._remote = "://" in place
-        self.copying: int | None = None
-        """The step that is being copied: its folder may not be deleted."""
+        self._copying: Path | None = None
         self.trouble = ""
         """Why the last copy to the mirror, or the last listing of it, failed; empty if it worked."""
         self.steps: list[int] = []
@@ -76,13 +76,12 @@ class Mirror:
 
         All ranks together, each a share of the files. The caller verifies them.
         """
-        rank, world = placed()
         missing: list[str] = []
         try:
             on_rank_0(lambda: self._fetch(part, name, [manifest.NAME]))
             about = on_rank_0(lambda: manifest.read(part))
             if "trouble" not in about:
-                share = sorted(about["files"])[rank::world]
+                share = sorted(about["files"])[ranks.rank() :: ranks.world()]
                 missing = on_all(lambda: self._fetch(part, name, share), operator.add)
         except UnfitError:  # of this disk: another copy would not fit either
             raise
@@ -94,6 +93,10 @@ class Mirror:
         """Begin to copy this checkpoint; on rank 0. It replaces an older one that still waits."""
         self._waiting.append(path)
         self._pending = self._thread.submit(self._copy_waiting)
+
+    def needs(self, path: Path) -> bool:
+        """Whether this checkpoint is being copied or waits for it, and may not be deleted."""
+        return path in (self._copying, *self._waiting)
 
     def settle(self) -> None:
         """Wait until the newest checkpoint is copied, or two tries have failed."""
@@ -112,7 +115,7 @@ class Mirror:
             code = exit_codes.RETRY if finding.code == exit_codes.FAILED else finding.code
             raise findings.error(finding._replace(code=code))
         trouble = f"{finding.problem}: {finding.found}"
-        if placed()[0] == 0:  # which copies: the other ranks would not learn that a later copy has succeeded
+        if ranks.rank() == 0:  # which copies: the other ranks would not learn that a later copy has succeeded
             self.trouble = trouble
         say(f"WARNING: {trouble}")
         return trouble
@@ -120,10 +123,8 @@ class Mirror:
     def _copy_waiting(self) -> None:
         if not self._waiting:  # a newer one was copied in its place
             return
-        path = self._waiting.pop()
-        if not path.is_dir():  # deleted since; a newer one follows
-            return
-        step = self.copying = int(path.name.removeprefix("step-"))
+        path = self._copying = self._waiting.pop()
+        step = int(path.name.removeprefix("step-"))
         trouble = ""
         try:
             with remote.reading(self.place, _WHAT, "written"):
@@ -137,7 +138,7 @@ class Mirror:
             why = {"why": f"{trouble}: {self.place}"} if trouble else {}
             self.metrics.write("mirror", text, checkpoint=step, saved=not trouble, **why)
         self.trouble = trouble and f"the copy of step {step} failed: {trouble}"
-        self._failed, self.copying = path if trouble else None, None
+        self._failed, self._copying = path if trouble else None, None
 
     def _system(self) -> tuple[Any, str]:
         """The file system by fsspec, and the mirror's path in it."""

@@ -147,7 +147,7 @@ def matched(tensors: Tensors, names: Iterable[str], base: str, prefix: str | Non
                 "the checkpoint has the model's tensors more than once",
                 wanted="one copy of each tensor",
                 found=", ".join(sorted(str(found) or "no prefix" for found, _ in ranked)),
-                fix=f"--prefix {ranked[0][0] or ranked[1][0]}",
+                fix=f"--prefix {ranked[0][0] or ranked[1][0]}; of two optimizers import the weights alone: --to FOLDER",
             )
         prefix = ranked[0][0] if ranked else ""
     prefix = prefix or ""

@@ -44,8 +44,6 @@ class Kind(NamedTuple):
     """Variables with which `dray report --sync` sends."""
     server: tuple[str, ...] = ()
     """If one of these is set, the tracker sends to that server. Without `server` and `online` it only writes files."""
-    own: Callable[..., Any] | None = None
-    """A class to use instead of accelerate's."""
 
 
 def _mlflow(to: Tracked) -> dict[str, Any]:
@@ -87,8 +85,7 @@ def started(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accele
     tracking: Any = import_module("accelerate.tracking")
     # Its logger and its decorator ask a PartialState for the rank; this is the one rank that logs.
     tracking.logger = logging.getLogger("accelerate.tracking")
-    kind = KINDS[name]
-    tracker = (kind.own or tracking.LOGGER_TYPE_TO_CLASS[name])(**kind.options(to))
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](**KINDS[name].options(to))
     tracker.main_process_only = False
     tracker.start()
     return tracker
@@ -97,7 +94,7 @@ def started(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accele
 def require(names: Iterable[str], fix: str) -> None:
     """Refuse what is not installed, before a run has read its datasets."""
     for name in names:
-        if KINDS[name].own is None and find_spec(name) is None:
+        if find_spec(name) is None:
             raise ConfigError(
                 f"the tracker {name} is not installed here",
                 wanted=f"the Python package {name}",

@@ -85,7 +85,7 @@ def sample(config: Config, validation: Tokens, device: torch.device) -> str:
     if not objective.predicts_next:
         return ""
     length = config.data.sequence_length
-    prompt = torch.from_numpy(validation.slice(0, length // 4)[None] & IDS).to(device)
+    prompt = torch.from_numpy(validation.slice(0, max(1, length // 4))[None] & IDS).to(device)
     new = min(length // 2, _NEW)
     text = network.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     return str(tokenizer.decode(text[0], skip_special_tokens=True))

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dray.contract import files, run_folder, secrets
@@ -31,8 +31,9 @@ def run(job: Sync) -> None:
         if ended:
             break
         time.sleep(_EVERY_S)
-    for sender in senders:
-        sender.finish()
+    with ExitStack() as finishing:  # all of them, also if one fails
+        for sender in senders:
+            finishing.callback(sender.finish)
 
 
 def _set_online(name: str, folder: Path) -> None:
