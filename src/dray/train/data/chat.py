@@ -60,8 +60,8 @@ def _refuse(path: str, column: str, found: str) -> NoReturn:
         f"column {column!r} holds no conversations",
         wanted=f'a list of {{"role": "user", "content": "..."}} in {path}; roles are {", ".join(_ROLES)}',
         found=found,
-        fix="set data.column; if questions and answers are in two columns, set data.answer_column too; if the cells are "
-        "JSON as text, parse them in data.map",
+        fix="set data.column; if questions and answers are in two columns, set data.answer_column too; if the column "
+        "has JSON as text, parse it in data.map",
     )
 
 
