@@ -46,8 +46,8 @@ DeviceMap = Annotated[
     Literal["auto"] | None,
     typer.Option(help="For a model larger than one device: auto places its layers on all GPUs, then in host memory."),
 ]
-_EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
-_OF_TASKS = ("env", "pass_env", "image", "layer")
+_SETTINGS_OF_DATASETS = ("data", "evaluate", "train", "env", "pass_env", "image")
+_SETTINGS_OF_TASKS = ("env", "pass_env", "image", "layer")
 
 
 @app.command("eval")
@@ -72,9 +72,9 @@ def evaluate(
     settings = [*takewhile(lambda word: not word.startswith("-"), overrides or [])]
     options = (overrides or [])[len(settings) :]
     for setting in settings:
-        effective = _OF_TASKS if tasks else _EVALUATED
-        if re.split("[.=]", setting)[0] not in effective:
-            wanted = f"settings of {', '.join(effective)}"
+        allowed = _SETTINGS_OF_TASKS if tasks else _SETTINGS_OF_DATASETS
+        if re.split("[.=]", setting)[0] not in allowed:
+            wanted = f"settings of {', '.join(allowed)}"
             raise ConfigError("this setting has no effect on an evaluation", wanted=wanted, found=setting)
     if options and not tasks:
         raise ConfigError("options after -- are for lm-eval", found=shlex.join(options), fix="--tasks hellaswag")

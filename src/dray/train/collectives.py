@@ -20,7 +20,7 @@ from dray.train import ranks
 from dray.train.runtime.heartbeat import heartbeat
 
 # Timeouts: of collectives in a step, as NCCL's default, and of all others.
-_IN_A_STEP, _ELSE = timedelta(minutes=10), timedelta(days=7)
+_STEP_TIMEOUT, _CONTROL_TIMEOUT = timedelta(minutes=10), timedelta(days=7)
 
 # benchmarks/gpu sets it to gloo: NCCL refuses two ranks on one GPU.
 _BACKEND = "DRAY_BACKEND"
@@ -42,22 +42,22 @@ def init_distributed(variant: str) -> torch.device:
     try:
         # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
         backend = "gloo" if on_cpu else os.environ.get(_BACKEND, "nccl")
-        dist.init_process_group(backend, timeout=_IN_A_STEP, device_id=device if backend == "nccl" else None)
+        dist.init_process_group(backend, timeout=_STEP_TIMEOUT, device_id=device if backend == "nccl" else None)
         with unprinted():  # torch 2.9 prints a line for each rank and group, with the ranks that are not connected
-            _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
+            _control = dist.new_group(backend="gloo", timeout=_STEP_TIMEOUT)
         # With TORCH_GLOO_LAZY_INIT two ranks connect when they first need one another, within the time of the group.
         # The barrier connects every pair that a later broadcast, all-gather or all-reduce uses, so these find them.
         dist.barrier(group=_control)
     except RuntimeError as error:  # also what torch.distributed raises, all of which are of this kind
         raise UnfitError(
             "the ranks could not connect to one another",
-            wanted=f"connections between all ranks within {_IN_A_STEP.total_seconds():.0f} s",
+            wanted=f"connections between all ranks within {_STEP_TIMEOUT.total_seconds():.0f} s",
             found=f"{str(error).strip().splitlines()[0]}\n"
             f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '(not set)')}",
             fix="correct `interfaces` in the site's file, or set env.GLOO_SOCKET_IFNAME in the recipe",
         ) from error
     assert _control is not None
-    _set_pg_timeout(_ELSE, _control)
+    _set_pg_timeout(_CONTROL_TIMEOUT, _control)
     heartbeat.lap(GROUPS)
     return device
 
@@ -159,7 +159,7 @@ def _receive(rank: int) -> Any:  # noqa: ANN401  any JSON value
 def _wait(work: dist.Work | None) -> None:
     """For send and recv gloo uses the timeout at the group's creation, not the one set later; so pass it."""
     assert work is not None
-    work.wait(_ELSE)
+    work.wait(_CONTROL_TIMEOUT)
 
 
 def _encoded(value: Any) -> torch.Tensor:  # noqa: ANN401  any JSON value

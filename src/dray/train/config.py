@@ -11,7 +11,7 @@ from dray.contract import files, run_folder
 from dray.train.recipe_schema import Analog, Checkpoint, Data, Evaluation, Lora, Model, Source, Train
 
 Section = TypeVar("Section")
-_OF_PLAN = ("run", "run_folder", "attempt", "job", "folder", "scratch", "variant", "image_sha256", "dray")
+_PLAN_KEYS = ("run", "run_folder", "attempt", "job", "folder", "scratch", "variant", "image_sha256", "dray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ def read(path: str) -> Config:
 def of_recipe(recipe: dict[str, Any]) -> Config:
     """The config of an unplanned recipe, for tools that need nothing of a machine."""
     batch = {"global_size": recipe["batch"]["global_size"], "per_device": 1, "gradient_accumulation_steps": 1}
-    nowhere = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
+    no_paths = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
     world = {"identity": {"name": ""}}
     return of_plan(
-        {"recipe": recipe, "batch": batch, "variant": "cpu", "world": world, "attempt": 1, "job": 0, **nowhere}
+        {"recipe": recipe, "batch": batch, "variant": "cpu", "world": world, "attempt": 1, "job": 0, **no_paths}
     )
 
 
@@ -83,7 +83,7 @@ def of_plan(plan: dict[str, Any]) -> Config:
         checkpoints=recipe["checkpoint"]["folder"] or str(checkpoints),
         compiled=str(Path(plan["run_folder"], run_folder.COMPILED)),
         host_variable=plan["world"]["identity"]["name"],
-        **{name: plan[name] for name in _OF_PLAN},
+        **{name: plan[name] for name in _PLAN_KEYS},
         **plan["batch"],
         steps=recipe["train"]["steps"] or 0,
         hang_timeout_s=recipe["hang_timeout_s"],

@@ -89,9 +89,9 @@ def test_a_sample_is_filled_up_and_a_limit_keeps_whole_ones() -> None:
     assert found.total == 10
     one, two = found.slice(0, 5).tolist(), found.slice(5, 5).tolist()
     assert [one, two] == [[0, 0, 0, 2, 2], [1, 1, 1, 1, 9 | PADDING]]
-    assert found.short(9).total == found.short(5).total == 5
-    assert found.short(5).slice(0, 5).tolist() == one
-    assert found.short(5).counts() == {"documents": 2, "longer_than_a_sample": 0, "dropped_tokens": 0, "padding": 0}
+    assert found.first(9).total == found.first(5).total == 5
+    assert found.first(5).slice(0, 5).tolist() == one
+    assert found.first(5).counts() == {"documents": 2, "longer_than_a_sample": 0, "dropped_tokens": 0, "padding": 0}
 
 
 def test_a_million_documents_take_seconds() -> None:

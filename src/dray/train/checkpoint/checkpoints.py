@@ -34,12 +34,12 @@ from dray.train.parallel.base import Strategy
 from dray.train.runtime.heartbeat import BEAT_S, Moved
 
 
-def take(config: Config) -> Lease:
+def lock_folder(config: Config) -> Lease:
     """Lock the checkpoint folder for this run, before it spends time on data; all ranks call it."""
     lease = Lease(folder := Path(config.checkpoints), config)
 
     def begin() -> None:
-        with writing(folder, "nothing was trained yet"):
+        with disk_errors(folder, "nothing was trained yet"):
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             manifest.require_own(folder)
             lease.acquire()
@@ -69,7 +69,7 @@ def order(config: Config, dataset: str) -> dict[str, Any]:
 
 
 @contextmanager
-def writing(folder: Path, newest: str) -> Iterator[None]:
+def disk_errors(folder: Path, newest: str) -> Iterator[None]:
     """Turn errors of the disk into UnfitError (69) where somebody may mend it while the run goes on, else DrayError."""
     try:
         yield
@@ -97,13 +97,13 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1)
         self._began, self._moved = 0.0, Moved()
         self._pending: Future[None] | None = None
-        self._unsaved: UnfitError | None = None
-        self._manifest: dict[str, Any] | None = None  # of the checkpoint that `find` has chosen
+        self._save_error: UnfitError | None = None
+        self._chosen: dict[str, Any] | None = None  # of the checkpoint that `find` has chosen
         self._skipped_before = 0  # updates that another program, or another precision, has skipped
         self.newest: int | None = None
         """The step of the newest complete checkpoint."""
 
-    def use(self, strategy: Strategy) -> None:
+    def attach(self, strategy: Strategy) -> None:
         """Save and load the tensors of this strategy from now on."""
         self.strategy, self._staging = strategy, Staging(strategy.device)
 
@@ -151,12 +151,12 @@ class Checkpoints:
 
     def require_saved(self) -> None:
         """Fail (69) if the last save failed."""
-        if self._unsaved:
-            raise self._unsaved
+        if self._save_error:
+            raise self._save_error
 
     def warning(self) -> str:
         """The warning in each log line while the disk or the mirror does not work."""
-        warnings = [f"not saved: {self._unsaved.finding.found}; {self.newest_text()}"] if self._unsaved else []
+        warnings = [f"not saved: {self._save_error.finding.found}; {self.newest_text()}"] if self._save_error else []
         if self.mirror and self.mirror.trouble:
             warnings.append(self.mirror.trouble)
         return f"  WARNING: {'; '.join(warnings)}" if warnings else ""
@@ -179,7 +179,7 @@ class Checkpoints:
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
             self._require_order(path, about["order"])
-            self.newest, self._manifest = step, about
+            self.newest, self._chosen = step, about
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.steps:
                 self.mirror.put(path)
@@ -188,7 +188,7 @@ class Checkpoints:
 
     def resume(self) -> Mapping[int, list[Any]]:
         """Load the checkpoint that `find` found, if any; return the feed's positions. All ranks together."""
-        about, path = self._manifest, self.folder / f"step-{self.newest}"
+        about, path = self._chosen, self.folder / f"step-{self.newest}"
         if about is None:
             return {}
         if self.strategy.scaler and about.get("scaler"):
@@ -209,13 +209,13 @@ class Checkpoints:
     def _part(self, step: int) -> Path:
         return self.folder / f"step-{step}.part-{self.run}"
 
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.folder, self.newest_text())
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(self.folder, self.newest_text())
 
     def _make(self, part: Path) -> None:
         """Make an empty folder, mode 755 whatever the umask: `require_own` refuses one that a group may write."""
         shutil.rmtree(part, ignore_errors=True)
-        with self._writing():
+        with self._disk_errors():
             self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             self.lease.require()
             part.mkdir(mode=0o755)
@@ -224,7 +224,7 @@ class Checkpoints:
         step = about["step"]
         try:
             # Each rank reports its own file: on NFS rank 0 may not see it yet.
-            on_all(lambda: self._write_own(part, staged), join, lambda files: self._complete(part, about | files))
+            on_all(lambda: self._write_file(part, staged), join, lambda files: self._complete(part, about | files))
         except DrayError as error:  # on all ranks alike
             staged.wait()
             if self.rank == 0:
@@ -236,17 +236,17 @@ class Checkpoints:
         seconds = round(time.monotonic() - self._began, 3)
         shown = f"checkpoint of step {step}: {seconds:.1f} s"
         self.metrics.write("checkpoint", shown, checkpoint=step, saved=True, seconds=seconds)
-        self._unsaved, self.newest = None, step
+        self._save_error, self.newest = None, step
         if self.mirror and self.rank == 0:
             self.mirror.put(self.folder / f"step-{step}")
 
-    def _write_own(self, part: Path, staged: Staged) -> dict[str, Any]:
-        with self._writing():
+    def _write_file(self, part: Path, staged: Staged) -> dict[str, Any]:
+        with self._disk_errors():
             return staged.write(part, self._moved.count)
 
     def _complete(self, part: Path, about: dict[str, Any]) -> None:
         made_by = {"version": manifest.VERSION, **self.made_by, "world_size": self.world, "order": self.order}
-        with self._writing():
+        with self._disk_errors():
             manifest.write(part, {**about, **made_by})
             for name, file in about["files"].items():  # before older checkpoints are deleted
                 size = (part / name).stat().st_size
@@ -263,13 +263,13 @@ class Checkpoints:
 
     def _publish(self, part: Path) -> None:
         """Give a folder whose files are complete its name."""
-        with self._writing():
+        with self._disk_errors():
             part.rename(self.folder / part.name.partition(".")[0])
             manifest.sync(self.folder)
 
     def _not_saved(self, step: int, error: UnfitError) -> None:
         """Earlier checkpoints are whole; the next save tries again."""
-        self._unsaved, why = error, error.finding.found
+        self._save_error, why = error, error.finding.found
         text = f"WARNING: the checkpoint of step {step} is not saved: {why}; the run goes on, and {self.newest_text()}"
         self.metrics.write("checkpoint", text, checkpoint=step, saved=False, why=f"{why}: {self.folder}")
 

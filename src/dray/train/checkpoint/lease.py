@@ -60,7 +60,7 @@ class Lease:
         token, node = secrets.token_hex(16), os.environ.get(config.host_variable, "")
         self.own = Holder(token, node, config.job, config.run_folder, config.attempt, since, process)
         self._released, self._lock = Event(), Lock()
-        self._gone = Path(config.folder, run_folder.ENDED)
+        self._ended_file = Path(config.folder, run_folder.ENDED)
 
     def acquire(self) -> None:
         """Take the folder, or refuse (78) and name its holder. This may watch the holder for two minutes."""
@@ -77,7 +77,7 @@ class Lease:
     def require(self) -> None:
         """Refuse (78) if another run has taken over the folder, as after a pause of minutes."""
         with self._lock:
-            if self._holds():
+            if self._still_holds():
                 return
         holder, _ = self._read() or (None, 0)
         raise ConfigError(
@@ -92,16 +92,16 @@ class Lease:
         """Free the folder for another run."""
         with self._lock:
             self._released.set()
-            if self._holds():
+            if self._still_holds():
                 self.path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_S):
             with self._lock, suppress(OSError):  # the next beat may succeed
-                if not self._released.is_set() and self._holds():
+                if not self._released.is_set() and self._still_holds():
                     os.utime(self.path, follow_symlinks=False)  # by the file server's clock, where there is one
 
-    def _holds(self) -> bool:
+    def _still_holds(self) -> bool:
         """Whether this run holds the folder; its file is written again if somebody has deleted it."""
         state = self._read()
         if state is None:
@@ -111,7 +111,7 @@ class Lease:
     def _create(self, path: Path) -> bool:
         """Write this run's file; False if there is a file already."""
         try:
-            with manifest.new(path) as file:
+            with manifest.new_file(path) as file:
                 file.write(json.dumps(self.own._asdict()).encode())
         except FileExistsError:
             return False
@@ -142,7 +142,7 @@ class Lease:
         if processes.gone(holder.process):
             return "its process has ended"
         with suppress(OSError):
-            if files.read(self._gone, limit=_LIMIT).decode(errors="replace").strip() == holder.token:
+            if files.read(self._ended_file, limit=_LIMIT).decode(errors="replace").strip() == holder.token:
                 return "Slurm no longer knows its job"
         result = Path(holder.run, run_folder.attempt(holder.attempt), run_folder.RESULT)
         return "its attempt has ended" if result.exists() else ""
@@ -185,4 +185,4 @@ class Lease:
             return False
         part.rename(self.path)
         time.sleep(_SETTLE_S)
-        return self._holds()
+        return self._still_holds()

@@ -25,7 +25,7 @@ _PROSE = "*.md"  # of a final model; a user may write in its card
 
 
 @contextmanager
-def new(path: Path) -> Iterator[BufferedWriter]:
+def new_file(path: Path) -> Iterator[BufferedWriter]:
     """A new file, which is on the disk at the end. No group may write it, whatever the umask."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     with os.fdopen(handle, "wb") as file:
@@ -39,7 +39,7 @@ def write_file(
 ) -> dict[str, Any]:
     """Write a new file; return its size and checksum. `moved` is called with the size of each block."""
     checksum = hashlib.sha256()
-    with new(path) as file:
+    with new_file(path) as file:
         for part in parts:
             for at in range(0, len(part), BLOCK):
                 file.write(block := part[at : at + BLOCK])

@@ -65,7 +65,7 @@ class Mirror:
                 )
             manifest.require_own(place)
         try:
-            with remote.reading(self.place, _WHAT):
+            with remote.refusing_failures(self.place, _WHAT):
                 self.steps = sorted(step for step, complete in self._list().items() if complete)
         except DrayError as error:
             self._warn(error, required=required)
@@ -127,7 +127,7 @@ class Mirror:
         step = int(path.name.removeprefix("step-"))
         trouble = ""
         try:
-            with remote.reading(self.place, _WHAT, "written"):
+            with remote.refusing_failures(self.place, _WHAT, "written"):
                 self._copy(path)
                 self._prune(step)
         except Exception as error:  # whatever a store answers: the run goes on
@@ -184,7 +184,7 @@ class Mirror:
             file: AbstractContextManager[BinaryIO] = system.open(path, "wb")
             return file
         Path(path).unlink(missing_ok=True)
-        return manifest.new(Path(path))
+        return manifest.new_file(Path(path))
 
     def _prune(self, newest: int) -> None:
         """Delete all but the newest `keep` copies, and incomplete ones; leave those after `newest`."""
@@ -198,14 +198,14 @@ class Mirror:
 
     def _fetch(self, part: Path, name: str, files: Iterable[str]) -> list[str]:
         """Fetch these files of the copy `name`; return those that it lacks."""
-        with remote.reading(self.place, _WHAT):
+        with remote.refusing_failures(self.place, _WHAT):
             system, root = self._system()
             if not self._remote:
                 manifest.require_own(Path(root, name))
 
             def fetch(file: str) -> list[str]:
                 try:
-                    with system.open(f"{root}/{name}/{file}", "rb") as source, manifest.new(part / file) as target:
+                    with system.open(f"{root}/{name}/{file}", "rb") as source, manifest.new_file(part / file) as target:
                         self._move(source, target)
                 except FileNotFoundError:
                     return [file]

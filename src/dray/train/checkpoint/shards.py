@@ -51,7 +51,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def whole(kind: str, tensors: dict[str, torch.Tensor]) -> Shards:
+def whole_shards(kind: str, tensors: dict[str, torch.Tensor]) -> Shards:
     """Shards that hold these tensors whole."""
     return {f"{kind}.{name}": Shard(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
 
@@ -70,7 +70,7 @@ def divided(shards: Shards, rank: int, count: int) -> Shards:
 
 
 @contextmanager
-def flat(shards: Shards) -> Iterator[Shards]:
+def flattened(shards: Shards) -> Iterator[Shards]:
     """Yield flat views; afterwards copy back the tensors that are not contiguous."""
     rows = {name: shard._replace(values=shard.values.detach().flatten()) for name, shard in shards.items()}
     yield rows
@@ -109,7 +109,7 @@ class Reader:
     def fill(self, shards: Shards) -> None:
         """Read these shards. No collective: ranks may call it alone."""
         self.require(shards)
-        with flat(shards) as rows:
+        with flattened(shards) as rows:
             for name, shard in rows.items():
                 self._copy(name, shard.begin, shard.values)
 

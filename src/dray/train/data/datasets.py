@@ -57,7 +57,7 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     data = config.data
     feeds: dict[str, Mapped] = {}
     if data.streaming:
-        encoding, reading = _of_objective(config)
+        encoding, reading = _encoding_and_reading(config)
         feed: Feed = Stream(
             resolve.pieces(resolve.dataset(data.train, "train", streamed=True), reading, config.global_size),
             reading,
@@ -72,8 +72,8 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     counts = [mapped.tokens.counts() for mapped in feeds.values() if isinstance(mapped.tokens, Packed)]
     packing = {key: sum(count[key] for count in counts) for key in (counts[0] if counts else ())}
     evaluated, tested = validation(config, tokenizer), test(config, tokenizer)
-    held = {name: mapped.tokens for name, mapped in feeds.items()} | evaluated | ({"test": tested} if tested else {})
-    contents = {name: tokens.content for name, tokens in held.items()}
+    by_name = {name: mapped.tokens for name, mapped in feeds.items()} | evaluated | ({"test": tested} if tested else {})
+    contents = {name: tokens.content for name, tokens in by_name.items()}
     if data.streaming:
         contents["train"] = feed.identity
     total = sum(mapped.order.total for mapped in feeds.values())
@@ -137,13 +137,13 @@ def _samples(
     data = config.data
     if data.packing != "wrapped":
         tokens = packed(tokens, data.sequence_length, data.packing, tokenizer.pad_token_id)
-    return _enough(name, dataset, tokens.short(most * data.sequence_length), least)
+    return _enough(name, dataset, tokens.first(most * data.sequence_length), least)
 
 
 def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) -> Tokens:
     """Load one dataset of the recipe's [evaluate]."""
     chosen, length = config.evaluate[name], config.data.sequence_length
-    encoding, reading = _of_objective(config)
+    encoding, reading = _encoding_and_reading(config)
     if chosen.last_word or chosen.stride:  # of documents as they are
         encoding = LAST_WORD if chosen.last_word else PLAIN
         reading = Reading(config.data.column, config_kwargs=reading.config_kwargs)
@@ -153,7 +153,7 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
     if not (chosen.last_word or chosen.stride):
         return _samples(config, tokenizer, name, chosen.dataset, tokens, most=chosen.max_samples, least=2)
     if chosen.stride:  # its windows overlap, and read over the ends of documents
-        tokens = tokens.short(chosen.max_samples * length)
+        tokens = tokens.first(chosen.max_samples * length)
     elif chosen.max_samples:
         tokens = tokens.part(0, min(chosen.max_samples, len(tokens.starts) - 1))
     return _enough(name, chosen.dataset, tokens, 2)
@@ -166,18 +166,18 @@ def _read_source(config: Config, tokenizer: PreTrainedTokenizerFast, source: Sou
 def _read(
     config: Config, tokenizer: PreTrainedTokenizerFast, name: str, split: str, *, column: str = "", function: str = ""
 ) -> Tokens:
-    encoding, reading = _of_objective(config)
+    encoding, reading = _encoding_and_reading(config)
     reading = replace(reading, column=column or reading.column, map=Map(function) if function else reading.map)
     named = resolve.dataset(name, split)
     return tokenized(named, reading, tokenizer, encoding, cache=_cache(config))
 
 
-def _of_objective(config: Config) -> tuple[Encoding, Reading]:
+def _encoding_and_reading(config: Config) -> tuple[Encoding, Reading]:
     data, objective = config.data, objectives.named(config.train.objective)
-    chats = objective.conversations
+    is_conversation = objective.conversations
     function = Map(data.map) if data.map else None
     return objective.encoding, Reading(
-        data.column, data.min_characters, chats, data.answer_column, function, data.config_kwargs
+        data.column, data.min_characters, is_conversation, data.answer_column, function, data.config_kwargs
     )
 
 
@@ -216,7 +216,7 @@ def tokenized(
             *dataset.identity,
             *(json.dumps(reading.config_kwargs.get(builder), sort_keys=True) for builder in sorted(dataset.builders)),
             reading.column,
-            reading.least,
+            reading.min_characters,
             tokenizer.backend_tokenizer.to_str(),
             end,
             encoding.name,

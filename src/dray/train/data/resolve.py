@@ -71,8 +71,8 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
             parts = [(part if "[" in part else "", files) for part in (named.split or "train").split("+")]
         return [(rows, identity(files)) for rows, files in parts]
 
-    elsewhere = named.remote or (named.builder == HUB and (streamed or "[" in named.split))
-    parts = on_rank_0(look) if elsewhere else look()
+    is_remote = named.remote or (named.builder == HUB and (streamed or "[" in named.split))
+    parts = on_rank_0(look) if is_remote else look()
     return Dataset(tuple((rows, tuple(tuple(file) for file in files)) for rows, files in parts))
 
 
@@ -80,7 +80,7 @@ def pieces(dataset: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
     """Cut the dataset into pieces for this many readers; rank 0 looks, and counts rows if there are slices."""
 
     def look() -> list[tuple[Any, ...]]:
-        return [(piece.path, piece.bytes, piece.rows, piece.seen) for piece in dataset.pieces(reading, readers)]
+        return [(piece.path, piece.bytes, piece.rows, piece.version) for piece in dataset.pieces(reading, readers)]
 
     return [Piece(path, *(part and tuple(part) for part in parts)) for path, *parts in on_rank_0(look)]
 
@@ -92,7 +92,7 @@ def _pieces(files: Identity, size: int) -> list[Piece]:
         groups = dict(zip(grouped, threads.map(formats.groups, grouped), strict=True))
     found = []
     for name, *version in files:
-        whole = Piece(name, seen=(version[0], version[1]) if "://" in name else None)
+        whole = Piece(name, version=(version[0], version[1]) if "://" in name else None)
         if name in groups:
             found += [replace(whole, rows=rows) for rows in groups[name]]
         elif has_lines(name):

@@ -62,7 +62,7 @@ class Tokens:
         starts = self.starts[first : last + 1] - self.starts[first]
         return Tokens(self.ids[begin:end], starts, content=self.content)
 
-    def short(self, most: int) -> Tokens:
+    def first(self, most: int) -> Tokens:
         """The first `most` tokens; 0 is all of them."""
         return Tokens(self.ids[:most], self.starts, content=self.content) if most else self
 

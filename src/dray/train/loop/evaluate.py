@@ -52,15 +52,15 @@ class Evaluator:
     ) -> None:
         self.config, self.strategy, self.objective, self.metrics = config, strategy, objective, metrics
         self.figures: dict[str, dict[str, float]] = {}
-        self._more: dict[str, Evaluated] = {}
+        self._extra: dict[str, Evaluated] = {}
         length = config.data.sequence_length
         for name, evaluation in config.evaluate.items():
             tokens = datasets.evaluation(config, tokenizer, name)
             if evaluation.last_word:
-                windows = documents_of(tokens, length)
+                windows = windows_of_documents(tokens, length)
             else:
                 windows = windows_of(tokens.total, length, evaluation.stride, predicts_next=objective.predicts_next)
-            self._more[f"eval-{name}"] = Evaluated(
+            self._extra[f"eval-{name}"] = Evaluated(
                 tokens, windows, objective.evaluating(evaluation), evaluation.last_word
             )
 
@@ -76,7 +76,7 @@ class Evaluator:
                 key: sum(weight * figures[key] for weight, figures in sources) / total for key in ("loss", "accuracy")
             }
             self._write(datasets.VALIDATION, step, mean | {"perplexity": perplexity(mean["loss"])})
-        for event, evaluated in self._more.items():
+        for event, evaluated in self._extra.items():
             self._write(event, step, self._measure(evaluated))
 
     def dataset(self, event: str, step: int, tokens: Tokens) -> None:
@@ -140,7 +140,7 @@ def windows_of(total: int, length: int, stride: int, *, predicts_next: bool) -> 
     return windows
 
 
-def documents_of(tokens: Tokens, length: int) -> list[Window]:
+def windows_of_documents(tokens: Tokens, length: int) -> list[Window]:
     """One window for each document: its last `length` tokens."""
     windows = []
     for begin, after in zip(tokens.starts[:-1].tolist(), tokens.starts[1:].tolist(), strict=True):

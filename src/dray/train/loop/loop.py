@@ -62,13 +62,13 @@ class Loop:
         self.profiler = Profiler(config, strategy.device)
         self.jumps = Jumps()
         self._reader = ThreadPoolExecutor(1)
-        self._logged = 0  # the step of the last line
+        self._last_logged = 0  # the step of the last line
         # These stay on the device, where each step adds to them, until `_check` reads them for a line.
         device = strategy.device
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and labels since the last line
         self._norm = torch.zeros((), device=device)  # of the last step's gradients
-        self._bad_norm = torch.full((), _NEVER, device=device)  # the first step whose norm is not finite
-        self._bad_loss = self._bad_norm.clone()  # the same for the losses of this rank
+        self._first_bad_norm = torch.full((), _NEVER, device=device)  # the first step whose norm is not finite
+        self._first_bad_loss = self._first_bad_norm.clone()  # the same for the losses of this rank
         self._analog: Analog | None = None
         if config.analog:
             from dray.train.model.analog import Analog  # noqa: PLC0415  not every image has it
@@ -84,19 +84,19 @@ class Loop:
             with heartbeat.during(CHECKPOINT):
                 checkpoints.save(0, self.feed.state())
             heartbeat.lap(LOAD)
-        begin = self._logged = checkpoints.newest or 0
+        begin = self._last_logged = checkpoints.newest or 0
         self.speed.begin(begin)
         heartbeat.enter(COMPILE)
-        ahead = self._reader.submit(self._read, begin)
+        next_batches = self._reader.submit(self._read, begin)
         self.stop.begin(begin, config.steps)
         if self.stop.after(begin):
             self._end(begin)
         for step in range(begin, config.steps):
             taken = step + 1
             with self.speed.spent("data_s"), self.slow.waiting():
-                batches, labels, position = ahead.result()
+                batches, labels, position = next_batches.result()
             if taken < config.steps:
-                ahead = self._reader.submit(self._read, taken)
+                next_batches = self._reader.submit(self._read, taken)
             self.profiler.before(taken)
             with self._analog.step() if self._analog else nullcontext():
                 self._step(step, batches, labels)
@@ -160,17 +160,17 @@ class Loop:
                     loss, _ = self.strategy.losses(batch.to(self.strategy.device))
                 self.strategy.backward(loss * scale)
             self._sums[0] += loss.detach()
-        self._bad_loss = _first(self._bad_loss, self._sums[0], step)
+        self._first_bad_loss = _first_bad(self._first_bad_loss, self._sums[0], step)
         self.checkpoints.fence()
         self._norm = self.strategy.update(self.learning_rate(step))
         if self.strategy.scaler is None:  # with fp16 the scaler skips such steps
-            self._bad_norm = _first(self._bad_norm, self._norm, step)
+            self._first_bad_norm = _first_bad(self._first_bad_norm, self._norm, step)
 
     def _log(self, taken: int, batch: Batch) -> None:
         """Write a line of metrics.jsonl: docs/reference/metrics.md has the meaning of each number."""
-        config, first = self.config, self._logged + 1
+        config, first = self.config, self._last_logged + 1
         loss, norm, seconds = self._check(taken)
-        self._logged = taken
+        self._last_logged = taken
         self._sums.zero_()
         line: dict[str, Any] = {
             "step": taken,
@@ -191,7 +191,7 @@ class Loop:
         self.slow.observe(seconds, taken)
         if (median := self.jumps.median_before(loss)) is not None:
             numbers = f"{loss:.4f}; {median:.4f} is the median of the lines before"
-            self._warn("jump", first, taken, f"the loss jumped at {_text(first, taken)}: {numbers}")
+            self._warn("jump", first, taken, f"the loss jumped at {_steps_text(first, taken)}: {numbers}")
 
     def _check(self, taken: int) -> tuple[float, float, list[float]]:
         """The loss of all ranks since the last line, the last gradient's norm, and each rank's own seconds.
@@ -201,14 +201,16 @@ class Loop:
         sums = torch.cat([self._sums, self.slow.own_seconds()])
         dist.all_reduce(sums)
         scaler, rank_count = self.strategy.scaler, self.slow.ranks
-        loss, labels, *rest = device_sync.read(sums, self._bad_norm, self._norm, *([scaler.numbers] if scaler else []))
+        loss, labels, *rest = device_sync.read(
+            sums, self._first_bad_norm, self._norm, *([scaler.numbers] if scaler else [])
+        )
         seconds, (bad, norm, *scaled) = rest[:rank_count], rest[rank_count:]
         if scaler:
             scaler.observe(*scaled)
         if bad != _NEVER:
             self._end_not_finite(int(bad), int(bad))
         elif not math.isfinite(loss):
-            self._end_not_finite(self._logged + 1, taken)
+            self._end_not_finite(self._last_logged + 1, taken)
         return loss / max(labels, 1.0), norm, seconds
 
     def _end(self, taken: int) -> NoReturn:
@@ -227,10 +229,10 @@ class Loop:
         """Name the ranks whose losses were not finite; if no rank has one, the gradient was not finite."""
         with heartbeat.during(CHECKPOINT):
             self.checkpoints.settle()
-        bad = all_gather_json(device_sync.read(self._bad_loss)[0] <= last)
+        bad = all_gather_json(device_sync.read(self._first_bad_loss)[0] <= last)
         bad_ranks = [rank for rank in range(self.world) if bad[rank]]
         problem = f"the {'loss' if bad_ranks else 'gradient'} is not finite any more"
-        where = f"NaN or Inf at {_text(first, last)}, on rank {', '.join(map(str, bad_ranks)) or 'unknown'}"
+        where = f"NaN or Inf at {_steps_text(first, last)}, on rank {', '.join(map(str, bad_ranks)) or 'unknown'}"
         self._warn("not finite", first, last, f"{problem}: {where}")
         barrier()  # the launcher ends rank 0 when another rank has failed, and it writes the metrics
         raise DrayError(
@@ -244,11 +246,11 @@ class Loop:
         self.metrics.write("divergence", f"WARNING: {why}", kind=kind, first_step=first, last_step=last, why=why)
 
 
-def _text(first: int, last: int) -> str:
+def _steps_text(first: int, last: int) -> str:
     """`step 7`, `steps 7 to 9`."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _first(bad: torch.Tensor, number: torch.Tensor, step: int) -> torch.Tensor:
+def _first_bad(bad: torch.Tensor, number: torch.Tensor, step: int) -> torch.Tensor:
     """The first step at which the number was not finite, without a sync."""
     return torch.where(number.isfinite(), bad, bad.clamp(max=step + 1))

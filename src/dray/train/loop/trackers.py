@@ -79,7 +79,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def started(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accelerate's
+def start_tracker(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accelerate's
     """A tracker that logs from the one thread that calls this."""
     (to.folder / name).mkdir(parents=True, exist_ok=True)
     tracking: Any = import_module("accelerate.tracking")
@@ -141,7 +141,7 @@ class _Thread(Thread):
 
     def run(self) -> None:
         try:
-            tracker = started(self.name, self._to)
+            tracker = start_tracker(self.name, self._to)
             while (event := self.lines.get()) is not None:
                 tracker.log(numbers(event), step=event["step"])
             tracker.finish()

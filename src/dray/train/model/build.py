@@ -29,18 +29,18 @@ _SMALL = 50_000_000
 
 
 def build(
-    config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool, restored: bool = False,
-    device: torch.device = _CPU, placed: dict[str, Any] | None = None,
+    config: Config, tokens: PreTrainedTokenizerFast, *, with_weights: bool, resumes: bool = False,
+    device: torch.device = _CPU, device_map: dict[str, Any] | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model; with its weights if `filled`, unless a checkpoint will overwrite them all, as `restored` says.
+    """The model; with its weights if `with_weights`, unless a checkpoint will overwrite them all, as `resumes` says.
 
-    A new model is initialized on `device`. `placed` says where `from_pretrained` puts those of several devices.
+    A new model is initialized on `device`. `device_map` says where `from_pretrained` puts those of several devices.
     """
     attention.look_for_documents(config.data.document_mask)
     # No row is padded. transformers looks for that, only to warn, by reading the device in every pass.
     PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
     model, objective = config.model, objectives.named(config.train.objective)
-    settings, folder = check(config, tokens, weights=model.weights and filled)
+    settings, folder = check(config, tokens, weights=model.weights and with_weights)
     dtype = settings.dtype or torch.float32
     if model.dtype != "auto":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.dtype]
@@ -52,12 +52,12 @@ def build(
             network: PreTrainedModel = objective.auto_model.from_config(settings, **options)
         # Not every strategy saves frozen weights, such as LoRA's base, and the check of the document mask computes.
         frozen = config.lora is not None or not all(weight.requires_grad for weight in network.parameters())
-        if not filled or (restored and not frozen and not config.data.document_mask):
+        if not with_weights or (resumes and not frozen and not config.data.document_mask):
             if model.weights:
                 _read_generation_config(network, folder)
         elif folder and model.weights:
             network = objective.auto_model.from_pretrained(
-                folder, config=settings, use_safetensors=True, **options, **(placed or {})
+                folder, config=settings, use_safetensors=True, **options, **(device_map or {})
             )
         else:
             network = _initialized(
@@ -71,7 +71,7 @@ def build(
     if config.lora:
         torch.manual_seed(config.train.seed)
         lora.add(network, config.lora, task="CAUSAL_LM" if objective.predicts_next else None)
-    if filled:
+    if with_weights:
         if config.data.document_mask:
             _check_document_mask(config, network)
         with network.device:

@@ -21,8 +21,8 @@ from dray.train.parallel.base import Strategy
 from dray.train.parallel.ddp import HALF
 from dray.train.runtime.heartbeat import heartbeat
 
-_FILE = 2 * 10**9  # bytes of one file, which safetensors copies once more in the host's memory
-_NEW = 64  # tokens of the sample, for which all ranks wait
+_FILE_BYTES = 2 * 10**9  # bytes of one file, which safetensors copies once more in the host's memory
+_SAMPLE_TOKENS = 64  # tokens of the sample, for which all ranks wait
 
 
 def save(
@@ -47,7 +47,7 @@ def save(
     try:
         shell.save_pretrained(part, state_dict={})  # its configuration and its own code
         (part / "model.safetensors").unlink(missing_ok=True)
-        export.write_weights(part, export.named_as_saved(shell, weights), dtype, limit=_FILE)
+        export.write_weights(part, export.named_as_saved(shell, weights), dtype, limit=_FILE_BYTES)
         if dtype:
             shell.config.dtype = dtype
             shell.config.save_pretrained(part)
@@ -86,6 +86,6 @@ def sample(config: Config, validation: Tokens, device: torch.device) -> str:
         return ""
     length = config.data.sequence_length
     prompt = torch.from_numpy(validation.slice(0, max(1, length // 4))[None] & IDS).to(device)
-    new = min(length // 2, _NEW)
+    new = min(length // 2, _SAMPLE_TOKENS)
     text = network.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     return str(tokenizer.decode(text[0], skip_special_tokens=True))

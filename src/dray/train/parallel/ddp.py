@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dray.train import ranks
-from dray.train.checkpoint.shards import Reader, Shard, Shards, whole
+from dray.train.checkpoint.shards import Reader, Shard, Shards, whole_shards
 from dray.train.config import Config
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
@@ -36,12 +36,12 @@ class Ddp:
         half = HALF.get(config.train.precision)
         enabled = half is not None and self.autocasts
         self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=enabled)
-        self._copies = Replicas(ranks.rank(), ranks.world())
+        self._replicas = Replicas(ranks.rank(), ranks.world())
         """The ranks with the same weights."""
         self._shard_group: dist.ProcessGroup | None = None
         """The ranks that have one copy of the weights between them."""
         self._module = self._distributed(module)
-        self._optimizers = optimizers(self.network, self._moved, config, self._shard_group)
+        self._optimizers = optimizers(self.network, self._optimized, config, self._shard_group)
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         self.network.to(self.device)
@@ -107,34 +107,36 @@ class Ddp:
         self.network.zero_grad(set_to_none=True)
 
     def state(self) -> Shards:
-        return {name: shard for shards, copies in self._held() for name, shard in copies.part(shards).items()}
+        return {
+            name: shard for shards, copies in self._checkpoint_parts() for name, shard in copies.part(shards).items()
+        }
 
     def load(self, reader: Reader, updates: int) -> None:
         reset(self._optimizers, self.config, updates)
-        for shards, copies in self._held():
+        for shards, copies in self._checkpoint_parts():
             copies.fill(shards, reader)
 
-    def _held(self) -> Iterator[tuple[Shards, Replicas]]:
+    def _checkpoint_parts(self) -> Iterator[tuple[Shards, Replicas]]:
         """Yield what this rank has, and which ranks have the same."""
-        yield self._shards(), self._copies
-        yield whole("others", buffers(self.network)), Replicas(ranks.rank(), ranks.world())
+        yield self._shards(), self._replicas
+        yield whole_shards("others", buffers(self.network)), Replicas(ranks.rank(), ranks.world())
 
     def _shards(self) -> Shards:
         shards = {}
-        for name, weight in self._named():
+        for name, weight in self._named_weights():
             if lora.on(self.network) and not weight.requires_grad:
                 continue  # the model's own files have it
-            moved = self._moved(weight)
+            moved = self._optimized(weight)
             states = (optimizer.state[moved] for optimizer in self._optimizers if moved in optimizer.state)
             for kind, values in {"weights": moved.detach(), **next(states, {})}.items():
                 if kind != "step":  # the manifest has it
                     shards[f"{kind}.{name}"] = Shard(tuple(weight.shape), self._begin(weight), values)
         return shards
 
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _named_weights(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return self.network.named_parameters()
 
-    def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    def _optimized(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return the tensor that the optimizer updates for this weight; with fsdp the local shard."""
         return weight
 
@@ -156,7 +158,7 @@ class Ddp:
                 weight.copy_(state.get("ema", weight))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in (*self._named(), *buffers(self.network).items()):
+        for name, weight in (*self._named_weights(), *buffers(self.network).items()):
             yield name, (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
 
 

@@ -24,7 +24,7 @@ from dray.train.objectives.base import LossModule
 from dray.train.parallel.ddp import HALF, Ddp
 from dray.train.parallel.replicated_checkpoint import Replicas
 
-_GROUP = 1 << 24
+_GROUP_NUMEL = 1 << 24
 """Layers are grouped until they have this many weights, 32 MB in bf16, for each all-gather."""
 
 
@@ -53,7 +53,7 @@ class Fsdp(Ddp):
         self._mesh = ranks.shard_mesh(self.device.type, layout.shard)
         self._shard_group = self._mesh.get_group("shard")
         copies = self._mesh.get_group("replicate") if self._mesh.ndim > 1 else None
-        self._copies = Replicas(ranks.rank() // layout.shard, ranks.world() // layout.shard, copies)
+        self._replicas = Replicas(ranks.rank() // layout.shard, ranks.world() // layout.shard, copies)
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
         layers, tables = _groups(layers_of(self.network)), _tables(self.network)
         parts = [*layers, *([table] for table in tables), [self.network]]
@@ -75,7 +75,7 @@ class Fsdp(Ddp):
     @torch.no_grad()
     def _gradients(self) -> list[torch.Tensor]:
         for weight in self._locals:
-            self._moved(weight).grad = None if weight.grad is None else _local(weight.grad)
+            self._optimized(weight).grad = None if weight.grad is None else _local(weight.grad)
         return super()._gradients()
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Fsdp(Ddp):
             weight.grad = local.grad = None
 
     @torch.no_grad()
-    def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    def _optimized(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         local = self._locals[weight]
         local.data = _local(weight)  # torch 2.9 moves uneven shards to other memory in the first forward pass
         return local
@@ -103,9 +103,9 @@ class Fsdp(Ddp):
             root.set_reshard_after_backward(sync)
         return nullcontext()
 
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _named_weights(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         self._reshard()
-        return super()._named()
+        return super()._named_weights()
 
     def use_averages(self) -> None:
         self._reshard()  # a layer that is whole would keep its weights, and compute with them
@@ -172,9 +172,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _groups(layers: list[torch.nn.Module]) -> list[list[torch.nn.Module]]:
     """Group small layers that follow one another, as each group costs the host and the network a round."""
     groups: list[list[torch.nn.Module]] = []
-    size = _GROUP
+    size = _GROUP_NUMEL
     for layer in layers:
-        if size >= _GROUP:
+        if size >= _GROUP_NUMEL:
             groups.append([])
             size = 0
         groups[-1].append(layer)

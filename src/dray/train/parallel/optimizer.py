@@ -116,16 +116,16 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 def optimizers(
     network: Any,  # noqa: ANN401  a transformers model
-    moved: Callable[[torch.nn.Parameter], torch.nn.Parameter],
+    optimized: Callable[[torch.nn.Parameter], torch.nn.Parameter],
     config: Config,
     shard_group: dist.ProcessGroup | None,
 ) -> list[Any]:
-    """Return the optimizers of train.optimizer; `moved(weight)` is the tensor that the optimizer updates."""
+    """Return the optimizers of train.optimizer; `optimized(weight)` is the tensor that the optimizer updates."""
     matrices = _hidden_matrices(network) if config.train.optimizer == "muon" else set()
     trained = [weight for weight in network.parameters() if weight.requires_grad]
-    found: list[Any] = [adamw([moved(weight) for weight in trained if weight not in matrices], config)]
+    found: list[Any] = [adamw([optimized(weight) for weight in trained if weight not in matrices], config)]
     if matrices:
-        shapes = {moved(weight): weight.shape for weight in trained if weight in matrices}
+        shapes = {optimized(weight): weight.shape for weight in trained if weight in matrices}
         found.append(Muon(shapes, config, shard_group))
     reset(found, config, updates=0)
     return found

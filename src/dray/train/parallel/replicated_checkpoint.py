@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dray.train.checkpoint.shards import Reader, Shards, divided, flat
+from dray.train.checkpoint.shards import Reader, Shards, divided, flattened
 from dray.train.collectives import barrier
 
 _READERS = 64  # more would send messages to all ranks, and not read much faster from one disk
@@ -31,7 +31,7 @@ class Replicas:
         reader.require(shards)  # on every rank, since a rank that read alone would fail alone
         parts = min(self.count, _READERS)
         readers = [part * self.count // parts for part in range(parts)]  # spread over the nodes
-        with flat(shards) as rows:
+        with flattened(shards) as rows:
             if self.rank in readers:
                 reader.fill(divided(rows, readers.index(self.rank), parts))
             if parts == 1:

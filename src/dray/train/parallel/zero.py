@@ -21,7 +21,7 @@ from deepspeed.utils import (
 
 from dray.contract.findings import ConfigError
 from dray.train import ranks
-from dray.train.checkpoint.shards import Reader, Shard, Shards, divided, whole
+from dray.train.checkpoint.shards import Reader, Shard, Shards, divided, whole_shards
 from dray.train.config import Config
 from dray.train.errors import message
 from dray.train.model import lora
@@ -103,7 +103,7 @@ class Zero:
     def _replicated(self) -> Shards:
         """Return what is the same on all ranks."""
         frozen = {name: self.read(weight) for name, weight in self._frozen.items()}
-        return whole("others", buffers(self.network)) | whole("weights", frozen)
+        return whole_shards("others", buffers(self.network)) | whole_shards("weights", frozen)
 
     def _shard(self, weight: Any, kind: str) -> Shard:  # noqa: ANN401  DeepSpeed's attributes
         """Return this rank's part of the weight, or of its average; in stages 1 and 2 it is DeepSpeed's own memory."""
