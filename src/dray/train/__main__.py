@@ -1,4 +1,4 @@
-"""`python -m dray.train PLAN.json`, on each rank: data, model, loop, evaluation, a saved model that loads again."""
+"""`python -m dray.train PLAN.json`, on each rank: read data, build the model, take steps, evaluate, save the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _IMPORTED_NS = boottime()
 
 
 def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bottom
-    """One rank from the first line to the last."""
+    """Run one rank of a training from start to end."""
     logging.set_verbosity_error()  # transformers logs hints for its Trainer, which dray does not use
     logging.disable_progress_bar()
     config = read(path)
@@ -55,7 +55,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
 
-    # The newest checkpoint, if there is one: a run that resumes takes its weights from it, so `build` initializes none.
+    # The newest checkpoint. A run that resumes takes its weights from it, so `build` initializes none.
     heartbeat.lap(MODEL)
     if first_rank:
         export.recover(Path(config.final_model))
@@ -65,7 +65,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     _require_steps(config, first_step)
     heartbeat.lap(LOAD)
 
-    # The model, and what trains it.
+    # The model and its strategy.
     network = build.build(config, tokens, with_weights=build.has_weights(), resumes=resumes, device=device)
     sizes = [(weight.numel(), weight.requires_grad) for weight in network.parameters()]  # before fsdp shards them
     check_same(network)
@@ -116,7 +116,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
 
 
 def _require_steps(config: Config, first_step: int) -> None:
-    """Refuse a checkpoint that is past train.steps: its model would be saved as one of fewer steps."""
+    """Refuse a checkpoint that is past train.steps: its model would be saved as one of so few steps."""
     if first_step > config.steps:
         raise ConfigError(
             "the newest checkpoint is past the run's last step",

@@ -19,7 +19,7 @@ from dray.contract.silence import unprinted
 from dray.train import ranks
 from dray.train.runtime.heartbeat import heartbeat
 
-# Timeouts: of collectives in a step, as NCCL's default, and of all others.
+# Of collectives in a training step, as NCCL's default; and of all others.
 _STEP_TIMEOUT, _CONTROL_TIMEOUT = timedelta(minutes=10), timedelta(days=7)
 
 # benchmarks/gpu sets it to gloo: NCCL refuses two ranks on one GPU.
@@ -31,8 +31,8 @@ _control: dist.ProcessGroup | None = None
 def init_distributed(variant: str) -> torch.device:
     """Join the other ranks; return this rank's device.
 
-    NCCL gives up after ten minutes, and tokenizing, reading weights and writing checkpoints may take longer. So these
-    use a second group, gloo on CPUs, whose timeout is 7 days after all ranks have connected.
+    Tokenizing, reading weights and writing checkpoints may take longer than the 10 minutes of a step's collectives. So
+    they use a second group, the control group: gloo on CPUs, whose timeout is 7 days once all ranks are connected.
     """
     global _control  # noqa: PLW0603  torch's default group is a global, too
     on_cpu = variant == "cpu"
@@ -45,10 +45,10 @@ def init_distributed(variant: str) -> torch.device:
         dist.init_process_group(backend, timeout=_STEP_TIMEOUT, device_id=device if backend == "nccl" else None)
         with unprinted():  # torch 2.9 prints a line for each rank and group, with the ranks that are not connected
             _control = dist.new_group(backend="gloo", timeout=_STEP_TIMEOUT)
-        # With TORCH_GLOO_LAZY_INIT two ranks connect when they first need one another, within the time of the group.
-        # The barrier connects every pair that a later broadcast, all-gather or all-reduce uses, so these find them.
+        # With TORCH_GLOO_LAZY_INIT two ranks connect when they first exchange data. The barrier connects, within the
+        # group's timeout, all pairs that a later broadcast, all-gather or all-reduce uses.
         dist.barrier(group=_control)
-    except RuntimeError as error:  # also what torch.distributed raises, all of which are of this kind
+    except RuntimeError as error:  # all errors of torch.distributed are of this class
         raise UnfitError(
             "the ranks could not connect to one another",
             wanted=f"connections between all ranks within {_STEP_TIMEOUT.total_seconds():.0f} s",
@@ -74,7 +74,7 @@ def barrier() -> None:
 
 
 def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
-    """The values of all ranks, by rank."""
+    """Return the values of all ranks, by rank."""
     if _control is None:
         return [value]
     data = _encoded(value)
@@ -87,7 +87,7 @@ def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
 
 
 def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """The value of rank 0."""
+    """Return the value of rank 0."""
     if _control is None:
         return value
     data = _encoded(value if ranks.rank() == 0 else None)
@@ -125,7 +125,7 @@ def on_all(
 
 
 def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
-    """Run it on rank 0 and broadcast its result: another node may see an older state of a shared folder."""
+    """Run `do` on rank 0 and broadcast its result: another node may see an older state of a shared folder."""
     return _value_or_raise(broadcast_json(_tried(do) if ranks.rank() == 0 else None))
 
 

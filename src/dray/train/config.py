@@ -16,7 +16,7 @@ _PLAN_KEYS = ("run", "run_folder", "attempt", "job", "folder", "scratch", "varia
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One training run: the recipe's sections, its share of the world, and where it happens."""
+    """One training run: the recipe's sections, the batch sizes, and the run's paths."""
 
     name: str
     run: str
@@ -59,12 +59,12 @@ class Config:
 
 
 def read(path: str) -> Config:
-    """The plan in this file."""
+    """Return the config of the plan in this file."""
     return of_plan(json.loads(files.read(path, own=True)))
 
 
 def of_recipe(recipe: dict[str, Any]) -> Config:
-    """The config of an unplanned recipe, for tools that need nothing of a machine."""
+    """Return the config of a recipe without a plan, for tools that need neither ranks nor paths."""
     batch = {"global_size": recipe["batch"]["global_size"], "per_device": 1, "gradient_accumulation_steps": 1}
     no_paths = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
     world = {"identity": {"name": ""}}
@@ -74,7 +74,7 @@ def of_recipe(recipe: dict[str, Any]) -> Config:
 
 
 def of_plan(plan: dict[str, Any]) -> Config:
-    """The part of the plan that is about training."""
+    """Return what training needs of a plan."""
     recipe, checkpoints = plan["recipe"], Path(plan["run_folder"], run_folder.CHECKPOINTS)
     lora, analog = recipe["lora"], recipe["analog"]
     return Config(

@@ -28,18 +28,18 @@ from dray.train.model.layers import experts, heads
 from dray.train.parallel.base import Strategy
 
 # A loss jumps if it is far above those of the log lines before.
-_LINES, _LEAST = 32, 8  # so many lines, at most and at least
-_TIMES = 8.0  # standard deviations, estimated by medians, which outliers hardly move
-_NOISE = 0.01  # of the median; lines may agree by chance
+_MOST_LINES, _LEAST_LINES = 32, 8
+_DEVIATIONS = 8.0  # standard deviations above the median, estimated by medians, which outliers hardly move
+_LEAST_DEVIATION = 0.01  # of the median: a few lines may agree by chance
 
 
 class Metrics:
-    """Write metrics.jsonl, TensorBoard, the recipe's trackers, and a line in every rank's log."""
+    """Writes metrics.jsonl, TensorBoard, the recipe's trackers, and a line in every rank's log."""
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config, self._file = config, None
         self._trackers: Trackers | None = None
-        self._lock = Lock()  # the threads that write checkpoints write lines too
+        self._lock = Lock()  # threads that write checkpoints write lines, too
         self._unwritten = b""  # lines that a full disk has not taken yet
         if writes:
             require(
@@ -49,7 +49,7 @@ class Metrics:
             self._file = (Path(config.folder) / METRICS).open("ab", buffering=0)
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
-        """Write one line at once: `tail -f` may follow it. Every rank shows it in its own log."""
+        """Write one line at once, so that `tail -f` can follow. Every rank prints `shown` into its own log."""
         say(shown)
         if self._file is None:
             return
@@ -74,7 +74,7 @@ class Metrics:
 
 
 class Speed:
-    """The speed and the waits of training, measured only at steps that write a line."""
+    """Measures the speed and the waits of training, between two log lines."""
 
     def __init__(self, config: Config, strategy: Strategy) -> None:
         self.config, self.device = config, strategy.device
@@ -89,13 +89,13 @@ class Speed:
 
     @contextmanager
     def spent(self, on: str) -> Iterator[None]:
-        """Time in it counts as data_s or checkpoint_s; time in an evaluation is not part of step_s."""
+        """Add the time of this block to data_s or checkpoint_s, or to the evaluations, which step_s leaves out."""
         began = time.monotonic()
         yield
         self._spent[on] += time.monotonic() - began
 
     def measured(self, taken: int) -> dict[str, Any]:
-        """Since the last time."""
+        """Return the fields of a `step` line, measured since the last one."""
         now, config = time.monotonic(), self.config
         steps, seconds = taken - self._since, now - self._last - self._spent["evaluation"]
         tokens_per_s = steps * config.step_tokens / seconds
@@ -116,27 +116,29 @@ class Speed:
 
 
 class Jumps:
-    """Find losses far above those of the lines before; the same on every rank."""
+    """Finds losses far above those of the log lines before; the same on every rank."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_LINES)
+        self._losses: deque[float] = deque(maxlen=_MOST_LINES)
         self._high = False
 
     def median_before(self, loss: float) -> float | None:
-        """The median of the lines before if this loss is far above it; of several such lines only the first."""
+        """Return the median of the lines before if this loss jumps; of several in a row only for the first."""
         before = [*self._losses]
         self._losses.append(loss)
-        if len(before) < _LEAST:
+        if len(before) < _LEAST_LINES:
             return None
         middle = median(before)
-        # From line to line, since a loss that falls is far from its median too.
-        deviation = 1.4826 * median(abs(after - line) for line, after in pairwise(before))
-        was_high, self._high = self._high, loss > middle + _TIMES * max(deviation, _NOISE * abs(middle))
+        # Of the changes from line to line: a loss that falls steadily is far from its median too.
+        deviation = max(
+            1.4826 * median(abs(after - line) for line, after in pairwise(before)), _LEAST_DEVIATION * abs(middle)
+        )
+        was_high, self._high = self._high, loss > middle + _DEVIATIONS * deviation
         return middle if self._high and not was_high else None
 
 
 def flops_per_token(network: Any, config: Config, length: int) -> float:  # noqa: ANN401  a transformers model
-    """FLOPs per token, in rows of `length` tokens: six per multiplied weight, four if it is frozen, plus attention.
+    """Return the FLOPs of a token in rows of `length`: 6 for each multiplied weight, 4 if it is frozen, plus attention.
 
     Attention counts whole, also where it is causal: so do PaLM, nanoGPT, Megatron-LM and torchtitan.
     """
@@ -161,18 +163,18 @@ def flops_per_token(network: Any, config: Config, length: int) -> float:  # noqa
 
 
 def _peak(device: torch.device, precision: str) -> float:
-    """Operations a second, by the maker; 0 where it is unknown. A 32-bit run is measured against the 16-bit peak."""
+    """Return the vendor's FLOPs a second, 0 if unknown. A 32-bit run is measured against the 16-bit peak, too."""
     gpu = None if device.type == "cpu" else gpus.find(torch.cuda.get_device_name(device))
     return 0.0 if gpu is None else (gpu.bf16 if precision == "bf16" else gpu.fp16) * 1e12
 
 
 def _memory(device: torch.device) -> float:
-    """Most that this rank ever had: of the GPU's memory, or of the host's."""
+    """Return the peak of this rank's memory: of the GPU's, or without one of the host's."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     return float(torch.cuda.max_memory_allocated(device))
 
 
 def perplexity(loss: float) -> float:
-    """exp of the mean loss; exp(710) overflows a float, so 700 is the cap."""
+    """Return exp of the mean loss; exp(710) overflows a float, so 700 is the cap."""
     return math.exp(min(loss, 700.0))

@@ -25,7 +25,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "f
 
 
 class Ddp:
-    """torch's own optimizer and gradients, which fsdp has too."""
+    """The ddp strategy. fsdp inherits its optimizers and its checkpoints."""
 
     autocasts = True
     """Whether torch.autocast casts inputs; fsdp's MixedPrecisionPolicy does it instead."""
@@ -39,7 +39,7 @@ class Ddp:
         self._replicas = Replicas(ranks.rank(), ranks.world())
         """The ranks with the same weights."""
         self._shard_group: dist.ProcessGroup | None = None
-        """The ranks that have one copy of the weights between them."""
+        """The ranks that share one copy of the weights; None: each has all of it."""
         self._module = self._distributed(module)
         self._optimizers = optimizers(self.network, self._optimized, config, self._shard_group)
 
@@ -85,9 +85,9 @@ class Ddp:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            # A fused step divides each gradient as it reads it: clipping costs no pass of its own.
+            # A fused step divides each gradient as it reads it, so clipping needs no pass of its own.
             optimizer.grad_scale = divisor
-            optimizer.found_inf = found_inf  # then a step changes nothing, its own count included
+            optimizer.found_inf = found_inf  # if it is 1, the step changes nothing, not even its count
             optimizer.step()
         if self.config.train.ema_decay:
             average_weights(self._optimizers, self.config.train.ema_decay)
@@ -95,9 +95,9 @@ class Ddp:
         return norm
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of what the optimizers move."""
-        moved = (weight for optimizer in self._optimizers for weight in optimizer.state)
-        return [weight.grad for weight in moved if weight.grad is not None]
+        """Return the gradients of the tensors that the optimizers update."""
+        weights = (weight for optimizer in self._optimizers for weight in optimizer.state)
+        return [weight.grad for weight in weights if weight.grad is not None]
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Return the gradients' norm over all ranks."""
@@ -107,17 +107,18 @@ class Ddp:
         self.network.zero_grad(set_to_none=True)
 
     def state(self) -> Shards:
-        return {
-            name: shard for shards, copies in self._checkpoint_parts() for name, shard in copies.part(shards).items()
-        }
+        shards: Shards = {}
+        for all_shards, replicas in self._checkpoint_parts():
+            shards |= replicas.part(all_shards)
+        return shards
 
     def load(self, reader: Reader, updates: int) -> None:
         reset(self._optimizers, self.config, updates)
-        for shards, copies in self._checkpoint_parts():
-            copies.fill(shards, reader)
+        for shards, replicas in self._checkpoint_parts():
+            replicas.fill(shards, reader)
 
     def _checkpoint_parts(self) -> Iterator[tuple[Shards, Replicas]]:
-        """Yield what this rank has, and which ranks have the same."""
+        """Yield shards that this rank has, and the ranks that have the same ones."""
         yield self._shards(), self._replicas
         yield whole_shards("others", buffers(self.network)), Replicas(ranks.rank(), ranks.world())
 
@@ -126,10 +127,10 @@ class Ddp:
         for name, weight in self._named_weights():
             if lora.on(self.network) and not weight.requires_grad:
                 continue  # the model's own files have it
-            moved = self._optimized(weight)
-            states = (optimizer.state[moved] for optimizer in self._optimizers if moved in optimizer.state)
-            for kind, values in {"weights": moved.detach(), **next(states, {})}.items():
-                if kind != "step":  # the manifest has it
+            optimized = self._optimized(weight)
+            states = (optimizer.state[optimized] for optimizer in self._optimizers if optimized in optimizer.state)
+            for kind, values in {"weights": optimized.detach(), **next(states, {})}.items():
+                if kind != "step":  # it is in the manifest
                     shards[f"{kind}.{name}"] = Shard(tuple(weight.shape), self._begin(weight), values)
         return shards
 
@@ -163,12 +164,13 @@ class Ddp:
 
 
 def _order_buckets(model: DistributedDataParallel) -> None:
-    """Run a dummy backward pass, so that DDP fixes the order of its buckets now.
+    """Run a dummy backward pass, so that DDP orders its buckets now.
 
-    Else the first step after a resume would sum the ranks' gradients in another order than a run without a stop.
+    DDP orders them in the first step. After a resume that is another step, which would sum the ranks' gradients in
+    another order than a run that did not stop.
     """
     model.reducer.prepare_for_backward([])
-    # The last weights of a model have their gradients first.
+    # As in a real backward pass, the last weights of the model get their gradients first.
     sums = [weight.sum().float() for weight in model.parameters() if weight.requires_grad]
     torch.autograd.backward(torch.stack(sums).sum())
     model.zero_grad(set_to_none=True)
