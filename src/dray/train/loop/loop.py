@@ -93,7 +93,7 @@ class Loop:
             self._end(begin)
         for step in range(begin, config.steps):
             taken = step + 1  # how many steps are taken after this one; logs and checkpoints count so
-            with self.speed.spent("data_s"), self.slow.waiting():
+            with self.speed.spent("data_s"), self.slow.own_time():
                 batches, labels, position = next_batches.result()
             if taken < config.steps:
                 next_batches = self._reader.submit(self._read, taken)

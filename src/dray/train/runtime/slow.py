@@ -1,7 +1,7 @@
-"""Find ranks that are steadily slower than the others, by the time in which a rank waits for no other.
+"""Find ranks that are steadily slower than the others, by a rank's own time: its forward passes and waits for data.
 
-That is its forward passes and its waits for data. In all else of a step the ranks wait for one another, and all take as
-long as the slowest. With fsdp and zero3 they do so in the forward pass too, and no rank can be named.
+In all else of a step ranks wait for one another, and take as long as the slowest. With fsdp and zero3 they also wait in
+the forward pass, so no rank can be named.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dray.train.config import Config
 from dray.train.loop.metrics import Metrics
 
 _STRATEGIES = ("ddp", "zero1", "zero2")  # whose forward pass is a rank's own
-_TIMES, _WINDOWS = 1.25, 5  # so much slower than the median rank, in so many windows in a row
-_WINDOW_S = 0.5  # of the median rank's own time
+_TIMES, _WINDOWS = 1.25, 5  # a slow rank takes so many times as long as the median rank, in so many windows in a row
+_WINDOW_S = 0.5  # of the median rank's own time, at least
 
 
 class Slow:
@@ -41,7 +41,7 @@ class Slow:
         self._named: set[int] = set()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def own_time(self) -> Iterator[None]:
         """Add the time of this block to the rank's own time."""
         began = time.perf_counter()
         yield
@@ -53,7 +53,7 @@ class Slow:
         if not self.ranks:
             yield
         elif self._device.type == "cpu":
-            with self.waiting():
+            with self.own_time():
                 yield
         else:
             event: Any = torch.cuda.Event  # torch has no types for it
@@ -71,14 +71,14 @@ class Slow:
             self._seconds += begin.elapsed_time(end) / 1e3
 
     def own_seconds(self) -> torch.Tensor:
-        """Zeros, with this rank's time before the last line in its slot."""
+        """Return a tensor for the sum over ranks: this rank's own time in its place, and zeros."""
         seconds = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
         if self.ranks:
             seconds[ranks.rank()] = self._last_seconds
         return seconds
 
     def nodes(self, seconds: list[float]) -> list[float]:
-        """Seconds of a step on the slowest rank of each node, for the steps before the last line."""
+        """Return the own seconds of a step on each node's slowest rank, for the steps before the last line."""
         if self._steps <= 0 or not any(seconds):
             return []
         slowest = dict.fromkeys(self._hosts, 0.0)
@@ -87,7 +87,7 @@ class Slow:
         return [round(host_seconds / self._steps, 6) for host_seconds in slowest.values()]
 
     def observe(self, seconds: list[float], step: int) -> None:
-        """Take the times of all ranks at a line; the device has finished all work before it."""
+        """Take the own times of all ranks at a line, and name slow ranks. The GPU has finished all steps before."""
         self._add_finished()
         self._last_seconds, self._seconds = self._seconds, 0.0
         self._steps, self._step = step - self._step if self._step else 0, step
@@ -100,7 +100,9 @@ class Slow:
             if self._streaks[rank] == _WINDOWS and rank not in self._named:
                 self._named.add(rank)
                 times = rank_seconds / median
-                text = f"rank {rank} on {self._hosts[rank]} is slow: its data and forward pass take {times:.2f} times "
-                text += "as long as the median rank's"
+                text = (
+                    f"rank {rank} on {self._hosts[rank]} is slow: its data and forward pass take {times:.2f} times "
+                    "as long as the median rank's"
+                )
                 self._metrics.write("slow", text, step=step, rank=rank, node=self._hosts[rank], times=round(times, 2))
         self._window = [0.0] * self.ranks
