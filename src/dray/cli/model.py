@@ -75,9 +75,13 @@ def evaluate(
         allowed = _SETTINGS_OF_TASKS if tasks else _SETTINGS_OF_DATASETS
         if re.split("[.=]", setting)[0] not in allowed:
             wanted = f"settings of {', '.join(allowed)}"
-            raise ConfigError("this setting has no effect on an evaluation", wanted=wanted, found=setting)
+            raise ConfigError(
+                "this setting has no effect on an evaluation", wanted=wanted, found=setting, fix="leave it out"
+            )
     if options and not tasks:
-        raise ConfigError("options after -- are for lm-eval", found=shlex.join(options), fix="--tasks hellaswag")
+        raise ConfigError(
+            "options after -- are for lm-eval", found=shlex.join(options), fix="add --tasks TASKS, or leave them out"
+        )
     recipe = over(plan.recipe, settings)
     if tasks:
         evaluated = plan.model_copy(update={"recipe": recipe})
@@ -87,8 +91,8 @@ def evaluate(
         trusting.require_no_functions(theirs, str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, bool(device_map))
-    seen = ("data", "evaluate")
-    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True))
+    sections = ("data", "evaluate")
+    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=model, sections=sections, by_gpu=True))
 
 
 def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_map: bool, engine: str) -> int:
@@ -107,12 +111,12 @@ def _lm_eval(plan: Plan, model: Path, tasks: str, options: list[str], *, device_
     folder = (run if os.access(run, os.W_OK) else Path.cwd()) / "lm-eval"  # the run may be another user's
     folder.mkdir(exist_ok=True)
     # A container gets the recipe's datasets as binds, so the model and the files of options are listed as datasets.
-    seen = {"model": Evaluation(dataset=str(model))}
+    mounted = {"model": Evaluation(dataset=str(model))}
     for number, option in enumerate(options):
         path = option.partition("=")[2] or option
         if path.startswith("/") and Path(path).exists():
-            seen[f"option-{number}"] = Evaluation(dataset=path)
-    recipe = recipe.model_copy(update={"evaluate": seen})
+            mounted[f"option-{number}"] = Evaluation(dataset=path)
+    recipe = recipe.model_copy(update={"evaluate": mounted})
     return run_in_image.once(recipe, job, engine=engine, folder=folder, sections=("evaluate", "layer"), by_gpu=True)
 
 
@@ -172,8 +176,8 @@ def export(
     job = image_tasks.Export(checkpoint, str(target), dtype, plan.model_dump(mode="json"), format)
     # The container sees the checkpoints by the recipe's folder of them.
     recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
-    seen = ("model", "checkpoint")
-    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=seen))
+    sections = ("model", "checkpoint")
+    raise typer.Exit(run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=sections))
 
 
 @app.command()

@@ -158,8 +158,8 @@ def refusal(folder: Path, *overrides: str) -> str:
     ("name", "content", "said"),
     [
         ("gone.txt", None, "the dataset does not exist\n"),
-        ("empty.txt", "", "the mix.code dataset is too short\n"),
-        ("one.txt", f"{'c' * 99}\n", "the mix.code dataset is too short\n"),
+        ("empty.txt", "", "there are too few tokens in data.mix.code\n"),
+        ("one.txt", f"{'c' * 99}\n", "there are too few tokens in data.mix.code\n"),
         ("other.csv", "body\nx\n", "there is no column 'text'\n"),
     ],
 )

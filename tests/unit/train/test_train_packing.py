@@ -227,7 +227,7 @@ def test_what_is_no_packing(overrides: tuple[str, ...], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "the training dataset is too short"), ("only\n", "the training dataset is too short")],
+    [("", "there are too few tokens in data.train"), ("only\n", "there are too few tokens in data.train")],
 )
 def test_no_documents_are_no_samples(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "few.txt"

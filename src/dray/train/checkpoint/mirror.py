@@ -1,4 +1,4 @@
-"""checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder; at a start all ranks may fetch a copy.
+"""checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder; at a start all ranks can fetch one.
 
 The manifest is copied last, so a copy without a manifest is incomplete. A copy that fails is a warning, and never ends
 the run.

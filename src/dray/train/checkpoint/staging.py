@@ -77,9 +77,8 @@ class Staging:
         error = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         self._pinned = error == 0
         if error:
-            with suppress(
-                RuntimeError
-            ):  # CUDA keeps the error: let a kernel that does nothing raise it, not the next one of the training
+            # CUDA keeps the error: let this kernel raise it, and not the next one of the training.
+            with suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
             say(
                 f"checkpoints are copied to memory that is not pinned, so each waits for its copy of {size / 1e9:.2f} "

@@ -35,8 +35,9 @@ VALIDATION = "eval"
 class Datasets:
     """The datasets of a run. `total` counts training tokens with padding; 0 for a stream, which is not counted.
 
-    `packing` has Packed.counts of them all; it is empty where documents are joined and cut.
-    `validation` has its events of the metrics; VALIDATION is not among them where it is the mean of a mix's sources.
+    `packing` sums up Packed.counts of all; it is empty if documents are joined and cut.
+    `validation` is by the event of the metrics. A mix without data.validation has no VALIDATION: it is then the mean of
+    the sources.
     """
 
     training: Feed
@@ -45,7 +46,7 @@ class Datasets:
     validation: dict[str, Tokens]
     test: Tokens | None
     contents: dict[str, str]
-    """By the name of each dataset the SHA-256 of its tokens, or what tells a stream from another."""
+    """By the name of each dataset the SHA-256 of its tokens, or the identity of a stream."""
 
     def steps(self, config: Config) -> int:
         """The number of steps, also if the recipe sets epochs."""
@@ -83,16 +84,18 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
 def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tokens]:
     """What is evaluated during training, by its events: one dataset, and the last documents of each source of a mix."""
     data = config.data
-    datasets: dict[str, tuple[str, Tokens]] = {}
+    datasets: dict[str, tuple[str, str, Tokens]] = {}
     if data.validation:
-        datasets[VALIDATION] = data.validation, _read(config, tokenizer, data.validation, "validation")
+        tokens = _read(config, tokenizer, data.validation, "validation")
+        datasets[VALIDATION] = "data.validation", data.validation, tokens
     if data.mix or not data.validation:
         for name, source in _sources(config).items():
             last = _split(_read_source(config, tokenizer, source), data.validation_split_percentage)[1]
-            datasets[f"{VALIDATION}-{name}" if data.mix else VALIDATION] = source.dataset, last
+            event, key = (f"{VALIDATION}-{name}", f"data.mix.{name}") if data.mix else (VALIDATION, "data.train")
+            datasets[event] = f"the last documents of {key}", source.dataset, last
     return {
-        event: _samples(config, tokenizer, event, dataset, tokens, most=data.max_eval_samples, least=2)
-        for event, (dataset, tokens) in datasets.items()
+        event: _samples(config, tokenizer, key, dataset, tokens, most=data.max_eval_samples, least=2)
+        for event, (key, dataset, tokens) in datasets.items()
     }
 
 
@@ -102,7 +105,7 @@ def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
     if not data.test:
         return None
     tokens = _read(config, tokenizer, data.test, "test")
-    return _samples(config, tokenizer, "test", data.test, tokens, most=data.max_eval_samples, least=2)
+    return _samples(config, tokenizer, "data.test", data.test, tokens, most=data.max_eval_samples, least=2)
 
 
 def _sources(config: Config) -> dict[str, Source]:
@@ -115,18 +118,18 @@ def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, sourc
     tokens = _read_source(config, tokenizer, source)
     if data.mix or not data.validation:
         tokens = _split(tokens, data.validation_split_percentage)[0]
-    name = f"mix.{name}" if data.mix else "training"
+    key = f"data.mix.{name}" if data.mix else "data.train"
     length = data.sequence_length
-    tokens = _samples(config, tokenizer, name, source.dataset, tokens, most=data.max_train_samples, least=length)
+    tokens = _samples(config, tokenizer, key, source.dataset, tokens, most=data.max_train_samples, least=length)
     if isinstance(tokens, Packed):
-        say(f"packing {tokens.strategy} of the {name} dataset: {tokens.summary()}")
+        say(f"packing {tokens.strategy} of {key}: {tokens.summary()}")
     return Mapped(tokens, Order(tokens.total, length, config.train.seed))
 
 
 def _samples(
     config: Config,
     tokenizer: PreTrainedTokenizerFast,
-    name: str,
+    key: str,
     dataset: str,
     tokens: Tokens,
     *,
@@ -137,7 +140,7 @@ def _samples(
     data = config.data
     if data.packing != "wrapped":
         tokens = packed(tokens, data.sequence_length, data.packing, tokenizer.pad_token_id)
-    return _enough(name, dataset, tokens.first(most * data.sequence_length), least)
+    return _enough(key, dataset, tokens.first(most * data.sequence_length), least)
 
 
 def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) -> Tokens:
@@ -149,14 +152,14 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
         reading = Reading(config.data.column, config_kwargs=reading.config_kwargs)
     reading = replace(reading, column=chosen.column or reading.column, map=Map(chosen.map) if chosen.map else None)
     tokens = tokenized(resolve.dataset(chosen.dataset, "test"), reading, tokenizer, encoding, cache=_cache(config))
-    name = f"evaluate.{name}"
+    key = f"evaluate.{name}"
     if not (chosen.last_word or chosen.stride):
-        return _samples(config, tokenizer, name, chosen.dataset, tokens, most=chosen.max_samples, least=2)
+        return _samples(config, tokenizer, key, chosen.dataset, tokens, most=chosen.max_samples, least=2)
     if chosen.stride:  # its windows overlap, and read over the ends of documents
         tokens = tokens.first(chosen.max_samples * length)
     elif chosen.max_samples:
         tokens = tokens.part(0, min(chosen.max_samples, len(tokens.starts) - 1))
-    return _enough(name, chosen.dataset, tokens, 2)
+    return _enough(key, chosen.dataset, tokens, 2)
 
 
 def _read_source(config: Config, tokenizer: PreTrainedTokenizerFast, source: Source) -> Tokens:
@@ -240,10 +243,10 @@ def _split(whole: Tokens, percentage: int) -> tuple[Tokens, Tokens]:
     return whole.part(0, border), whole.part(border, count)
 
 
-def _enough(name: str, dataset: str, tokens: Tokens, least: int) -> Tokens:
+def _enough(key: str, dataset: str, tokens: Tokens, least: int) -> Tokens:
     if tokens.total < least:
         raise ConfigError(
-            f"the {name} dataset is too short",
+            f"there are too few tokens in {key}",
             wanted=f"at least {least} tokens",
             found=f"{tokens.total} tokens in {dataset}",
             fix="name a larger dataset, or set a smaller data.sequence_length or another "

@@ -1,6 +1,6 @@
-"""Rows of a file by a builder of `datasets`: what it does beside reading is kept out.
+"""Rows of a file by a builder of `datasets`. dray turns off all that it does beside reading.
 
-It runs no code of a dataset's, asks no hub, keeps nothing in a cache, and loses no row in silence.
+It runs no code of a dataset, asks no hub, keeps nothing in a cache, and loses no row in silence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Samples by number, the same on any number of ranks: of one dataset, of a mix of several, or of a stream.
 
 A stream tokenizes while the run trains, and keeps no tokens on the disk. Each sample of the global batch has a stream
-shard of its own, which reads parts of the dataset and packs its own samples. The parts of all epochs stand in one row,
-and of n shards each takes every n-th. A shard is the same on any rank, and its position goes into the checkpoint.
+shard of its own, which reads parts of the dataset and cuts its own samples. The parts of all epochs are numbered in
+order, and each of n shards reads every n-th part. A shard is the same on any rank, and checkpoints hold its position.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Feed(Protocol):
 
 
 class Numbered:
-    """A feed in which a sample's number is its position: nothing to keep, and nothing to resume from."""
+    """A feed without a position: a sample's number alone decides its tokens, so checkpoints hold nothing of it."""
 
     def state(self) -> None:
         return None
@@ -99,7 +99,7 @@ class Shard:
 
     def __init__(self, number: int, stream: Stream, state: Sequence[Any] | None = None) -> None:
         self.number, self.stream = number, stream
-        self.part = number  # in the row of the parts of all epochs
+        self.part = number  # counted over all epochs
         self.documents_read = 0  # documents of that part
         self.rest = np.zeros(0, np.int64)  # tokens that no sample has yet
         self._documents: Iterator[str] | None = None

@@ -29,7 +29,7 @@ Identity = tuple[tuple[Any, ...], ...]
 
 
 def find(place: str, builder: str = "") -> tuple[str, ...]:
-    """The files of a path, a folder, a pattern or a URL, always in the same order; each behind its builder's name."""
+    """The files of a path, a folder, a pattern or a URL, in order; BUILDER:FILE if a builder of `datasets` reads it."""
     if place == BUILTIN:
         return (BUILTIN,)
     known = (f".{builder}", *(end for end, kind in ENDINGS.items() if kind == builder)) if builder else _KNOWN
@@ -60,7 +60,7 @@ def builder_of(name: str) -> tuple[str, str]:
 
 
 def has_lines(name: str) -> bool:
-    """Whether each part of the file's bytes can be read without those before it."""
+    """Whether reading may begin at any byte of the file."""
     return ending(name) in LINES and not builder_of(name)[0] and _compression(name) not in COMPRESSED
 
 

@@ -62,7 +62,7 @@ class Piece:
 
 
 def has_groups(path: str) -> bool:
-    """Whether parts of its rows can be read without those before them; an Arrow file elsewhere comes as a whole."""
+    """Whether some of its rows can be read without those before them; a remote Arrow file is read as a whole."""
     return _in_arrow(path) and (ending(path) == ".parquet" or "://" not in path)
 
 

@@ -37,7 +37,8 @@ _PREFETCH = "dray data prefetch RECIPE, on a machine that reaches the hub and wi
 
 
 def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str, tuple[str, ...]]]:
-    """The parquet files of `hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]`: each split's slice and its files.
+    """The parquet files of `hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]`: for each split its slice, or an empty
+    text, and its files.
 
     They are downloaded; where they are `streamed`, or a slice is asked for, they are URLs, unless the run is offline.
     """

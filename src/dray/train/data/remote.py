@@ -143,7 +143,7 @@ def opened(url: str, *, buffered: bool = True) -> BinaryIO:
 
 @contextmanager
 def refusing_failures(url: str, what: str = "the dataset", done: str = "read") -> Iterator[None]:
-    """Turn errors of remote files into errors with a fix; `what` is being read or written, as `done` says."""
+    """Turn errors of remote files into errors with a fix. `what` and `done` are words of it: "the dataset", "read"."""
     protocol = urlsplit(url).scheme
     try:
         yield
@@ -167,7 +167,7 @@ def refusing_failures(url: str, what: str = "the dataset", done: str = "read") -
             problem, fix = f"{what} does not exist", "check the name of the bucket and of the file"
         elif isinstance(cause, ValueError) and re.search("Protocol not known|range requests", str(cause)):
             problem = f"{what} cannot be {done} by {protocol}://"
-            fix = "name files of s3://, gs://, hf:// or of another server; or a copy on a disk"
+            fix = "name files of s3://, gs:// or hf://; or download the file, and name the copy"
         elif is_networks(cause):
             problem, fix = f"{what} cannot be {done}", "check the network, then run the same command again"
             code = exit_codes.FAILED

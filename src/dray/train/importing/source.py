@@ -132,7 +132,7 @@ def same_count(counts: Iterable[Any]) -> int:
 
 
 def without_prefix(tensors: Tensors, names: Iterable[str], base: str, prefix: str | None) -> Tensors:
-    """The tensors of the model without their common prefix, such as `app.model.`, which is found if it is None.
+    """Return the model's tensors without their common prefix, such as `app.model.`; None: the most frequent one.
 
     `names` are those of the model; a checkpoint of its base model has them without `base`, such as `transformer.`
     """

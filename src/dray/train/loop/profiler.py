@@ -26,8 +26,8 @@ class Profiler:
         self._trace, self._device = Path(config.folder) / PROFILE_TRACE, device
         self._first = self._last = 0
         if config.train.profile and ranks.rank() == 0:
-            first, last = config.train.profile.split("-")
-            self._first, self._last = int(first), min(int(last), config.steps)
+            self._first, last = map(int, config.train.profile.split("-"))
+            self._last = min(last, config.steps)
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:

@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def label_count(self) -> int:
-        """How many tokens are predicted."""
+        """How many tokens have a label."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     def to(self, device: torch.device) -> Batch:
@@ -110,7 +110,8 @@ class LossModule(torch.nn.Module):
         *,
         compiled: bool = False,
     ) -> None:
-        """`dtype` is that of the head's products, None that of the hidden states; its rows are padded to `multiple`."""
+        """`dtype` is the type of the head's products; None: that of the hidden states. The vocabulary is padded to a
+        multiple of `multiple`."""
         super().__init__()
         self.network: torch.nn.Module = network
         self._chunked, self._dtype = loss == "chunked", dtype

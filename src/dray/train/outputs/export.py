@@ -97,7 +97,7 @@ def _write_dcp(folder: Path, reader: Reader, updates: int) -> None:
 
 
 def named_as_saved(network: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401  a transformers model
-    """Yield the weights by their names in saved files, a layer at a time: in memory its experts are one tensor."""
+    """Yield the weights under their names in saved files, a layer at a time: in memory its experts are one tensor."""
     for _, layer in itertools.groupby(weights, key=lambda pair: _layer(pair[0])):
         tensors = {name: weight.cpu() for name, weight in layer}
         yield from revert_weight_conversion(network, tensors).items()
@@ -123,12 +123,12 @@ def write_weights(
         bucket.clear()
 
     for name, weight in weights:
-        kind = dtype if dtype and weight.is_floating_point() else weight.dtype
-        nbytes = weight.numel() * kind.itemsize
+        target_dtype = dtype if dtype and weight.is_floating_point() else weight.dtype
+        nbytes = weight.numel() * target_dtype.itemsize
         if bucket and size + nbytes > limit:
             write()
             size = 0
-        tensor = weight.detach().to(kind).cpu().contiguous()
+        tensor = weight.detach().to(target_dtype).cpu().contiguous()
         if tensor.untyped_storage().nbytes() > nbytes:  # a part of others' storage, which safetensors refuses
             tensor = tensor.clone()
         bucket[name] = tensor

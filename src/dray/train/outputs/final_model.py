@@ -28,7 +28,7 @@ _SAMPLE_TOKENS = 64  # tokens of the sample, for which all ranks wait
 def save(
     config: Config, strategy: Strategy, tokenizer: Any, *, parameters: int, figures: dict[str, dict[str, float]]  # noqa: ANN401
 ) -> None:  # fmt: skip
-    """Replace the final model when the new one is complete; all ranks call it. A 16-bit run's has its 16 bits."""
+    """Replace the final model when the new one is complete; all ranks call it. With 16-bit products it has 16 bits."""
     final, network = Path(config.final_model), strategy.network
     adapters = {}
     if lora.on(network):

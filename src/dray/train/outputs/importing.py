@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError, counted, listed
 from dray.contract.image_tasks import Importing
 from dray.train import errors
 from dray.train.checkpoint import checkpoints, manifest, staging
@@ -86,9 +86,7 @@ def _write_model(job: Importing, source: Source) -> None:
     except (RuntimeError, ValueError) as error:
         raise _other_model(folder, "tensors of the configuration's shapes", errors.message(error)) from error
     if missing := sorted(report["missing_keys"]):
-        raise _other_model(
-            folder, f"{missing[0]}, and {len(missing) - 1} more", f"names such as {next(iter(weights), '')}"
-        )
+        raise _other_model(folder, listed(missing, most=1), f"names such as {next(iter(weights), '')}")
     part = _new_folder(target.with_name(f"{target.name}.part"))
     network.config.__dict__.pop("auto_map", None)  # names code files, which are not copied
     network.save_pretrained(part, max_shard_size="4GB")

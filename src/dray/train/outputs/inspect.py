@@ -115,7 +115,7 @@ def _dataset(config: Config, key: str, name: str, split: str, tokens: Tokens) ->
 
 
 def _rows(config: Config, feed: Feed, objective: Objective, count: int) -> list[Table]:
-    """The first rows of the run, in the parts that its loss treats alike."""
+    """The first rows of the run, each split where its loss changes: predicted, masked, context or padding."""
     samples = range(min(count, config.steps * config.global_size))
     if not samples:
         return []

@@ -25,7 +25,7 @@ def run(job: Sync) -> None:
     require(job.trackers, "pip install {} beside dray, or --engine docker if the image has it")
     senders = [_Sender(name, job) for name in job.trackers]
     while True:
-        ended = not job.follow or _ended(folder)  # before sending: what the run wrote until then is sent below
+        ended = not job.follow or _ended(folder)  # ask first: lines that are written after this answer would be lost
         for sender in senders:
             sender.send()
         if ended:

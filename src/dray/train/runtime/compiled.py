@@ -1,8 +1,9 @@
 """Compiled code, kept in the run folder: the next attempt, such as a requeued job, does not compile again.
 
-torch's cache artifacts, one file for each rank of a node: code for cuda:0 does not run on cuda:1. They leave out what
-the C++ compiler made, so models on CPUs are compiled again. To use a file is to run its code. So it is in no
-checkpoint.folder, which may have been copied from somebody else, and it is used only as this user wrote it.
+It is torch's cache artifacts, a file for each rank of a node: code for cuda:0 does not run on cuda:1. They do not hold
+what the C++ compiler has made, so models on CPUs are compiled again. To load a file is to run its code. So the files
+are not in checkpoint.folder, which a user may copy from somebody else, and dray loads only files that no other user
+may write.
 """
 
 from __future__ import annotations
