@@ -133,7 +133,7 @@ def test_every_epoch_has_every_document_whole_and_another_order(tmp_path: Path, 
     assert found.validation["eval"].total == found.total
     assert feed.identity == f"{found.total} tokens, bfd"
     said = capfd.readouterr().out
-    assert "packing bfd of the training dataset: " in said
+    assert "packing bfd of data.train: " in said
     over = "1 document longer than a sample, 19 tokens dropped\n"
     assert f"% of {found.total:,} tokens are padding; {over}" in said
     assert found.packing["padding"] / found.total < 0.1

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -84,19 +85,18 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
 def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tokens]:
     """What is evaluated during training, by its events: one dataset, and the last documents of each source of a mix."""
     data = config.data
-    datasets: dict[str, tuple[str, str, Tokens]] = {}
+    samples = partial(_samples, config, tokenizer, most=data.max_eval_samples, least=2)
+    evaluated: dict[str, Tokens] = {}
     if data.validation:
-        tokens = _read(config, tokenizer, data.validation, "validation")
-        datasets[VALIDATION] = "data.validation", data.validation, tokens
+        evaluated[VALIDATION] = samples(
+            "data.validation", data.validation, _read(config, tokenizer, data.validation, "validation")
+        )
     if data.mix or not data.validation:
         for name, source in _sources(config).items():
             last = _split(_read_source(config, tokenizer, source), data.validation_split_percentage)[1]
-            event, key = (f"{VALIDATION}-{name}", f"data.mix.{name}") if data.mix else (VALIDATION, "data.train")
-            datasets[event] = f"the last documents of {key}", source.dataset, last
-    return {
-        event: _samples(config, tokenizer, key, dataset, tokens, most=data.max_eval_samples, least=2)
-        for event, (key, dataset, tokens) in datasets.items()
-    }
+            event = f"{VALIDATION}-{name}" if data.mix else VALIDATION
+            evaluated[event] = samples(f"the last documents of {_key(config, name)}", source.dataset, last)
+    return evaluated
 
 
 def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
@@ -113,13 +113,17 @@ def _sources(config: Config) -> dict[str, Source]:
     return config.data.mix or {"train": Source(dataset=config.data.train, column="", map="", weight=1)}
 
 
+def _key(config: Config, name: str) -> str:
+    """The recipe's key of this source."""
+    return f"data.mix.{name}" if config.data.mix else "data.train"
+
+
 def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, source: Source) -> Mapped:
     data = config.data
     tokens = _read_source(config, tokenizer, source)
     if data.mix or not data.validation:
         tokens = _split(tokens, data.validation_split_percentage)[0]
-    key = f"data.mix.{name}" if data.mix else "data.train"
-    length = data.sequence_length
+    key, length = _key(config, name), data.sequence_length
     tokens = _samples(config, tokenizer, key, source.dataset, tokens, most=data.max_train_samples, least=length)
     if isinstance(tokens, Packed):
         say(f"packing {tokens.strategy} of {key}: {tokens.summary()}")

@@ -86,6 +86,10 @@ def sample(config: Config, validation: Tokens, device: torch.device) -> str:
         return ""
     length = config.data.sequence_length
     prompt = torch.from_numpy(validation.slice(0, max(1, length // 4))[None] & IDS).to(device)
-    new = min(length // 2, _SAMPLE_TOKENS)
-    text = network.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    text = network.generate(
+        prompt,
+        max_new_tokens=min(length // 2, _SAMPLE_TOKENS),
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return str(tokenizer.decode(text[0], skip_special_tokens=True))

@@ -57,10 +57,11 @@ class Zero:
                 fix="correct train.precision, or the file that train.deepspeed names",
             ) from error
         self._optimizer: Any = self._engine.optimizer
-        weights, has_lora = dict(self.network.named_parameters()), lora.on(self.network)
-        self._trained = [(name, weight) for name, weight in weights.items() if weight.requires_grad]
+        weights = [*self.network.named_parameters()]
+        self._trained = [(name, weight) for name, weight in weights if weight.requires_grad]
         # Such as input ranges of analog layers, which may follow the data. LoRA's base is in the model's own files.
-        self._frozen = {} if has_lora else {name: weights[name] for name in weights if not weights[name].requires_grad}
+        frozen = [(name, weight) for name, weight in weights if not weight.requires_grad]
+        self._frozen = [] if lora.on(self.network) else frozen
         # Seen with DeepSpeed 0.19.8: once the first group has state, it links weights to that of all. So fill all.
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         for group in getattr(self._optimizer, name):
@@ -102,7 +103,7 @@ class Zero:
 
     def _replicated(self) -> Shards:
         """Return what is the same on all ranks."""
-        frozen = {name: self.read(weight) for name, weight in self._frozen.items()}
+        frozen = {name: self.read(weight) for name, weight in self._frozen}
         return whole_shards("others", buffers(self.network)) | whole_shards("weights", frozen)
 
     def _shard(self, weight: Any, kind: str) -> Shard:  # noqa: ANN401  DeepSpeed's attributes
@@ -133,7 +134,7 @@ class Zero:
     def load(self, reader: Reader, updates: int) -> None:
         replicated = self._replicated()
         Replicas(ranks.rank(), ranks.world()).fill(replicated, reader)
-        for name, weight in self._frozen.items():
+        for name, weight in self._frozen:
             self.write(weight, replicated[f"weights.{name}"].values)
         for name, weight in self._trained:
             for kind in KINDS:
