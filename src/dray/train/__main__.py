@@ -62,7 +62,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     checkpoints = Checkpoints(config, metrics, lease, dataset=data.training.identity)
     resumes = checkpoints.find()
     first_step = checkpoints.newest or 0
-    _require_steps(config, first_step)
+    _require_not_past_end(config, first_step)
     heartbeat.lap(LOAD)
 
     # The model and its strategy.
@@ -115,7 +115,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     checkpoints.require_saved()
 
 
-def _require_steps(config: Config, first_step: int) -> None:
+def _require_not_past_end(config: Config, first_step: int) -> None:
     """Refuse a checkpoint that is past train.steps: its model would be saved as one of so few steps."""
     if first_step > config.steps:
         raise ConfigError(

@@ -282,7 +282,7 @@ class Checkpoints:
         self.metrics.write("checkpoint", text, checkpoint=step, saved=False, why=f"{why}: {self.folder}")
 
     def _candidates(self) -> list[tuple[int, bool]]:
-        """Return the steps of all checkpoints, the newest first, and whether each is in the mirror alone; on rank 0."""
+        """Return the steps of all checkpoints, the newest first, and whether each is the mirror's copy; on rank 0."""
         steps = _steps(self.folder)
         copies = self.mirror.find(self.folder, required=not steps) if self.mirror else []
         # Of one step the mirror's copy is second: it is fetched only if this folder's checkpoint is damaged.

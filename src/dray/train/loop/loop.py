@@ -94,12 +94,12 @@ class Loop:
         for step in range(begin, config.steps):
             taken = step + 1  # how many steps are taken after this one; logs and checkpoints count so
             with self.speed.spent("data_s"), self.slow.own_time():
-                batches, labels, position = next_batches.result()
+                batches, label_count, position = next_batches.result()
             if taken < config.steps:
                 next_batches = self._reader.submit(self._read, taken)
             self.profiler.before(taken)
             with self._analog.step() if self._analog else nullcontext():
-                self._step(step, batches, labels)
+                self._step(step, batches, label_count)
             self.profiler.after(taken)
             heartbeat.step(taken)
 

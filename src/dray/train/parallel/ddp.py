@@ -20,7 +20,7 @@ from dray.train.parallel.optimizer import average_weights, optimizers, reset
 from dray.train.parallel.replicated_checkpoint import Replicas
 from dray.train.parallel.scaler import Scaler
 
-# With fp8 all other products are in bf16.
+# The 16-bit type of each train.precision; with fp8 it is that of all products but those of 8 bits.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8_tensorwise": torch.bfloat16}
 
 
@@ -53,7 +53,7 @@ class Ddp:
             gradient_as_bucket_view=True,
             bucket_cap_mb=25 if ranks.world() == ranks.local_world() else 100,
         )
-        # Only now, as rank 0's buffers go to all ranks at the start. Analog layers and BatchNorm write buffers later.
+        # DDP has sent rank 0's buffers to all ranks. Later only analog layers and BatchNorm change buffers.
         is_batch_norm = (isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in self.network.modules())
         model.broadcast_buffers = self.config.analog is not None or any(is_batch_norm)
         _order_buckets(model)
@@ -166,8 +166,8 @@ class Ddp:
 def _order_buckets(model: DistributedDataParallel) -> None:
     """Run a dummy backward pass, so that DDP orders its buckets now.
 
-    DDP orders them in the first step. After a resume that is another step, which would sum the ranks' gradients in
-    another order than a run that did not stop.
+    Else DDP orders them anew after its first step, and the first step after a resume would sum the ranks' gradients in
+    another order than the same step of a run without a stop.
     """
     model.reducer.prepare_for_backward([])
     # As in a real backward pass, the last weights of the model get their gradients first.
