@@ -118,7 +118,7 @@ class Ours:
         lease: Any = SimpleNamespace(require=lambda: None)
         metrics: Any = SimpleNamespace(write=lambda *_, **__: None)
         made = Checkpoints(self.config, metrics, lease, dataset="")
-        made.use(self.held)
+        made.attach(self.held)
         return made
 
 
