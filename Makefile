@@ -218,8 +218,12 @@ TORCH_ARGV := $(BIN)/python -m pip download -qq --no-deps --only-binary :all: --
 	@touch $@
 
 # Each alone: pip takes one version of a package at a time. What is there is not fetched again.
-torch-versions: build/torch/fetched ## Fetch the Python files of torch as other images lock it, for a test (150 MB)
+torch-versions: build/torch/fetched build/torchao/fetched ## Fetch torch as other images lock it, and torchao, for tests (150 MB)
 build/torch/fetched: tests/torch.lock | .venv/host
 	@grep '^torch==' $< | while read -r pin; do $(BIN)/python -m pip download -qq --no-deps --require-hashes \
 	  --only-binary :all: --platform macosx_14_0_arm64 --python-version 3.11 --dest $(@D) -r <(echo "$$pin") || exit; done
+	@touch $@
+build/torchao/fetched: tests/torchao.lock | .venv/host
+	@rm -rf $(@D)
+	@$(PIP) --no-deps --require-hashes --only-binary :all: --target $(@D) --requirement $<
 	@touch $@

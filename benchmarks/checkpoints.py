@@ -58,7 +58,9 @@ class Held:
         return Replicas(dist.get_rank(), dist.get_world_size())
 
     def _all(self) -> shards.Shards:
-        return {name: one for kind, named in self.tensors.items() for name, one in shards.whole(kind, named).items()}
+        return {
+            name: one for kind, named in self.tensors.items() for name, one in shards.whole_shards(kind, named).items()
+        }
 
 
 class Dcp:
@@ -116,7 +118,7 @@ class Ours:
         lease: Any = SimpleNamespace(require=lambda: None)
         metrics: Any = SimpleNamespace(write=lambda *_, **__: None)
         made = Checkpoints(self.config, metrics, lease, dataset="")
-        made.use(self.held)
+        made.attach(self.held)
         return made
 
 

@@ -207,7 +207,7 @@ def _timed(loop: Any, warm: int) -> Iterator[Any]:  # noqa: ANN401  dray's Loop
     config = loop.strategy.network.config.get_text_config()
     length = loop.config.data.sequence_length
     attention = 12 * config.num_hidden_layers * config.hidden_size * length
-    yield clock.figures(warm, loop.config.step_tokens, loop.speed._flops, attention, loop.speed._peak)
+    yield clock.figures(warm, loop.config.step_tokens, loop.speed._flops(length), attention, loop.speed._peak)
     on_gpu = loop.strategy.device.type == "cuda"
     read = loop._read(0)
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU

@@ -13,52 +13,57 @@ from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer
 
 CHECKPOINTS = Path(os.environ.get("DRAY_RUN", "."), "checkpoints")
+COMPLETE = "complete"
+"""An empty file in each checkpoint that all ranks have written: each writes a part, and Trainer waits for none."""
 GLOO = []
-"""On CPUs the process group, which torch 2.13 may wait forever to free."""
+"""A reference to gloo's process group on CPUs, so that Python never frees it: torch 2.13 may wait for ever in that."""
 
 
-class SaveWhenAsked(TrainerCallback):
-    """Dray sends SIGUSR1 before the time ends. All ranks then save after the same step."""
+class SaveOnSignal(TrainerCallback):
+    """Dray sends SIGUSR1 before the time ends. All ranks then save after the same step, and end."""
 
     def __init__(self) -> None:
-        self.asked = self.stops = False
-        signal.signal(signal.SIGUSR1, self.ask)
+        self.signalled = self.ends = False
+        signal.signal(signal.SIGUSR1, self.handle)
 
-    def ask(self, _signal: int, _frame: FrameType | None) -> None:
-        """Save after this step."""
-        self.asked = True
+    def handle(self, _signal: int, _frame: FrameType | None) -> None:
+        """Note the signal until the step has ended."""
+        self.signalled = True
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """Keep gloo's group."""
+        """Keep a reference to gloo's group."""
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             GLOO.append(distributed.group.WORLD)
 
     def on_step_end(self, args: TrainingArguments, _state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Agree on the step."""
-        asked = torch.tensor(float(self.asked), device=args.device)
+        """Save on all ranks after this step if any rank has the signal."""
+        signalled = torch.tensor(float(self.signalled), device=args.device)
         if distributed.is_initialized():
-            distributed.all_reduce(asked)
-        if asked:
-            self.stops = control.should_save = True
+            distributed.all_reduce(signalled)
+        if signalled:
+            self.ends = control.should_save = True
 
-    def on_save(self, *_: object, **__: object) -> None:
-        """End, so that dray puts the job back into the queue."""
-        if self.stops:
+    def on_save(self, _args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+        """Mark the checkpoint as complete. After a signal end, so that dray puts the job back into the queue."""
+        if distributed.is_initialized():
+            distributed.barrier()  # until all ranks have written their files
+        if state.is_world_process_zero:
+            (CHECKPOINTS / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+        if self.ends:
             if distributed.is_initialized():
-                distributed.barrier()  # no rank exits before the files are written
+                distributed.barrier()  # until the mark is there: dray ends rank 0 when another rank has ended
                 distributed.destroy_process_group()
             leave(75)
 
 
 def newest() -> str | None:
-    """The newest checkpoint that is whole: Trainer writes its state last."""
-    states = CHECKPOINTS.glob("checkpoint-*/trainer_state.json")
-    folders = [state.parent for state in states]
+    """Return the newest complete checkpoint."""
+    folders = [mark.parent for mark in CHECKPOINTS.glob(f"checkpoint-*/{COMPLETE}")]
     return str(max(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))) if folders else None
 
 
 def leave(code: int) -> NoReturn:
-    """Exit, with gloo at once: without the interpreter's clean-up."""
+    """Exit; with gloo by os._exit, which skips the interpreter's clean-up."""
     if GLOO:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,7 +72,7 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    trainer.DEFAULT_CALLBACKS.append(SaveWhenAsked)
+    trainer.DEFAULT_CALLBACKS.append(SaveOnSignal)
     script = import_module(f"trl.scripts.{sys.argv.pop(1)}")
     sys.argv += ["--output_dir", str(CHECKPOINTS)]
     arguments = script.make_parser().parse_args_and_config(fail_with_unknown_args=False)

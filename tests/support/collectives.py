@@ -26,7 +26,7 @@ from dray.train.config import read
 from dray.train.objectives.base import Batch
 from dray.train.parallel import fsdp
 
-fsdp._GROUP = 1  # each layer is a group, as layers of real models are
+fsdp._GROUP_NUMEL = 1  # each layer is a group, as layers of real models are
 
 RANKS, STEPS, MICRO, WORDS = 4, 3, 2, 96
 SIZES = {
@@ -67,7 +67,7 @@ def restored(strategy, folder: Path) -> bool:
 
 def whole(strategy) -> dict[str, torch.Tensor]:
     """All that this rank has, which others may have too."""
-    return {name: shard.values for some, _ in strategy._held() for name, shard in some.items()}
+    return {name: shard.values for some, _ in strategy._checkpoint_parts() for name, shard in some.items()}
 
 
 def case(config, words: dict, folder: Path) -> dict:

@@ -154,5 +154,5 @@ def checkpoints(
     write = (lambda *event, **more: notes.append((event, more))) if notes is not None else (lambda *_, **__: None)
     metrics: Any = SimpleNamespace(write=write)
     made = Checkpoints(config, metrics, lease, dataset="")
-    made.use(strategy)
+    made.attach(strategy)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from itertools import takewhile
@@ -32,8 +33,8 @@ DeviceMap = Annotated[
     Literal["auto"] | None,
     typer.Option(help="For a model larger than one device: auto places its layers on all GPUs, then in host memory."),
 ]
-_EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
-_OF_TASKS = ("env", "pass_env", "image", "layer")
+_SETTINGS_OF_DATASETS = ("data", "evaluate", "train", "env", "pass_env", "image")
+_SETTINGS_OF_TASKS = ("env", "pass_env", "image", "layer")
 
 
 @app.command("eval")
@@ -57,13 +58,17 @@ def evaluate(
     plan, model = run_in_image.ended(folder, trust=trust_run)
     settings = [*takewhile(lambda word: not word.startswith("-"), overrides or [])]
     options = (overrides or [])[len(settings) :]
-    effective = _OF_TASKS if tasks else _EVALUATED
+    effective = _SETTINGS_OF_TASKS if tasks else _SETTINGS_OF_DATASETS
     for setting in settings:
         if re.split("[.=]", setting)[0] not in effective:
             wanted = f"settings of {', '.join(effective)}"
-            raise ConfigError("this setting has no effect on an evaluation", wanted=wanted, found=setting)
+            raise ConfigError(
+                "this setting has no effect on an evaluation", wanted=wanted, found=setting, fix="leave it out"
+            )
     if options and not tasks:
-        raise ConfigError("options after -- are for lm-eval", found=shlex.join(options), fix="--tasks hellaswag")
+        raise ConfigError(
+            "options after -- are for lm-eval", found=shlex.join(options), fix="add --tasks TASKS, or leave them out"
+        )
     recipe = over(plan.recipe, settings)
     if tasks:
         per_device = (plan.batch and plan.batch.per_device) or 1
@@ -75,12 +80,12 @@ def evaluate(
         trusting.require_no_functions(theirs, str(folder))
     changed = plan.model_copy(update={"recipe": recipe}).model_dump(mode="json")
     job = image_tasks.Evaluate(str(model), changed, bool(device_map))
-    seen = ("data", "evaluate")
-    return run_in_image.once(recipe, job, engine=engine, folder=model, sections=seen, by_gpu=True)
+    sections = ("data", "evaluate")
+    return run_in_image.once(recipe, job, engine=engine, folder=model, sections=sections, by_gpu=True)
 
 
 def _lm_eval(recipe: Recipe, job: image_tasks.LmEval, engine: str) -> int:
-    """Run lm-eval in the folder lm-eval of the run, where it leaves its results; its exit code."""
+    """Run lm-eval in the run's folder lm-eval, where it leaves its results, or in ./lm-eval; its exit code."""
     if recipe.train and recipe.train.objective == "masked":
         raise ConfigError(
             "lm-eval's tasks are for models that predict the next token",
@@ -88,7 +93,8 @@ def _lm_eval(recipe: Recipe, job: image_tasks.LmEval, engine: str) -> int:
             fix="leave out --tasks to evaluate on the recipe's datasets",
         )
     model = Path(job.model)
-    folder = model.parents[1] / "lm-eval"
+    run = model.parents[1]
+    folder = (run if os.access(run, os.W_OK) else Path.cwd()) / "lm-eval"  # the run may be another user's
     folder.mkdir(exist_ok=True)
     named = [Path(option.partition("=")[2] or option) for option in job.options]
     recipe = _with_files(recipe, model, *(path for path in named if path.is_absolute() and path.exists()))
@@ -157,8 +163,8 @@ def export(
     job = image_tasks.Export(checkpoint, str(target), dtype, plan.model_dump(mode="json"), format)
     # The container sees the checkpoints by the recipe's folder of them.
     recipe = plan.recipe.with_values("checkpoint", folder=str(folder), mirror="")
-    seen = ("model", "checkpoint")
-    return run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=seen)
+    sections = ("model", "checkpoint")
+    return run_in_image.once(recipe, job, engine=engine, folder=target.parent, sections=sections)
 
 
 @app.command()

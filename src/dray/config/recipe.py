@@ -359,6 +359,8 @@ class Recipe(Spec):
         for name in self.data.mix:
             if name in self.evaluate:
                 yield f"data.mix.{name} and evaluate.{name}: metrics have one eval-{name}; rename one of them"
+            if name in ("eval", "test"):
+                yield f"data.mix.{name}: metrics have another dataset of this name; rename it"
         if self.data.streaming and not steps:
             yield "data.streaming: the length of a stream is unknown; set train.steps, not train.epochs"
         if self.data.streaming and not self.data.validation:

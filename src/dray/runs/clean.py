@@ -74,6 +74,8 @@ def remove(item: Item) -> str:
         if _measured(item.path) != (item.bytes, item.changed):
             return "it changed since it was listed"
         shutil.rmtree(item.path)
+        if item.kind == "tokens":  # a run that was killed leaves its lock
+            item.path.with_name(f".{item.path.name.partition('.')[0]}.lock").unlink(missing_ok=True)
     except OSError as refused:
         return refused.strerror or str(refused)
     return ""

@@ -1,4 +1,4 @@
-"""`python -m dray.train PLAN.json`, on each rank: data, model, loop, evaluation, a saved model that loads again."""
+"""`python -m dray.train PLAN.json`, on each rank: read data, build the model, take steps, evaluate, save the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _IMPORTED_NS = boottime()
 
 
 def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bottom
-    """One rank from the first line to the last."""
+    """Run one rank of a training from start to end."""
     logging.set_verbosity_error()  # transformers logs hints for its Trainer, which dray does not use
     logging.disable_progress_bar()
     config = read(path)
@@ -51,22 +51,22 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     # The data. Check the tokenizer, the model's settings and the checkpoint folder first: reading may take hours.
     tokens = tokenizer.load(config)
     build.check(config, tokens)
-    lease, metrics = checkpoint.take(config), Metrics(config, writes=first_rank)
+    lease, metrics = checkpoint.lock_folder(config), Metrics(config, writes=first_rank)
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
 
-    # The newest checkpoint, if there is one: a run that resumes takes its weights from it, so `build` initializes none.
+    # The newest checkpoint. A run that resumes takes its weights from it, so `build` initializes none.
     heartbeat.lap(MODEL)
     if first_rank:
         export.recover(Path(config.final_model))
     checkpoints = Checkpoints(config, metrics, lease, dataset=data.training.identity)
-    restored = checkpoints.find()
-    resumed = checkpoints.newest or 0
-    _require_steps(config, resumed)
+    resumes = checkpoints.find()
+    first_step = checkpoints.newest or 0
+    _require_not_past_end(config, first_step)
     heartbeat.lap(LOAD)
 
-    # The model, and what trains it.
-    network = build.build(config, tokens, filled=build.has_weights(), restored=restored, device=device)
+    # The model and its strategy.
+    network = build.build(config, tokens, with_weights=build.has_weights(), resumes=resumes, device=device)
     sizes = [(weight.numel(), weight.requires_grad) for weight in network.parameters()]  # before fsdp shards them
     check_same(network)
     compiled = Compiled(config, device)
@@ -74,13 +74,15 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     say(f"attention: {attention.install(network, config, device)}")
     strategy = parallel.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
-    checkpoints.use(strategy)
+    checkpoints.attach(strategy)
     heartbeat.lap(MODEL)
     data.training.load(checkpoints.resume())
     checkpoints.reserve(data.training.state())
     heartbeat.lap(LOAD)
     parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    metrics.write("start", **_start(config, data, strategy, parameters=parameters, trained=trained, first_step=resumed))
+    metrics.write(
+        "start", **_start(config, data, strategy, parameters=parameters, trained=trained, first_step=first_step)
+    )
 
     # The steps.
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
@@ -105,7 +107,7 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
         final_model.save(config, strategy, tokens, parameters=parameters, figures=evaluator.figures)
         if first_rank:
             sample = final_model.sample(config, next(iter(data.validation.values())), device)
-    speed = (config.steps - resumed) * config.step_tokens / seconds
+    speed = (config.steps - first_step) * config.step_tokens / seconds
     metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     checkpoints.close()
     metrics.close()
@@ -113,18 +115,18 @@ def main(path: str) -> None:  # noqa: PLR0915  a training reads from top to bott
     checkpoints.require_saved()
 
 
-def _require_steps(config: Config, resumed: int) -> None:
-    """Refuse a checkpoint that is past train.steps: its model would be saved as one of fewer steps."""
-    if resumed > config.steps:
+def _require_not_past_end(config: Config, first_step: int) -> None:
+    """Refuse a checkpoint that is past train.steps: its model would be saved as one of so few steps."""
+    if first_step > config.steps:
         raise ConfigError(
             "the newest checkpoint is past the run's last step",
             where=config.checkpoints,
             wanted=f"at most step {config.steps} (train.steps)",
-            found=f"step {resumed}",
-            fix=f"train.steps={resumed}, or another checkpoint.folder",
+            found=f"step {first_step}",
+            fix=f"train.steps={first_step}, or another checkpoint.folder",
         )
-    if resumed == config.steps:
-        say(f"nothing left to do: step {resumed} of {config.steps}")
+    if first_step == config.steps:
+        say(f"nothing left to do: step {first_step} of {config.steps}")
 
 
 def _require_finite(loss: float, checkpoints: Checkpoints) -> None:
@@ -157,7 +159,7 @@ def _start(
         "tokens": tokens,
         "torch": torch.__version__,
         "device": "" if strategy.device.type == "cpu" else torch.cuda.get_device_name(strategy.device),
-        "flops_per_token": flops_per_token(strategy.network, config),
+        "flops_per_token": flops_per_token(strategy.network, config, config.data.sequence_length),
         "data": data.contents,
     }
     return line | ({"packing": data.packing} if data.packing else {})

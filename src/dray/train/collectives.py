@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dray.contract import findings
+from dray.contract import findings, unexpected
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.heartbeat import GROUPS
 from dray.contract.silence import unprinted
 from dray.train import ranks
 from dray.train.runtime.heartbeat import heartbeat
 
-# Timeouts: of collectives in a step, as NCCL's default, and of all others.
-_IN_A_STEP, _ELSE = timedelta(minutes=10), timedelta(days=7)
+# Of collectives in a training step, as NCCL's default; and of all others.
+_STEP_TIMEOUT, _CONTROL_TIMEOUT = timedelta(minutes=10), timedelta(days=7)
 
 # benchmarks/gpu sets it to gloo: NCCL refuses two ranks on one GPU.
 _BACKEND = "DRAY_BACKEND"
@@ -31,8 +31,8 @@ _control: dist.ProcessGroup | None = None
 def init_distributed(variant: str) -> torch.device:
     """Join the other ranks; return this rank's device.
 
-    NCCL gives up after ten minutes, and tokenizing, reading weights and writing checkpoints may take longer. So these
-    use a second group, gloo on CPUs, whose timeout is 7 days after all ranks have connected.
+    Tokenizing, reading weights and writing checkpoints may take longer than the 10 minutes of a step's collectives. So
+    they use a second group, the control group: gloo on CPUs, whose timeout is 7 days once all ranks are connected.
     """
     global _control  # noqa: PLW0603  torch's default group is a global, too
     on_cpu = variant == "cpu"
@@ -42,22 +42,22 @@ def init_distributed(variant: str) -> torch.device:
     try:
         # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
         backend = "gloo" if on_cpu else os.environ.get(_BACKEND, "nccl")
-        dist.init_process_group(backend, timeout=_IN_A_STEP, device_id=device if backend == "nccl" else None)
+        dist.init_process_group(backend, timeout=_STEP_TIMEOUT, device_id=device if backend == "nccl" else None)
         with unprinted():  # torch 2.9 prints a line for each rank and group, with the ranks that are not connected
-            _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
-        # With TORCH_GLOO_LAZY_INIT two ranks connect when they first need one another, within the time of the group.
-        # The barrier connects every pair that a later broadcast, all-gather or all-reduce uses, so these find them.
+            _control = dist.new_group(backend="gloo", timeout=_STEP_TIMEOUT)
+        # With TORCH_GLOO_LAZY_INIT two ranks connect when they first exchange data. The barrier connects, within the
+        # group's timeout, all pairs that a later broadcast, all-gather or all-reduce uses.
         dist.barrier(group=_control)
-    except RuntimeError as error:  # also what torch.distributed raises, all of which are of this kind
+    except RuntimeError as error:  # all errors of torch.distributed are of this class
         raise UnfitError(
             "the ranks could not connect to one another",
-            wanted=f"connections between all ranks within {_IN_A_STEP.total_seconds():.0f} s",
+            wanted=f"connections between all ranks within {_STEP_TIMEOUT.total_seconds():.0f} s",
             found=f"{str(error).strip().splitlines()[0]}\n"
             f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '(not set)')}",
             fix="correct `interfaces` in the site's file, or set env.GLOO_SOCKET_IFNAME in the recipe",
         ) from error
     assert _control is not None
-    _set_pg_timeout(_ELSE, _control)
+    _set_pg_timeout(_CONTROL_TIMEOUT, _control)
     heartbeat.lap(GROUPS)
     return device
 
@@ -67,11 +67,6 @@ def control_group() -> dist.ProcessGroup | None:
     return _control
 
 
-def placed() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    return (ranks.rank(), ranks.world()) if _control is not None else (0, 1)
-
-
 def barrier() -> None:
     """Wait for all ranks, for as long as it takes."""
     if _control is not None:
@@ -79,7 +74,7 @@ def barrier() -> None:
 
 
 def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
-    """The values of all ranks, by rank."""
+    """Return the values of all ranks, by rank."""
     if _control is None:
         return [value]
     data = _encoded(value)
@@ -92,7 +87,7 @@ def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
 
 
 def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """The value of rank 0."""
+    """Return the value of rank 0."""
     if _control is None:
         return value
     data = _encoded(value if ranks.rank() == 0 else None)
@@ -113,8 +108,9 @@ def on_all(
 
     A rank receives from at most log2 N others. Where `do` fails on one rank, all raise the same error.
     """
-    result, step, (rank, world) = _tried(do), 1, placed()
-    while step < world and not rank & step:  # `result` joins `step` ranks: this one and those after it
+    rank, world = ranks.rank(), ranks.world()
+    result, step = _tried(do), 1
+    while step < world and not rank & step:  # `result` is of `step` ranks: this one and those after it
         if rank + step < world:
             other = _receive(rank + step)
             if "value" in result:
@@ -129,15 +125,15 @@ def on_all(
 
 
 def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
-    """Run it on rank 0 and broadcast its result: another node may see an older state of a shared folder."""
-    return _value_or_raise(broadcast_json(_tried(do) if placed()[0] == 0 else None))
+    """Run `do` on rank 0 and broadcast its result: another node may see an older state of a shared folder."""
+    return _value_or_raise(broadcast_json(_tried(do) if ranks.rank() == 0 else None))
 
 
 def _tried(do: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": do()}
-    except DrayError as error:
-        return {"finding": error.finding._asdict()}
+    except (DrayError, OSError) as error:
+        return {"finding": unexpected.error(error, log=True).finding._asdict()}
 
 
 def _value_or_raise(result: dict[str, Any]) -> Any:  # noqa: ANN401  any JSON value
@@ -163,7 +159,7 @@ def _receive(rank: int) -> Any:  # noqa: ANN401  any JSON value
 def _wait(work: dist.Work | None) -> None:
     """For send and recv gloo uses the timeout at the group's creation, not the one set later; so pass it."""
     assert work is not None
-    work.wait(_ELSE)
+    work.wait(_CONTROL_TIMEOUT)
 
 
 def _encoded(value: Any) -> torch.Tensor:  # noqa: ANN401  any JSON value

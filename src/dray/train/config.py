@@ -11,12 +11,12 @@ from dray.contract import files, run_folder
 from dray.train.recipe_schema import Analog, Checkpoint, Data, Evaluation, Lora, Model, Source, Train
 
 Section = TypeVar("Section")
-_OF_PLAN = ("run", "run_folder", "attempt", "job", "folder", "scratch", "variant", "image_sha256", "dray")
+_PLAN_KEYS = ("run", "run_folder", "attempt", "job", "folder", "scratch", "variant", "image_sha256", "dray")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One training run: the recipe's sections, its share of the world, and where it happens."""
+    """One training run: the recipe's sections, the batch sizes, and the run's paths."""
 
     name: str
     run: str
@@ -52,24 +52,29 @@ class Config:
         """Tokens in one optimizer step, over all ranks."""
         return self.global_size * self.data.sequence_length
 
+    def row_length(self, step: int) -> int:
+        """Tokens in each row of this step, the first of which is 0: fewer in train.sequence_length_warmup."""
+        warmup = self.train.sequence_length_warmup
+        return next((length for until, length in warmup if step < until), self.data.sequence_length)
+
 
 def read(path: str) -> Config:
-    """The plan in this file."""
+    """Return the config of the plan in this file."""
     return of_plan(json.loads(files.read(path, own=True)))
 
 
 def of_recipe(recipe: dict[str, Any]) -> Config:
-    """The config of an unplanned recipe, for tools that need nothing of a machine."""
+    """Return the config of a recipe without a plan, for tools that need neither ranks nor paths."""
     batch = {"global_size": recipe["batch"]["global_size"], "per_device": 1, "gradient_accumulation_steps": 1}
-    nowhere = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
+    no_paths = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
     world = {"identity": {"name": ""}}
     return of_plan(
-        {"recipe": recipe, "batch": batch, "variant": "cpu", "world": world, "attempt": 1, "job": 0, **nowhere}
+        {"recipe": recipe, "batch": batch, "variant": "cpu", "world": world, "attempt": 1, "job": 0, **no_paths}
     )
 
 
 def of_plan(plan: dict[str, Any]) -> Config:
-    """The part of the plan that is about training."""
+    """Return what training needs of a plan."""
     recipe, checkpoints = plan["recipe"], Path(plan["run_folder"], run_folder.CHECKPOINTS)
     lora, analog = recipe["lora"], recipe["analog"]
     return Config(
@@ -78,7 +83,7 @@ def of_plan(plan: dict[str, Any]) -> Config:
         checkpoints=recipe["checkpoint"]["folder"] or str(checkpoints),
         compiled=str(Path(plan["run_folder"], run_folder.COMPILED)),
         host_variable=plan["world"]["identity"]["name"],
-        **{name: plan[name] for name in _OF_PLAN},
+        **{name: plan[name] for name in _PLAN_KEYS},
         **plan["batch"],
         steps=recipe["train"]["steps"] or 0,
         hang_timeout_s=recipe["hang_timeout_s"],

@@ -26,7 +26,7 @@ from datetime import timedelta
 from dray.train import collectives
 from dray.train.errors import guarded
 def main():
-    collectives._IN_A_STEP = timedelta(seconds=float(sys.argv[1]))
+    collectives._STEP_TIMEOUT = timedelta(seconds=float(sys.argv[1]))
     collectives.init_distributed("cpu")
     group = collectives.control_group()._get_backend(collectives.torch.device("cpu"))
     print([collectives.all_gather_json(os.environ["GLOO_SOCKET_IFNAME"]), group.options._timeout.days])

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa
 import command  # noqa: E402
 from dray.contract import image_tasks  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train.checkpoint.shards import open_checkpoint, whole  # noqa: E402
+from dray.train.checkpoint.shards import open_checkpoint, whole_shards  # noqa: E402
 from dray.train.data import hub  # noqa: E402
 from dray.train.outputs import card  # noqa: E402
 from helpers import ROOT  # noqa: E402
@@ -135,7 +135,7 @@ def test_a_script_of_torch_resumes_from_an_export_as_dcp(runs, tmp_path: Path, f
         assert optimizer.state[weight]["step"] == 20
         for kind in ("exp_avg", "exp_avg_sq"):
             written = torch.empty_like(weight)
-            reader.fill(whole(kind, {name: written}))
+            reader.fill(whole_shards(kind, {name: written}))
             assert torch.equal(optimizer.state[weight][kind], written), f"{kind} of {name}"
 
 

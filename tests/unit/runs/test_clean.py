@@ -138,6 +138,8 @@ def tokens(cache: Path, name: str, days: float) -> Path:
 
 def test_tokens_of_datasets(tmp_path: Path) -> None:
     cache = tmp_path / "my cache"
+    cache.mkdir()
+    (cache / f".{'a' * 24}.lock").touch()  # of a run that was killed
     for name, days in (("a" * 24, 90), ("b" * 24, 1), (f"{'c' * 24}.part-{'d' * 16}", 0)):
         tokens(cache, name, days)
     (cache / "mine").mkdir()

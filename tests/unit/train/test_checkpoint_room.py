@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def failing(raised: Exception) -> DrayError:
-    with pytest.raises(DrayError) as failed, checkpoints.writing(Path("/kept"), "there is no checkpoint yet"):
+    with pytest.raises(DrayError) as failed, checkpoints.disk_errors(Path("/kept"), "there is no checkpoint yet"):
         raise raised
     return failed.value
 

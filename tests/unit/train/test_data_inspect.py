@@ -190,7 +190,7 @@ def test_epochs_and_limits_and_no_rows(tmp_path: Path, lines: Path) -> None:
     ("name", "content", "said"),
     [
         ("gone.txt", None, "the dataset does not exist"),
-        ("empty.txt", "", "the training dataset is too short"),
+        ("empty.txt", "", "there are too few tokens in data.train"),
         ("other.jsonl", '{"body": "x"}\n', "there is no column 'text'"),
         ("bad.jsonl", '{"text": \n', "the dataset is not JSON"),
         ("number.jsonl", '{"text": 1}\n', "column 'text' is not text"),

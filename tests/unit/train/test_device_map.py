@@ -29,19 +29,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
         chosen = config(folder, model=[*GPT, "model.config.n_layer=8"])
-        build.build(chosen, tokenizer.load(chosen), filled=True).save_pretrained(folder / "final")
+        build.build(chosen, tokenizer.load(chosen), with_weights=True).save_pretrained(folder / "final")
     tokenizer.load(chosen).save_pretrained(folder / "final")
     manifest.seal_model(folder / "final")
     return folder / "final"
 
 
-def made(model: Path, capsys: pytest.CaptureFixture[str], *, placed: bool) -> list[str]:
-    generate.run(image_tasks.Generate(str(model), "causal", "one: ", 8, 0.0, 0, False, placed))
+def made(model: Path, capsys: pytest.CaptureFixture[str], *, device_map_options: bool) -> list[str]:
+    generate.run(image_tasks.Generate(str(model), "causal", "one: ", 8, 0.0, 0, False, device_map_options))
     return capsys.readouterr().out.splitlines()
 
 
 def test_all_in_the_host_s_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, (head, *text) = made(model, capsys, placed=False), made(model, capsys, placed=True)
+    plain, (head, *text) = made(model, capsys, device_map_options=False), made(model, capsys, device_map_options=True)
     assert head == "device_map: cpu: 1 module"
     assert text == plain
 
@@ -57,12 +57,12 @@ def test_nothing_goes_to_the_disk() -> None:
 def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path) -> None:
     plan, forks, found = json.loads(next(model.parent.glob("run/attempt-1/plan.json")).read_text()), Forks(), []
     try:
-        for placed in (False, True):
+        for device_map_options in (False, True):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = str(free.getsockname()[1])
             env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             env |= {"RANK": "0", "LOCAL_RANK": "0", "DRAY_NODE_NAME": "n"}
-            found.append(forks.job(image_tasks.Evaluate(str(model), plan, placed), tmp_path / "job", **env))
+            found.append(forks.job(image_tasks.Evaluate(str(model), plan, device_map_options), tmp_path / "job", **env))
     finally:
         forks.close()
     (code, plain), (placed_code, output) = found

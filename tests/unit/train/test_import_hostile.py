@@ -110,6 +110,16 @@ def test_a_planted_pickle_runs_only_where_it_is_trusted(source: Path) -> None:
     assert mark.exists()
 
 
+def test_a_trusted_file_may_need_a_package_that_is_missing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "theirs", ModuleType("theirs"))
+        patched.setattr(sys.modules["theirs"], "Log", type("Log", (), {"__module__": "theirs"}), raising=False)
+        torch.save(weights(source) | {"log": sys.modules["theirs"].Log()}, source / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="needs a Python package that is missing") as refused:
+        take(source, trust=True)
+    assert refused.value.details["found"] == "No module named 'theirs'"
+
+
 def test_deepspeed_s_own_objects_are_not_needed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = type("Scaler", (), {"__module__": "deepspeed.scaler"})
     with monkeypatch.context() as patched:

@@ -93,6 +93,20 @@ def test_an_image_without_lm_eval_names_the_layer(run: Path, tmp_path: Path, for
     assert "dray image layer cuda --pip lm-eval --wheels wheels --name lm-eval\n" in shown
 
 
+def test_results_of_a_run_that_is_read_only_are_here(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dray.cli import model
+    from dray.runs import run_in_image
+
+    folders = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model.os, "access", lambda *_: False)
+    monkeypatch.setattr(run_in_image, "once", lambda *_, folder, **__: folders.append(folder) or 0)
+    model._lm_eval(*run_in_image.ended(run), "hellaswag", [], device_map=False, engine="bare")
+    assert folders == [tmp_path / "lm-eval"]
+
+
 def test_a_masked_model_has_no_next_token(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dray.cli import model
     from dray.contract.findings import ConfigError

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -150,6 +151,22 @@ def test_a_newer_one_takes_the_place_of_one_that_waits(store: stores.Store, tmp_
         made.put(path)
     made.settle()
     assert made.find(ELSEWHERE, required=True)[-1] == 6
+
+
+def test_what_is_copied_or_waits_for_it_may_not_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = Event(), Event()
+    monkeypatch.setattr(Mirror, "_copy", lambda *_: (begun.set(), may_end.wait(60)))
+    paths = [tmp_path / f"step-{step}" for step in (2, 4, 6)]
+    made = Mirror(str(tmp_path / "mirror"), Events(), keep=9)
+    made.put(paths[0])
+    assert begun.wait(60)
+    made.put(paths[1])
+    assert [made.needs(path) for path in paths] == [True, True, False]
+    made.put(paths[2])
+    assert [made.needs(path) for path in paths] == [True, False, True]
+    may_end.set()
+    made.settle()
+    assert not any(map(made.needs, paths))
 
 
 @pytest.mark.parametrize("harm", ["manifest", "names", "lost"])

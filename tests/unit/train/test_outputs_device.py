@@ -39,7 +39,7 @@ def model(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("RANK", "0")
     chosen = config(tmp_path, "batch.per_device=4")
     final = tmp_path / "final"
-    build.build(chosen, tokenizer.load(chosen), filled=True).save_pretrained(final)
+    build.build(chosen, tokenizer.load(chosen), with_weights=True).save_pretrained(final)
     tokenizer.load(chosen).save_pretrained(final)
     manifest.seal_model(final)
     return final

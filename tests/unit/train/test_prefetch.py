@@ -56,7 +56,7 @@ def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     chosen = config(folder)
     tokens = tokenizer.load(chosen)
-    build.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
+    build.build(chosen, tokens, with_weights=True).save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
     pq.write_table(pa.table({"text": [*synthetic_corpus.documents()]}), folder / "texts.parquet")
     files = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}

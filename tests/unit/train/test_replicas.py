@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dray.train.checkpoint.shards import MismatchError, Reader, whole
+from dray.train.checkpoint.shards import MismatchError, Reader, whole_shards
 from dray.train.checkpoint.staging import Staging
 from dray.train.parallel.replicated_checkpoint import Replicas
 from ranks import World
@@ -45,7 +45,7 @@ class Counting(Reader):
 
 @pytest.fixture
 def made(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    held = Staging(torch.device("cpu")).fill(whole("others", TENSORS), 0).write(tmp_path)
+    held = Staging(torch.device("cpu")).fill(whole_shards("others", TENSORS), 0).write(tmp_path)
     return tmp_path, held["tensors"]
 
 
@@ -57,7 +57,7 @@ def same(own: dict[str, torch.Tensor]) -> bool:
 def test_each_number_is_read_by_one_rank_and_sent_to_all(made: tuple[Path, Any], count: int) -> None:
     def do(rank: int) -> tuple[bool, int]:
         own, reader = others(), Counting(*made)
-        Replicas(rank, count).fill(whole("others", own), reader)
+        Replicas(rank, count).fill(whole_shards("others", own), reader)
         return same(own), reader.read
 
     found = (world := World(count)).each(do)
@@ -73,7 +73,7 @@ def test_each_of_two_groups_reads_for_itself(made: tuple[Path, Any]) -> None:
 
     def do(rank: int) -> bool:
         own, group = others(), range(rank % 2, 6, 2)
-        Replicas(rank // 2, 3, group).fill(whole("others", own), Reader(*made))  # type: ignore[arg-type]
+        Replicas(rank // 2, 3, group).fill(whole_shards("others", own), Reader(*made))  # type: ignore[arg-type]
         return same(own)
 
     assert World(6).each(do) == [True] * 6
@@ -85,6 +85,6 @@ def test_a_tensor_that_is_not_of_this_model_is_refused_on_all_ranks(
 ) -> None:
     def do(rank: int) -> None:
         own = {**others(), name: torch.empty(shape)}
-        Replicas(rank, 3).fill(whole("others", own), Reader(*made))
+        Replicas(rank, 3).fill(whole_shards("others", own), Reader(*made))
 
     assert [type(one) for one in World(3).each(do)] == [MismatchError] * 3

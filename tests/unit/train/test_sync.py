@@ -9,6 +9,7 @@ import pytest
 
 from dray.contract import image_tasks
 from dray.contract.findings import DrayError
+from dray.train.loop import trackers
 from dray.train.loop.trackers import KINDS, Kind
 from dray.train.outputs import sync
 
@@ -32,8 +33,13 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch):
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    for name in ("one", "two"):
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Server)
+    monkeypatch.setattr(trackers, "find_spec", lambda _: True)
     lines, wrong = list[tuple](), list[str]()
-    kind = Kind(lambda _: {"lines": lines, "wrong": wrong}, {}, {}, ("TEST_SERVER",), own=Server)
+    kind = Kind(lambda _: {"lines": lines, "wrong": wrong}, {}, {}, ("TEST_SERVER",))
     monkeypatch.setitem(KINDS, "one", kind)
     monkeypatch.setenv("TEST_SERVER", "here")
     return lines, wrong
@@ -71,6 +77,19 @@ def test_what_a_server_has_not_taken_is_sent_again(server, tmp_path: Path) -> No
         sent(tmp_path)
     sent(tmp_path)
     assert lines == [(1, 1.0), (1, 1.0)]
+
+
+def test_a_server_that_fails_makes_no_other_get_lines_twice(server, tmp_path: Path, monkeypatch) -> None:
+    lines, wrong = server
+    taken = list[tuple]()
+    monkeypatch.setitem(KINDS, "two", KINDS["one"]._replace(options=lambda _: {"lines": taken, "wrong": []}))
+    attempt(tmp_path, 1, 1)
+    wrong.append("no route")
+    job = image_tasks.Sync(str(tmp_path), "r", "p", ["one", "two"], follow=False)
+    with pytest.raises(DrayError, match="the metrics cannot be sent to one"):
+        sync.run(job)
+    sync.run(job)
+    assert (lines, taken) == ([(1, 1.0), (1, 1.0)], [(1, 1.0)])
 
 
 def test_a_secret_at_the_end_of_a_long_message_is_redacted(server, tmp_path: Path) -> None:

@@ -39,11 +39,14 @@ class Kept:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch):
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
     monkeypatch.setattr(trackers, "at_end", lambda _: None)
 
     def add(name: str, **given) -> list:
         lines: list = []
-        monkeypatch.setitem(KINDS, name, Kind(lambda _: {"lines": lines, **given}, {}, {}, own=Kept))
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Kept)
+        monkeypatch.setitem(KINDS, name, Kind(lambda _: {"lines": lines, **given}, {}, {}))
         return lines
 
     return add

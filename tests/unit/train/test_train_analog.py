@@ -135,12 +135,16 @@ def test_what_was_learnt_is_taken_up(run) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_last_bit(run, folder: Path) -> None:
-    whole = run(2, *SEED, *WAYS["zero2"], steps=12).end()
-    kept = ("checkpoint.every=4", f"checkpoint.folder={folder}/kept")
-    run(2, *SEED, *WAYS["zero2"], *kept, steps=12).end()
-    shutil.rmtree(folder / "kept" / "step-12")
-    again = run(2, *SEED, *WAYS["zero2"], *kept, steps=12).end()
+@pytest.mark.parametrize(
+    ("way", "learns"), [("zero2", True), ("zero2", False), ("zero3", False)]
+)  # an input range that is not learned follows the data all the same
+def test_an_interrupted_run_goes_on_to_the_last_bit(run, folder: Path, way: str, learns: bool) -> None:
+    words = (*SEED, *WAYS[way], f"analog.input_range_learn_input_range={str(learns).lower()}")
+    whole = run(2, *words, steps=12).end()
+    kept = ("checkpoint.every=4", f"checkpoint.folder={folder}/kept-{way}-{learns}")
+    run(2, *words, *kept, steps=12).end()
+    shutil.rmtree(folder / f"kept-{way}-{learns}" / "step-12")
+    again = run(2, *words, *kept, steps=12).end()
     assert again.losses() == whole.losses()[8:]
     for name, weight in whole.weights().items():
         assert torch.equal(weight, again.weights()[name]), name

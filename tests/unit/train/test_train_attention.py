@@ -155,8 +155,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Any, *words: 
 
 DOCUMENTS = "data.document_mask=true"
 NO_FLEX = (
-    "sdpa with a mask for documents: flex_attention needs compute capability 8.0, heads of 16, no dropout, and a model "
-    "that has it"
+    "sdpa with a mask for documents: flex_attention needs compute capability 8.0, a head size of 16, no dropout, and a "
+    "model that has it"
 )
 
 

@@ -21,7 +21,7 @@ from dray.train import objectives  # noqa: E402
 from dray.train.data import chat, formats, resolve, tokenizer  # noqa: E402
 from dray.train.data.encoding import LAST_WORD, end_token  # noqa: E402
 from dray.train.data.token_cache import IDS, LABEL, LAST, Tokens  # noqa: E402
-from dray.train.loop.evaluate import Evaluated, Evaluator, Window, documents_of, windows_of  # noqa: E402
+from dray.train.loop.evaluate import Evaluated, Evaluator, Window, windows_of, windows_of_documents  # noqa: E402
 from dray.train.objectives.base import Batch  # noqa: E402
 from trainings import config  # noqa: E402
 
@@ -124,7 +124,7 @@ def test_what_is_no_conversation_is_refused(row: object) -> None:
 def test_questions_and_answers_may_be_two_columns(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a\nWho?,I.\nWhy?,\n")
     (piece,) = resolve.dataset(str(tmp_path / "a.csv"), "train").pieces(formats.Reading("q"))
-    (found,) = formats.documents(piece, formats.Reading("q", chats=True, answer="a"))
+    (found,) = formats.documents(piece, formats.Reading("q", is_conversation=True, answer="a"))
     assert [said["content"] for said in json.loads(found)] == ["Who?", "I."]
 
 
@@ -186,4 +186,4 @@ def test_with_a_stride_each_token_counts_once_and_has_much_before_it(total: int,
 
 def test_a_document_is_seen_as_far_back_as_a_sample_reaches() -> None:
     tokens = Tokens(np.arange(25), np.array([0, 5, 25]))
-    assert documents_of(tokens, 10) == [Window(0, 0, 3), Window(14, 0, 9)]
+    assert windows_of_documents(tokens, 10) == [Window(0, 0, 3), Window(14, 0, 9)]

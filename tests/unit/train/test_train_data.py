@@ -245,8 +245,8 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("gone.txt", None, "the dataset does not exist"),
-        ("empty.txt", b"", "the training dataset is too short"),
-        ("blank.txt", b"\n \n\n", "the training dataset is too short"),
+        ("empty.txt", b"", "there are too few tokens in data.train"),
+        ("blank.txt", b"\n \n\n", "there are too few tokens in data.train"),
         ("latin.txt", b"caf\xe9 " * 100, "the dataset is not UTF-8"),
         ("wide.txt", "text".encode("utf-16"), "the dataset is not UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": "b",}\n', "the dataset is not JSON"),
@@ -278,7 +278,7 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
         ("bad.txt.zst", b"not zstd", "the dataset cannot be read"),
         ("cut.json.zst", zstd([b'[{"text": "' + NOISE])[:-20], "the dataset cannot be read"),
         ("cut.csv.zst", zstd([b"text\n" + NOISE])[:-20], "the dataset cannot be read"),
-        ("empty.txt.zst", b"", "the training dataset is too short"),
+        ("empty.txt.zst", b"", "there are too few tokens in data.train"),
     ],
 )
 def test_texts_that_are_not(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:

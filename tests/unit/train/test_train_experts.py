@@ -83,7 +83,7 @@ def test_flops_count_the_experts_that_a_token_meets(kind: str, tmp_path: Path) -
     experts = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
     others = sum(weight.numel() for weight in weights.values()) - experts - model.model.embed_tokens.weight.numel()
     attention = 12 * 2 * 4 * 8 * chosen.data.sequence_length
-    assert flops_per_token(model, chosen) == 6 * (others + experts / 2) + attention
+    assert flops_per_token(model, chosen, chosen.data.sequence_length) == 6 * (others + experts / 2) + attention
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import logging
+import re
+import warnings
+from importlib import import_module
 
 import pytest
+from conftest import ALL
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -12,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from dray.contract.findings import ConfigError  # noqa: E402
 from dray.train.model import fp8  # noqa: E402
+from helpers import ROOT  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -19,7 +24,20 @@ pytestmark = pytest.mark.torch
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LLAMA = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "intermediate_size": 64, "max_position_embeddings": 32}  # fmt: skip
-needs_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
+TORCHAO = ROOT / "build/torchao"
+
+
+@pytest.fixture
+def torchao(monkeypatch) -> None:
+    """Let this process and those that it starts import torchao."""
+    if not (TORCHAO / "fetched").exists() and not ALL:
+        pytest.skip(f"there is no {TORCHAO} (make torch-versions)")
+    monkeypatch.syspath_prepend(TORCHAO)
+    monkeypatch.setenv("PYTHONPATH", str(TORCHAO))
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(action="ignore"):  # of its docstrings
+        import_module("torchao.float8")
+    logging.disable(logging.NOTSET)
 
 
 def network(kind: str = "llama", **settings: object):
@@ -54,7 +72,13 @@ def test_a_model_that_is_evaluated_needs_none(monkeypatch) -> None:
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
 
 
-@needs_torchao
+def test_the_fetched_torchao_is_the_image_s() -> None:
+    files = ("tests/torchao.lock", "containers/cuda/requirements.lock")
+    fetched, image = (re.findall(r"^torchao==(\S+)", (ROOT / file).read_text(), re.MULTILINE) for file in files)
+    assert fetched == image
+
+
+@pytest.mark.usefixtures("torchao")
 def test_all_linear_layers_but_the_head_have_them() -> None:
     model = network()
     fp8.convert(model, "fp8", CPU)
@@ -64,7 +88,7 @@ def test_all_linear_layers_but_the_head_have_them() -> None:
     assert len(kinds) == 2 * 7
 
 
-@needs_torchao
+@pytest.mark.usefixtures("torchao")
 @pytest.mark.slow
 def test_the_losses_are_near_those_of_bf16_on_any_ranks(tmp_path) -> None:
     forks = Forks()

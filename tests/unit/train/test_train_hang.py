@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 
@@ -296,6 +297,41 @@ def test_who_is_steadily_slower(
     for step, window in enumerate(windows):
         ranks.observe(window, step)
     assert [(event["rank"], event["times"]) for event in told.events] == named
+
+
+class Event:
+    """An event of a GPU that is two forward passes behind the host; each pass takes a second."""
+
+    alive: ClassVar = WeakSet["Event"]()
+    clock = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.alive.add(self)
+
+    def record(self) -> None:
+        self.at = Event.clock = Event.clock + 1
+
+    def query(self) -> bool:
+        return self.at <= Event.clock - 4
+
+    def elapsed_time(self, _end: Event) -> float:
+        return 1000.0
+
+
+def test_a_run_that_logs_rarely_keeps_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's forward passes are added as it finishes them, and none is lost."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ranks = of_four(monkeypatch, Told())
+    ranks._device = torch.device("cuda")
+    for _ in range(100):
+        with ranks.forward():
+            pass
+    assert len(Event.alive) <= 8
+    Event.clock += 4
+    ranks.observe([1.0] * 4, 1)
+    ranks._device = torch.device("cpu")
+    assert ranks.own_seconds().tolist() == [100.0, 0.0, 0.0, 0.0]
 
 
 def test_each_node_s_own_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

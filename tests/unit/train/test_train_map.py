@@ -104,7 +104,7 @@ def test_a_line_is_a_row_with_a_text(tmp_path: Path) -> None:
 def test_what_it_returns_may_be_a_conversation_or_a_question_with_its_answer(tmp_path: Path) -> None:
     path = rows(tmp_path, "jsonl")
     asks = "def clean(row):\n    return {'q': row['body'], 'a': None if row['id'] else 'yes'}\n"
-    (found,) = documents(path, asks, "q", answer="a", chats=True)
+    (found,) = documents(path, asks, "q", answer="a", is_conversation=True)
     assert json.loads(found) == [
         {"role": "user", "content": "line  00 é"}, {"role": "assistant", "content": "yes"},
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_what_it_returns_may_be_a_conversation_or_a_question_with_its_answer(tmp
 def clean(row):
     return {"messages": [{"role": "user", "content": row["body"]}, {"role": "assistant", "content": "yes"}]}
 """
-    assert json.loads(documents(path, chats, "messages", chats=True)[1])[0]["content"] == "line  01 é"
+    assert json.loads(documents(path, chats, "messages", is_conversation=True)[1])[0]["content"] == "line  01 é"
 
 
 def loaded(folder: Path, *overrides: str) -> tuple[Config, Datasets]:

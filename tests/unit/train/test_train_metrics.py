@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
 
+from dray.train.config import Config  # noqa: E402
 from dray.train.loop import metrics as module  # noqa: E402
 from dray.train.loop.metrics import Metrics, Speed, flops_per_token  # noqa: E402
 
@@ -50,6 +51,21 @@ def test_an_evaluation_counts_as_no_training(monkeypatch: pytest.MonkeyPatch) ->
     assert (figures["tokens_per_s"], figures["step_s"]) == (1000.0, 1.0)
 
 
+def test_mfu_counts_the_rows_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of 16 tokens a row and one of 32, in 4 seconds; a token costs as many FLOPs as its row is long."""
+    times = iter([0.0, 4.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(module, "flops_per_token", lambda _network, _config, length: length)
+    monkeypatch.setattr(module, "_peak", lambda *_: 1e6)
+    config = object.__new__(Config)
+    train = SimpleNamespace(precision="bf16", sequence_length_warmup=((3, 16),))
+    vars(config).update(global_size=32, steps=4, train=train, data=SimpleNamespace(sequence_length=32))
+    strategy: Any = SimpleNamespace(device=torch.device("cpu"), network=None)
+    speed = Speed(config, strategy)
+    speed.begin(0)
+    assert speed.measured(4)["mfu"] == round(32 * 32 * 20 / 1e6, 4)
+
+
 V, H, T = 100, 64, 32
 SETTINGS = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 2}
 MLP = {"intermediate_size": 96, "moe_intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 32}
@@ -65,8 +81,8 @@ def flops(kind: str, objective: str = "causal", frozen: str = "", **settings: An
     for name, weight in network.named_parameters():
         weight.requires_grad_(not frozen or frozen not in name)
     train = SimpleNamespace(objective=objective, mlm_probability=0.15)
-    config: Any = SimpleNamespace(train=train, data=SimpleNamespace(sequence_length=T))
-    return flops_per_token(network, config), {name: weight.numel() for name, weight in network.named_parameters()}
+    config: Any = SimpleNamespace(train=train)
+    return flops_per_token(network, config, T), {name: weight.numel() for name, weight in network.named_parameters()}
 
 
 def test_the_width_of_heads_counts_and_not_hidden_size() -> None:

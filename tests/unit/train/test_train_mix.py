@@ -158,8 +158,8 @@ def refusal(folder: Path, *overrides: str) -> str:
     ("name", "content", "said"),
     [
         ("gone.txt", None, "the dataset does not exist\n"),
-        ("empty.txt", "", "the mix.code dataset is too short\n"),
-        ("one.txt", f"{'c' * 99}\n", "the mix.code dataset is too short\n"),
+        ("empty.txt", "", "there are too few tokens in data.mix.code\n"),
+        ("one.txt", f"{'c' * 99}\n", "there are too few tokens in data.mix.code\n"),
         ("other.csv", "body\nx\n", "there is no column 'text'\n"),
     ],
 )
@@ -185,6 +185,7 @@ def test_a_source_that_is_none_is_named(tmp_path: Path, files, name: str, conten
         (("data.mix.b.weight=2",), "missing: expected text"),
         (("data.train=x.txt",), "beside [data.mix]: a run trains on one of them; leave out data.train"),
         (("data.streaming=true",), "data.streaming works with data.train only; a mix reads tokens from the disk"),
+        (("data.mix.test.dataset=x",), "data.mix.test: metrics have another dataset of this name; rename it"),
         (("evaluate.a.dataset=x",), "data.mix.a and evaluate.a: metrics have one eval-a; rename one of them"),
         (("data.mix.b.dataset=y", "data.mix.b.weight=1e4"), "data.mix.a.weight = 1 of 10001 in all is less than one"),
         (("data.mix.a.dataset=hub:nobody",), "data.mix.a.dataset = hub:nobody: expected hub:OWNER/NAME"),

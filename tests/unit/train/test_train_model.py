@@ -35,7 +35,7 @@ pytestmark = pytest.mark.torch
 
 def refused(chosen) -> str:
     with pytest.raises(DrayError) as stopped:
-        build.build(chosen, tokenizer.load(chosen), filled=True)
+        build.build(chosen, tokenizer.load(chosen), with_weights=True)
     assert stopped.value.finding.code == 78
     return f"{stopped.value}\n"
 
@@ -43,7 +43,7 @@ def refused(chosen) -> str:
 def saved(folder: Path) -> Path:
     chosen = config(folder)
     tokens = tokenizer.load(chosen)
-    build.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
+    build.build(chosen, tokens, with_weights=True).save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
     return folder / "model"
 
@@ -97,8 +97,8 @@ def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp
     AutoConfig.for_model("gemma3", text_config=words_, vision_config=sees).save_pretrained(folder)
     tokenizer.load(chosen).save_pretrained(folder)
     named = replace(chosen, model=replace(chosen.model, name=str(folder), weights=False, type="", config={}))
-    network = build.build(named, tokenizer.load(named), filled=True)
-    assert metrics.flops_per_token(network, named) > 0
+    network = build.build(named, tokenizer.load(named), with_weights=True)
+    assert metrics.flops_per_token(network, named, 32) > 0
     long = replace(named, data=replace(named.data, sequence_length=64))
     assert refused(long).startswith("a sample is longer than the model's max_position_embeddings\n")
 
@@ -144,7 +144,7 @@ def test_documents_are_masked_or_the_run_is_refused(tmp_path: Path, kind: str, w
     kind = "bert" if words else kind
     chosen = replace(chosen, model=replace(chosen.model, type=kind, config=sizes))
     if found is None:
-        build.build(chosen, tokenizer.load(chosen), filled=True)
+        build.build(chosen, tokenizer.load(chosen), with_weights=True)
     else:
         assert f"  found:  {found}\n" in refused(chosen)
 
@@ -207,12 +207,12 @@ def test_a_named_model_with_a_damaged_file(tmp_path: Path, name: str, content: s
 def test_the_named_models_settings_can_be_overridden_and_its_weights_left(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     chosen = config(tmp_path / "a", f"model.name={folder}", "model.config.attn_pdrop=0.5")
-    built = build.build(chosen, tokenizer.load(chosen), filled=True)
+    built = build.build(chosen, tokenizer.load(chosen), with_weights=True)
     assert (built.config.attn_pdrop, built.config.n_embd) == (0.5, 32)
-    kept = build.build(config(tmp_path / "c"), tokenizer.load(chosen), filled=True).state_dict()
+    kept = build.build(config(tmp_path / "c"), tokenizer.load(chosen), with_weights=True).state_dict()
     assert all(torch.equal(weight, kept[name]) for name, weight in built.state_dict().items())
     fresh = config(tmp_path / "b", f"model.name={folder}", "model.weights=false", "train.seed=7", "model.dtype=bf16")
-    other = build.build(fresh, tokenizer.load(chosen), filled=True)
+    other = build.build(fresh, tokenizer.load(chosen), with_weights=True)
     assert other.dtype == torch.bfloat16
     assert not torch.equal(other.transformer.h[0].mlp.c_fc.weight.float(), built.transformer.h[0].mlp.c_fc.weight)
 
@@ -220,7 +220,7 @@ def test_the_named_models_settings_can_be_overridden_and_its_weights_left(tmp_pa
 def test_a_rank_that_has_no_weights_yet_has_the_same_model_with_its_ties(tmp_path: Path) -> None:
     chosen = config(tmp_path)
     tokens = tokenizer.load(chosen)
-    empty, full = (build.build(chosen, tokens, filled=filled) for filled in (False, True))
+    empty, full = (build.build(chosen, tokens, with_weights=with_weights) for with_weights in (False, True))
     shapes = [
         {name: (weight.shape, weight.dtype) for name, weight in built.named_parameters()} for built in (empty, full)
     ]
@@ -236,7 +236,7 @@ def test_a_model_that_a_checkpoint_overwrites_is_not_initialized(tmp_path: Path,
     chosen = config(tmp_path, *(("train.objective=masked",) if kind == "bert" else ()))
     chosen = replace(chosen, model=replace(chosen.model, type=kind, config=sizes))
     tokens = tokenizer.load(chosen)
-    new, again = (build.build(chosen, tokens, filled=True, restored=restored) for restored in (False, True))
+    new, again = (build.build(chosen, tokens, with_weights=True, resumes=resumes) for resumes in (False, True))
     matrices = [name for name, weight in new.named_parameters() if weight.dim() > 1]
     assert not any(torch.equal(new.get_parameter(name), again.get_parameter(name)) for name in matrices)
     for name, buffer in new.named_buffers():
@@ -248,7 +248,7 @@ def test_a_model_whose_weights_are_needed_has_them_though_a_checkpoint_follows(t
     folder = saved(tmp_path)
     chosen = config(tmp_path / "a", f"model.name={folder}", *words)
     tokens = tokenizer.load(chosen)
-    new, again = (build.build(chosen, tokens, filled=True, restored=restored) for restored in (False, True))
+    new, again = (build.build(chosen, tokens, with_weights=True, resumes=resumes) for resumes in (False, True))
     assert all(torch.equal(weight, again.get_parameter(name)) for name, weight in new.named_parameters())
 
 
@@ -256,7 +256,7 @@ def test_a_resumed_model_has_the_generation_config_of_its_base(tmp_path: Path) -
     folder = saved(tmp_path)
     (folder / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
     chosen = config(tmp_path / "a", f"model.name={folder}")
-    built = build.build(chosen, tokenizer.load(chosen), filled=True, restored=True)
+    built = build.build(chosen, tokenizer.load(chosen), with_weights=True, resumes=True)
     assert built.generation_config.temperature == 0.25
 
 
@@ -277,7 +277,7 @@ def test_a_large_new_model_is_initialized_on_a_gpu_with_room_for_two(
     monkeypatch.setattr(build, "_SMALL", small)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
     chosen = config(tmp_path, *words)
-    network = build.build(chosen, tokenizer.load(chosen), filled=True, device=torch.device("meta"))
+    network = build.build(chosen, tokenizer.load(chosen), with_weights=True, device=torch.device("meta"))
     assert network.device.type == device
 
 
@@ -292,7 +292,7 @@ tokens = tokenizer.load(config)
 def memory():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 before = memory()
-network = build.build(config, tokens, filled=sys.argv[2] == "filled")
+network = build.build(config, tokens, with_weights=sys.argv[2] == "with_weights")
 print((memory() - before) / sum(weight.numel() * 4 for weight in network.parameters()))
 """
 
@@ -303,7 +303,7 @@ def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -
     config(tmp_path, "model.config.n_embd=1024", "model.config.n_layer=6")  # 300 MB
     shares = [
         float(subprocess.check_output([sys.executable, "-c", ROOM, plan, which], text=True))
-        for which in ("filled", "empty")
+        for which in ("with_weights", "empty")
     ]
     assert shares[0] > 0.9
     assert shares[1] < 0.1
@@ -311,7 +311,7 @@ def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -
 
 def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
     chosen = config(tmp_path, "train.weight_decay=0.1", "train.betas=[0.8, 0.95]", "train.eps=1e-6")
-    built = build.build(chosen, tokenizer.load(chosen), filled=True)
+    built = build.build(chosen, tokenizer.load(chosen), with_weights=True)
     made = optimizer.adamw(built.parameters(), chosen)
     assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
     assert {weight.dim() for weight in made.param_groups[1]["params"]} == {1}
@@ -419,9 +419,12 @@ class TestHub:
         [
             (("data", "hub:me/mine/large"), {}, "dataset me/mine has no such split"),
             pytest.param(
-                ("data", "hub:me/mine/huge"),
+                ("data", "hub:me/mine/huge:partial-train"),
                 {},
-                "partial-train",
+                "no such split, or the hub has converted only a part of it\n"
+                "  wanted: huge/partial-train/*.parquet\n"
+                "  found:  small/train\n"
+                "  fix:    name a subset and a split of these; or name its original files: hf://datasets/me/mine/",
                 marks=pytest.mark.slow,
             ),
             pytest.param(("data", "hub:mine"), {}, "the dataset's name is incomplete", marks=pytest.mark.slow),

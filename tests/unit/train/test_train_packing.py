@@ -89,9 +89,9 @@ def test_a_sample_is_filled_up_and_a_limit_keeps_whole_ones() -> None:
     assert found.total == 10
     one, two = found.slice(0, 5).tolist(), found.slice(5, 5).tolist()
     assert [one, two] == [[0, 0, 0, 2, 2], [1, 1, 1, 1, 9 | PADDING]]
-    assert found.short(9).total == found.short(5).total == 5
-    assert found.short(5).slice(0, 5).tolist() == one
-    assert found.short(5).counts() == {"documents": 2, "longer_than_a_sample": 0, "dropped_tokens": 0, "padding": 0}
+    assert found.first(9).total == found.first(5).total == 5
+    assert found.first(5).slice(0, 5).tolist() == one
+    assert found.first(5).counts() == {"documents": 2, "longer_than_a_sample": 0, "dropped_tokens": 0, "padding": 0}
 
 
 def test_a_million_documents_take_seconds() -> None:
@@ -133,7 +133,7 @@ def test_every_epoch_has_every_document_whole_and_another_order(tmp_path: Path, 
     assert found.validation["eval"].total == found.total
     assert feed.identity == f"{found.total} tokens, bfd"
     said = capfd.readouterr().out
-    assert "packing bfd of the training dataset: " in said
+    assert "packing bfd of data.train: " in said
     over = "1 document longer than a sample, 19 tokens dropped\n"
     assert f"% of {found.total:,} tokens are padding; {over}" in said
     assert found.packing["padding"] / found.total < 0.1
@@ -227,7 +227,7 @@ def test_what_is_no_packing(overrides: tuple[str, ...], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "the training dataset is too short"), ("only\n", "the training dataset is too short")],
+    [("", "there are too few tokens in data.train"), ("only\n", "there are too few tokens in data.train")],
 )
 def test_no_documents_are_no_samples(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "few.txt"

@@ -58,7 +58,7 @@ def test_ranks_and_a_resume_change_nothing(run: Callable[..., Run], tmp_path: Pa
     assert (packing["documents"], packing["longer_than_a_sample"], packing["dropped_tokens"]) == (570, 570, 0)
     assert packing["padding"] > 0
     assert f"{start['tokens']:,} tokens" in whole.log().read_text()
-    assert "packing bfd_split of the training dataset: " in whole.log(1).read_text()
+    assert "packing bfd_split of data.train: " in whole.log(1).read_text()
     for other, named in (("bfd", "bfd"), ("wrapped", "")):
         ended = run(1, f"data.packing={other}", f"checkpoint.folder={again.folder}/checkpoints").end(code=78)
         assert "the data order differs from the checkpoint's\n" in ended.said()

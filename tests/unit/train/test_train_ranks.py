@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -50,6 +51,18 @@ def test_where_one_fails_all_fail_alike(failing: set[Any]) -> None:
         lambda rank: on_all(lambda: attempt(rank), int.__add__, lambda total: [total, attempt("then")])
     )
     assert {(type(error), error.finding.found) for error in found} == {(UnfitError, f"rank {min(failing)}")}
+
+
+def test_a_disk_that_fails_on_one_rank_ends_all_alike() -> None:
+    def attempt(rank: int) -> int:
+        if rank == 1:
+            raise OSError(errno.EIO, "Input/output error", "/scratch/x")
+        return 1
+
+    found = World(3).each(lambda rank: on_all(lambda: attempt(rank), int.__add__))
+    assert {(error.problem, error.finding.where, error.finding.code) for error in found} == {
+        ("Input/output error", "/scratch/x", 69)
+    }
 
 
 def save(folder: Path, *steps: int, count: int = RANKS) -> World:

@@ -199,7 +199,7 @@ def test_a_transfer_that_breaks_is_taken_up_again(store: stores.Store, monkeypat
 def test_an_error_with_its_fix_stays_as_it_is(store: stores.Store) -> None:
     reading = formats.Reading("text", map=Map("prep.py:f\ndef f(row):\n    raise FileNotFoundError('words.txt')\n"))
     assert "f of prep.py failed" in refused(f"{store.address}/all/a.jsonl", does=lambda name: read(name, reading))
-    with pytest.raises(DrayError) as stopped, remote.reading(store.address):
+    with pytest.raises(DrayError) as stopped, remote.refusing_failures(store.address):
         raise DrayError("the server is away", code=1) from ConnectionError()
     assert stopped.value.finding.code == 1
 

@@ -68,7 +68,7 @@ def reference(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = read(str(run.paths.plan))
     tokens = tokenizer.load(config)
     training = datasets.load(config, tokens).training
-    network = build.build(config, tokens, filled=True)
+    network = build.build(config, tokens, with_weights=True)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, weight_decay=config.train.weight_decay)
     losses = []
     for step in range(config.steps):

@@ -211,8 +211,8 @@ def rank(cache, way):
     def encode(batch):
         tell("making")
         time.sleep(0.2)
-        if way == "full":
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if way in ("ENOSPC", "EIO"):
+            raise OSError(number := getattr(errno, way), os.strerror(number))
         if way == "other tokens":
             batch = [f"{text}{os.environ['RANK']}" for text in batch]
         return [token for text in batch for token in (*text.encode(), 256)]
@@ -259,10 +259,14 @@ def test_two_nodes_may_share_a_cache_without_locks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_maker_refuses_ends_all_ranks(tmp_path: Path) -> None:
-    lines, errors = ranks(tmp_path, "full", 1)
-    assert lines == ["making", "[1, 1, 1, 1]"]
-    assert errors.count("the disk is full: it has no room for the tokens\n") == 4
+@pytest.mark.parametrize(
+    ("error", "code", "problem"),
+    [("ENOSPC", 1, "the disk is full: it has no room for the tokens"), ("EIO", 69, "Input/output error")],
+)
+def test_what_stops_the_maker_ends_all_ranks(tmp_path: Path, error: str, code: int, problem: str) -> None:
+    lines, errors = ranks(tmp_path, error, 1)
+    assert lines == ["making", str([code] * 4)]
+    assert errors.count(f"dray: {problem}\n") == 4
 
 
 @pytest.mark.slow

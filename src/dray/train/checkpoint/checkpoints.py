@@ -1,8 +1,8 @@
 """The checkpoints of a run: save atomically while training goes on, and find the newest one that is complete.
 
-Each rank writes a file of its shards and its position in the data into a folder of another name. Every file is synced,
-a manifest with sizes and checksums comes last, and then one rename. A run that is killed at any moment leaves the
-checkpoint before. Nothing in a checkpoint is a pickle.
+Each rank writes a file, with its shards and its position in the data, into a folder with a temporary name. All files
+are synced. The manifest, with their sizes and checksums, is written last, and then the folder gets its name. So a run
+that is killed at any moment leaves the checkpoint before whole. No file of a checkpoint is a pickle.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from dray.train.parallel.base import Strategy
 from dray.train.runtime.heartbeat import BEAT_S, Moved
 
 
-def take(config: Config) -> Lease:
+def lock_folder(config: Config) -> Lease:
     """Lock the checkpoint folder for this run, before it spends time on data; all ranks call it."""
     lease = Lease(folder := Path(config.checkpoints), config)
 
     def begin() -> None:
-        with writing(folder, "nothing was trained yet"):
+        with disk_errors(folder, "nothing was trained yet"):
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             manifest.require_own(folder)
             lease.acquire()
@@ -50,7 +50,7 @@ def take(config: Config) -> Lease:
 
 
 def due(step: int, every: tuple[tuple[int, int], ...]) -> bool:
-    """Whether to save after this step. `every` has `(until, each)` in order; until 0 means for ever."""
+    """Return whether to save after this step. `every` has pairs `(until, each)` in order; until 0 has no end."""
     for until, each in every:
         if until == 0 or step <= until:
             return step % each == 0
@@ -58,7 +58,7 @@ def due(step: int, every: tuple[tuple[int, int], ...]) -> bool:
 
 
 def order(config: Config, dataset: str) -> dict[str, Any]:
-    """What decides which samples a step has. `dataset` is the dataset's identity."""
+    """Return all that decides which samples a step has. `dataset` is the dataset's identity."""
     return {
         "global_size": config.global_size,
         "sequence_length": config.data.sequence_length,
@@ -69,8 +69,8 @@ def order(config: Config, dataset: str) -> dict[str, Any]:
 
 
 @contextmanager
-def writing(folder: Path, newest: str) -> Iterator[None]:
-    """Turn errors of the disk into UnfitError (69) where somebody may mend it while the run goes on, else DrayError."""
+def disk_errors(folder: Path, newest: str) -> Iterator[None]:
+    """Turn an OSError into an UnfitError (69) if the disk may be mended during the run, else into a DrayError."""
     try:
         yield
     except OSError as error:
@@ -89,26 +89,33 @@ class Checkpoints:
     def __init__(self, config: Config, metrics: Metrics, lease: Lease, *, dataset: str) -> None:
         self.folder, self.metrics, self.lease = Path(config.checkpoints), metrics, lease
         self.run, self.keep = config.run, config.checkpoint.keep
-        self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
-        self.order = order(config, dataset)
         self.rank, self.world = ranks.rank(), ranks.world()
+        self.order = order(config, dataset)
+        self._about_run = {
+            "version": manifest.VERSION,
+            "run": config.run,
+            "image_sha256": config.image_sha256,
+            "dray": config.dray,
+            "world_size": self.world,
+            "order": self.order,
+        }
         place = config.checkpoint.mirror
         self.mirror = Mirror(place, metrics, keep=self.keep) if place else None
         self._writer = ThreadPoolExecutor(1)
         self._began, self._moved = 0.0, Moved()
         self._pending: Future[None] | None = None
-        self._unsaved: UnfitError | None = None
+        self._save_error: UnfitError | None = None
         self._manifest: dict[str, Any] | None = None  # of the checkpoint that `find` has chosen
-        self._skipped_before = 0  # updates that another program, or another precision, has skipped
+        self._skipped_before = 0  # steps without an update, in another program or with another train.precision
         self.newest: int | None = None
         """The step of the newest complete checkpoint."""
 
-    def use(self, strategy: Strategy) -> None:
-        """Save and load the tensors of this strategy from now on."""
+    def attach(self, strategy: Strategy) -> None:
+        """Set the strategy whose tensors are saved and loaded."""
         self.strategy, self._staging = strategy, Staging(strategy.device)
 
     def reserve(self, position: list[Any] | None) -> None:
-        """Take the host's memory for checkpoints now: a run that it does not fit ends before its first step."""
+        """Allocate the host's memory for checkpoints now: if it is too small, the run ends before its first step."""
         self._staging.reserve({**self.strategy.state(), **position_shards(position)})
 
     def save(self, step: int, position: list[Any] | None) -> None:
@@ -125,17 +132,17 @@ class Checkpoints:
         updates = step - self._skipped_before - (scaler.skipped if scaler else 0)
         state = {**self.strategy.state(), **position_shards(position)}
         staged = self._staging.fill(state, self.rank)
-        if any(name.startswith("others.") for name in state):  # a forward pass may write these
+        if any(name.startswith("others.") for name in state):  # buffers, which the next forward pass may change
             self.fence()
-        about = {"step": step, "updates": updates, "scaler": scaler.state() if scaler else None}
-        self._pending = self._writer.submit(self._write, part, staged, about)
+        fields = {"step": step, "updates": updates, "scaler": scaler.state() if scaler else None}
+        self._pending = self._writer.submit(self._write, part, staged, fields)
 
     def fence(self) -> None:
-        """Call this before the weights change: a GPU may still be copying them."""
+        """Call this before the weights change. The GPU, not the host, waits until it has copied them."""
         self._staging.fence()
 
     def settle(self) -> None:
-        """Wait until the begun checkpoint is complete."""
+        """Wait until the checkpoint that `save` has begun is complete."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -151,20 +158,21 @@ class Checkpoints:
 
     def require_saved(self) -> None:
         """Fail (69) if the last save failed."""
-        if self._unsaved:
-            raise self._unsaved
+        if self._save_error:
+            raise self._save_error
 
     def warning(self) -> str:
-        """The warning in each log line while the disk or the mirror does not work."""
-        warnings = [f"not saved: {self._unsaved.finding.found}; {self.newest_text()}"] if self._unsaved else []
+        """Return the warning for each log line while the disk or the mirror fails."""
+        warnings = [f"not saved: {self._save_error.finding.found}; {self.newest_text()}"] if self._save_error else []
         if self.mirror and self.mirror.trouble:
             warnings.append(self.mirror.trouble)
         return f"  WARNING: {'; '.join(warnings)}" if warnings else ""
 
     def newest_text(self) -> str:
-        """A sentence that names the newest checkpoint."""
-        exists = self.newest is not None
-        return f"the newest checkpoint is of step {self.newest}" if exists else "there is no checkpoint yet"
+        """Return a sentence that names the newest checkpoint."""
+        if self.newest is None:
+            return "there is no checkpoint yet"
+        return f"the newest checkpoint is of step {self.newest}"
 
     def find(self) -> bool:
         """Choose the newest complete checkpoint; return whether there is one. Rename damaged ones."""
@@ -172,14 +180,14 @@ class Checkpoints:
             path = self.folder / f"step-{step}"
             if mirrored and not self._fetch(step):
                 continue
-            about, damage = self._verify(path)
+            saved, damage = self._verify(path)
             if damage:
                 say(f"checkpoint {path} is skipped: {'; '.join(damage[:3])}")
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            self._require_order(path, about["order"])
-            self.newest, self._manifest = step, about
+            self._require_order(path, saved["order"])
+            self.newest, self._manifest = step, saved
             say(f"resumed at step {step} from {path}")
             if self.mirror and self.rank == 0 and step not in self.mirror.steps:
                 self.mirror.put(path)
@@ -187,16 +195,16 @@ class Checkpoints:
         return False
 
     def resume(self) -> Mapping[int, list[Any]]:
-        """Load the checkpoint that `find` found, if any; return the feed's positions. All ranks together."""
-        about, path = self._manifest, self.folder / f"step-{self.newest}"
-        if about is None:
+        """Load the checkpoint that `find` has chosen, if any; return the feed's positions. All ranks call it."""
+        saved, path = self._manifest, self.folder / f"step-{self.newest}"
+        if saved is None:
             return {}
-        if self.strategy.scaler and about.get("scaler"):
-            self.strategy.scaler.load(about["scaler"])
+        if self.strategy.scaler and saved.get("scaler"):
+            self.strategy.scaler.load(saved["scaler"])
         skipped = self.strategy.scaler.skipped if self.strategy.scaler else 0
-        self._skipped_before = about["step"] - about["updates"] - skipped
+        self._skipped_before = saved["step"] - saved["updates"] - skipped
         try:
-            self.strategy.load(Reader(path, about["tensors"]), about["updates"])
+            self.strategy.load(Reader(path, saved["tensors"]), saved["updates"])
         except MismatchError as error:
             raise ConfigError(
                 "the checkpoint does not have this recipe's tensors",
@@ -204,27 +212,27 @@ class Checkpoints:
                 found=f"in {path}: {error}",
                 fix="restore model, train.optimizer and train.ema_decay, or set another checkpoint.folder",
             ) from error
-        return Positions(path, about["tensors"])
+        return Positions(path, saved["tensors"])
 
     def _part(self, step: int) -> Path:
         return self.folder / f"step-{step}.part-{self.run}"
 
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.folder, self.newest_text())
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(self.folder, self.newest_text())
 
     def _make(self, part: Path) -> None:
-        """Make an empty folder, mode 755 whatever the umask: `require_own` refuses one that a group may write."""
+        """Make an empty folder with mode 755, whatever the umask: `require_own` refuses one that a group may write."""
         shutil.rmtree(part, ignore_errors=True)
-        with self._writing():
+        with self._disk_errors():
             self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             self.lease.require()
             part.mkdir(mode=0o755)
 
-    def _write(self, part: Path, staged: Staged, about: dict[str, Any]) -> None:
-        step = about["step"]
+    def _write(self, part: Path, staged: Staged, fields: dict[str, Any]) -> None:
+        step = fields["step"]
         try:
             # Each rank reports its own file: on NFS rank 0 may not see it yet.
-            on_all(lambda: self._write_own(part, staged), join, lambda files: self._complete(part, about | files))
+            on_all(lambda: self._write_file(part, staged), join, lambda files: self._complete(part, fields | files))
         except DrayError as error:  # on all ranks alike
             staged.wait()
             if self.rank == 0:
@@ -236,61 +244,58 @@ class Checkpoints:
         seconds = round(time.monotonic() - self._began, 3)
         shown = f"checkpoint of step {step}: {seconds:.1f} s"
         self.metrics.write("checkpoint", shown, checkpoint=step, saved=True, seconds=seconds)
-        self._unsaved, self.newest = None, step
+        self._save_error, self.newest = None, step
         if self.mirror and self.rank == 0:
             self.mirror.put(self.folder / f"step-{step}")
 
-    def _write_own(self, part: Path, staged: Staged) -> dict[str, Any]:
-        with self._writing():
+    def _write_file(self, part: Path, staged: Staged) -> dict[str, Any]:
+        with self._disk_errors():
             return staged.write(part, self._moved.count)
 
-    def _complete(self, part: Path, about: dict[str, Any]) -> None:
-        made_by = {"version": manifest.VERSION, **self.made_by, "world_size": self.world, "order": self.order}
-        with self._writing():
-            manifest.write(part, {**about, **made_by})
-            for name, file in about["files"].items():  # before older checkpoints are deleted
+    def _complete(self, part: Path, fields: dict[str, Any]) -> None:
+        """Write the manifest, give the folder its name, and delete older checkpoints; on rank 0."""
+        with self._disk_errors():
+            manifest.write(part, {**fields, **self._about_run})
+            for name, file in fields["files"].items():  # before older checkpoints are deleted
                 size = (part / name).stat().st_size
                 if size != file["bytes"]:
                     raise OSError(errno.EIO, f"{name} has {size} bytes, but {file['bytes']} were written")
             self.lease.require()
         self._publish(part)
-        for old in _steps(self.folder)[: -self.keep]:
-            if self.mirror is None or old != self.mirror.copying:
-                shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
-        for left in self.folder.glob("step-*.part-*"):  # of runs that were killed
-            shutil.rmtree(left, ignore_errors=True)
+        for step in _steps(self.folder)[: -self.keep]:
+            path = self.folder / f"step-{step}"
+            if self.mirror is None or not self.mirror.needs(path):
+                shutil.rmtree(path, ignore_errors=True)
+        for unfinished in self.folder.glob("step-*.part-*"):  # of runs that were killed
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _publish(self, part: Path) -> None:
-        """Give a folder whose files are complete its name."""
-        with self._writing():
+        """Give a complete checkpoint its name."""
+        with self._disk_errors():
             part.rename(self.folder / part.name.partition(".")[0])
             manifest.sync(self.folder)
 
     def _not_saved(self, step: int, error: UnfitError) -> None:
-        """Earlier checkpoints are whole; the next save tries again."""
-        self._unsaved, why = error, error.finding.found
+        """Warn: earlier checkpoints are whole, and the next save tries again."""
+        self._save_error, why = error, error.finding.found
         text = f"WARNING: the checkpoint of step {step} is not saved: {why}; the run goes on, and {self.newest_text()}"
         self.metrics.write("checkpoint", text, checkpoint=step, saved=False, why=f"{why}: {self.folder}")
 
     def _candidates(self) -> list[tuple[int, bool]]:
-        """The steps of all checkpoints and whether each is the mirror's, the newest first; on rank 0."""
+        """Return the steps of all checkpoints, the newest first, and whether each is the mirror's copy; on rank 0."""
         steps = _steps(self.folder)
         copies = self.mirror.find(self.folder, required=not steps) if self.mirror else []
-        # The mirror's copy comes after this folder's checkpoint of the same step, which may be damaged.
+        # Of one step the mirror's copy is second: it is fetched only if this folder's checkpoint is damaged.
         candidates = [(step, False) for step in steps] + [(step, True) for step in copies]
         return sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1]))
 
     def _fetch(self, step: int) -> bool:
-        """Whether the mirror's copy is in this folder now; all ranks together."""
+        """Fetch the mirror's copy into this folder; return whether it is there now. All ranks call it."""
         assert self.mirror
         part, name = self._part(step), f"step-{step}"
-
-        def make() -> bool:
-            self._make(part)
-            return not _steps(self.folder)
-
         try:
-            trouble = self.mirror.fetch(part, name, required=on_rank_0(make))
+            on_rank_0(lambda: self._make(part))
+            trouble = self.mirror.fetch(part, name, required=on_rank_0(lambda: not _steps(self.folder)))
             if not trouble:
                 on_rank_0(lambda: self._publish(part))
         finally:
@@ -300,18 +305,18 @@ class Checkpoints:
         return not trouble
 
     def _verify(self, path: Path) -> tuple[dict[str, Any], list[str]]:
-        """The manifest, and what is damaged; each rank checks a share of the files."""
-        about = on_rank_0(partial(manifest.read_checkpoint, path))
+        """Return the manifest, and which files are damaged; each rank checks a share of them."""
+        saved = on_rank_0(partial(manifest.read_checkpoint, path))
         share = slice(self.rank, None, self.world)
-        return about, on_all(lambda: manifest.damage(path, about, share), operator.add)
+        return saved, on_all(lambda: manifest.damage(path, saved, share), operator.add)
 
-    def _require_order(self, path: Path, saved: dict[str, Any]) -> None:
+    def _require_order(self, path: Path, saved_order: dict[str, Any]) -> None:
         """Refuse another batch, sequence length, seed or dataset: the order of samples would differ."""
         for name, value in self.order.items():
-            if saved.get(name) != value:
+            if saved_order.get(name) != value:
                 raise ConfigError(
                     "the data order differs from the checkpoint's",
-                    wanted=f"{name} = {saved.get(name)}, as in {path}",
+                    wanted=f"{name} = {saved_order.get(name)}, as in {path}",
                     found=f"{name} = {value}",
                     fix="restore it, or start anew: another checkpoint.folder, and model.name = a final model's folder",
                 )

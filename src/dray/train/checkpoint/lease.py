@@ -1,7 +1,8 @@
 """A lock file gives a checkpoint folder to one run at a time; the run touches it every ten seconds.
 
-dray trusts no lock of a file system, and no clock: those of two machines differ. A file that does not change while it
-is watched belongs to a run that has ended. A run that was only paused finds another run's file, and writes no more.
+dray relies on no lock of a file system, and on no clock, since clocks of two machines differ. It watches the file: if
+the file does not change, its run has ended. A run that was only paused then finds another run's file, and writes no
+more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dray.train.errors import say
 
 NAME = "lease.json"
 BEAT_S = 10.0
-WATCH_S = 120.0  # NFS caches what it knows of a file for up to a minute
+WATCH_S = 120.0  # longer than NFS caches a file's time, up to a minute
 _SETTLE_S = 0.25
 _LIMIT = 1 << 14  # bytes
 
@@ -47,7 +48,7 @@ class Holder(NamedTuple):
 
 
 State = tuple[Holder | None, int]
-"""The holder, None where the file is not whole, and the time of its last change."""
+"""The holder, or None if the file is incomplete; and the time of the file's last change."""
 
 
 class Lease:
@@ -60,7 +61,7 @@ class Lease:
         token, node = secrets.token_hex(16), os.environ.get(config.host_variable, "")
         self.own = Holder(token, node, config.job, config.run_folder, config.attempt, since, process)
         self._released, self._lock = Event(), Lock()
-        self._gone = Path(config.folder, run_folder.ENDED)
+        self._ended_file = Path(config.folder, run_folder.ENDED)
 
     def acquire(self) -> None:
         """Take the folder, or refuse (78) and name its holder. This may watch the holder for two minutes."""
@@ -75,9 +76,9 @@ class Lease:
         Thread(target=self._beat, name="lease", daemon=True).start()
 
     def require(self) -> None:
-        """Refuse (78) if another run has taken over the folder, as after a pause of minutes."""
+        """Refuse (78) if another run has taken over the folder, as after this run was paused for minutes."""
         with self._lock:
-            if self._holds():
+            if self._still_holds():
                 return
         holder, _ = self._read() or (None, 0)
         raise ConfigError(
@@ -92,36 +93,36 @@ class Lease:
         """Free the folder for another run."""
         with self._lock:
             self._released.set()
-            if self._holds():
+            if self._still_holds():
                 self.path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_S):
             with self._lock, suppress(OSError):  # the next beat may succeed
-                if not self._released.is_set() and self._holds():
-                    os.utime(self.path, follow_symlinks=False)  # by the file server's clock, where there is one
+                if not self._released.is_set() and self._still_holds():
+                    os.utime(self.path, follow_symlinks=False)  # on a network disk by its server's clock
 
-    def _holds(self) -> bool:
-        """Whether this run holds the folder; its file is written again if somebody has deleted it."""
+    def _still_holds(self) -> bool:
+        """Return whether this run still holds the folder. Write its file again if somebody has deleted it."""
         state = self._read()
         if state is None:
             return self._create(self.path)
         return state[0] is not None and state[0].token == self.own.token
 
     def _create(self, path: Path) -> bool:
-        """Write this run's file; False if there is a file already."""
+        """Write this run's file; return False if there is a file already."""
         try:
-            with manifest.new(path) as file:
+            with manifest.new_file(path) as file:
                 file.write(json.dumps(self.own._asdict()).encode())
         except FileExistsError:
             return False
-        except OSError:  # a full disk: a file without a name would keep the next run waiting
+        except OSError:  # such as a full disk: an empty file would make the next run wait
             path.unlink(missing_ok=True)
             raise
         return True
 
     def _read(self) -> State | None:
-        """The file's state; None if there is no file. It is opened each time: NFS then asks its server."""
+        """Return the file's state; None if there is no file. Open it each time, so that NFS asks its server."""
         try:
             with files.open_regular(self.path, link=False) as file:
                 changed, text = os.fstat(file.fileno()).st_mtime_ns, file.read(_LIMIT)
@@ -133,22 +134,22 @@ class Lease:
             return None, changed
 
     def _ended(self, holder: Holder | None) -> str:
-        """Why the holder has certainly ended; empty if it may be alive."""
+        """Return why the holder has certainly ended; an empty text if it may be alive."""
         if holder is None:
             return ""
-        same_start = holder.job or holder.attempt == self.own.attempt
-        if (holder.run, holder.job) == (self.own.run, self.own.job) and same_start:
+        same_run = (holder.run, holder.job) == (self.own.run, self.own.job)
+        if same_run and (holder.job or holder.attempt == self.own.attempt):  # Slurm runs a job once at a time
             return "an earlier start of this run held it"
         if processes.gone(holder.process):
             return "its process has ended"
         with suppress(OSError):
-            if files.read(self._gone, limit=_LIMIT).decode(errors="replace").strip() == holder.token:
+            if files.read(self._ended_file, limit=_LIMIT).decode(errors="replace").strip() == holder.token:
                 return "Slurm no longer knows its job"
         result = Path(holder.run, run_folder.attempt(holder.attempt), run_folder.RESULT)
         return "its attempt has ended" if result.exists() else ""
 
     def _watch(self, state: State) -> str:
-        """Refuse at a sign of life; else return why the holder counts as dead, or an empty text if its file is gone."""
+        """Refuse if the file changes; else return why its run counts as dead, or an empty text if the file is gone."""
         say(
             f"{self.path.parent} belongs to {state[0] or 'a run that left no name'}: "
             f"waiting up to {WATCH_S:.0f} s for a sign of life"
@@ -174,9 +175,10 @@ class Lease:
         return f"no sign of life for {WATCH_S:.0f} s"
 
     def _replace(self, state: State) -> bool:
-        """Put this run's file in the place of a dead one; of runs that do so at once, the last one holds the folder.
+        """Replace a dead run's file by this run's; return whether this run holds the folder.
 
-        A rename: without any file in between, a third run could create one.
+        If several runs do so at once, the last one holds it. By a rename: while there was no file, a third run could
+        create one.
         """
         part = self.path.with_name(f"{NAME}.{self.own.token}")
         self._create(part)
@@ -185,4 +187,4 @@ class Lease:
             return False
         part.rename(self.path)
         time.sleep(_SETTLE_S)
-        return self._holds()
+        return self._still_holds()

@@ -20,13 +20,13 @@ BLOCK = 1 << 24
 VERSION = 3
 """The version of a checkpoint's manifest and files."""
 _SEAL = "sha256"
-_INSIDE = re.compile(r"(\w[\w.+ -]*/)*\.?\w[\w.+ -]*")  # a path that leads nowhere else
-_PROSE = "*.md"  # of a final model; a user may write in its card
+_INSIDE = re.compile(r"(\w[\w.+ -]*/)*\.?\w[\w.+ -]*")  # a path that stays inside the folder
+_PROSE = "*.md"  # not sealed: a user may edit a final model's card
 
 
 @contextmanager
-def new(path: Path) -> Iterator[BufferedWriter]:
-    """A new file, which is on the disk at the end. No group may write it, whatever the umask."""
+def new_file(path: Path) -> Iterator[BufferedWriter]:
+    """Yield a new file that is synced to the disk at the end. No group may write it, whatever the umask."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     with os.fdopen(handle, "wb") as file:
         yield file
@@ -39,17 +39,17 @@ def write_file(
 ) -> dict[str, Any]:
     """Write a new file; return its size and checksum. `moved` is called with the size of each block."""
     checksum = hashlib.sha256()
-    with new(path) as file:
+    with new_file(path) as file:
         for part in parts:
             for at in range(0, len(part), BLOCK):
                 file.write(block := part[at : at + BLOCK])
-                checksum.update(block)  # not in a thread of its own: on two cores that took twice the CPU time
+                checksum.update(block)  # in this thread: another one took twice the CPU time on two cores
                 moved(len(block))
     return {"bytes": sum(map(len, parts)), "sha256": checksum.hexdigest()}
 
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the last file of a folder, with a checksum of the manifest itself."""
+    """Write the manifest, the last file of a folder, with a checksum of itself."""
     write_file(folder / NAME, json.dumps({**manifest, _SEAL: _checksum(manifest)}).encode())
     sync(folder)
 
@@ -59,14 +59,14 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 
 def sync(folder: Path) -> None:
-    """Sync the folder's entries to the disk."""
+    """Sync the folder itself, so that its new names are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest, or `trouble` with the reason why it is invalid."""
+    """Return the manifest, or a dict with `trouble`, the reason why it is invalid."""
     try:
         with open_regular(folder / NAME) as file:
             manifest = json.load(file)
@@ -79,7 +79,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The manifest of this user's checkpoint, or `trouble`."""
+    """Return the manifest, as `read` does; refuse another user's checkpoint, and one of another version."""
     require_own(path)
     manifest = read(path)
     if "trouble" not in manifest and manifest.get("version") != VERSION:
@@ -95,9 +95,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path, manifest: dict[str, Any], share: slice = slice(None)) -> list[str]:
-    """The files of this share that differ from the manifest, each with the reason."""
+    """Return what differs from the manifest, of this share of the files; an invalid manifest counts as one file."""
     if "trouble" in manifest:
-        return [manifest["trouble"]][share]  # once, by the first rank
+        return [manifest["trouble"]][share]
     reasons = []
     for name in sorted(manifest["files"])[share]:
         try:
@@ -109,17 +109,17 @@ def damage(folder: Path, manifest: dict[str, Any], share: slice = slice(None)) -
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file."""
+    """Return the size and the checksum of a file."""
     with open_regular(path, link=False) as file:
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def require_own(folder: Path) -> None:
-    """Refuse a folder, or files in it, that another user owns or may write to."""
+    """Refuse a folder that another user owns or may write, and one with such files."""
     reasons = [(folder, open_to_others(folder, folder=True))]
     for path in [] if reasons[0][1] else sorted(folder.iterdir()):
-        with suppress(FileNotFoundError):  # another run frees the folder at this moment
+        with suppress(FileNotFoundError):  # another run may delete its lease at this moment
             if not path.is_symlink() and path.is_file():
                 reasons.append((path, open_to_others(path)))
     for path, reason in reasons:
@@ -134,7 +134,7 @@ def require_own(folder: Path) -> None:
 
 
 def seal_model(folder: Path) -> None:
-    """Write the manifest of a model that `from_pretrained` loads; its card may be written later."""
+    """Write the manifest of a final model; its card may be written later."""
     (folder / NAME).unlink(missing_ok=True)
     write(folder, {"files": {name: describe(folder / name) for name in _names(folder)}})
 

@@ -1,6 +1,7 @@
-"""checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder during training; all ranks fetch one.
+"""checkpoint.mirror: rank 0 copies each checkpoint to a bucket or another folder; at a start all ranks can fetch one.
 
-A copy gets its manifest last: without one it is incomplete. A copy that fails is a warning, and never ends the run.
+The manifest is copied last, so a copy without a manifest is incomplete. A copy that fails is a warning, and never ends
+the run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from dray.contract import exit_codes, findings
 from dray.contract.files import open_regular
 from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.train import ranks
 from dray.train.checkpoint import manifest
-from dray.train.collectives import on_all, on_rank_0, placed
+from dray.train.collectives import on_all, on_rank_0
 from dray.train.data import remote
 from dray.train.errors import described, say
 from dray.train.runtime.heartbeat import BEAT_S, Moved
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from dray.train.loop.metrics import Metrics
 
 _WHAT = "the mirror of the checkpoints"
-_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files at once: of rank 0, which sends; of each rank, which fetches
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # errors of the disk that is written, not of the mirror that is read
+_SENT_AT_ONCE, _FETCHED_AT_ONCE = 16, 4  # files at once: of rank 0 that sends, and of each rank that fetches
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # errors of this node's disk, not of the mirror
 
 
 class Mirror:
@@ -37,12 +39,11 @@ class Mirror:
     def __init__(self, place: str, metrics: Metrics, *, keep: int) -> None:
         self.place, self.metrics, self.keep = place, metrics, keep
         self._remote = "://" in place
-        self.copying: int | None = None
-        """The step that is being copied: its folder may not be deleted."""
+        self._copying: Path | None = None
         self.trouble = ""
-        """Why the last copy to the mirror, or the last listing of it, failed; empty if it worked."""
+        """Why the last copy to the mirror, or its last listing, failed; empty if it worked."""
         self.steps: list[int] = []
-        """The steps that were complete at the start."""
+        """The steps of which the mirror had complete copies at the start."""
         self._thread = ThreadPoolExecutor(1)
         self._waiting: deque[Path] = deque(maxlen=1)
         self._pending: Future[None] | None = None
@@ -50,9 +51,9 @@ class Mirror:
         self._moved = Moved()
 
     def find(self, folder: Path, *, required: bool) -> list[int]:
-        """The steps that are complete in the mirror; on rank 0. `folder` is the checkpoint folder.
+        """Return the steps of complete copies; on rank 0. `folder` is the checkpoint folder.
 
-        If the mirror does not answer, a run that has no other checkpoint (`required`) ends.
+        If the mirror does not answer, the run ends if it has no checkpoint of its own (`required`).
         """
         place = Path(self.place)
         if not self._remote and place.exists():
@@ -65,7 +66,7 @@ class Mirror:
                 )
             manifest.require_own(place)
         try:
-            with remote.reading(self.place, _WHAT):
+            with remote.refusing_failures(self.place, _WHAT):
                 self.steps = sorted(step for step, complete in self._list().items() if complete)
         except DrayError as error:
             self._warn(error, required=required)
@@ -74,15 +75,14 @@ class Mirror:
     def fetch(self, part: Path, name: str, *, required: bool) -> str:
         """Fetch the copy `name` into the empty folder `part`; return why that failed, or an empty text.
 
-        All ranks together, each a share of the files. The caller verifies them.
+        All ranks call it, and each fetches a share of the files. The caller verifies them.
         """
-        rank, world = placed()
         missing: list[str] = []
         try:
             on_rank_0(lambda: self._fetch(part, name, [manifest.NAME]))
             about = on_rank_0(lambda: manifest.read(part))
             if "trouble" not in about:
-                share = sorted(about["files"])[rank::world]
+                share = sorted(about["files"])[ranks.rank() :: ranks.world()]
                 missing = on_all(lambda: self._fetch(part, name, share), operator.add)
         except UnfitError:  # of this disk: another copy would not fit either
             raise
@@ -91,12 +91,16 @@ class Mirror:
         return str(about.get("trouble", "")) or ", ".join(f"it lacks {file}" for file in missing[:3])
 
     def put(self, path: Path) -> None:
-        """Begin to copy this checkpoint; on rank 0. It replaces an older one that still waits."""
+        """Copy this checkpoint in a thread; on rank 0. It replaces an older one that waits to be copied."""
         self._waiting.append(path)
         self._pending = self._thread.submit(self._copy_waiting)
 
+    def needs(self, path: Path) -> bool:
+        """Whether this checkpoint is being copied or waits for it, and may not be deleted."""
+        return path in (self._copying, *self._waiting)
+
     def settle(self) -> None:
-        """Wait until the newest checkpoint is copied, or two tries have failed."""
+        """Wait until the newest checkpoint is copied; try twice."""
         self._wait()
         if self._failed:
             self.put(self._failed)
@@ -112,24 +116,22 @@ class Mirror:
             code = exit_codes.RETRY if finding.code == exit_codes.FAILED else finding.code
             raise findings.error(finding._replace(code=code))
         trouble = f"{finding.problem}: {finding.found}"
-        if placed()[0] == 0:  # which copies: the other ranks would not learn that a later copy has succeeded
+        if ranks.rank() == 0:  # rank 0 alone copies, and resets this after a copy that works
             self.trouble = trouble
         say(f"WARNING: {trouble}")
         return trouble
 
     def _copy_waiting(self) -> None:
-        if not self._waiting:  # a newer one was copied in its place
+        if not self._waiting:  # another call has copied a newer one instead
             return
-        path = self._waiting.pop()
-        if not path.is_dir():  # deleted since; a newer one follows
-            return
-        step = self.copying = int(path.name.removeprefix("step-"))
+        path = self._copying = self._waiting.pop()
+        step = int(path.name.removeprefix("step-"))
         trouble = ""
         try:
-            with remote.reading(self.place, _WHAT, "written"):
+            with remote.refusing_failures(self.place, _WHAT, "written"):
                 self._copy(path)
                 self._prune(step)
-        except Exception as error:  # whatever a store answers: the run goes on
+        except Exception as error:  # whatever the store answers, the run goes on
             trouble = f"{error.problem}: {error.finding.found}" if isinstance(error, DrayError) else described(error)
             trouble = " ".join(trouble.split())[:300]
         if trouble or self.trouble:
@@ -137,24 +139,24 @@ class Mirror:
             why = {"why": f"{trouble}: {self.place}"} if trouble else {}
             self.metrics.write("mirror", text, checkpoint=step, saved=not trouble, **why)
         self.trouble = trouble and f"the copy of step {step} failed: {trouble}"
-        self._failed, self.copying = path if trouble else None, None
+        self._failed, self._copying = path if trouble else None, None
 
     def _system(self) -> tuple[Any, str]:
-        """The file system by fsspec, and the mirror's path in it."""
-        import fsspec  # noqa: PLC0415  a run without a mirror does without
+        """Return fsspec's file system, and the mirror's path in it."""
+        import fsspec  # noqa: PLC0415  only a run with a mirror needs it
 
         remote.register()
         system, root = fsspec.core.url_to_fs(self.place)
         return system, root.rstrip("/")
 
     def _list(self) -> dict[int, bool]:
-        """The steps of which there are copies, and whether each copy is complete."""
+        """Return the steps of all copies, and whether each copy is complete."""
         system, root = self._system()
         try:
             paths = system.ls(root, detail=False)
         except FileNotFoundError:
             if self._remote:
-                system.info(root.partition("/")[0])  # a bucket that does not exist is an error
+                system.info(root.partition("/")[0])  # raises if the bucket does not exist
             return {}
         names = [path.rstrip("/").rpartition("/")[2] for path in paths]
         steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
@@ -166,7 +168,7 @@ class Mirror:
         if not self._remote:
             Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
             Path(folder).mkdir(mode=0o755, exist_ok=True)
-        if system.exists(f"{folder}/{manifest.NAME}"):  # of a run that went back to an older checkpoint
+        if system.exists(f"{folder}/{manifest.NAME}"):  # of an earlier attempt, which saved this step too
             system.rm_file(f"{folder}/{manifest.NAME}")
 
         def send(name: str) -> None:
@@ -178,33 +180,33 @@ class Mirror:
         send(manifest.NAME)
 
     def _new(self, system: Any, path: str) -> AbstractContextManager[BinaryIO]:  # noqa: ANN401  fsspec has no types
-        """A file of the mirror, to write. In a folder no group may write it, whatever the umask."""
+        """Open a file of the mirror to write. In a folder no group may write it, whatever the umask."""
         if self._remote:
             file: AbstractContextManager[BinaryIO] = system.open(path, "wb")
             return file
         Path(path).unlink(missing_ok=True)
-        return manifest.new(Path(path))
+        return manifest.new_file(Path(path))
 
     def _prune(self, newest: int) -> None:
-        """Delete all but the newest `keep` copies, and incomplete ones; leave those after `newest`."""
+        """Delete incomplete copies and all but the `keep` newest ones; of steps after `newest` delete none."""
         system, root = self._system()
         copies = {step: complete for step, complete in self._list().items() if step <= newest}
         kept = sorted(step for step, complete in copies.items() if complete)[-self.keep :]
         for step in copies.keys() - {*kept, newest}:
-            if copies[step]:  # first: a copy that is half deleted is none
+            if copies[step]:  # the manifest first, so that a half deleted copy is not taken for a complete one
                 system.rm_file(f"{root}/step-{step}/{manifest.NAME}")
             system.rm(f"{root}/step-{step}", recursive=True)
 
     def _fetch(self, part: Path, name: str, files: Iterable[str]) -> list[str]:
-        """Fetch these files of the copy `name`; return those that it lacks."""
-        with remote.reading(self.place, _WHAT):
+        """Fetch these files of the copy `name` into `part`; return those that the copy lacks."""
+        with remote.refusing_failures(self.place, _WHAT):
             system, root = self._system()
             if not self._remote:
                 manifest.require_own(Path(root, name))
 
             def fetch(file: str) -> list[str]:
                 try:
-                    with system.open(f"{root}/{name}/{file}", "rb") as source, manifest.new(part / file) as target:
+                    with system.open(f"{root}/{name}/{file}", "rb") as source, manifest.new_file(part / file) as target:
                         self._move(source, target)
                 except FileNotFoundError:
                     return [file]

@@ -1,9 +1,9 @@
 """The tensors of a checkpoint: which part of each a rank writes, and how any number of ranks reads them.
 
-A shard is a row of numbers of the flattened tensor, whatever the strategy: DDP divides all tensors evenly over its
-ranks, FSDP shards rows and ZeRO the flattened weights. So one reader serves all of them, on any number of ranks. The
-names say what a tensor is: `weights.NAME`, `others.NAME` for a buffer, `KEY.NAME` for what the optimizer has as
-`state[weight][KEY]`, and `feed.NUMBER` for a stream's position in the data.
+A shard is a range of numbers of the flattened tensor, with all strategies: DDP divides the numbers of all tensors
+evenly over its ranks, FSDP shards rows, and ZeRO the flattened weights. So one reader serves all of them, on any number
+of ranks. Names begin with the kind of tensor: `weights.NAME`, `others.NAME` for a buffer, `KEY.NAME` for the
+optimizer's `state[weight][KEY]`, and `feed.NUMBER` for a stream's position in the data.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dray.contract.findings import DrayError
 from dray.train.checkpoint import manifest
 
 TYPES = cast(dict[str, torch.dtype], _TYPES)
-"""By the names that safetensors has for them."""
+"""torch's types by safetensors' names."""
 _FEED = "feed."
 
 
 class Shard(NamedTuple):
-    """`values` are numbers of a tensor of this shape, flattened: those from `begin` on."""
+    """A range of a flattened tensor of this shape: its numbers from `begin` on are `values`."""
 
     shape: tuple[int, ...]
     begin: int
@@ -39,25 +39,25 @@ Shards = dict[str, Shard]
 """Shards by kind and name, such as `weights.lm_head.weight`."""
 
 Tensors = dict[str, dict[str, Any]]
-"""JSON, by the same names: `dtype`, `shape` and, by where they begin, `shards` as rows `[file, begin, length, count]`.
+"""A manifest's part about tensors, by the same names: `dtype`, `shape` and `shards`, a list of entries.
 
-`count` files from that number on have so many numbers of the tensor each, one after the other. So a tensor that each of
-many ranks has a share of has a row or two, whatever their number.
+An entry `[file, begin, length, count]` means: the files `file` to `file + count - 1` hold `length` numbers each, the
+first of them from `begin` on. So a tensor that many ranks share evenly has one or two entries.
 """
 
 
 def file_of(rank: int) -> str:
-    """The name of this rank's file."""
+    """Return the name of this rank's file."""
     return f"rank-{rank}.safetensors"
 
 
-def whole(kind: str, tensors: dict[str, torch.Tensor]) -> Shards:
-    """Shards that hold these tensors whole."""
+def whole_shards(kind: str, tensors: dict[str, torch.Tensor]) -> Shards:
+    """Return shards that hold these tensors whole."""
     return {f"{kind}.{name}": Shard(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
 
 
 def divided(shards: Shards, rank: int, count: int) -> Shards:
-    """An equal part of these numbers for one of `count` ranks that all have the same."""
+    """Return the part of these shards for one of `count` ranks; all parts have the same size."""
     total = sum(shard.values.numel() for shard in shards.values())
     first, last = total * rank // count, total * (rank + 1) // count
     parts, at = {}, 0
@@ -70,51 +70,52 @@ def divided(shards: Shards, rank: int, count: int) -> Shards:
 
 
 @contextmanager
-def flat(shards: Shards) -> Iterator[Shards]:
-    """Yield flat views; afterwards copy back the tensors that are not contiguous."""
-    rows = {name: shard._replace(values=shard.values.detach().flatten()) for name, shard in shards.items()}
-    yield rows
+def flattened(shards: Shards) -> Iterator[Shards]:
+    """Yield the shards with flat values, to fill; tensors that are not contiguous get their values afterwards."""
+    flat = {name: shard._replace(values=shard.values.detach().flatten()) for name, shard in shards.items()}
+    yield flat
     for name, shard in shards.items():
-        if not shard.values.is_contiguous():  # else the row is the tensor's own memory
-            shard.values.detach().copy_(rows[name].values.view(shard.values.shape))
+        if not shard.values.is_contiguous():  # else the flat tensor is a view of it
+            shard.values.detach().copy_(flat[name].values.view(shard.values.shape))
 
 
 def join(part: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge two parts of a manifest; rows that continue in the next files become one row."""
+    """Merge two parts of a manifest; an entry that continues the one before is merged with it."""
     tensors: Tensors = {**part["tensors"]}
     for name, tensor in other["tensors"].items():
-        rows: list[list[int]] = []
+        entries: list[list[int]] = []
         known = tensors[name]["shards"] if name in tensors else []
         for file, begin, length, count in sorted([*known, *tensor["shards"]], key=itemgetter(1)):
-            first, start, each, many = rows[-1] if rows else (0, 0, 0, 0)
-            if (file, begin, length) == (first + many, start + each * many, each):
-                rows[-1][3] += count
+            last_file, last_begin, last_length, last_count = entries[-1] if entries else (0, 0, 0, 0)
+            next_file, next_begin = last_file + last_count, last_begin + last_length * last_count
+            if (file, begin, length) == (next_file, next_begin, last_length):
+                entries[-1][3] += count
             else:
-                rows.append([file, begin, length, count])
-        tensors[name] = {**tensor, "shards": rows}
+                entries.append([file, begin, length, count])
+        tensors[name] = {**tensor, "shards": entries}
     return {"files": {**part["files"], **other["files"]}, "tensors": tensors}
 
 
 class MismatchError(ValueError):
-    """The checkpoint is not of these tensors."""
+    """The checkpoint lacks one of these tensors, or has it with another shape."""
 
 
 class Reader:
-    """Fills shards from a checkpoint that has been verified. Files are mapped: no more is read than needed."""
+    """Fills shards from a verified checkpoint. It maps the files, and reads only what it needs."""
 
     def __init__(self, folder: Path, tensors: Tensors) -> None:
         self.folder, self.tensors = folder, tensors
         self._files: dict[str, Any] = {}
 
     def fill(self, shards: Shards) -> None:
-        """Read these shards. No collective: ranks may call it alone."""
+        """Fill these shards. It is no collective: a rank may call it alone."""
         self.require(shards)
-        with flat(shards) as rows:
-            for name, shard in rows.items():
+        with flattened(shards) as flat:
+            for name, shard in flat.items():
                 self._copy(name, shard.begin, shard.values)
 
     def require(self, shards: Shards) -> None:
-        """Fail if the checkpoint's tensors differ from these."""
+        """Raise MismatchError if the checkpoint does not have these tensors."""
         for name, shard in shards.items():
             saved = self.tensors.get(name)
             if saved is None and shard.values.numel():
@@ -123,14 +124,16 @@ class Reader:
                 raise MismatchError(f"{name} has the shape {saved['shape']}, not {list(shard.shape)}")
 
     def _copy(self, name: str, begin: int, values: torch.Tensor) -> None:
+        """Fill `values` with the tensor's numbers from `begin` on."""
         end = begin + values.numel()
-        rows = self.tensors[name]["shards"] if end > begin else []
-        for file, start, length, count in rows:
-            for place in range(max((begin - start) // length, 0), min(-(-(end - start) // length), count)):
-                first = start + place * length
-                low, high = max(begin, first), min(end, first + length)
-                part = self._file(file_of(file + place)).get_tensor(name).flatten()[low - first : high - first]
-                values[low - begin : high - begin].copy_(part)
+        entries = self.tensors[name]["shards"] if end > begin else []
+        for file, entry_begin, length, count in entries:
+            first, last = max((begin - entry_begin) // length, 0), min(-(-(end - entry_begin) // length), count)
+            for number in range(first, last):  # of the entry's files, those that hold some of these numbers
+                file_begin = entry_begin + number * length
+                low, high = max(begin, file_begin), min(end, file_begin + length)
+                saved = self._file(file_of(file + number)).get_tensor(name).flatten()
+                values[low - begin : high - begin].copy_(saved[low - file_begin : high - file_begin])
 
     def _file(self, name: str) -> Any:  # noqa: ANN401  safetensors has no types
         if name not in self._files:
@@ -139,29 +142,29 @@ class Reader:
 
 
 def open_checkpoint(path: Path) -> Reader:
-    """The tensors of a checkpoint, which is verified here and not by the run's ranks."""
-    about = manifest.read_checkpoint(path)
-    if reasons := manifest.damage(path, about):
+    """Verify a checkpoint in this process alone, and return a reader of its tensors."""
+    saved = manifest.read_checkpoint(path)
+    if reasons := manifest.damage(path, saved):
         raise DrayError(
             "the checkpoint is incomplete",
             wanted="the files of its manifest",
             found=f"{'; '.join(reasons[:3])} in {path}",
             fix="use another checkpoint: --step",
         )
-    return Reader(path, about["tensors"])
+    return Reader(path, saved["tensors"])
 
 
 def position_shards(states: list[Any] | None) -> Shards:
-    """One tensor per stream shard: the part that it reads, documents taken of it, and tokens left over."""
+    """Return a tensor for each stream shard: its part of the dataset, the documents read of it, and unused tokens."""
     shards = {}
-    for number, part, taken, left in states or ():
-        values = torch.from_numpy(np.concatenate([np.array([part, taken], np.int64), np.asarray(left, np.int64)]))
+    for number, part, documents, rest in states or ():
+        values = torch.from_numpy(np.concatenate([np.array([part, documents], np.int64), np.asarray(rest, np.int64)]))
         shards[f"{_FEED}{number}"] = Shard((len(values),), 0, values)
     return shards
 
 
 class Positions(Mapping[int, list[Any]]):
-    """The positions in the data by a stream shard's number, each read when it is asked for."""
+    """The positions in the data by a stream shard's number; each is read from the file when it is needed."""
 
     def __init__(self, folder: Path, tensors: Tensors) -> None:
         self._folder = folder
@@ -171,8 +174,8 @@ class Positions(Mapping[int, list[Any]]):
         name = f"{_FEED}{number}"
         values = torch.empty(self._tensors[name]["shape"], dtype=torch.int64)
         Reader(self._folder, self._tensors).fill({name: Shard(tuple(values.shape), 0, values)})
-        part, taken, *_ = values.tolist()
-        return [number, part, taken, values[2:].numpy()]
+        part, documents, *_ = values.tolist()
+        return [number, part, documents, values[2:].numpy()]
 
     def __iter__(self) -> Iterator[int]:
         return (int(name.removeprefix(_FEED)) for name in self._tensors)

@@ -1,7 +1,7 @@
-"""A checkpoint on its way to the disk: each rank copies its shards to the host's memory, then writes them as one file.
+"""From the GPU to the disk: each rank copies its shards to a buffer in the host's memory, then writes them as one file.
 
-Beside a GPU the copies run on a stream of their own: training waits for them on the GPU alone, and no sooner than it
-would overwrite what is being copied.
+The GPU copies on a stream of its own. The host does not wait for it, and training waits, on the GPU, only before the
+next update changes the weights.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from dray.train.errors import say
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _PAGE = 4096
 _SPARE = 64
-"""A stream's positions differ in size from step to step: the buffer has a part of so many to spare."""
+"""The buffer is 1/64 larger than needed: a stream's positions differ in size from step to step."""
 
 
 class Staged(NamedTuple):
-    """A safetensors file in memory: its header, and the numbers once they are copied."""
+    """A safetensors file in memory: its header, and its numbers, which are complete after `wait`."""
 
     rank: int
     header: bytes
     numbers: memoryview
     tensors: Tensors
-    sources: list[torch.Tensor]  # in memory until they are copied
+    sources: list[torch.Tensor]  # keeps the GPU's tensors alive until they are copied
     copied: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Until the numbers are copied; for a thread that is not training."""
+        """Wait until the numbers are copied; only a thread that does not train calls it."""
         if self.copied is not None:
             self.copied.synchronize()
         self.sources.clear()
 
     def write(self, folder: Path, moved: Callable[[int], None] = lambda _size: None) -> dict[str, Any]:
-        """Write the file; return what a manifest says of it. `moved` is called with the size of each block."""
+        """Write the file; return its part of the manifest. `moved` is called with the size of each block."""
         self.wait()
         name = file_of(self.rank)
         file = manifest.write_file(folder / name, self.header, self.numbers, moved=moved)
@@ -51,7 +51,7 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """One buffer in the host's memory, pinned beside a GPU, for all checkpoints of a run."""
+    """A buffer in the host's memory for all checkpoints of a run; with a GPU it is pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,13 +60,13 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
 
     def reserve(self, shards: Shards) -> None:
-        """Have room for these and some more; what was in the buffer is lost."""
+        """Make the buffer large enough for these shards, if it is not; a new buffer is empty."""
         size = sum(shard.values.nbytes for shard in shards.values())
         if self._buffer.numel() >= size:
             return
-        self.close()  # first, so that there are never two
+        self.close()  # first, so that there are never two buffers
         size += size // _SPARE
-        # Ordinary memory: torch's own pinned memory has a power of two of bytes, which may be twice as much.
+        # Not torch's own pinned memory, which rounds up to a power of two: up to twice as much.
         memory = torch.empty(size + _PAGE, dtype=torch.uint8)
         begin = -memory.data_ptr() % _PAGE
         self._buffer = memory[begin : begin + size]
@@ -77,7 +77,8 @@ class Staging:
         error = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         self._pinned = error == 0
         if error:
-            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of all would raise it
+            # CUDA keeps the error: let this kernel raise it, and not the next one of the training.
+            with suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
             say(
                 f"checkpoints are copied to memory that is not pinned, so each waits for its copy of {size / 1e9:.2f} "
@@ -85,15 +86,15 @@ class Staging:
             )
 
     def close(self) -> None:
-        """Give the memory back, once nothing uses it."""
+        """Free the memory; nothing may use it any more."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())  # type: ignore[no-untyped-call]
         self._buffer, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
     def fill(self, shards: Shards, rank: int) -> Staged:
-        """Begin to copy this rank's shards; the buffer is in use until the caller is done with the result."""
+        """Begin to copy this rank's shards into the buffer; call it again only when the result is written."""
         # The widest types first: then every tensor is aligned.
-        filled = sorted((name for name in shards if shards[name].values.numel()), key=lambda name: (
+        names = sorted((name for name in shards if shards[name].values.numel()), key=lambda name: (
             -shards[name].values.itemsize, name
         ))  # fmt: skip
         self.reserve(shards)
@@ -101,34 +102,34 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         header, tensors, at = {}, {}, 0
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            for name in filled:
+            for name in names:
                 shape, begin, values = shards[name]
                 end, length = at + values.nbytes, values.numel()
                 self._buffer[at:end].view(values.dtype).copy_(values.detach().reshape(-1), non_blocking=True)
                 dtype = _NAMES[values.dtype]
-                in_file = list(shape) if length == math.prod(shape) else [length]
-                header[name] = {"dtype": dtype, "shape": in_file, "data_offsets": [at, end]}
+                shape_in_file = list(shape) if length == math.prod(shape) else [length]
+                header[name] = {"dtype": dtype, "shape": shape_in_file, "data_offsets": [at, end]}
                 tensors[name] = {"dtype": dtype, "shape": list(shape), "shards": [[rank, begin, length, 1]]}
                 at = end
         if self._stream is not None:
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
-        text = json.dumps(header).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
+        header_text = json.dumps(header).encode()
+        header_text = header_text.ljust(-(-len(header_text) // 8) * 8)
         buffer: Any = self._buffer.numpy()  # numpy's arrays are buffers, and its types do not say so
-        sources = [shards[name].values for name in filled]
-        start = len(text).to_bytes(8, "little") + text
-        return Staged(rank, start, memoryview(buffer)[:at], tensors, sources, self._copied)
+        sources = [shards[name].values for name in names]
+        start_of_file = len(header_text).to_bytes(8, "little") + header_text
+        return Staged(rank, start_of_file, memoryview(buffer)[:at], tensors, sources, self._copied)
 
     def fence(self) -> None:
-        """Let the GPU's later work wait for the copies; this process does not wait."""
+        """Let later kernels wait, on the GPU, until the copies are made; the host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
 
 
 def write(folder: Path, batches: Iterable[Shards], about: dict[str, Any]) -> None:
-    """Write a checkpoint outside of a run, with `about` in its manifest; one batch at a time is in memory."""
+    """Write a checkpoint outside of a run, with `about` in its manifest; only one batch is in memory at a time."""
     staging = Staging(torch.device("cpu"))
     parts = (staging.fill(batch, number).write(folder) for number, batch in enumerate(batches))
     files: dict[str, Any] = reduce(join, parts)

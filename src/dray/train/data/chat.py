@@ -60,7 +60,8 @@ def _refuse(path: str, column: str, found: str) -> NoReturn:
         f"column {column!r} holds no conversations",
         wanted=f'a list of {{"role": "user", "content": "..."}} in {path}; roles are {", ".join(_ROLES)}',
         found=found,
-        fix="set data.column; if questions and answers are in two columns, set data.answer_column too",
+        fix="set data.column; if questions and answers are in two columns, set data.answer_column too; if the column "
+        "has JSON as text, parse it in data.map",
     )
 
 
@@ -78,10 +79,10 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
     def answers(messages: list[dict[str, Any]], whole: str) -> Iterator[range]:
         """Each answer's characters: from the end of the generation prompt to the end of the turn."""
         for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not number:  # what answers nobody is no label
+            if message["role"] != "assistant" or not number:  # a first message of the assistant has no labels
                 continue
             before, after = render(messages[:number], prompt=True), render(messages[: number + 1]).rstrip()
-            # Some templates render an earlier turn otherwise than the model wrote it; it is no label then.
+            # Some templates render an earlier answer in another way than the last one; it has no labels.
             if whole.startswith(before) and whole.startswith(after):
                 yield range(len(before), len(after))
 
@@ -100,7 +101,7 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
                     fix="set another model.tokenizer",
                 )
             ids = labelled(tokens, spans)
-            if end not in tokens.ids[-2:]:  # who never sees an end never learns to stop
+            if end not in tokens.ids[-2:]:  # a model that never sees the end token never stops
                 ids.append(end | LABEL)
             ids[-1] |= LAST
             row += ids

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -35,8 +36,9 @@ VALIDATION = "eval"
 class Datasets:
     """The datasets of a run. `total` counts training tokens with padding; 0 for a stream, which is not counted.
 
-    `packing` has Packed.counts of them all; it is empty where documents are joined and cut.
-    `validation` has its events of the metrics; VALIDATION is not among them where it is the mean of a mix's sources.
+    `packing` sums up Packed.counts of all; it is empty if documents are joined and cut.
+    `validation` is by the event of the metrics. A mix without data.validation has no VALIDATION: it is then the mean of
+    the sources.
     """
 
     training: Feed
@@ -45,7 +47,7 @@ class Datasets:
     validation: dict[str, Tokens]
     test: Tokens | None
     contents: dict[str, str]
-    """By the name of each dataset the SHA-256 of its tokens, or what tells a stream from another."""
+    """By the name of each dataset the SHA-256 of its tokens, or the identity of a stream."""
 
     def steps(self, config: Config) -> int:
         """The number of steps, also if the recipe sets epochs."""
@@ -57,7 +59,7 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     data = config.data
     feeds: dict[str, Mapped] = {}
     if data.streaming:
-        encoding, reading = _of_objective(config)
+        encoding, reading = _encoding_and_reading(config)
         feed: Feed = Stream(
             resolve.pieces(resolve.dataset(data.train, "train", streamed=True), reading, config.global_size),
             reading,
@@ -72,8 +74,8 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     counts = [mapped.tokens.counts() for mapped in feeds.values() if isinstance(mapped.tokens, Packed)]
     packing = {key: sum(count[key] for count in counts) for key in (counts[0] if counts else ())}
     evaluated, tested = validation(config, tokenizer), test(config, tokenizer)
-    held = {name: mapped.tokens for name, mapped in feeds.items()} | evaluated | ({"test": tested} if tested else {})
-    contents = {name: tokens.content for name, tokens in held.items()}
+    by_name = {name: mapped.tokens for name, mapped in feeds.items()} | evaluated | ({"test": tested} if tested else {})
+    contents = {name: tokens.content for name, tokens in by_name.items()}
     if data.streaming:
         contents["train"] = feed.identity
     total = sum(mapped.order.total for mapped in feeds.values())
@@ -83,17 +85,18 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
 def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tokens]:
     """What is evaluated during training, by its events: one dataset, and the last documents of each source of a mix."""
     data = config.data
-    datasets: dict[str, tuple[str, Tokens]] = {}
+    samples = partial(_samples, config, tokenizer, most=data.max_eval_samples, least=2)
+    evaluated: dict[str, Tokens] = {}
     if data.validation:
-        datasets[VALIDATION] = data.validation, _read(config, tokenizer, data.validation, "validation")
+        evaluated[VALIDATION] = samples(
+            "data.validation", data.validation, _read(config, tokenizer, data.validation, "validation")
+        )
     if data.mix or not data.validation:
         for name, source in _sources(config).items():
             last = _split(_read_source(config, tokenizer, source), data.validation_split_percentage)[1]
-            datasets[f"{VALIDATION}-{name}" if data.mix else VALIDATION] = source.dataset, last
-    return {
-        event: _samples(config, tokenizer, event, dataset, tokens, most=data.max_eval_samples, least=2)
-        for event, (dataset, tokens) in datasets.items()
-    }
+            event = f"{VALIDATION}-{name}" if data.mix else VALIDATION
+            evaluated[event] = samples(f"the last documents of {_key(config, name)}", source.dataset, last)
+    return evaluated
 
 
 def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
@@ -102,7 +105,7 @@ def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
     if not data.test:
         return None
     tokens = _read(config, tokenizer, data.test, "test")
-    return _samples(config, tokenizer, "test", data.test, tokens, most=data.max_eval_samples, least=2)
+    return _samples(config, tokenizer, "data.test", data.test, tokens, most=data.max_eval_samples, least=2)
 
 
 def _sources(config: Config) -> dict[str, Source]:
@@ -110,23 +113,27 @@ def _sources(config: Config) -> dict[str, Source]:
     return config.data.mix or {"train": Source(dataset=config.data.train, column="", map="", weight=1)}
 
 
+def _key(config: Config, name: str) -> str:
+    """The recipe's key of this source."""
+    return f"data.mix.{name}" if config.data.mix else "data.train"
+
+
 def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, source: Source) -> Mapped:
     data = config.data
     tokens = _read_source(config, tokenizer, source)
     if data.mix or not data.validation:
         tokens = _split(tokens, data.validation_split_percentage)[0]
-    name = f"mix.{name}" if data.mix else "training"
-    length = data.sequence_length
-    tokens = _samples(config, tokenizer, name, source.dataset, tokens, most=data.max_train_samples, least=length)
+    key, length = _key(config, name), data.sequence_length
+    tokens = _samples(config, tokenizer, key, source.dataset, tokens, most=data.max_train_samples, least=length)
     if isinstance(tokens, Packed):
-        say(f"packing {tokens.strategy} of the {name} dataset: {tokens.summary()}")
+        say(f"packing {tokens.strategy} of {key}: {tokens.summary()}")
     return Mapped(tokens, Order(tokens.total, length, config.train.seed))
 
 
 def _samples(
     config: Config,
     tokenizer: PreTrainedTokenizerFast,
-    name: str,
+    key: str,
     dataset: str,
     tokens: Tokens,
     *,
@@ -137,26 +144,26 @@ def _samples(
     data = config.data
     if data.packing != "wrapped":
         tokens = packed(tokens, data.sequence_length, data.packing, tokenizer.pad_token_id)
-    return _enough(name, dataset, tokens.short(most * data.sequence_length), least)
+    return _enough(key, dataset, tokens.first(most * data.sequence_length), least)
 
 
 def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) -> Tokens:
     """Load one dataset of the recipe's [evaluate]."""
     chosen, length = config.evaluate[name], config.data.sequence_length
-    encoding, reading = _of_objective(config)
+    encoding, reading = _encoding_and_reading(config)
     if chosen.last_word or chosen.stride:  # of documents as they are
         encoding = LAST_WORD if chosen.last_word else PLAIN
         reading = Reading(config.data.column, config_kwargs=reading.config_kwargs)
     reading = replace(reading, column=chosen.column or reading.column, map=Map(chosen.map) if chosen.map else None)
     tokens = tokenized(resolve.dataset(chosen.dataset, "test"), reading, tokenizer, encoding, cache=_cache(config))
-    name = f"evaluate.{name}"
+    key = f"evaluate.{name}"
     if not (chosen.last_word or chosen.stride):
-        return _samples(config, tokenizer, name, chosen.dataset, tokens, most=chosen.max_samples, least=2)
+        return _samples(config, tokenizer, key, chosen.dataset, tokens, most=chosen.max_samples, least=2)
     if chosen.stride:  # its windows overlap, and read over the ends of documents
-        tokens = tokens.short(chosen.max_samples * length)
+        tokens = tokens.first(chosen.max_samples * length)
     elif chosen.max_samples:
         tokens = tokens.part(0, min(chosen.max_samples, len(tokens.starts) - 1))
-    return _enough(name, chosen.dataset, tokens, 2)
+    return _enough(key, chosen.dataset, tokens, 2)
 
 
 def _read_source(config: Config, tokenizer: PreTrainedTokenizerFast, source: Source) -> Tokens:
@@ -166,18 +173,18 @@ def _read_source(config: Config, tokenizer: PreTrainedTokenizerFast, source: Sou
 def _read(
     config: Config, tokenizer: PreTrainedTokenizerFast, name: str, split: str, *, column: str = "", function: str = ""
 ) -> Tokens:
-    encoding, reading = _of_objective(config)
+    encoding, reading = _encoding_and_reading(config)
     reading = replace(reading, column=column or reading.column, map=Map(function) if function else reading.map)
     named = resolve.dataset(name, split)
     return tokenized(named, reading, tokenizer, encoding, cache=_cache(config))
 
 
-def _of_objective(config: Config) -> tuple[Encoding, Reading]:
+def _encoding_and_reading(config: Config) -> tuple[Encoding, Reading]:
     data, objective = config.data, objectives.named(config.train.objective)
-    chats = objective.conversations
+    is_conversation = objective.conversations
     function = Map(data.map) if data.map else None
     return objective.encoding, Reading(
-        data.column, data.min_characters, chats, data.answer_column, function, data.config_kwargs
+        data.column, data.min_characters, is_conversation, data.answer_column, function, data.config_kwargs
     )
 
 
@@ -216,7 +223,7 @@ def tokenized(
             *dataset.identity,
             *(json.dumps(reading.config_kwargs.get(builder), sort_keys=True) for builder in sorted(dataset.builders)),
             reading.column,
-            reading.least,
+            reading.min_characters,
             tokenizer.backend_tokenizer.to_str(),
             end,
             encoding.name,
@@ -240,10 +247,10 @@ def _split(whole: Tokens, percentage: int) -> tuple[Tokens, Tokens]:
     return whole.part(0, border), whole.part(border, count)
 
 
-def _enough(name: str, dataset: str, tokens: Tokens, least: int) -> Tokens:
+def _enough(key: str, dataset: str, tokens: Tokens, least: int) -> Tokens:
     if tokens.total < least:
         raise ConfigError(
-            f"the {name} dataset is too short",
+            f"there are too few tokens in {key}",
             wanted=f"at least {least} tokens",
             found=f"{tokens.total} tokens in {dataset}",
             fix="name a larger dataset, or set a smaller data.sequence_length or another "

@@ -1,6 +1,6 @@
-"""Rows of a file by a builder of `datasets`: what it does beside reading is kept out.
+"""Rows of a file by a builder of `datasets`. dray turns off all that it does beside reading.
 
-It runs no code of a dataset's, asks no hub, keeps nothing in a cache, and loses no row in silence.
+It runs no code of a dataset, asks no hub, keeps nothing in a cache, and loses no row in silence.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def rows(builder: str, path: str, options: Mapping[str, Any]) -> Iterator[dict[s
     if builder == "webdataset" and path.lower().endswith(".tar"):
         _require_whole_tar(path)
     try:
-        with TemporaryDirectory(prefix="dray-datasets-") as cache:
+        with TemporaryDirectory(prefix="dray-datasets-") as cache:  # a stream uses it only until it is open
             dataset = _library().load_dataset(
                 builder, data_files={"train": [path]}, split="train", streaming=True, cache_dir=cache,
                 **options,
             )  # fmt: skip
-            for row in dataset:
-                yield row
-                number += 1
+        for row in dataset:
+            yield row
+            number += 1
     except (DrayError, OSError, EOFError, MemoryError):
         raise
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Samples by number, the same on any number of ranks: of one dataset, of a mix of several, or of a stream.
 
 A stream tokenizes while the run trains, and keeps no tokens on the disk. Each sample of the global batch has a stream
-shard of its own, which reads parts of the dataset and packs its own samples. The parts of all epochs stand in one row,
-and of n shards each takes every n-th. A shard is the same on any rank, and its position goes into the checkpoint.
+shard of its own, which reads parts of the dataset and cuts its own samples. The parts of all epochs are numbered in
+order, and each of n shards reads every n-th part. A shard is the same on any rank, and checkpoints hold its position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dray.train.data.token_cache import Tokens
 from dray.train.recipe_schema import Source
 
 _DOCUMENTS = 16  # that a shard tokenizes at once
-_EMPTY = 20  # epochs without a document
+_EMPTY_EPOCHS = 20  # epochs without a document
 
 Rows: TypeAlias = NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class Feed(Protocol):
 
 
 class Numbered:
-    """A feed in which a sample's number is its position: nothing to keep, and nothing to resume from."""
+    """A feed without a position: a sample's number alone decides its tokens, so checkpoints hold nothing of it."""
 
     def state(self) -> None:
         return None
@@ -99,34 +99,34 @@ class Shard:
 
     def __init__(self, number: int, stream: Stream, state: Sequence[Any] | None = None) -> None:
         self.number, self.stream = number, stream
-        self.part = number  # in the row of the parts of all epochs
-        self.taken = 0  # documents of that part
-        self.left = np.zeros(0, np.int64)  # tokens that no sample has yet
+        self.part = number  # counted over all epochs
+        self.documents_read = 0  # documents of that part
+        self.rest = np.zeros(0, np.int64)  # tokens that no sample has yet
         self._documents: Iterator[str] | None = None
         if state is not None:
-            _, self.part, self.taken, left = state
-            self.left = np.asarray(left, np.int64)
+            _, self.part, self.documents_read, rest = state
+            self.rest = np.asarray(rest, np.int64)
 
     def take(self, length: int) -> NDArray[np.int64]:
         """The next tokens."""
         empty = 0
-        while len(self.left) < length:
+        while len(self.rest) < length:
             if self._documents is None:
-                self._documents = self.stream.documents(self.part, self.taken)
+                self._documents = self.stream.documents(self.part, self.documents_read)
             documents = list(islice(self._documents, _DOCUMENTS))
             if documents:
-                empty, self.taken = 0, self.taken + len(documents)
-                self.left = np.concatenate([self.left, np.asarray(self.stream.encode(documents), np.int64)])
+                empty, self.documents_read = 0, self.documents_read + len(documents)
+                self.rest = np.concatenate([self.rest, np.asarray(self.stream.encode(documents), np.int64)])
                 continue
-            self._documents, self.taken, self.part, empty = None, 0, self.part + self.stream.count, empty + 1
-            if empty > _EMPTY * self.stream.parts:
+            self._documents, self.documents_read, self.part, empty = None, 0, self.part + self.stream.count, empty + 1
+            if empty > _EMPTY_EPOCHS * self.stream.parts:
                 raise _no_documents()
-        tokens, self.left = self.left[:length], self.left[length:]
+        tokens, self.rest = self.rest[:length], self.rest[length:]
         return tokens
 
     def state(self) -> list[Any]:
         """The position; arrays are never written to, so it may be kept."""
-        return [self.number, self.part, self.taken, self.left]
+        return [self.number, self.part, self.documents_read, self.rest]
 
 
 class Stream:

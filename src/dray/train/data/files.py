@@ -29,7 +29,7 @@ Identity = tuple[tuple[Any, ...], ...]
 
 
 def find(place: str, builder: str = "") -> tuple[str, ...]:
-    """The files of a path, a folder, a pattern or a URL, always in the same order; each behind its builder's name."""
+    """The files of a path, a folder, a pattern or a URL, in order; BUILDER:FILE if a builder of `datasets` reads it."""
     if place == BUILTIN:
         return (BUILTIN,)
     known = (f".{builder}", *(end for end, kind in ENDINGS.items() if kind == builder)) if builder else _KNOWN
@@ -60,7 +60,7 @@ def builder_of(name: str) -> tuple[str, str]:
 
 
 def has_lines(name: str) -> bool:
-    """Whether each part of the file's bytes can be read without those before it."""
+    """Whether reading may begin at any byte of the file."""
     return ending(name) in LINES and not builder_of(name)[0] and _compression(name) not in COMPRESSED
 
 
@@ -72,24 +72,24 @@ def _compression(path: str) -> str:
 def identity(names: tuple[str, ...]) -> Identity:
     """The identity of these files; it changes when they change."""
     urls = [name for name in names if "://" in name]
-    tags = dict(zip(urls, remote.seen([builder_of(url)[1] for url in urls]), strict=True))
+    tags = dict(zip(urls, remote.versions([builder_of(url)[1] for url in urls]), strict=True))
     return tuple((name, *(tags[name] if name in tags else _size_and_time(name))) for name in names)
 
 
 def _size_and_time(name: str) -> tuple[int, ...]:
     if name == BUILTIN:
         return ()
-    with readable(path := builder_of(name)[1]):
+    with refusing_damage(path := builder_of(name)[1]):
         stat = os.stat(path)  # noqa: PTH116  a string, as all here
     return stat.st_size, stat.st_mtime_ns
 
 
 @contextmanager
-def readable(path: str) -> Iterator[None]:
+def refusing_damage(path: str) -> Iterator[None]:
     """Turn errors of a reader into a ConfigError: the file is missing, forbidden, cut off or damaged."""
     path = builder_of(path)[1]
     try:
-        with remote.reading(path) if "://" in path else nullcontext():
+        with remote.refusing_failures(path) if "://" in path else nullcontext():
             yield
     except UnicodeDecodeError as error:
         raise ConfigError(

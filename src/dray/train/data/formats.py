@@ -17,9 +17,9 @@ from typing import Any
 from dray.contract.dataset_name import BUILTIN, ending
 from dray.contract.findings import ConfigError
 from dray.train.data import chat, datasets_builders, files, remote, synthetic_corpus
-from dray.train.data.files import ARROW, builder_of, lines, opened, readable
+from dray.train.data.files import ARROW, builder_of, lines, opened, refusing_damage
 from dray.train.data.map_function import Map
-from dray.train.data.remote import Seen
+from dray.train.data.remote import Version
 
 Row = dict[str, Any]
 
@@ -29,9 +29,9 @@ class Reading:
     """How a row becomes a document."""
 
     column: str
-    least: int = 0
+    min_characters: int = 0
     """Skip documents shorter than this many characters; a conversation counts as its JSON."""
-    chats: bool = False
+    is_conversation: bool = False
     """Whether a document is a conversation: its messages, as JSON."""
     answer: str = ""
     """The column of the answers, where `column` is that of the questions."""
@@ -49,7 +49,7 @@ class Piece:
     """The path, after `BUILDER:` if a builder reads it."""
     bytes: tuple[int, int] | None = None
     rows: tuple[int, int] | None = None
-    seen: Seen | None = None
+    version: Version | None = None
     """A remote file's size and version when dray found it, to notice a change."""
 
     def __str__(self) -> str:
@@ -62,13 +62,13 @@ class Piece:
 
 
 def has_groups(path: str) -> bool:
-    """Whether parts of its rows can be read without those before them; an Arrow file elsewhere comes as a whole."""
+    """Whether some of its rows can be read without those before them; a remote Arrow file is read as a whole."""
     return _in_arrow(path) and (ending(path) == ".parquet" or "://" not in path)
 
 
 def groups(path: str) -> list[tuple[int, int]]:
     """The first row of each group of a file, and the one after its last."""
-    with readable(path):
+    with refusing_damage(path):
         return [*pairwise(accumulate(_arrow().group_sizes(path), initial=0))]
 
 
@@ -85,10 +85,10 @@ def documents(piece: Piece, reading: Reading) -> Iterator[str]:
     """The piece's documents; what is empty or blank is none."""
     columns = [reading.column] + [reading.answer] * bool(reading.answer)
     first = piece.rows[0] if piece.rows else 0
-    with readable(piece.path):
+    with refusing_damage(piece.path):
         for number, row in enumerate(_rows(piece, None if reading.map else columns, reading), first + 1):
             for text in _texts(row, f"row {number} of {piece}", columns, reading):
-                if len(text) >= reading.least and text and not text.isspace():
+                if len(text) >= reading.min_characters and text and not text.isspace():
                     yield text
         _require_same(piece)
 
@@ -97,18 +97,18 @@ def count(piece: Piece, reading: Reading) -> int:
     """How many rows it has; a file without groups has to be read."""
     if piece.rows:
         return piece.rows[1] - piece.rows[0]
-    with readable(piece.path):
+    with refusing_damage(piece.path):
         return sum(1 for _ in _rows(piece, None, reading))
 
 
 def _require_same(piece: Piece) -> None:
     """Refuse a remote file that was replaced: other ranks, or another attempt, have read the one before."""
     url = builder_of(piece.path)[1]
-    if piece.seen and (now := remote.seen([url])[0]) != piece.seen:
+    if piece.version and (now := remote.versions([url])[0]) != piece.version:
         raise ConfigError(
             "the dataset changed while it was read",
             where=url,
-            wanted=f"{piece.seen[0]:,} bytes, {piece.seen[1]}",
+            wanted=f"{piece.version[0]:,} bytes, {piece.version[1]}",
             found=f"{now[0]:,} bytes, {now[1]}",
             fix="submit again; name files that do not change, or a revision",
         )
@@ -127,7 +127,7 @@ def _texts(row: object, place: str, columns: list[str], reading: Reading) -> Ite
             if column not in mapped:
                 files.no_column(place, column, [*mapped])
             cells.append(mapped[column])
-        if reading.chats and not reading.answer:
+        if reading.is_conversation and not reading.answer:
             yield chat.conversation(cells[0], place, reading.column)
             continue
         for column, cell in zip(columns, cells, strict=True):

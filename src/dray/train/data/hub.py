@@ -37,7 +37,8 @@ _PREFETCH = "dray data prefetch RECIPE, on a machine that reaches the hub and wi
 
 
 def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str, tuple[str, ...]]]:
-    """The parquet files of `hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]`: each split's slice and its files.
+    """The parquet files of `hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]`: for each split its slice, or an empty
+    text, and its files.
 
     They are downloaded; where they are `streamed`, or a slice is asked for, they are URLs, unless the run is offline.
     """
@@ -53,32 +54,34 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str,
     online = not constants.HF_HUB_OFFLINE
     if online:
         about = fetched(what, lambda: HfApi().dataset_info(repository, revision=revision))
-        folder, names = f"hf://datasets/{repository}@{about.sha}", [file.rfilename for file in about.siblings or ()]
-        _require_all(repository, patterns, names)
+        folder = f"hf://datasets/{repository}@{about.sha}"
+        files = _files(repository, patterns, [file.rfilename for file in about.siblings or ()])
     if not (online and (streamed or "[" in (chosen or ""))):
         folder = fetched(
             what,
             lambda: snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=patterns),
         )
         names = [str(path.relative_to(folder)) for path in Path(folder).rglob("*.parquet")]
-        _require_all(repository, patterns, names)
+        files = _files(repository, patterns, names)
     return [
-        (part if "[" in part else "", tuple(f"{folder}/{file}" for file in sorted(fnmatch.filter(names, pattern))))
-        for part, pattern in zip(slices, patterns, strict=True)
+        (part if "[" in part else "", tuple(f"{folder}/{file}" for file in own))
+        for part, own in zip(slices, files, strict=True)
     ]
 
 
-def _require_all(repository: str, patterns: list[str], names: list[str]) -> None:
-    """Refuse a split without files; of a large dataset the hub converts only a part, as partial-train."""
-    missing = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
-    if missing:
-        splits = sorted({name.rpartition("/")[0] for name in names if name.endswith(".parquet")})
+def _files(repository: str, patterns: list[str], names: list[str]) -> list[list[str]]:
+    """The files of each pattern, in order; refuse a split without files."""
+    # Of a large dataset the hub converts only the first gigabytes, as the split partial-train.
+    whole = [name for name in names if name.endswith(".parquet") and "/partial-" not in name]
+    files = [sorted(fnmatch.filter(whole, pattern)) for pattern in patterns]
+    if not all(files):
         raise ConfigError(
-            f"dataset {repository} has no such split",
-            wanted=", ".join(missing),
-            found=listed(splits) or "none of its files",
+            f"dataset {repository} has no such split, or the hub has converted only a part of it",
+            wanted=", ".join(patterns),
+            found=listed(sorted({name.rpartition("/")[0] for name in whole})) or "none of its files",
             fix=f"name a subset and a split of these; or name its original files: {_own(repository)}",
         )
+    return files
 
 
 def _own(name: str) -> str:

@@ -37,7 +37,7 @@ class Packed(Tokens):
     def total(self) -> int:
         return (len(self.bounds) - 1) * self.length
 
-    def short(self, most: int) -> Packed:
+    def first(self, most: int) -> Packed:
         """The first whole samples, of at most this many tokens."""
         return replace(self, bounds=self.bounds[: most // self.length + 1]) if most else self
 

@@ -23,7 +23,7 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.train.data import hub
 from dray.train.errors import message
 
-Seen = tuple[int, str]
+Version = tuple[int, str]
 """A file's size, and its hash, ETag or time."""
 _TAGS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SHARED_CREDENTIALS_FILE")
@@ -90,7 +90,7 @@ def _shared(protocol: str) -> AbstractFileSystem:
 
 def files(place: str, endings: tuple[str, ...]) -> list[str]:
     """The files of a URL, a pattern or a folder, in order; of a folder those with these endings."""
-    with reading(place):
+    with refusing_failures(place):
         place = _pinned(place)
         store = system(place)
         if place.startswith("http"):
@@ -114,14 +114,14 @@ def _pinned(url: str) -> str:
     return f"hf://datasets/{name}@{about.sha}{url[dataset.end() :]}"
 
 
-def seen(urls: list[str]) -> list[Seen]:
+def versions(urls: list[str]) -> list[Version]:
     """The size and version of each of these files."""
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return [*threads.map(_seen, urls)]
+        return [*threads.map(_version, urls)]
 
 
-def _seen(url: str) -> Seen:
-    with reading(url):
+def _version(url: str) -> Version:
+    with refusing_failures(url):
         about = system(url).info(url)
     dataset = _HUB.match(url)  # at a commit
     tag = dataset[2] if dataset else next((str(about[key]) for key in _TAGS if about.get(key)), "")
@@ -142,8 +142,8 @@ def opened(url: str, *, buffered: bool = True) -> BinaryIO:
 
 
 @contextmanager
-def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator[None]:
-    """Turn errors of remote files into errors with a fix; `what` is being read or written, as `done` says."""
+def refusing_failures(url: str, what: str = "the dataset", done: str = "read") -> Iterator[None]:
+    """Turn errors of remote files into errors with a fix. `what` and `done` are words of it: "the dataset", "read"."""
     protocol = urlsplit(url).scheme
     try:
         yield
@@ -167,7 +167,7 @@ def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator
             problem, fix = f"{what} does not exist", "check the name of the bucket and of the file"
         elif isinstance(cause, ValueError) and re.search("Protocol not known|range requests", str(cause)):
             problem = f"{what} cannot be {done} by {protocol}://"
-            fix = "name files of s3://, gs://, hf:// or of another server; or a copy on a disk"
+            fix = "name files of s3://, gs:// or hf://; or download the file, and name the copy"
         elif is_networks(cause):
             problem, fix = f"{what} cannot be {done}", "check the network, then run the same command again"
             code = exit_codes.FAILED

@@ -1,7 +1,7 @@
 """A dataset of the recipe as it is now: its files, their identity, and pieces of the chosen rows for many readers.
 
-Rank 0 alone asks for what is elsewhere, for all. Where the pieces begin follows from the files and from how many
-readers there are in all, never from who reads.
+Rank 0 alone lists remote files, and sends the list to all ranks. Where the pieces begin depends on the files and on the
+number of readers, never on the rank.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Dataset:
         return tuple(part for rows, files in self.parts for part in (*([rows] if rows else []), *files))
 
     def pieces(self, reading: Reading, readers: int = 1) -> list[Piece]:
-        """All of it, in order, and smaller pieces of lines where the readers are many."""
+        """Return the pieces in order; files of lines are cut smaller for many readers."""
         size = min(_PIECE, max(_LEAST, self.size // readers))
         return [piece for rows, files in self.parts for piece in _slice(rows, _pieces(files, size), reading)]
 
 
 def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
-    """What the recipe names so; `split` is that of a hub's dataset where the name has none."""
+    """Return the dataset of this name; `split` is for a dataset of the hub whose name has none."""
     named = parse(name)
 
     def look() -> list[tuple[str, Identity]]:
@@ -71,8 +71,8 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> Dataset:
             parts = [(part if "[" in part else "", files) for part in (named.split or "train").split("+")]
         return [(rows, identity(files)) for rows, files in parts]
 
-    elsewhere = named.remote or (named.builder == HUB and (streamed or "[" in named.split))
-    parts = on_rank_0(look) if elsewhere else look()
+    is_remote = named.remote or (named.builder == HUB and (streamed or "[" in named.split))
+    parts = on_rank_0(look) if is_remote else look()
     return Dataset(tuple((rows, tuple(tuple(file) for file in files)) for rows, files in parts))
 
 
@@ -80,7 +80,7 @@ def pieces(dataset: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
     """Cut the dataset into pieces for this many readers; rank 0 looks, and counts rows if there are slices."""
 
     def look() -> list[tuple[Any, ...]]:
-        return [(piece.path, piece.bytes, piece.rows, piece.seen) for piece in dataset.pieces(reading, readers)]
+        return [(piece.path, piece.bytes, piece.rows, piece.version) for piece in dataset.pieces(reading, readers)]
 
     return [Piece(path, *(part and tuple(part) for part in parts)) for path, *parts in on_rank_0(look)]
 
@@ -88,11 +88,11 @@ def pieces(dataset: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
 def _pieces(files: Identity, size: int) -> list[Piece]:
     """Parts of the files that can be read without what is before them; of lines, with so many bytes."""
     grouped = [name for name, *_ in files if formats.has_groups(name)]
-    with ThreadPoolExecutor(_AT_ONCE) as threads:  # each answer from elsewhere takes its time
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # each answer of a server takes time
         groups = dict(zip(grouped, threads.map(formats.groups, grouped), strict=True))
     found = []
     for name, *version in files:
-        whole = Piece(name, seen=(version[0], version[1]) if "://" in name else None)
+        whole = Piece(name, version=(version[0], version[1]) if "://" in name else None)
         if name in groups:
             found += [replace(whole, rows=rows) for rows in groups[name]]
         elif has_lines(name):

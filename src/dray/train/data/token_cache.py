@@ -34,7 +34,7 @@ from dray.train.runtime.heartbeat import heartbeat
 LABEL, LAST = 1 << 31, 1 << 30
 """Marks beside a token: it is a label; a document ends with it."""
 IDS = LAST - 1
-MANIFEST = "manifest.json"  # also `dray clean tokens` reads it; its modification time is that of the last use
+MANIFEST = "manifest.json"  # `dray clean tokens` reads it too; its modification time is that of the last use
 
 _VERSION = 3
 _FILES = ("ids", "starts")
@@ -62,7 +62,7 @@ class Tokens:
         starts = self.starts[first : last + 1] - self.starts[first]
         return Tokens(self.ids[begin:end], starts, content=self.content)
 
-    def short(self, most: int) -> Tokens:
+    def first(self, most: int) -> Tokens:
         """The first `most` tokens; 0 is all of them."""
         return Tokens(self.ids[:most], self.starts, content=self.content) if most else self
 
@@ -97,17 +97,17 @@ def cached(
     """
     folder = cache / name
     write = partial(_write, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
-    leads = ranks.local_rank() == 0
-    waits = _has_rank_0s_disk(cache) and not folder.is_dir()
+    is_first_of_node = ranks.local_rank() == 0
+    comes_second = _has_rank_0s_disk(cache) and not folder.is_dir()
 
-    def prepare(turn: bool) -> None:
-        if leads and waits is turn:
+    def prepare(second: bool) -> None:
+        if is_first_of_node and comes_second is second:
             if not folder.is_dir():
                 _make(folder, write)
             _check(folder)
 
-    for turn in (False, True):  # nodes that share rank 0's disk come second
-        on_all(partial(prepare, turn), lambda *_: None)
+    for second in (False, True):  # nodes that share rank 0's disk come second
+        on_all(partial(prepare, second), lambda *_: None)
     _check_same(folder)
     return _open(folder)
 

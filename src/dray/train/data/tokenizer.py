@@ -58,5 +58,5 @@ def of_bytes(*, mask: bool = False) -> PreTrainedTokenizerFast:
     bytes_only.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token=END, pad_token=END, bos_token=END)
     if mask:
-        tokenizer.mask_token, tokenizer.pad_token = MASK, PAD  # what pads has no embedding that learns
+        tokenizer.mask_token, tokenizer.pad_token = MASK, PAD  # a padding token is never trained
     return tokenizer

@@ -55,6 +55,13 @@ def load(path: Path, *, trust: bool = False) -> Any:  # noqa: ANN401  what the f
         try:
             with safe_globals([(placeholder, name) for name, placeholder in inert.items()]):
                 return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trust)
+        except ImportError as error:  # with --trust
+            raise ConfigError(
+                "the file needs a Python package that is missing",
+                where=path,
+                found=error,
+                fix="install it beside dray, or import with --engine and an image that has it",
+            ) from error
         except pickle.UnpicklingError as error:
             match = _REFUSED_GLOBAL.search(str(error))
             if not match:

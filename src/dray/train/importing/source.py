@@ -131,8 +131,8 @@ def same_count(counts: Iterable[Any]) -> int:
     return distinct.pop()
 
 
-def matched(tensors: Tensors, names: Iterable[str], base: str, prefix: str | None) -> Tensors:
-    """The tensors of the model without their common prefix, such as `app.model.`, which is found if it is None.
+def without_prefix(tensors: Tensors, names: Iterable[str], base: str, prefix: str | None) -> Tensors:
+    """Return the model's tensors without their common prefix, such as `app.model.`; None: the most frequent one.
 
     `names` are those of the model; a checkpoint of its base model has them without `base`, such as `transformer.`
     """
@@ -147,7 +147,7 @@ def matched(tensors: Tensors, names: Iterable[str], base: str, prefix: str | Non
                 "the checkpoint has the model's tensors more than once",
                 wanted="one copy of each tensor",
                 found=", ".join(sorted(str(found) or "no prefix" for found, _ in ranked)),
-                fix=f"--prefix {ranked[0][0] or ranked[1][0]}",
+                fix=f"--prefix {ranked[0][0] or ranked[1][0]}; of two optimizers import the weights alone: --to FOLDER",
             )
         prefix = ranked[0][0] if ranked else ""
     prefix = prefix or ""

@@ -34,31 +34,31 @@ def read(folder: Path, *, trust: bool) -> Source | None:
     if not models:
         return None
     _require_whole_models(folder)
-    head, optimizers = models[0], _ranks(folder, "optim", trust)
-    where = folder.parent if (folder.parent / "latest").is_file() else folder
-    module = {name: tensor for name, tensor in unwrapped(head["module"] or {}).items() if tensor.numel()}
+    rank_0, optimizers = models[0], _ranks(folder, "optim", trust)
+    config_folder = folder.parent if (folder.parent / "latest").is_file() else folder
+    module = {name: tensor for name, tensor in unwrapped(rank_0["module"] or {}).items() if tensor.numel()}
     if not optimizers:
-        return Source("DeepSpeed", where, module, head["global_steps"])
+        return Source("DeepSpeed", config_folder, module, rank_0["global_steps"])
     states = [rank["optimizer_state_dict"] for rank in optimizers]
     stage_3 = _FP32_OF_STAGE_3 in states[0]
-    join = partial(_join_stage_3 if stage_3 else _join, head["param_shapes"])
+    join_ranks = partial(_join_stage_3 if stage_3 else _join, rank_0["param_shapes"])
     ranks = states[0]["partition_count"]
     ranks = ranks if isinstance(ranks, int) else max(ranks)
     if len(states) != ranks:
         raise ValueError(f"the files of {len(states)} of {ranks} ranks")
-    weights = join([state[_FP32_OF_STAGE_3 if stage_3 else _FP32] for state in states])
+    weights = join_ranks([state[_FP32_OF_STAGE_3 if stage_3 else _FP32] for state in states])
     # Tied weights come from the 32-bit ones: `module` has them in 16 bits.
     shared = {
         name: weights[original]
-        for name, original in dict(head.get("shared_params") or {}).items()
+        for name, original in dict(rank_0.get("shared_params") or {}).items()
         if original in weights
     }
     return Source(
         f"DeepSpeed's ZeRO, stage {'3' if stage_3 else '1 or 2'}, of {counted(ranks, 'rank')}",
-        where,
+        config_folder,
         unwrapped(module | weights | shared),
-        head["global_steps"],
-        partial(_adam, states, "optimizer_state_dict" if stage_3 else "base_optimizer_state", join),
+        rank_0["global_steps"],
+        partial(_adam, states, "optimizer_state_dict" if stage_3 else "base_optimizer_state", join_ranks),
     )
 
 
@@ -106,9 +106,9 @@ def _cut(row: torch.Tensor, shapes: Shapes) -> Tensors:
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _adam(states: list[dict[str, Any]], key: str, join: Callable[[Flats], Tensors]) -> Adam:
+def _adam(states: list[dict[str, Any]], key: str, join_ranks: Callable[[Flats], Tensors]) -> Adam:
     groups = [[group for _, group in sorted(state[key]["state"].items())] for state in states]
     moments = {}
     for kind in MOMENTS:
-        moments[kind] = unwrapped(join([[group[kind].flatten() for group in rank] for rank in groups]))
+        moments[kind] = unwrapped(join_ranks([[group[kind].flatten() for group in rank] for rank in groups]))
     return Adam(same_count(group["step"] for rank in groups for group in rank), moments)

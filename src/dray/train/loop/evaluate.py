@@ -1,4 +1,4 @@
-"""Loss, perplexity and accuracy of a dataset: in windows side by side or overlapping, or of each last word."""
+"""Loss, perplexity and accuracy of a dataset: in windows side by side, in overlapping ones, or of last words alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Evaluated(NamedTuple):
 
 
 class Evaluator:
-    """All that a recipe evaluates. `figures` has the last of each event."""
+    """Evaluates all datasets of a recipe. `figures` has the newest results of each event of metrics.jsonl."""
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class Evaluator:
     ) -> None:
         self.config, self.strategy, self.objective, self.metrics = config, strategy, objective, metrics
         self.figures: dict[str, dict[str, float]] = {}
-        self._more: dict[str, Evaluated] = {}
+        self._extra: dict[str, Evaluated] = {}
         length = config.data.sequence_length
         for name, evaluation in config.evaluate.items():
             tokens = datasets.evaluation(config, tokenizer, name)
             if evaluation.last_word:
-                windows = documents_of(tokens, length)
+                windows = windows_of_documents(tokens, length)
             else:
                 windows = windows_of(tokens.total, length, evaluation.stride, predicts_next=objective.predicts_next)
-            self._more[f"eval-{name}"] = Evaluated(
+            self._extra[f"eval-{name}"] = Evaluated(
                 tokens, windows, objective.evaluating(evaluation), evaluation.last_word
             )
 
     def all(self, step: int, validation: dict[str, Tokens]) -> None:
-        """What is evaluated during training, by event, then each of [evaluate]."""
+        """Evaluate the validation datasets, each under its event, then those of [evaluate]."""
         for event, tokens in validation.items():
             self.dataset(event, step, tokens)
         if datasets.VALIDATION not in validation:
@@ -76,11 +76,11 @@ class Evaluator:
                 key: sum(weight * figures[key] for weight, figures in sources) / total for key in ("loss", "accuracy")
             }
             self._write(datasets.VALIDATION, step, mean | {"perplexity": perplexity(mean["loss"])})
-        for event, evaluated in self._more.items():
+        for event, evaluated in self._extra.items():
             self._write(event, step, self._measure(evaluated))
 
     def dataset(self, event: str, step: int, tokens: Tokens) -> None:
-        """One dataset, sample by sample."""
+        """Evaluate one dataset in windows side by side."""
         length = self.config.data.sequence_length
         windows = windows_of(tokens.total, length, 0, predicts_next=self.objective.predicts_next)
         self._write(event, step, self._measure(Evaluated(tokens, windows, self.objective)))
@@ -93,13 +93,13 @@ class Evaluator:
 
     @torch.no_grad()
     def _measure(self, evaluated: Evaluated) -> dict[str, float]:
-        """The mean over each label, or each word, of the windows, and the share that was right."""
+        """Return the mean loss of a label, or of a word, and the share that the model predicted right."""
         strategy, windows = self.strategy, evaluated.windows
         rank, world = ranks.rank(), ranks.world()
         strategy.network.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
         size = min(self.config.per_device, -(-len(windows) // world))
-        # All ranks run the same number of batches, since fsdp gathers weights from all; the last may have no labels.
+        # All ranks run as many batches, since fsdp gathers weights from all; a rank's last may have no labels.
         for begin in range(rank * size, rank * size + len(windows), size * world):
             heartbeat.beat()
             batch = self._batch(evaluated, begin, size).to(strategy.device)
@@ -115,7 +115,7 @@ class Evaluator:
         return {"loss": mean, "perplexity": perplexity(mean), "accuracy": right / max(count, 1.0)}
 
     def _batch(self, evaluated: Evaluated, begin: int, size: int) -> Batch:
-        """Windows from `begin` on, and empty ones after the last. A row's number decides which tokens are masked."""
+        """Return windows from `begin` on, then empty ones. A window's number decides which of its tokens are masked."""
         windows = evaluated.windows[begin : begin + size]
         windows += [Window(0, 0, 0)] * (size - len(windows))
         length = self.config.data.sequence_length
@@ -128,20 +128,20 @@ class Evaluator:
 
 
 def windows_of(total: int, length: int, stride: int, *, predicts_next: bool) -> list[Window]:
-    """Without a stride windows lie side by side. With one they overlap: each token counts once, in the window where
-    most tokens precede it."""
+    """Return windows side by side, or with a stride overlapping ones, where each token counts once: in the window that
+    has most tokens before it."""
     windows = []
     end = max(total - length, 0) + stride if stride else total
     for start in range(0, end, stride or length):
-        # Where the next token is predicted, the last one of all has no label.
+        # A model that predicts the next token has no label for a window's last token.
         labels = min(length, total - start) - predicts_next
         if labels > 0:
             windows.append(Window(start, length - stride - 1 if stride and start else 0, labels))
     return windows
 
 
-def documents_of(tokens: Tokens, length: int) -> list[Window]:
-    """One window for each document: its last `length` tokens."""
+def windows_of_documents(tokens: Tokens, length: int) -> list[Window]:
+    """Return a window for each document: its last `length` tokens."""
     windows = []
     for begin, after in zip(tokens.starts[:-1].tolist(), tokens.starts[1:].tolist(), strict=True):
         start = max(begin, after - 1 - length)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,26 +24,22 @@ from dray.train import ranks
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.loop.trackers import Tracked, Trackers, require
-from dray.train.model.layers import heads
+from dray.train.model.layers import experts, heads
 from dray.train.parallel.base import Strategy
 
 # A loss jumps if it is far above those of the log lines before.
-_LINES, _LEAST = 32, 8  # so many lines, at most and at least
-_TIMES = 8.0  # standard deviations, estimated by medians, which outliers hardly move
-_NOISE = 0.01  # of the median; lines may agree by chance
-
-# transformers' names of how many experts a layer has, and how many of them a token uses.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+_MOST_LINES, _LEAST_LINES = 32, 8
+_DEVIATIONS = 8.0  # standard deviations above the median, estimated by medians, which outliers hardly move
+_LEAST_DEVIATION = 0.01  # of the median: a few lines may agree by chance
 
 
 class Metrics:
-    """Write metrics.jsonl, TensorBoard, the recipe's trackers, and a line in every rank's log."""
+    """Writes metrics.jsonl, TensorBoard, the recipe's trackers, and a line in every rank's log."""
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config, self._file = config, None
         self._trackers: Trackers | None = None
-        self._lock = Lock()  # the threads that write checkpoints write lines too
+        self._lock = Lock()  # threads that write checkpoints write lines, too
         self._unwritten = b""  # lines that a full disk has not taken yet
         if writes:
             require(
@@ -52,7 +49,7 @@ class Metrics:
             self._file = (Path(config.folder) / METRICS).open("ab", buffering=0)
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
-        """Write one line at once: `tail -f` may follow it. Every rank shows it in its own log."""
+        """Write one line at once, so that `tail -f` can follow. Every rank prints `shown` into its own log."""
         say(shown)
         if self._file is None:
             return
@@ -77,11 +74,11 @@ class Metrics:
 
 
 class Speed:
-    """The speed and the waits of training, measured only at steps that write a line."""
+    """Measures the speed and the waits of training, between two log lines."""
 
     def __init__(self, config: Config, strategy: Strategy) -> None:
         self.config, self.device = config, strategy.device
-        self._flops = flops_per_token(strategy.network, config)
+        self._flops = cache(partial(flops_per_token, strategy.network, config))
         self._peak = _peak(strategy.device, config.train.precision)
 
     def begin(self, first: int) -> None:
@@ -92,13 +89,13 @@ class Speed:
 
     @contextmanager
     def spent(self, on: str) -> Iterator[None]:
-        """Time in it counts as data_s or checkpoint_s; time in an evaluation is not part of step_s."""
+        """Add the time of this block to data_s or checkpoint_s, or to the evaluations, which step_s leaves out."""
         began = time.monotonic()
         yield
         self._spent[on] += time.monotonic() - began
 
     def measured(self, taken: int) -> dict[str, Any]:
-        """Since the last time."""
+        """Return the fields of a `step` line, measured since the last one."""
         now, config = time.monotonic(), self.config
         steps, seconds = taken - self._since, now - self._last - self._spent["evaluation"]
         tokens_per_s = steps * config.step_tokens / seconds
@@ -112,39 +109,41 @@ class Speed:
             "seconds_left": round(left, 1),
         }
         if self._peak:
-            figures["mfu"] = round(tokens_per_s / ranks.world() * self._flops / self._peak, 4)
+            flops = sum(self._flops(config.row_length(step)) for step in range(self._since, taken)) / steps
+            figures["mfu"] = round(tokens_per_s / ranks.world() * flops / self._peak, 4)
         self._since, self._last, self._spent = taken, now, dict.fromkeys(self._spent, 0.0)
         return figures
 
 
 class Jumps:
-    """Find losses far above those of the lines before; the same on every rank."""
+    """Finds losses far above those of the log lines before; the same on every rank."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_LINES)
+        self._losses: deque[float] = deque(maxlen=_MOST_LINES)
         self._high = False
 
     def median_before(self, loss: float) -> float | None:
-        """The median of the lines before if this loss is far above it; of several such lines only the first."""
+        """Return the median of the lines before if this loss jumps; of several in a row only for the first."""
         before = [*self._losses]
         self._losses.append(loss)
-        if len(before) < _LEAST:
+        if len(before) < _LEAST_LINES:
             return None
         middle = median(before)
-        # From line to line, since a loss that falls is far from its median too.
-        deviation = 1.4826 * median(abs(after - line) for line, after in pairwise(before))
-        was_high, self._high = self._high, loss > middle + _TIMES * max(deviation, _NOISE * abs(middle))
+        # Of the changes from line to line: a loss that falls steadily is far from its median too.
+        deviation = max(
+            1.4826 * median(abs(after - line) for line, after in pairwise(before)), _LEAST_DEVIATION * abs(middle)
+        )
+        was_high, self._high = self._high, loss > middle + _DEVIATIONS * deviation
         return middle if self._high and not was_high else None
 
 
-def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
-    """FLOPs per token: six per multiplied weight, four if it is frozen, plus attention.
+def flops_per_token(network: Any, config: Config, length: int) -> float:  # noqa: ANN401  a transformers model
+    """Return the FLOPs of a token in rows of `length`: 6 for each multiplied weight, 4 if it is frozen, plus attention.
 
     Attention counts whole, also where it is causal: so do PaLM, nanoGPT, Megatron-LM and torchtitan.
     """
     settings = network.config.get_text_config()
-    experts = _first(settings, _EXPERTS)
-    active = _first(settings, _ACTIVE) / experts
+    expert_count, active_count = experts(settings)
     predicted = config.train.mlm_probability if config.train.objective == "masked" else 1.0
     table = network.get_input_embeddings().weight
     head = table if network.config.tie_word_embeddings else getattr(network.get_output_embeddings(), "weight", None)
@@ -156,31 +155,26 @@ def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a t
         elif weight is table:
             share = 0.0
         elif ".experts." in name:
-            share = active
+            share = active_count / expert_count
         size = getattr(weight, "ds_numel", weight.numel())  # DeepSpeed's ranks have a part of it
         flops += share * size * (6 if weight.requires_grad else 4)
     widths = sum(count * size for count, size in heads(settings))
-    return flops + 12 * widths * config.data.sequence_length
-
-
-def _first(settings: Any, names: tuple[str, ...]) -> int:  # noqa: ANN401  transformers' own
-    """The number that a configuration has by one of these names; 1 if it has none."""
-    return next(filter(None, (getattr(settings, name, None) for name in names)), 1)
+    return flops + 12 * widths * length
 
 
 def _peak(device: torch.device, precision: str) -> float:
-    """Operations a second, by the maker; 0 where it is unknown. A 32-bit run is measured against the 16-bit peak."""
+    """Return the vendor's FLOPs a second, 0 if unknown. A 32-bit run is measured against the 16-bit peak, too."""
     gpu = None if device.type == "cpu" else gpus.find(torch.cuda.get_device_name(device))
     return 0.0 if gpu is None else (gpu.bf16 if precision == "bf16" else gpu.fp16) * 1e12
 
 
 def _memory(device: torch.device) -> float:
-    """Most that this rank ever had: of the GPU's memory, or of the host's."""
+    """Return the peak of this rank's memory: of the GPU's, or without one of the host's."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
     return float(torch.cuda.max_memory_allocated(device))
 
 
 def perplexity(loss: float) -> float:
-    """exp of the mean loss; exp(710) overflows a float, so 700 is the cap."""
+    """Return exp of the mean loss; exp(710) overflows a float, so 700 is the cap."""
     return math.exp(min(loss, 700.0))

@@ -20,14 +20,14 @@ from dray.train.errors import message, say
 
 
 class Profiler:
-    """Profile the steps of `train.profile`. A run that resumes after the first of them profiles nothing."""
+    """Profiles the steps of `train.profile`. A run that resumes after the first of them profiles nothing."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._trace, self._device = Path(config.folder) / PROFILE_TRACE, device
         self._first = self._last = 0
         if config.train.profile and ranks.rank() == 0:
-            first, last = config.train.profile.split("-")
-            self._first, self._last = int(first), min(int(last), config.steps)
+            self._first, last = map(int, config.train.profile.split("-"))
+            self._last = min(last, config.steps)
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
@@ -50,11 +50,11 @@ class Profiler:
             kernels |= table(self._profile.key_averages())
             files.write_atomic(self._trace.with_name(PROFILE), json.dumps(kernels))
             say(f"steps {self._first} to {self._last} are profiled: {self._trace}")
-        self._profile = None  # it has all events of the trace
+        self._profile = None  # frees all events of the trace
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
-        """Give up with a warning: neither a full disk nor a defect of the profiler ends the run."""
+        """Give up with a warning, so that neither a full disk nor a failing profiler ends the run."""
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -63,12 +63,12 @@ class Profiler:
             self._profile = None
 
 
-_MOST = 20  # rows of the table
-_NAME = 300  # letters of a kernel's name, which C++ templates make long
+_ROWS = 20
+_NAME_LENGTH = 300  # C++ templates make the names of kernels long
 
 
 def table(averages: Any) -> dict[str, Any]:  # noqa: ANN401  torch's list of averages
-    """The longest kernels of the GPU, or without any the longest operators of the CPU, with their own time alone."""
+    """Return the longest kernels of the GPU, or without any the longest operators of the CPU; each by its own time."""
     events = [event for event in averages if not event.is_user_annotation]
     kernels = [event for event in events if event.device_type != DeviceType.CPU]
     times = [(event.self_device_time_total, event) for event in kernels]
@@ -78,11 +78,11 @@ def table(averages: Any) -> dict[str, Any]:  # noqa: ANN401  torch's list of ave
     times.sort(key=lambda pair: -pair[0])
     rows = [
         {
-            "name": event.key[:_NAME],
+            "name": event.key[:_NAME_LENGTH],
             "calls": event.count,
             "ms": round(time / 1000, 3),
             "share": round(time / total, 4) if total else 0.0,
         }
-        for time, event in times[:_MOST]
+        for time, event in times[:_ROWS]
     ]
     return {"kind": "kernels" if kernels else "operators", "total_ms": round(total / 1000, 3), "rows": rows}

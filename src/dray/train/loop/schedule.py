@@ -1,4 +1,4 @@
-"""The learning rate at a step: transformers' schedules, which depend on the step alone. So nothing of it is saved."""
+"""The learning rate by transformers' schedules. It depends on the step alone, so no checkpoint holds any of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dray.train.config import Config
 
 
 def learning_rate(config: Config) -> Callable[[int], float]:
-    """The learning rate of each step, counted from 0. Unlike transformers' it is above 0 in the first warm-up step."""
+    """Return the learning rate by the step, counted from 0. Unlike transformers' the first one is above 0."""
     train, warmup = config.train, config.train.warmup_steps
     decay = train.lr_scheduler_kwargs.get("num_decay_steps", 0)
     if decay > config.steps - warmup:  # the plan refuses it if the recipe sets steps
@@ -29,7 +29,7 @@ def learning_rate(config: Config) -> Callable[[int], float]:
         "warmup_stable_decay": {"num_decay_steps": max(1, config.steps // 10)},
     }
     options = defaults.get(train.lr_scheduler_type, {}) | train.lr_scheduler_kwargs
-    if "num_decay_steps" in options:  # more would begin the decay in its middle
+    if "num_decay_steps" in options:  # if there were more, the schedule would begin in the middle of its decay
         options["num_decay_steps"] = min(options["num_decay_steps"], max(1, config.steps - warmup))
     scheduler: Any = get_scheduler(
         train.lr_scheduler_type,
@@ -38,11 +38,11 @@ def learning_rate(config: Config) -> Callable[[int], float]:
         num_training_steps=config.steps,
         scheduler_specific_kwargs=options,
     )
-    (share,) = scheduler.lr_lambdas
+    (factor,) = scheduler.lr_lambdas
 
-    def rate(step: int) -> float:
+    def learning_rate_at(step: int) -> float:
         if step < warmup:
             return train.lr * (step + 1) / warmup
-        return train.min_lr + (train.lr - train.min_lr) * float(share(step))
+        return train.min_lr + (train.lr - train.min_lr) * float(factor(step))
 
-    return rate
+    return learning_rate_at

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: accelerate's trackers, by the names that accelerate has for them."""
+"""Trackers that get the metrics beside metrics.jsonl, such as wandb: accelerate's classes, by accelerate's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATIENCE_S = 60.0  # for a server that does not answer, at the end of a run
 
 
 class Tracked(NamedTuple):
-    """The run to track: all its attempts are one run of the tracker."""
+    """The run to track; a tracker shows all its attempts as one run."""
 
     project: str
     run: str
@@ -37,19 +37,17 @@ class Kind(NamedTuple):
     """One of accelerate's trackers, and what its own package needs."""
 
     options: Callable[[Tracked], dict[str, Any]]
-    """Options of accelerate's class: the names, and how the next attempt resumes the tracked run."""
+    """Arguments of accelerate's class, with which a later attempt resumes the tracked run."""
     offline: dict[str, str]
-    """Variables that keep its files in the run folder, where the user has not set them; {} is that folder."""
+    """Variables that dray sets unless the user has: no server, and files in the run folder, which is {}."""
     online: dict[str, str]
-    """Variables with which `dray report --sync` sends."""
+    """Variables that `dray report --sync` sets to send to the server."""
     server: tuple[str, ...] = ()
     """If one of these is set, the tracker sends to that server. Without `server` and `online` it only writes files."""
-    own: Callable[..., Any] | None = None
-    """A class to use instead of accelerate's."""
 
 
 def _mlflow(to: Tracked) -> dict[str, Any]:
-    """mlflow numbers runs itself, in each store anew."""
+    """Resume mlflow's run by its name: mlflow makes another id for it in each store."""
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", to.project)
     runs = import_module("mlflow").search_runs(
         experiment_names=[project], filter_string=f"attributes.run_name = '{to.run}'", output_format="list"
@@ -59,7 +57,7 @@ def _mlflow(to: Tracked) -> dict[str, Any]:
 
 KINDS = {
     "tensorboard": Kind(
-        # A later attempt's steps take the place of those that the one before it has not saved.
+        # Drop the steps that an earlier attempt took after its last checkpoint: this attempt takes them again.
         lambda to: {"run_name": "tensorboard", "logging_dir": str(to.folder), "purge_step": to.first_step + 1},
         {},
         {},
@@ -81,23 +79,22 @@ KINDS = {
 }  # fmt: skip
 
 
-def started(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accelerate's
-    """A tracker that logs from the one thread that calls this."""
+def start_tracker(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accelerate's
+    """Start a tracker; only the thread that calls this may use it."""
     (to.folder / name).mkdir(parents=True, exist_ok=True)
     tracking: Any = import_module("accelerate.tracking")
-    # Its logger and its decorator ask a PartialState for the rank; this is the one rank that logs.
+    # accelerate's logger and main_process_only ask a PartialState for the rank; here rank 0 alone logs.
     tracking.logger = logging.getLogger("accelerate.tracking")
-    kind = KINDS[name]
-    tracker = (kind.own or tracking.LOGGER_TYPE_TO_CLASS[name])(**kind.options(to))
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](**KINDS[name].options(to))
     tracker.main_process_only = False
     tracker.start()
     return tracker
 
 
 def require(names: Iterable[str], fix: str) -> None:
-    """Refuse what is not installed, before a run has read its datasets."""
+    """Refuse a tracker that is not installed, before the run reads its datasets."""
     for name in names:
-        if KINDS[name].own is None and find_spec(name) is None:
+        if find_spec(name) is None:
             raise ConfigError(
                 f"the tracker {name} is not installed here",
                 wanted=f"the Python package {name}",
@@ -115,7 +112,7 @@ class Trackers:
         at_end(self.close)  # also of a run that fails
 
     def log(self, event: dict[str, Any]) -> None:
-        """Send a line that has a step to all trackers, each step once; TensorBoard alone replaces steps."""
+        """Send a line to all trackers, each step once; TensorBoard alone gets a step again, and replaces it."""
         is_new = event["step"] > self._tracked.get(event["event"], -1)
         for thread in self._threads:
             if thread.is_alive() and (is_new or thread.name == "tensorboard"):
@@ -144,7 +141,7 @@ class _Thread(Thread):
 
     def run(self) -> None:
         try:
-            tracker = started(self.name, self._to)
+            tracker = start_tracker(self.name, self._to)
             while (event := self.lines.get()) is not None:
                 tracker.log(numbers(event), step=event["step"])
             tracker.finish()
@@ -153,7 +150,7 @@ class _Thread(Thread):
 
 
 def numbers(event: dict[str, Any]) -> Numbers:
-    """Flatten a metrics line to `event/name/index: number`; a list has an item per layer, a table one per source."""
+    """Flatten a line to `event/name: number`, or `event/name/key: number` for the items of a list or a table."""
     flat = dict[str, float]()
     for name, value in event.items():
         if isinstance(value, list):
@@ -167,19 +164,19 @@ def numbers(event: dict[str, Any]) -> Numbers:
 
 
 def read(run: Path) -> Iterator[dict[str, Any]]:
-    """The metrics lines with a step, of all attempts of a run, in order."""
+    """Yield the lines with a step, of all attempts of a run, in order."""
     for number in itertools.count(1):
         attempt = run / run_folder.attempt(number)
         if not attempt.is_dir():
             return
         with suppress(OSError), (attempt / run_folder.METRICS).open("rb") as file:
             for line in file:
-                with suppress(ValueError):  # an attempt was killed while it wrote
+                with suppress(ValueError):  # a line is cut if its attempt was killed
                     event = json.loads(line)
                     if "step" in event:
                         yield event
 
 
 def newest(events: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """The last step of each event."""
+    """Return the last step of each event."""
     return {event["event"]: event["step"] for event in sorted(events, key=lambda event: event["step"])}

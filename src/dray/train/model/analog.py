@@ -104,7 +104,7 @@ class Analog:
             layer.register_forward_hook(self._note, prepend=True)  # before ZeRO-3 takes the weights away again
 
     def _note(self, layer: Any, *_: object) -> None:  # noqa: ANN401  an analog layer
-        """A range that has followed the data stays so for the next micro-batch of the same step, too."""
+        """Keep the range that this micro-batch has set for the next one of the step."""
         if layer.training and layer in self._following:
             self._following[layer] = layer.input_range.detach().float().clone()
             self.strategy.write(layer.input_range, self._following[layer])

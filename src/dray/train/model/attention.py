@@ -1,8 +1,8 @@
 """Which attention a model computes, and with which mask.
 
 transformers makes a mask in every compiled pass (5.23 with torch before 2.14), and reads the device in every other one
-to see whether documents are packed. With a mask SDPA has no flash kernel, does masked work, too, and repeats grouped
-heads. So the functions here have a mask function of their own, which makes none where `is_causal` says the same.
+to see whether documents are packed. With a mask SDPA uses no flash kernel, computes the masked scores too, and copies
+grouped heads. So the functions here have a mask function of their own, which makes none if `is_causal` is enough.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def install(network: Any, config: Config, device: torch.device) -> str:  # noqa:
         if fused and _has_flex(network):
             network.set_attn_implementation(_FLEX)
             return "flex_attention: it skips what the mask for documents hides"
-        choice += ": flex_attention needs compute capability 8.0, heads of 16, no dropout, and a model that has it"
+        choice += (
+            ": flex_attention needs compute capability 8.0, a head size of 16, no dropout, and a model that has it"
+        )
     if not fused or config.train.precision == "fp32":
         # Without flash attention only the unfused kernel knows grouped heads, and it keeps every score.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False

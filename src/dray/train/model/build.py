@@ -1,8 +1,8 @@
 """The network: one that exists, or a new one from a transformers configuration.
 
-Rank 0 alone has its weights; the others have room for them that no memory stands behind yet, and get them when the
-strategy shards or copies the model. A node so holds one copy in its memory, not one for each of its ranks. Where a
-checkpoint overwrites all weights, rank 0 has such room, too.
+Rank 0 alone has its weights. The other ranks allocate memory for them and never touch it, until the strategy shards or
+copies the model to them. So a node holds one copy in its memory, not one for each of its ranks. If a checkpoint will
+overwrite all weights, rank 0 does the same.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SMALL = 50_000_000
 
 
 def build(
-    config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool, restored: bool = False,
-    device: torch.device = _CPU, placed: dict[str, Any] | None = None,
+    config: Config, tokens: PreTrainedTokenizerFast, *, with_weights: bool, resumes: bool = False,
+    device: torch.device = _CPU, device_map: dict[str, Any] | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model; with its weights if `filled`, unless a checkpoint will overwrite them all, as `restored` says.
+    """Return the model, with its weights if `with_weights`, and not if a checkpoint will overwrite them (`resumes`).
 
-    A new model is initialized on `device`. `placed` says where `from_pretrained` puts those of several devices.
+    A new model is initialized on `device`. `device_map` has options of `from_pretrained`, to use several devices.
     """
     attention.look_for_documents(config.data.document_mask)
     # No row is padded. transformers looks for that, only to warn, by reading the device in every pass.
     PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
     model, objective = config.model, objectives.named(config.train.objective)
-    settings, folder = check(config, tokens, weights=model.weights and filled)
+    settings, folder = check(config, tokens, weights=model.weights and with_weights)
     dtype = settings.dtype or torch.float32
     if model.dtype != "auto":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.dtype]
@@ -52,12 +52,12 @@ def build(
             network: PreTrainedModel = objective.auto_model.from_config(settings, **options)
         # Not every strategy saves frozen weights, such as LoRA's base, and the check of the document mask computes.
         frozen = config.lora is not None or not all(weight.requires_grad for weight in network.parameters())
-        if not filled or (restored and not frozen and not config.data.document_mask):
+        if not with_weights or (resumes and not frozen and not config.data.document_mask):
             if model.weights:
                 _read_generation_config(network, folder)
         elif folder and model.weights:
             network = objective.auto_model.from_pretrained(
-                folder, config=settings, use_safetensors=True, **options, **(placed or {})
+                folder, config=settings, use_safetensors=True, **options, **(device_map or {})
             )
         else:
             network = _initialized(
@@ -71,7 +71,7 @@ def build(
     if config.lora:
         torch.manual_seed(config.train.seed)
         lora.add(network, config.lora, task="CAUSAL_LM" if objective.predicts_next else None)
-    if filled:
+    if with_weights:
         if config.data.document_mask:
             _check_document_mask(config, network)
         with network.device:
@@ -139,9 +139,10 @@ def _read_generation_config(network: PreTrainedModel, folder: str) -> None:
 def _initialized(
     empty: PreTrainedModel, config: Config, device: torch.device, make: Callable[[], PreTrainedModel]
 ) -> PreTrainedModel:
-    """The model that `make` makes: a large one on the GPU, in at most half of its memory; `empty` is it on the CPU.
+    """Initialize the model that `make` makes; `empty` is the same model on the CPU, without weights.
 
-    A small one has the same weights on all machines, and so has a base of LoRA, which is initialized at each start.
+    A large one is initialized on the GPU, if it takes at most half of its memory. A small one has the same weights on
+    all machines, and so has LoRA's base, which is initialized at each start.
     """
     weights = [*empty.parameters()]
     if device.type != "cpu":

@@ -18,8 +18,8 @@ from dray.contract.findings import ConfigError
 
 IGNORE_INDEX = -100
 """The label of a token that is not predicted."""
-# A chunk is an eighth of the tokens, and at most 1 GB of logits with their gradient, 2 GB where nothing is compiled: of
-# fewer tokens, adding to the weight's gradient takes longer than the products.
+# A chunk is an eighth of the tokens, and at most 1 GB of logits with their gradient, or 2 GB if nothing is compiled.
+# With smaller chunks, adding up the weight's gradient takes longer than the matrix products.
 _CHUNKS = 8
 _LARGEST, _LARGEST_COMPILED = 1 << 27, 1 << 28
 

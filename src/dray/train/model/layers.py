@@ -1,4 +1,4 @@
-"""The layers that repeat: torch.compile compiles each, and FSDP shards each."""
+"""The layers that repeat, with their heads and experts: torch.compile compiles each layer, and FSDP shards each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 
 _RECOMPILE_LIMIT = 64
 """Compiled forms of one layer's code: layers that differ, training and evaluation, rows of several sizes."""
+# transformers' names of how many experts a layer has, and how many of them a token uses.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 def layers(network: Any) -> list[torch.nn.Module]:  # noqa: ANN401  a transformers model
@@ -27,6 +30,16 @@ def heads(settings: Any) -> list[tuple[int, int]]:  # noqa: ANN401  a transforme
         for layer, count in zip(each, counts, strict=True)
         if count
     ]
+
+
+def experts(settings: Any) -> tuple[int, int]:  # noqa: ANN401  a transformers configuration
+    """Return how many experts a layer has, and how many of them each token uses; 1 and 1 without experts."""
+    return _first(settings, _EXPERTS), _first(settings, _ACTIVE_EXPERTS)
+
+
+def _first(settings: Any, names: tuple[str, ...]) -> int:  # noqa: ANN401  a transformers configuration
+    """The number that a configuration has by one of these names; 1 if it has none."""
+    return next(filter(None, (getattr(settings, name, None) for name in names)), 1)
 
 
 def compile_each(network: torch.nn.Module) -> None:

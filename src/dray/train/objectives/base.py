@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from dray.train.config import Config
 from dray.train.data.encoding import PLAIN, Encoding, end_token
 from dray.train.model.head import IGNORE_INDEX, ChunkedLoss, compiled_cross_entropy, cross_entropy
+from dray.train.model.layers import experts
 from dray.train.model.router_loss import has_routers, router_losses
 from dray.train.recipe_schema import Evaluation
 
@@ -36,7 +37,7 @@ class Batch:
 
     @property
     def label_count(self) -> int:
-        """How many tokens are predicted."""
+        """How many tokens have a label."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     def to(self, device: torch.device) -> Batch:
@@ -109,7 +110,8 @@ class LossModule(torch.nn.Module):
         *,
         compiled: bool = False,
     ) -> None:
-        """`dtype` is that of the head's products, None that of the hidden states; its rows are padded to `multiple`."""
+        """`dtype` is the type of the head's products; None: that of the hidden states. The vocabulary is padded to a
+        multiple of `multiple`."""
         super().__init__()
         self.network: torch.nn.Module = network
         self._chunked, self._dtype = loss == "chunked", dtype
@@ -119,7 +121,7 @@ class LossModule(torch.nn.Module):
         settings = network.config.get_text_config()
         routers = "output_router_logits" in inspect.signature(network.forward).parameters and has_routers(network)
         self._router_weight = getattr(settings, "router_aux_loss_coef", 0.0) if routers else 0.0
-        self._active_experts = getattr(settings, "num_experts_per_tok", 1)
+        _, self._active_experts = experts(settings)
         self._labels: torch.Tensor | None = None  # None outside of `forward`, as in generation
         self._places: torch.Tensor | None = None
         head = network.get_output_embeddings()

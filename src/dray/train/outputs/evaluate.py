@@ -44,7 +44,9 @@ def run(job: Evaluate) -> None:
     config = replace(config, model=saved, train=train, lora=None)
     device = init_distributed(config.variant)
     tokens = tokenizer.load(config)
-    network = build.build(config, tokens, filled=True, placed={"device_map": "auto"} if job.device_map else None)
+    network = build.build(
+        config, tokens, with_weights=True, device_map={"device_map": "auto"} if job.device_map else None
+    )
     network.requires_grad_(False)  # the optimizer then holds nothing
     attention.install(network, config, device)
     if job.device_map:

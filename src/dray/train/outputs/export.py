@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from dray.contract.image_tasks import Export
 from dray.train.checkpoint import manifest
-from dray.train.checkpoint.shards import TYPES, Reader, open_checkpoint, whole
+from dray.train.checkpoint.shards import TYPES, Reader, open_checkpoint, whole_shards
 from dray.train.config import Config, of_plan
 from dray.train.data import tokenizer
 from dray.train.model import build, lora
@@ -54,7 +54,7 @@ def _write_model(folder: Path, reader: Reader, config: Config, job: Export) -> N
     config = replace(config, model=replace(config.model, attn_implementation="auto"))
     weights = _weights(reader, averaged=True)
     if config.lora:  # merged into the whole model, which is in memory then
-        network: Any = build.build(config, tokens, filled=True)
+        network: Any = build.build(config, tokens, with_weights=True)
         tensors = {name: weight.detach() for name, weight in network.named_parameters()} | dict(weights)
         shell, weights = lora.plain(network), iter(lora.merged(network, tensors).items())
     else:
@@ -80,7 +80,7 @@ def _weights(reader: Reader, *, averaged: bool = False) -> Iterator[tuple[str, t
 def _read(reader: Reader, key: str) -> torch.Tensor:
     saved_as, (kind, _, name) = reader.tensors[key], key.partition(".")
     tensor = torch.empty(saved_as["shape"], dtype=TYPES[saved_as["dtype"]])
-    reader.fill(whole(kind, {name: tensor}))
+    reader.fill(whole_shards(kind, {name: tensor}))
     return tensor
 
 
@@ -97,7 +97,7 @@ def _write_dcp(folder: Path, reader: Reader, updates: int) -> None:
 
 
 def named_as_saved(network: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401  a transformers model
-    """Yield the weights by their names in saved files, a layer at a time: in memory its experts are one tensor."""
+    """Yield the weights under their names in saved files, a layer at a time: in memory its experts are one tensor."""
     for _, layer in itertools.groupby(weights, key=lambda pair: _layer(pair[0])):
         tensors = {name: weight.cpu() for name, weight in layer}
         yield from revert_weight_conversion(network, tensors).items()
@@ -118,17 +118,17 @@ def write_weights(
     total = size = 0
 
     def write() -> None:
-        save_file(bucket, folder / _part(len(files)), metadata={"format": "pt"})
+        save_file(bucket, folder / _file_name(len(files)), metadata={"format": "pt"})
         files.append([*bucket])
         bucket.clear()
 
     for name, weight in weights:
-        kind = dtype if dtype and weight.is_floating_point() else weight.dtype
-        nbytes = weight.numel() * kind.itemsize
+        target_dtype = dtype if dtype and weight.is_floating_point() else weight.dtype
+        nbytes = weight.numel() * target_dtype.itemsize
         if bucket and size + nbytes > limit:
             write()
             size = 0
-        tensor = weight.detach().to(kind).cpu().contiguous()
+        tensor = weight.detach().to(target_dtype).cpu().contiguous()
         if tensor.untyped_storage().nbytes() > nbytes:  # a part of others' storage, which safetensors refuses
             tensor = tensor.clone()
         bucket[name] = tensor
@@ -136,18 +136,18 @@ def write_weights(
         total += nbytes
     write()
     if len(files) == 1:
-        (folder / _part(0)).rename(folder / "model.safetensors")
+        (folder / _file_name(0)).rename(folder / "model.safetensors")
         return
     index: dict[str, str] = {}
     for number, names in enumerate(files):
         file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / _part(number)).rename(folder / file)
+        (folder / _file_name(number)).rename(folder / file)
         index |= dict.fromkeys(names, file)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _part(number: int) -> str:
+def _file_name(number: int) -> str:
     """A file's name until it is known how many there are."""
     return f"model-{number + 1:05}.safetensors"
 

@@ -21,14 +21,14 @@ from dray.train.parallel.base import Strategy
 from dray.train.parallel.ddp import HALF
 from dray.train.runtime.heartbeat import heartbeat
 
-_FILE = 2 * 10**9  # bytes of one file, which safetensors copies once more in the host's memory
-_NEW = 64  # tokens of the sample, for which all ranks wait
+_FILE_BYTES = 2 * 10**9  # bytes of one file, which safetensors copies once more in the host's memory
+_SAMPLE_TOKENS = 64  # tokens of the sample, for which all ranks wait
 
 
 def save(
     config: Config, strategy: Strategy, tokenizer: Any, *, parameters: int, figures: dict[str, dict[str, float]]  # noqa: ANN401
 ) -> None:  # fmt: skip
-    """Replace the final model when the new one is complete; all ranks call it. A 16-bit run's has its 16 bits."""
+    """Replace the final model when the new one is complete; all ranks call it. With 16-bit products it has 16 bits."""
     final, network = Path(config.final_model), strategy.network
     adapters = {}
     if lora.on(network):
@@ -47,7 +47,7 @@ def save(
     try:
         shell.save_pretrained(part, state_dict={})  # its configuration and its own code
         (part / "model.safetensors").unlink(missing_ok=True)
-        export.write_weights(part, export.named_as_saved(shell, weights), dtype, limit=_FILE)
+        export.write_weights(part, export.named_as_saved(shell, weights), dtype, limit=_FILE_BYTES)
         if dtype:
             shell.config.dtype = dtype
             shell.config.save_pretrained(part)
@@ -85,7 +85,11 @@ def sample(config: Config, validation: Tokens, device: torch.device) -> str:
     if not objective.predicts_next:
         return ""
     length = config.data.sequence_length
-    prompt = torch.from_numpy(validation.slice(0, length // 4)[None] & IDS).to(device)
-    new = min(length // 2, _NEW)
-    text = network.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    prompt = torch.from_numpy(validation.slice(0, max(1, length // 4))[None] & IDS).to(device)
+    text = network.generate(
+        prompt,
+        max_new_tokens=min(length // 2, _SAMPLE_TOKENS),
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return str(tokenizer.decode(text[0], skip_special_tokens=True))

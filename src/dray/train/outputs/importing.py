@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError, counted, listed
 from dray.contract.image_tasks import Importing
 from dray.train import errors
 from dray.train.checkpoint import checkpoints, manifest, staging
-from dray.train.checkpoint.shards import Shards, whole
+from dray.train.checkpoint.shards import Shards, whole_shards
 from dray.train.config import of_recipe
 from dray.train.data import datasets, tokenizer
 from dray.train.importing import zero
-from dray.train.importing.source import Adam, Source, matched, read_distributed, read_file, read_trainer, reading
+from dray.train.importing.source import Adam, Source, read_distributed, read_file, read_trainer, reading, without_prefix
 from dray.train.model import build
 from dray.train.parallel.base import buffers
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_BESIDE_WEIGHTS = (
+_COPIED_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
@@ -76,7 +76,7 @@ def _write_model(job: Importing, source: Source) -> None:
     config, auto_model = _config(folder, source)
     with torch.device("meta"):
         shell: PreTrainedModel = auto_model.from_config(config, trust_remote_code=False)
-    weights = matched(source.weights, shell.state_dict(), shell.base_model_prefix, job.prefix)
+    weights = without_prefix(source.weights, shell.state_dict(), shell.base_model_prefix, job.prefix)
     floating = [weight.dtype for weight in weights.values() if weight.is_floating_point()]
     dtype = _TYPES.get(job.dtype) or max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)
     try:
@@ -86,13 +86,11 @@ def _write_model(job: Importing, source: Source) -> None:
     except (RuntimeError, ValueError) as error:
         raise _other_model(folder, "tensors of the configuration's shapes", errors.message(error)) from error
     if missing := sorted(report["missing_keys"]):
-        raise _other_model(
-            folder, f"{missing[0]}, and {len(missing) - 1} more", f"names such as {next(iter(weights), '')}"
-        )
+        raise _other_model(folder, listed(missing, most=1), f"names such as {next(iter(weights), '')}")
     part = _new_folder(target.with_name(f"{target.name}.part"))
     network.config.__dict__.pop("auto_map", None)  # names code files, which are not copied
     network.save_pretrained(part, max_shard_size="4GB")
-    for name in _BESIDE_WEIGHTS:
+    for name in _COPIED_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, part / name)
     manifest.seal_model(part)
@@ -146,10 +144,10 @@ def _write_checkpoint(job: Importing, source: Source, adam: Adam) -> None:
     shell = build.shell(config, tokens)
     shell.tie_weights()
     trained, names = dict(shell.named_parameters()), shell.state_dict()
-    weights = matched(source.weights, names, shell.base_model_prefix, job.prefix)
+    weights = without_prefix(source.weights, names, shell.base_model_prefix, job.prefix)
     batches = [_shards("weights", trained, weights, job), _shards("others", buffers(shell), weights, job)]
     for kind, moments in adam.moments.items():
-        batches.append(_shards(kind, trained, matched(moments, names, shell.base_model_prefix, None), job))
+        batches.append(_shards(kind, trained, without_prefix(moments, names, shell.base_model_prefix, None), job))
     step = source.step or adam.updates
     data = datasets.load(config, tokens)
     steps = data.steps(config)
@@ -185,7 +183,7 @@ def _shards(kind: str, model: dict[str, torch.Tensor], given: dict[str, torch.Te
             raise _other_model(Path(job.source), name, f"{kind} such as {next(iter(given), 'none')}")
         if given[name].shape != tensor.shape:
             raise _other_model(Path(job.source), f"{name} {[*tensor.shape]}", f"{kind} {[*given[name].shape]}")
-    return whole(kind, {name: given[name] for name in model})
+    return whole_shards(kind, {name: given[name] for name in model})
 
 
 def _new_folder(folder: Path) -> Path:

@@ -54,16 +54,16 @@ def _training(config: Config, feed: Feed) -> list[Table]:
         files = _files(name, resolve.dataset(name, "train", streamed=True))
         return [{"key": "data.train", **files, "pieces": len(feed.pieces)}]
     if isinstance(feed, Mapped):
-        return [_read(config, "data.train", name, feed, samples)]
+        return [_trained_dataset(config, "data.train", name, feed, samples)]
     assert isinstance(feed, Mixed)
     tables = []
     for (source, weighted), count in zip(feed.sources.items(), feed.mix.taken(samples), strict=True):
-        table = _read(config, f"data.mix.{source}", weighted.dataset, feed.feeds[source], count)
+        table = _trained_dataset(config, f"data.mix.{source}", weighted.dataset, feed.feeds[source], count)
         tables.append({**table, "share": count / samples})
     return tables
 
 
-def _read(config: Config, key: str, name: str, feed: Mapped, samples: int) -> Table:
+def _trained_dataset(config: Config, key: str, name: str, feed: Mapped, samples: int) -> Table:
     epochs = samples * feed.order.length / feed.order.total
     return {**_dataset(config, key, name, "train", feed.tokens), "samples_read": samples, "epochs": epochs}
 
@@ -115,7 +115,7 @@ def _dataset(config: Config, key: str, name: str, split: str, tokens: Tokens) ->
 
 
 def _rows(config: Config, feed: Feed, objective: Objective, count: int) -> list[Table]:
-    """The first rows of the run, in the parts that its loss treats alike."""
+    """The first rows of the run, each split where its loss changes: predicted, masked, context or padding."""
     samples = range(min(count, config.steps * config.global_size))
     if not samples:
         return []

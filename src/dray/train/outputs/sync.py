@@ -6,13 +6,13 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dray.contract import files, run_folder, secrets
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.contract.image_tasks import Sync
-from dray.train.loop.trackers import KINDS, Tracked, newest, numbers, read, require, started
+from dray.train.loop.trackers import KINDS, Tracked, newest, numbers, read, require, start_tracker
 
 _EVERY_S = 5.0
 
@@ -25,14 +25,15 @@ def run(job: Sync) -> None:
     require(job.trackers, "pip install {} beside dray, or --engine docker if the image has it")
     senders = [_Sender(name, job) for name in job.trackers]
     while True:
-        ended = not job.follow or _ended(folder)  # before sending: what the run wrote until then is sent below
+        ended = not job.follow or _ended(folder)  # ask first: lines that are written after this answer would be lost
         for sender in senders:
             sender.send()
         if ended:
             break
         time.sleep(_EVERY_S)
-    for sender in senders:
-        sender.finish()
+    with ExitStack() as finishing:  # all of them, also if one fails
+        for sender in senders:
+            finishing.callback(sender.finish)
 
 
 def _set_online(name: str, folder: Path) -> None:
@@ -58,7 +59,7 @@ def _ended(run: Path) -> bool:
 
 
 @contextmanager
-def _refusals(name: str) -> Iterator[None]:
+def _send_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -79,14 +80,14 @@ class _Sender:
         self._sent: dict[str, int] = {}
         if self._file.exists():
             self._sent = json.loads(self._file.read_text(encoding="utf-8"))
-        with _refusals(name):
-            self._tracker = started(name, Tracked(job.project, job.run, folder, first_step=int(bool(self._sent))))
+        with _send_errors(name):
+            self._tracker = start_tracker(name, Tracked(job.project, job.run, folder, first_step=int(bool(self._sent))))
 
     def send(self) -> None:
         """Send the lines that are not sent yet."""
         steps = {(event["step"], event["event"]): event for event in read(self._run)}
         events = [event for (step, kind), event in sorted(steps.items()) if step > self._sent.get(kind, -1)]
-        with _refusals(self._name):
+        with _send_errors(self._name):
             for event in events:
                 self._tracker.log(numbers(event), step=event["step"])
         self._count += len(events)
@@ -94,7 +95,7 @@ class _Sender:
 
     def finish(self) -> None:
         """Wait until the tracker has taken them; if it fails, the next call sends them again."""
-        with _refusals(self._name):
+        with _send_errors(self._name):
             self._tracker.finish()
         files.write_atomic(self._file, json.dumps(self._sent))
         print(f"{self._name}: {counted(self._count, 'line')} of metrics sent", flush=True)

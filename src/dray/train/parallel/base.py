@@ -1,6 +1,6 @@
 """What a strategy does for the loop: compute a loss, run its backward pass, update the weights.
 
-Whatever the strategy, a checkpoint holds the same tensors by the same names, so that any resumes from any.
+Checkpoints of all strategies hold the same tensors by the same names, so a run of any strategy resumes from each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Strategy(Protocol):
         """Run a forward pass; return the sum of the losses and, in evaluation, the counts of right labels and rows."""
 
     def accumulate(self, *, sync: bool) -> Any:  # noqa: ANN401  a context manager
-        """Surround one micro-batch; `sync` is for a step's last one, which sums the gradients over ranks."""
+        """Surround one micro-batch; `sync` is true for a step's last one, which sums the gradients over ranks."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run a backward pass. The step's gradient is the mean over ranks of the sum over micro-batches."""
@@ -37,7 +37,7 @@ class Strategy(Protocol):
         """Take one step of the optimizer; return the gradients' norm before clipping."""
 
     def state(self) -> Shards:
-        """Return this rank's part of a checkpoint, without a copy. Together the ranks have each number once."""
+        """Return this rank's part of a checkpoint, without a copy. Each number is in the part of one rank."""
 
     def load(self, reader: Reader, updates: int) -> None:
         """Load a checkpoint of any number of ranks; all ranks call it."""
@@ -56,14 +56,14 @@ class Strategy(Protocol):
 
 
 def check_same(network: torch.nn.Module) -> None:
-    """Wait until all ranks have the network; refuse if it differs between ranks."""
+    """Wait until all ranks have built the network; refuse one that differs between ranks."""
     tensors = (*network.named_parameters(), *network.named_buffers())
     own = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors]
     same = all_gather_json(broadcast_json(own) == own)
     if not all(same):
         raise ConfigError(
             "the ranks have built different networks",
-            wanted="rank 0's weights, as its files have them",
+            wanted="the same names, shapes and types of weights as on rank 0",
             found=f"others on rank {', '.join(str(rank) for rank, is_same in enumerate(same) if not is_same)}",
             fix="check that tie_word_embeddings in the model's config.json fits its weights",
         )

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dray.train import ranks
-from dray.train.checkpoint.shards import Reader, Shard, Shards, whole
+from dray.train.checkpoint.shards import Reader, Shard, Shards, whole_shards
 from dray.train.config import Config
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
@@ -20,12 +20,12 @@ from dray.train.parallel.optimizer import average_weights, optimizers, reset
 from dray.train.parallel.replicated_checkpoint import Replicas
 from dray.train.parallel.scaler import Scaler
 
-# With fp8 all other products are in bf16.
+# The 16-bit type of each train.precision; with fp8 it is that of all products but those of 8 bits.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp8_tensorwise": torch.bfloat16}
 
 
 class Ddp:
-    """torch's own optimizer and gradients, which fsdp has too."""
+    """The ddp strategy. fsdp inherits its optimizers and its checkpoints."""
 
     autocasts = True
     """Whether torch.autocast casts inputs; fsdp's MixedPrecisionPolicy does it instead."""
@@ -36,12 +36,12 @@ class Ddp:
         half = HALF.get(config.train.precision)
         enabled = half is not None and self.autocasts
         self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=enabled)
-        self._copies = Replicas(ranks.rank(), ranks.world())
+        self._replicas = Replicas(ranks.rank(), ranks.world())
         """The ranks with the same weights."""
         self._shard_group: dist.ProcessGroup | None = None
-        """The ranks that have one copy of the weights between them."""
+        """The ranks that share one copy of the weights; None: each has all of it."""
         self._module = self._distributed(module)
-        self._optimizers = optimizers(self.network, self._moved, config, self._shard_group)
+        self._optimizers = optimizers(self.network, self._optimized, config, self._shard_group)
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         self.network.to(self.device)
@@ -53,7 +53,7 @@ class Ddp:
             gradient_as_bucket_view=True,
             bucket_cap_mb=25 if ranks.world() == ranks.local_world() else 100,
         )
-        # Only now, as rank 0's buffers go to all ranks at the start. Analog layers and BatchNorm write buffers later.
+        # DDP has sent rank 0's buffers to all ranks. Later only analog layers and BatchNorm change buffers.
         is_batch_norm = (isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in self.network.modules())
         model.broadcast_buffers = self.config.analog is not None or any(is_batch_norm)
         _order_buckets(model)
@@ -85,9 +85,9 @@ class Ddp:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            # A fused step divides each gradient as it reads it: clipping costs no pass of its own.
+            # A fused step divides each gradient as it reads it, so clipping needs no pass of its own.
             optimizer.grad_scale = divisor
-            optimizer.found_inf = found_inf  # then a step changes nothing, its own count included
+            optimizer.found_inf = found_inf  # if it is 1, the step changes nothing, not even its count
             optimizer.step()
         if self.config.train.ema_decay:
             average_weights(self._optimizers, self.config.train.ema_decay)
@@ -95,9 +95,9 @@ class Ddp:
         return norm
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of what the optimizers move."""
-        moved = (weight for optimizer in self._optimizers for weight in optimizer.state)
-        return [weight.grad for weight in moved if weight.grad is not None]
+        """Return the gradients of the tensors that the optimizers update."""
+        weights = (weight for optimizer in self._optimizers for weight in optimizer.state)
+        return [weight.grad for weight in weights if weight.grad is not None]
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Return the gradients' norm over all ranks."""
@@ -107,34 +107,37 @@ class Ddp:
         self.network.zero_grad(set_to_none=True)
 
     def state(self) -> Shards:
-        return {name: shard for shards, copies in self._held() for name, shard in copies.part(shards).items()}
+        shards: Shards = {}
+        for all_shards, replicas in self._checkpoint_parts():
+            shards |= replicas.part(all_shards)
+        return shards
 
     def load(self, reader: Reader, updates: int) -> None:
         reset(self._optimizers, self.config, updates)
-        for shards, copies in self._held():
-            copies.fill(shards, reader)
+        for shards, replicas in self._checkpoint_parts():
+            replicas.fill(shards, reader)
 
-    def _held(self) -> Iterator[tuple[Shards, Replicas]]:
-        """Yield what this rank has, and which ranks have the same."""
-        yield self._shards(), self._copies
-        yield whole("others", buffers(self.network)), Replicas(ranks.rank(), ranks.world())
+    def _checkpoint_parts(self) -> Iterator[tuple[Shards, Replicas]]:
+        """Yield shards that this rank has, and the ranks that have the same ones."""
+        yield self._shards(), self._replicas
+        yield whole_shards("others", buffers(self.network)), Replicas(ranks.rank(), ranks.world())
 
     def _shards(self) -> Shards:
         shards = {}
-        for name, weight in self._named():
+        for name, weight in self._named_weights():
             if lora.on(self.network) and not weight.requires_grad:
                 continue  # the model's own files have it
-            moved = self._moved(weight)
-            states = (optimizer.state[moved] for optimizer in self._optimizers if moved in optimizer.state)
-            for kind, values in {"weights": moved.detach(), **next(states, {})}.items():
-                if kind != "step":  # the manifest has it
+            optimized = self._optimized(weight)
+            states = (optimizer.state[optimized] for optimizer in self._optimizers if optimized in optimizer.state)
+            for kind, values in {"weights": optimized.detach(), **next(states, {})}.items():
+                if kind != "step":  # it is in the manifest
                     shards[f"{kind}.{name}"] = Shard(tuple(weight.shape), self._begin(weight), values)
         return shards
 
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _named_weights(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return self.network.named_parameters()
 
-    def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    def _optimized(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return the tensor that the optimizer updates for this weight; with fsdp the local shard."""
         return weight
 
@@ -156,17 +159,18 @@ class Ddp:
                 weight.copy_(state.get("ema", weight))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in (*self._named(), *buffers(self.network).items()):
+        for name, weight in (*self._named_weights(), *buffers(self.network).items()):
             yield name, (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
 
 
 def _order_buckets(model: DistributedDataParallel) -> None:
-    """Run a dummy backward pass, so that DDP fixes the order of its buckets now.
+    """Run a dummy backward pass, so that DDP orders its buckets now.
 
-    Else the first step after a resume would sum the ranks' gradients in another order than a run without a stop.
+    Else DDP orders them anew after its first step, and the first step after a resume would sum the ranks' gradients in
+    another order than the same step of a run without a stop.
     """
     model.reducer.prepare_for_backward([])
-    # The last weights of a model have their gradients first.
+    # As in a real backward pass, the last weights of the model get their gradients first.
     sums = [weight.sum().float() for weight in model.parameters() if weight.requires_grad]
     torch.autograd.backward(torch.stack(sums).sum())
     model.zero_grad(set_to_none=True)

@@ -24,17 +24,17 @@ from dray.train.objectives.base import LossModule
 from dray.train.parallel.ddp import HALF, Ddp
 from dray.train.parallel.replicated_checkpoint import Replicas
 
-_GROUP = 1 << 24
+_GROUP_NUMEL = 1 << 24
 """Layers are grouped until they have this many weights, 32 MB in bf16, for each all-gather."""
 
 
 class Layout(NamedTuple):
-    """How fsdp shards a model; dray tries layouts from the fastest to the one that needs least memory."""
+    """How fsdp shards a model; `_layout` tries layouts from the fastest to the one that needs least memory."""
 
     shard: int
     """How many ranks share one copy of the model."""
     sync_each_batch: bool
-    """Whether gradients are summed over ranks in each micro-batch, and not kept whole until the last one."""
+    """Whether gradients are summed over ranks in each micro-batch, or kept whole and summed in a step's last one."""
     reshard_after_forward: bool
 
 
@@ -47,13 +47,13 @@ class Fsdp(Ddp):
     autocasts = False
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
-        """Shard layer by layer, so that no rank has to have more than one whole layer beside its shards."""
+        """Shard layer by layer, so that a rank never needs more than one whole layer beside its shards."""
         # All ranks take one layout, also where their GPUs differ.
         self._layout = layout = _layout(self.config, self.network, min(all_gather_json(_memory(self.device))))
         self._mesh = ranks.shard_mesh(self.device.type, layout.shard)
         self._shard_group = self._mesh.get_group("shard")
-        copies = self._mesh.get_group("replicate") if self._mesh.ndim > 1 else None
-        self._copies = Replicas(ranks.rank() // layout.shard, ranks.world() // layout.shard, copies)
+        replicas = self._mesh.get_group("replicate") if self._mesh.ndim > 1 else None
+        self._replicas = Replicas(ranks.rank() // layout.shard, ranks.world() // layout.shard, replicas)
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
         layers, tables = _groups(layers_of(self.network)), _tables(self.network)
         parts = [*layers, *([table] for table in tables), [self.network]]
@@ -64,8 +64,8 @@ class Fsdp(Ddp):
                 if not isinstance(tensor, DTensor):
                     tensor.data = tensor.data.to(self.device)
                     dist.broadcast(tensor.data, 0)
-            again = layout.reshard_after_forward and part not in kept
-            fully_shard(part, mesh=self._mesh, mp_policy=policy, reshard_after_forward=again)
+            reshards = layout.reshard_after_forward and part not in kept
+            fully_shard(part, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshards)
         self._locals = {
             weight: torch.nn.Parameter(_local(weight.detach()), requires_grad=weight.requires_grad)
             for weight in self.network.parameters()
@@ -75,7 +75,7 @@ class Fsdp(Ddp):
     @torch.no_grad()
     def _gradients(self) -> list[torch.Tensor]:
         for weight in self._locals:
-            self._moved(weight).grad = None if weight.grad is None else _local(weight.grad)
+            self._optimized(weight).grad = None if weight.grad is None else _local(weight.grad)
         return super()._gradients()
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Fsdp(Ddp):
             weight.grad = local.grad = None
 
     @torch.no_grad()
-    def _moved(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    def _optimized(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         local = self._locals[weight]
         local.data = _local(weight)  # torch 2.9 moves uneven shards to other memory in the first forward pass
         return local
@@ -103,29 +103,29 @@ class Fsdp(Ddp):
             root.set_reshard_after_backward(sync)
         return nullcontext()
 
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _named_weights(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         self._reshard()
-        return super()._named()
+        return super()._named_weights()
 
     def use_averages(self) -> None:
         self._reshard()  # a layer that is whole would keep its weights, and compute with them
         super().use_averages()
 
     def _reshard(self) -> None:
-        """Free whole layers, which a forward pass without a backward pass leaves."""
+        """Free the whole layers that a forward pass without a backward pass leaves behind."""
         for module in self.network.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _begin(self, weight: torch.nn.Parameter) -> int:
-        """FSDP2 gives each rank as many rows as any other, and the last ones what is left."""
+        """FSDP2 gives each rank the same number of rows; the last ranks get fewer, or none."""
         rows, width = weight.shape[0], math.prod(weight.shape[1:])
         each = -(-rows // self._layout.shard)
         return min(each * self._mesh.get_local_rank("shard"), rows) * width
 
 
 def _layout(config: Config, network: torch.nn.Module, memory: float) -> Layout:
-    """Return the fastest layout that the recipe allows and that fits; else the one that takes least."""
+    """Return the fastest layout that the recipe allows and that fits; if none fits, the one that takes least."""
     train, local, nodes = config.train, ranks.local_world(), ranks.world() // ranks.local_world()
     weights = [weight for weight in network.parameters() if not isinstance(weight, DTensor)]
     trained = [weight for weight in weights if weight.requires_grad]
@@ -133,10 +133,10 @@ def _layout(config: Config, network: torch.nn.Module, memory: float) -> Layout:
 
     def size(layout: Layout) -> float:
         weight_bytes, trained_bytes = (sum(weight.nbytes for weight in some) for some in (weights, trained))
-        kept = 3 * trained_bytes  # gradients and AdamW's averages
+        sharded_bytes = weight_bytes + 3 * trained_bytes  # gradients and AdamW's averages
         if train.ema_decay:
-            kept += 4 * sum(weight.numel() for weight in trained)
-        total = (weight_bytes + kept) / layout.shard
+            sharded_bytes += 4 * sum(weight.numel() for weight in trained)
+        total = sharded_bytes / layout.shard
         if not layout.reshard_after_forward:
             total += half * sum(weight.numel() for weight in weights)
         if not layout.sync_each_batch:
@@ -150,9 +150,10 @@ def _layout(config: Config, network: torch.nn.Module, memory: float) -> Layout:
     layouts = [Layout(*choice) for choice in product(groups, syncs, reshards)]
     fitting = [layout for layout in layouts if size(layout) <= fsdp_nodes.SHARE * memory]
     layout = (fitting or layouts[-1:])[0]
+    when = "each micro-batch" if layout.sync_each_batch else "the last micro-batch"
     say(
-        f"fsdp: shards over {fsdp_nodes.text(layout.shard, layout.shard // local, nodes)}, sync_each_batch "
-        f"{str(layout.sync_each_batch).lower()}, reshard_after_forward {str(layout.reshard_after_forward).lower()}: "
+        f"fsdp: shards over {fsdp_nodes.text(layout.shard, layout.shard // local, nodes)}, gradients summed in {when}, "
+        f"reshard_after_forward {str(layout.reshard_after_forward).lower()}: "
         f"{size(layout) / 1e9:.2f} GB of {memory / 1e9:.1f} GB for weights, gradients and optimizer"
     )
     return layout
@@ -170,11 +171,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(layers: list[torch.nn.Module]) -> list[list[torch.nn.Module]]:
-    """Group small layers that follow one another, as each group costs the host and the network a round."""
+    """Group small consecutive layers: each group costs an all-gather and a reduce-scatter."""
     groups: list[list[torch.nn.Module]] = []
-    size = _GROUP
+    size = _GROUP_NUMEL
     for layer in layers:
-        if size >= _GROUP:
+        if size >= _GROUP_NUMEL:
             groups.append([])
             size = 0
         groups[-1].append(layer)
@@ -183,7 +184,7 @@ def _groups(layers: list[torch.nn.Module]) -> list[list[torch.nn.Module]]:
 
 
 def _tables(network: Any) -> list[torch.nn.Module]:  # noqa: ANN401  a transformers model
-    """Return embeddings and head where they are two: each is gathered by itself, and not with all the rest."""
+    """Return embeddings and head unless they are tied: each is gathered by itself, not with the rest of the model."""
     embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
     if type(embeddings) is not torch.nn.Embedding or type(head) is not torch.nn.Linear:
         return []

@@ -1,6 +1,6 @@
-"""AdamW, and Muon for the matrices between embeddings and head.
+"""AdamW, and Muon for hidden matrices: those between embeddings and head.
 
-Each has its state before the first step, since a checkpoint may be written or loaded at any moment.
+Each optimizer has its state before the first step, since a checkpoint may be written or loaded then.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Muon(torch.optim.Optimizer):
 
     grad_scale: Any
     found_inf: Any = None
-    """Tensors, set before each step: what gradients are divided by, and whether one is not finite."""
+    """Tensors, set before each step: the divisor of all gradients, and 1 if one of them is not finite."""
 
     def __init__(
         self, shapes: dict[torch.nn.Parameter, torch.Size], config: Config, shard_group: dist.ProcessGroup | None
     ) -> None:
-        """Train these weights, whose rows the ranks of `shard_group` share; without one each rank has all rows."""
+        """`shapes` has the weights. The ranks of `shard_group` share the rows of each; None: each rank has all rows."""
         super().__init__(list(shapes), {"lr": config.train.lr, "weight_decay": config.train.weight_decay})
         self._shapes, self._sharded = shapes, shard_group is not None
         group: Any = shard_group or dist.group.WORLD
@@ -45,13 +45,13 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move each weight; with `found_inf` nothing changes, as in torch's fused optimizers."""
+        """Update each weight; with `found_inf` nothing changes, as in torch's fused optimizers."""
         del closure
         (settings,) = self.param_groups
         rate = settings["lr"] if self.found_inf is None else settings["lr"] * (1 - self.found_inf)
         weights = [weight for weight in settings["params"] if weight.grad is not None]
         updates = [self._momentum(weight) for weight in weights]
-        # Gather all before the first is orthogonalized, so that the ranks compute at the same time.
+        # Gather all first, so that the ranks orthogonalize at the same time.
         matrices = [
             self._gather(number, update, self._shapes[weights[number]]) for number, update in enumerate(updates)
         ]
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         return update if parts is None else torch.cat(parts)[: shape[0]]
 
     def _scatter(self, number: int, matrix: torch.Tensor, update: torch.Tensor, shape: torch.Size) -> None:
-        """Set this rank's rows of the update from the rank that has orthogonalized it."""
+        """Receive this rank's rows of the update from the rank that has orthogonalized it."""
         owner, parts = number % self._size, None
         if not self._sharded:
             dist.broadcast(update, group=self._group, group_src=owner)
@@ -102,7 +102,7 @@ def _pad(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Return about the nearest matrix with orthogonal rows or columns, by five Newton-Schulz iterations."""
+    """Return approximately the nearest matrix with orthogonal rows or columns, by five Newton-Schulz iterations."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix
     wide = wide / wide.norm().clamp(min=1e-7)
@@ -116,16 +116,16 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 def optimizers(
     network: Any,  # noqa: ANN401  a transformers model
-    moved: Callable[[torch.nn.Parameter], torch.nn.Parameter],
+    optimized: Callable[[torch.nn.Parameter], torch.nn.Parameter],
     config: Config,
     shard_group: dist.ProcessGroup | None,
 ) -> list[Any]:
-    """Return the optimizers of train.optimizer; `moved(weight)` is the tensor that the optimizer updates."""
+    """Return the optimizers of train.optimizer; `optimized(weight)` is the tensor that the optimizer updates."""
     matrices = _hidden_matrices(network) if config.train.optimizer == "muon" else set()
     trained = [weight for weight in network.parameters() if weight.requires_grad]
-    found: list[Any] = [adamw([moved(weight) for weight in trained if weight not in matrices], config)]
+    found: list[Any] = [adamw([optimized(weight) for weight in trained if weight not in matrices], config)]
     if matrices:
-        shapes = {moved(weight): weight.shape for weight in trained if weight in matrices}
+        shapes = {optimized(weight): weight.shape for weight in trained if weight in matrices}
         found.append(Muon(shapes, config, shard_group))
     reset(found, config, updates=0)
     return found

@@ -14,16 +14,16 @@ MINIMUM, _GROWTH_INTERVAL = 1.0, 1000
 class Scaler:
     """A scale that doubles after 1000 good steps, and halves after a bad one.
 
-    The device decides that, and no step waits for it. The host has the numbers as it last read them.
+    The device computes that, and no step waits for it: the host has the numbers that it last read.
     """
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
-        """The scale, skipped steps, good steps since the last of these, and whether no scale helps."""
+        """The scale; skipped steps; good steps since the last of these; steps that overflowed at the smallest scale."""
         self.load([scale, 0, 0])
 
     def update(self, norm: torch.Tensor) -> torch.Tensor:
-        """Count a step with this norm; return whether it is skipped, as torch's fused optimizers take it."""
+        """Count a step with this norm; return 1 if it is skipped, as the `found_inf` of torch's fused optimizers."""
         good, (scale, skipped, since, exhausted) = norm.isfinite(), self.numbers
         at_minimum, since = scale <= MINIMUM, (since + 1) * good
         grown = torch.where(since % _GROWTH_INTERVAL == 0, scale * 2, scale)
@@ -34,17 +34,17 @@ class Scaler:
         return (~good).float()
 
     def observe(self, scale: float, skipped: float, since: float, exhausted: float) -> None:
-        """Take the numbers that the host has read; end the run where no scale helps."""
+        """Take the numbers that the host has read; end the run if a step overflowed at the smallest scale."""
         self.scale, self.skipped, self._since = scale, int(skipped), int(since)
         if exhausted:
             refuse(scale)
 
     def state(self) -> list[Any]:
-        """Return JSON that `load` understands, as the host last read it."""
+        """Return what `load` takes, as the host last read it."""
         return [self.scale, self.skipped, self._since]
 
     def load(self, state: list[Any]) -> None:
-        """Go on from there."""
+        """Go on from what `state` has returned."""
         scale, skipped, since = state
         self.observe(scale, skipped, since, 0)
         self.numbers.copy_(torch.tensor([scale, skipped, since, 0], dtype=torch.float64))

@@ -21,9 +21,10 @@ from deepspeed.utils import (
 
 from dray.contract.findings import ConfigError
 from dray.train import ranks
-from dray.train.checkpoint.shards import Reader, Shard, Shards, divided, whole
+from dray.train.checkpoint.shards import Reader, Shard, Shards, divided, whole_shards
 from dray.train.config import Config
 from dray.train.errors import message
+from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.parallel.base import buffers
 from dray.train.parallel.optimizer import KINDS, adamw, initial_state
@@ -56,7 +57,11 @@ class Zero:
                 fix="correct train.precision, or the file that train.deepspeed names",
             ) from error
         self._optimizer: Any = self._engine.optimizer
-        self._trained = [(name, weight) for name, weight in self.network.named_parameters() if weight.requires_grad]
+        weights = [*self.network.named_parameters()]
+        self._trained = [(name, weight) for name, weight in weights if weight.requires_grad]
+        # Such as input ranges of analog layers, which may follow the data. LoRA's base is in the model's own files.
+        frozen = [(name, weight) for name, weight in weights if not weight.requires_grad]
+        self._frozen = [] if lora.on(self.network) else frozen
         # Seen with DeepSpeed 0.19.8: once the first group has state, it links weights to that of all. So fill all.
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         for group in getattr(self._optimizer, name):
@@ -91,10 +96,15 @@ class Zero:
         return norm if isinstance(norm, torch.Tensor) else torch.full((), norm or 0.0, device=self.device)
 
     def state(self) -> Shards:
-        shards = divided(whole("others", buffers(self.network)), ranks.rank(), ranks.world())
+        shards = divided(self._replicated(), ranks.rank(), ranks.world())
         for name, weight in self._trained:
             shards.update({f"{kind}.{name}": self._shard(weight, kind) for kind in KINDS})
         return shards
+
+    def _replicated(self) -> Shards:
+        """Return what is the same on all ranks."""
+        frozen = {name: self.read(weight) for name, weight in self._frozen}
+        return whole_shards("others", buffers(self.network)) | whole_shards("weights", frozen)
 
     def _shard(self, weight: Any, kind: str) -> Shard:  # noqa: ANN401  DeepSpeed's attributes
         """Return this rank's part of the weight, or of its average; in stages 1 and 2 it is DeepSpeed's own memory."""
@@ -122,7 +132,10 @@ class Zero:
             safe_set_local_optimizer_state(weight, padded, kind)
 
     def load(self, reader: Reader, updates: int) -> None:
-        Replicas(ranks.rank(), ranks.world()).fill(whole("others", buffers(self.network)), reader)
+        replicated = self._replicated()
+        Replicas(ranks.rank(), ranks.world()).fill(replicated, reader)
+        for name, weight in self._frozen:
+            self.write(weight, replicated[f"weights.{name}"].values)
         for name, weight in self._trained:
             for kind in KINDS:
                 shard = self._shard(weight, kind)

@@ -1,8 +1,9 @@
 """Compiled code, kept in the run folder: the next attempt, such as a requeued job, does not compile again.
 
-torch's cache artifacts, one file for each rank of a node: code for cuda:0 does not run on cuda:1. They leave out what
-the C++ compiler made, so models on CPUs are compiled again. To use a file is to run its code. So it is in no
-checkpoint.folder, which may have been copied from somebody else, and it is used only as this user wrote it.
+It is torch's cache artifacts, a file for each rank of a node: code for cuda:0 does not run on cuda:1. They do not hold
+what the C++ compiler has made, so models on CPUs are compiled again. To load a file is to run its code. So the files
+are not in checkpoint.folder, which a user may copy from somebody else, and dray loads only files that no other user
+may write.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class Compiled:
         """Fill torch's caches before anything is compiled."""
         if not self._on or not self.path.exists():
             return
-        folders = (self.path.parent.parent, self.path.parent)
-        reasons = [f"{folder} is {why}" for folder in folders if (why := files.open_to_others(folder, folder=True))]
-        if why := files.open_to_others(self.path):
-            reasons.append(f"{self.path} is {why}")
+        reasons = []
+        for path in (self.path.parent.parent, self.path.parent, self.path):
+            if why := files.open_to_others(path, folder=path != self.path):
+                reasons.append(f"{path} is {why}")
         if not reasons:
             content = self.path.read_bytes()
             if torch.compiler.load_cache_artifacts(content):
@@ -71,16 +72,13 @@ class Compiled:
             say(f"compiled code of an earlier attempt is used: {self.path}")
 
     def keep(self) -> None:
-        """Save what has been compiled, if it is larger than what is saved. A full disk does not end the run."""
+        """Save what has been compiled, if it is larger than the saved file. A full disk does not end the run."""
         artifacts = torch.compiler.save_cache_artifacts() if self._saves else None
         if artifacts is None or len(artifacts[0]) <= self._size:
             return
         self._size = len(artifacts[0])
         try:
-            for folder in (
-                self.path.parent.parent,
-                self.path.parent,
-            ):  # each by itself: parents=True takes the umask
+            for folder in (self.path.parent.parent, self.path.parent):  # not by parents=True, which takes the umask
                 folder.mkdir(mode=0o755, exist_ok=True)
             files.write_atomic(self.path, artifacts[0])
         except OSError as error:

@@ -1,6 +1,6 @@
 """The one place where the host waits for the device: for the numbers of a log line, an evaluation or a checkpoint.
 
-No step passes through here but those that write a line. A test fails where anything else in a step reads a number.
+Only steps that write a log line call it. A test fails if anything else in a step reads a number.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from dray.train.errors import say
 
 BEAT_S = 10.0
 _TIMES = 10
-_AGAIN = 2  # a step may compile once more
+_COMPILE_TIMES = 2  # a step may compile once more, in so many times as long as the first one
 
 
 def boottime() -> int:
-    """The clock of a start: its runner, and the script before that, have the same."""
+    """Return the time since boot, by which the batch script, the runner and the ranks measure a start."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -101,7 +101,7 @@ class Heartbeat:
         slowest = self._slowest[self._phase]
         if self._phase != STEP:
             return int(max(LEAST[self._phase], _TIMES * slowest, self._set))
-        return self._set or int(max(LEAST[STEP], _TIMES * slowest, _AGAIN * self._slowest[COMPILE]))
+        return self._set or int(max(LEAST[STEP], _TIMES * slowest, _COMPILE_TIMES * self._slowest[COMPILE]))
 
 
 def _worker_server(path: str) -> object:

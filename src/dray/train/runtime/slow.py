@@ -1,13 +1,14 @@
-"""Find ranks that are steadily slower than the others, by the time in which a rank waits for no other.
+"""Find ranks that are steadily slower than the others, by a rank's own time: its forward passes and waits for data.
 
-That is its forward passes and its waits for data. In all else of a step the ranks wait for one another, and all take as
-long as the slowest. With fsdp and zero3 they do so in the forward pass too, and no rank can be named.
+In all else of a step ranks wait for one another, and take as long as the slowest. With fsdp and zero3 they also wait in
+the forward pass, so no rank can be named.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,8 @@ from dray.train.config import Config
 from dray.train.loop.metrics import Metrics
 
 _STRATEGIES = ("ddp", "zero1", "zero2")  # whose forward pass is a rank's own
-_TIMES, _WINDOWS = 1.25, 5  # so much slower than the median rank, in so many windows in a row
-_WINDOW_S = 0.5  # of the median rank's own time
+_TIMES, _WINDOWS = 1.25, 5  # a slow rank takes so many times as long as the median rank, in so many windows in a row
+_WINDOW_S = 0.5  # of the median rank's own time, at least
 
 
 class Slow:
@@ -31,19 +32,20 @@ class Slow:
         self._metrics, self._device, world = metrics, device, ranks.world()
         self.ranks = world if world > 1 and config.train.strategy in _STRATEGIES else 0
         self._hosts = all_gather_json(os.environ[config.host_variable]) if self.ranks else []
-        self._own = self._ready = 0.0  # seconds since the last line, and between the two lines before
-        self._step = self._steps = 0  # of the last line, and since the one before
-        self._events: list[tuple[Any, Any]] = []
+        self._seconds = 0.0  # this rank's own, since the last line
+        self._last_seconds = 0.0  # the same, between the two lines before
+        self._step = self._steps = 0  # the last line's step, and the steps between the two lines before
+        self._events: deque[tuple[Any, Any]] = deque()  # of forward passes that the GPU may not have finished
         self._window = [0.0] * self.ranks
         self._streaks = [0] * self.ranks
         self._named: set[int] = set()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def own_time(self) -> Iterator[None]:
         """Add the time of this block to the rank's own time."""
         began = time.perf_counter()
         yield
-        self._own += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -51,7 +53,7 @@ class Slow:
         if not self.ranks:
             yield
         elif self._device.type == "cpu":
-            with self.waiting():
+            with self.own_time():
                 yield
         else:
             event: Any = torch.cuda.Event  # torch has no types for it
@@ -60,16 +62,23 @@ class Slow:
             yield
             end.record()
             self._events.append((begin, end))
+            self._add_finished()
+
+    def _add_finished(self) -> None:
+        """Add the forward passes that the GPU has finished; a run that logs rarely would keep many events."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
 
     def own_seconds(self) -> torch.Tensor:
-        """Zeros, with this rank's time before the last line in its slot."""
+        """Return a tensor for the sum over ranks: this rank's own time in its place, and zeros."""
         seconds = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
         if self.ranks:
-            seconds[ranks.rank()] = self._ready
+            seconds[ranks.rank()] = self._last_seconds
         return seconds
 
     def nodes(self, seconds: list[float]) -> list[float]:
-        """Seconds of a step on the slowest rank of each node, for the steps before the last line."""
+        """Return the own seconds of a step on each node's slowest rank, for the steps before the last line."""
         if self._steps <= 0 or not any(seconds):
             return []
         slowest = dict.fromkeys(self._hosts, 0.0)
@@ -78,9 +87,9 @@ class Slow:
         return [round(host_seconds / self._steps, 6) for host_seconds in slowest.values()]
 
     def observe(self, seconds: list[float], step: int) -> None:
-        """Take the times of all ranks at a line; the device has finished all work before it."""
-        self._ready = self._own + sum(begin.elapsed_time(end) / 1e3 for begin, end in self._events)
-        self._own, self._events = 0.0, []
+        """Take the own times of all ranks at a line, and name slow ranks. The GPU has finished all steps before."""
+        self._add_finished()
+        self._last_seconds, self._seconds = self._seconds, 0.0
         self._steps, self._step = step - self._step if self._step else 0, step
         self._window = [before + now for before, now in zip(self._window, seconds, strict=True)]
         median = sorted(self._window)[(self.ranks - 1) // 2] if seconds else 0.0
@@ -91,7 +100,9 @@ class Slow:
             if self._streaks[rank] == _WINDOWS and rank not in self._named:
                 self._named.add(rank)
                 times = rank_seconds / median
-                text = f"rank {rank} on {self._hosts[rank]} is slow: its data and forward pass take {times:.2f} times "
-                text += "as long as the median rank's"
+                text = (
+                    f"rank {rank} on {self._hosts[rank]} is slow: its data and forward pass take {times:.2f} times "
+                    "as long as the median rank's"
+                )
                 self._metrics.write("slow", text, step=step, rank=rank, node=self._hosts[rank], times=round(times, 2))
         self._window = [0.0] * self.ranks
