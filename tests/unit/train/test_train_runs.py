@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from dray.contract import image_tasks  # noqa: E402
 from dray.runs.finish import finish  # noqa: E402
 from dray.runs.result import summary  # noqa: E402
 from dray.train.checkpoint import manifest  # noqa: E402
-from trainings import Forks, Run, in_image  # noqa: E402
+from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -43,15 +43,11 @@ def run(forks: Forks, folder: Path) -> BEGUN:
 
 
 @pytest.fixture(scope="module")
-def zero(run: BEGUN, forks: Forks, folder: Path) -> Iterator[BEGUN]:
+def zero(request: pytest.FixtureRequest, folder: Path) -> BEGUN:
     """A run where there is DeepSpeed: here, or in the image."""
-    if find_spec("deepspeed"):
-        yield run
-        return
-    inside = in_image(folder)
+    forks = request.getfixturevalue("forks" if find_spec("deepspeed") else "image_forks")
     count = iter(range(1000))
-    yield lambda ranks, *words, **model: Run(inside, folder / f"zero-{next(count)}", ranks, *words, **model)
-    inside.close()
+    return lambda ranks, *words, **model: Run(forks, folder / f"zero-{next(count)}", ranks, *words, **model)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -24,10 +24,9 @@ FSDP = ("train.strategy=fsdp", "checkpoint.every=[[0, 1]]")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BEGUN]:
-    forks, folder, count = Forks(), tmp_path_factory.mktemp("my runs"), iter(range(1000))
-    yield lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
-    forks.close()
+def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> BEGUN:
+    folder, count = tmp_path_factory.mktemp("my runs"), iter(range(1000))
+    return lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
 
 
 def until(happened: Callable[[], Any], other: Run) -> None:
