@@ -106,8 +106,9 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("launcher", "who", "largest"),
     [
-        ("torchrun", "half", 2),
-        ("python", "each alone", 1),
+        ("python", "half", 2),
+        pytest.param("torchrun", "half", 2, marks=pytest.mark.slow),
+        pytest.param("python", "each alone", 1, marks=pytest.mark.slow),
         pytest.param("python", "three, and no Gloo", 3, marks=pytest.mark.slow),
         pytest.param("python", "nobody", None, marks=pytest.mark.slow),
     ],
