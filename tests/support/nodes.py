@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from dray.runner.start_timings import StartTimings
 from helpers import PYTHON
 
 SECRET = "5ec2e7" * 8
+# In place of torch, for the first node's store.
+TORCHLESS = str(Path(__file__).with_name("torchless"))
 
 
 def rendezvous(plan: dict[str, Any]) -> tuple[str, int]:
@@ -108,9 +111,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(plan: dict[str, Any], tmp_path: Path):
-    """Start the runner as one node."""
+def start(plan: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest):
+    """Start the runner as one node; for tests that are not marked `torch`, with a store that nobody can ask."""
     started = []
+    torchless = "" if request.node.get_closest_marker("torch") else TORCHLESS
 
     def begin(
         node: object = "0", nodes: object = "2", name: str | None = "node1", path: Path | None = None,
@@ -121,6 +125,8 @@ def start(plan: dict[str, Any], tmp_path: Path):
             file.write_text(json.dumps(plan))
         identity = {"DRAY_NODE": node, "DRAY_NODES": nodes, "DRAY_NODE_NAME": name}
         env = {key: str(value) for key, value in identity.items() if value is not None}
+        if path := [*filter(None, (more.get("PYTHONPATH"), torchless))]:
+            more["PYTHONPATH"] = os.pathsep.join(path)
         process = subprocess.Popen(
             [sys.executable, "-m", "dray.runner", file],
             env={**PYTHON, "DRAY_CPUS": "1", **env, **more},

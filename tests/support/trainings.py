@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dray.contract import image_tasks
@@ -44,15 +46,29 @@ class Forks:
         file, log = folder / "job.json", folder / "job.log"
         file.write_text(json.dumps(image_tasks.to_json(job)))
         log.unlink(missing_ok=True)
-        self.say({"kind": "job", "file": str(file), "ranks": [{"env": env, "log": str(log)}]})
+        self.say({"kind": "job", "file": str(file), "ranks": [{"env": env, "streams": streams(log)}]})
         ended = self.hear()
         self.peak = ended["peak"]
         return ended["codes"][0], log.read_text()
+
+    def python(self, *words: str | Path, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        """`python FILE WORDS` or `python -c CODE WORDS`, for what imports torch."""
+        argv = [str(word) for word in words]
+        with TemporaryDirectory() as folder:
+            files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
+            files[0].write_text(stdin)
+            self.say({"kind": "python", "words": argv, "ranks": [{"env": env, "streams": [*map(str, files)]}]})
+            (code,) = self.hear()["codes"]
+            return subprocess.CompletedProcess(argv, code, *(file.read_text() for file in files[1:]))
 
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait(30)
         self.process.stdout.close()
+
+
+def streams(log: Path) -> list[str]:
+    return [os.devnull, str(log), str(log)]
 
 
 def in_image(folder: Path) -> Forks:
@@ -66,7 +82,10 @@ def in_image(folder: Path) -> Forks:
 
 
 class Run:
-    """A run of one node on this machine, of tests/tiny.toml or another recipe, with `overrides`."""
+    """A run of one node on this machine, of tests/tiny.toml or another recipe, with `overrides`.
+
+    Each rank executes `before`, Python which changes the trainer, once all is imported.
+    """
 
     def __init__(
         self,
@@ -77,8 +96,9 @@ class Run:
         model: Sequence[str] = GPT,
         steps: str = "steps=20",
         recipe: Path | None = None,
+        before: str = "",
     ) -> None:
-        self.forks, self.folder = forks, folder
+        self.forks, self.folder, self.before = forks, folder, before
         given = [f"ranks_per_node={ranks}", f"data.cache_dir={folder.parent}/tokens"]
         if recipe is None:
             given += [f"batch.per_device={8 // ranks}", f"train.{steps}", *model]
@@ -99,10 +119,10 @@ class Run:
             **extra,
         }  # fmt: skip
         ranks = [
-            {"env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "log": str(self.log(rank))}
+            {"env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "streams": streams(self.log(rank))}
             for rank in range(self.ranks)
         ]
-        yield self.forks.say({"kind": "plan", "file": str(self.paths.plan), "ranks": ranks})
+        yield self.forks.say({"kind": "plan", "file": str(self.paths.plan), "before": self.before, "ranks": ranks})
         self.codes = self.forks.hear()["codes"]
 
     def end(self, code: int = 0, **extra: str) -> Run:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["plan", "start"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Ranks without their start."""
     from trainings import Forks  # it imports torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+import command
 from dray.config.recipe import Launcher
 from dray.contract.findings import ConfigError
 from dray.planning import launchers
@@ -108,11 +108,7 @@ class TestWords:
 
     @staticmethod
     def plan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "dray", "plan", "-v", *words],
-            cwd=folder, capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": str(Path(launchers.__file__).parents[1])},
-        )  # fmt: skip
+        return command.dray("plan", "-v", *words, cwd=folder)
 
     @pytest.mark.seconds
     def test_settings_and_a_command(self, tmp_path: Path) -> None:

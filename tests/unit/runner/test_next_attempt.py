@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+import command
 from dray.contract.findings import ConfigError
 from dray.runs import submit
 from dray.runs.slurm import Allocation
@@ -23,10 +23,7 @@ SALLOC = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_N
 
 
 def dray(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "dray", *words]
-    return subprocess.run(
-        argv, cwd=cwd, env={**os.environ, "DRAY_HOME": str(ROOT), **env}, capture_output=True, text=True, check=False
-    )
+    return command.dray(*words, cwd=cwd, **{**os.environ, "DRAY_HOME": str(ROOT), **env})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from dray import runner
 from dray.runner import rank, redact
 from helpers import PYTHON
+from nodes import TORCHLESS
 
 TOKEN = "a token of my own"
 
@@ -99,6 +100,7 @@ def node(plan: dict[str, Any], tmp_path: Path):
         plan["world"] |= {"nodes": plan["world"]["nodes"][:1], "ranks_per_node": 1, "size": 1}
         (tmp_path / "plan.json").write_text(json.dumps(plan))
         env = {"DRAY_NODE": "0", "DRAY_NODES": "1", "DRAY_NODE_NAME": "node1", "HF_TOKEN": TOKEN, **PYTHON}
+        env["PYTHONPATH"] = TORCHLESS
         argv = [sys.executable, "-m", "dray.runner", str(tmp_path / "plan.json")]
         with (tmp_path / "logs" / "node-0.log").open("ab") as file:
             ended = subprocess.run(argv, env=env, timeout=60, check=False, stdout=file, stderr=file)
@@ -108,7 +110,6 @@ def node(plan: dict[str, Any], tmp_path: Path):
     return run
 
 
-@pytest.mark.torch
 def test_a_launcher_s_lines_have_it_neither(node) -> None:
     """torchrun prints the exception that a rank has left by torch's @record."""
     code, log, record = node("sh", "-c", 'echo "with $HF_TOKEN" >&2; printf "ValueError: %s" "$HF_TOKEN"; exit 3')

@@ -115,7 +115,6 @@ def kill_store(plan: dict[str, Any], first: Any) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.torch
 @pytest.mark.seconds
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_training_whose_store_is_killed_starts_again(plan: dict[str, Any], start: Start, shared: bool) -> None:
@@ -133,7 +132,6 @@ def test_a_training_whose_store_is_killed_starts_again(plan: dict[str, Any], sta
     assert "dray: restart 1 of 2: the store has ended: killed by SIGKILL\n" in said
 
 
-@pytest.mark.torch
 def test_a_program_of_one_s_own_may_not_need_the_store(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     ranks(plan, dies="none", well=0, before="until [ -e end ]; do sleep 0.05; done")
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]

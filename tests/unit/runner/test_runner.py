@@ -32,7 +32,6 @@ RANKS = [sys.executable, "-S", "-E", RANK.with_name("ranks.py")]
 
 
 @pytest.mark.seconds
-@pytest.mark.torch
 def test_two_nodes_supervise_their_launchers(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
     for number, node in enumerate(nodes):
@@ -147,7 +146,6 @@ def test_another_plan_stops_all_nodes(plan, start: Start, tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-0.json"]
 
 
-@pytest.mark.torch
 def test_a_launcher_that_is_not_there_is_recorded(plan, start: Start, tmp_path: Path) -> None:
     plan["launcher"] = ["no-such-launcher"]
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from torch.distributed import TCPStore
 from dray.planning import accelerate, launchers
 from dray.runner import children, process_group
 from dray.runs.prepare import read_recipe
-from helpers import PYTHON
 from nodes import Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("store")]
@@ -105,8 +103,9 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("launcher", "who", "largest"),
     [
-        ("torchrun", "half", 2),
-        ("python", "each alone", 1),
+        ("python", "half", 2),
+        pytest.param("torchrun", "half", 2, marks=pytest.mark.slow),
+        pytest.param("python", "each alone", 1, marks=pytest.mark.slow),
         pytest.param("python", "three, and no Gloo", 3, marks=pytest.mark.slow),
         pytest.param("python", "nobody", None, marks=pytest.mark.slow),
     ],
@@ -192,14 +191,11 @@ def test_one_rank_without_an_agent_has_a_store_when_it_asks_for_it(plan, start: 
     assert json.loads((tmp_path / "seen-0.json").read_text())["sum"] == 1
 
 
-@pytest.mark.seconds
 def test_the_installation_registers_the_rendezvous() -> None:
-    """In a process of its own, as torchrun does it."""
-    show = (
-        "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as r; print(r._registry['dray'])"
-    )
-    shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, env=PYTHON)
-    assert re.search("tcp_store.handler.StoreRendezvous", shown.stdout)
+    """torch reads it as it is imported."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    assert "tcp_store.handler.StoreRendezvous" in str(rendezvous_handler_registry._registry["dray"])
 
 
 @pytest.mark.slow

@@ -6,15 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from helpers import ROOT
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -27,8 +24,8 @@ from trainings import Forks, Run  # noqa: E402
 pytestmark = pytest.mark.torch
 BEGUN = Callable[..., Run]
 # What befalls the disk, at the steps that a test names; the trainer is as it is.
-STAND_IN = f"""
-import os, runpy, sys
+STAND_IN = """
+import os
 from dray.train.checkpoint import lease, manifest
 from dray.train.checkpoint.checkpoints import Checkpoints
 from dray.train.collectives import on_rank_0
@@ -53,27 +50,20 @@ def saved(self, step, position):
     save(self, step, position)
 
 def written(folder, found):
-    if folder.name.startswith(f"step-{{os.environ.get('CUT_AT')}}."):
+    if folder.name.startswith(f"step-{os.environ.get('CUT_AT')}."):
         os.truncate(folder / "rank-0.safetensors", 10)
     write(folder, found)
 
 Checkpoints.save, manifest.write = saved, written
-sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks([sys.executable, "-c", STAND_IN])
-    yield forks
-    forks.close()
 
 
 @pytest.fixture(scope="module")
 def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> BEGUN:
     folder, count = tmp_path_factory.mktemp("my runs"), iter(range(99))
-    return lambda ranks, *words, **more: Run(forks, folder / f"run-{next(count)}", ranks, *words, **more)
+    return lambda ranks, *words, **more: Run(
+        forks, folder / f"run-{next(count)}", ranks, *words, before=STAND_IN, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +116,7 @@ def test_a_full_disk_costs_saves_and_not_the_run(run: BEGUN, alone: Run, small: 
 @pytest.mark.hostile("disks")
 def test_the_run_folder_itself_is_on_the_full_disk(forks: Forks, alone: Run, small: Path) -> None:
     """Logs, metrics and TensorBoard's files have no room either, and end nothing; the metrics are there afterwards."""
-    other = Run(forks, small / "run", 2, "checkpoint.every=4").end(FULL_AT="8", ROOM_AT="16")
+    other = Run(forks, small / "run", 2, "checkpoint.every=4", before=STAND_IN).end(FULL_AT="8", ROOM_AT="16")
     assert other.losses() == alone.losses()
     assert [event["step"] for event in other.events("step")] == list(range(1, 21))
     assert saves(other) == [(4, True), (8, False), (12, False), (16, True), (20, True)]
@@ -149,7 +139,7 @@ def test_a_last_save_that_fails_is_a_failure_after_the_model(run: BEGUN, small: 
 @pytest.mark.tmpfs
 @pytest.mark.hostile("disks")
 def test_a_model_that_does_not_fit_leaves_no_part_of_itself(forks: Forks, small: Path) -> None:
-    other = Run(forks, small / "run", 2, "checkpoint.every=4", steps="steps=8")
+    other = Run(forks, small / "run", 2, "checkpoint.every=4", steps="steps=8", before=STAND_IN)
     with other.going(FULL_AT="8"):
         pass
     assert 69 in other.codes

@@ -6,22 +6,18 @@ CUDA's interface is a stand-in that writes down each call; everything else is th
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-
-from helpers import ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from trainings import Forks, Run
 
 pytestmark = pytest.mark.torch
-STAND_IN = f"""
-import json, os, runpy, sys, threading
+STAND_IN = """
+import json, os, threading
 from contextlib import contextmanager
 import torch
 
@@ -93,8 +89,6 @@ def update(self, lr):
     return updated(self, lr)
 
 ddp.Ddp.update = update
-sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SAVE = [
     ["copies", "waits for", "training"],
@@ -104,21 +98,15 @@ SAVE = [
 UPDATE, FENCE = ["updates the weights"], ["training", "waits for", "the end of copies"]
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks([sys.executable, "-c", STAND_IN])
-    yield forks
-    forks.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_copies_go_beside_the_training_and_only_the_writer_waits_for_them(
     forks: Forks, tmp_path: Path, strategy: str, ranks: int
 ) -> None:
     run = Run(
-        forks, tmp_path / "run", ranks, f"train.strategy={strategy}", "checkpoint.every=[[0, 2]]", steps="steps=5"
-    )
+        forks, tmp_path / "run", ranks, f"train.strategy={strategy}", "checkpoint.every=[[0, 2]]", steps="steps=5",
+        before=STAND_IN,
+    )  # fmt: skip
     run.end(EVENTS=str(tmp_path / "events"))
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 2
     for rank in range(ranks):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import command
 from dray.contract import image_tasks
 from dray.contract.findings import ConfigError
 from dray.runs.prepare import read_recipe
-from helpers import PYTHON, ROOT
+from helpers import ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -205,10 +205,7 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, content: str | None, sai
 
 
 def dray(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
-    return subprocess.run(
-        [sys.executable, "-m", "dray", "data", "inspect", *argv], env=env, capture_output=True, text=True, check=False
-    )
+    return command.dray("data", "inspect", *argv)
 
 
 @pytest.mark.slow

@@ -54,17 +54,14 @@ def test_nothing_goes_to_the_disk() -> None:
 
 
 @pytest.mark.slow
-def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path) -> None:
-    plan, forks, found = json.loads(next(model.parent.glob("run/attempt-1/plan.json")).read_text()), Forks(), []
-    try:
-        for device_map_options in (False, True):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
-            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            env |= {"RANK": "0", "LOCAL_RANK": "0", "DRAY_NODE_NAME": "n"}
-            found.append(forks.job(image_tasks.Evaluate(str(model), plan, device_map_options), tmp_path / "job", **env))
-    finally:
-        forks.close()
+def test_an_evaluation_has_the_same_figures(model: Path, tmp_path: Path, forks: Forks) -> None:
+    plan, found = json.loads(next(model.parent.glob("run/attempt-1/plan.json")).read_text()), []
+    for placed in (False, True):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "DRAY_NODE_NAME": "n"}
+        found.append(forks.job(image_tasks.Evaluate(str(model), plan, placed), tmp_path / "job", **env))
     (code, plain), (placed_code, output) = found
     assert (code, placed_code) == (0, 0), plain + output
     assert output.splitlines()[0].startswith("device_map: cpu: ")

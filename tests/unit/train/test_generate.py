@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import command
 from dray.contract import image_tasks
-from helpers import PYTHON, ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -31,9 +30,7 @@ BERT = tuple(
 
 
 def dray(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
-    argv = [sys.executable, "-m", "dray", "model", "generate", *words]
-    return subprocess.run(argv, cwd="/", env=env, capture_output=True, text=True, check=False)
+    return command.dray("model", "generate", *words, cwd="/")
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,10 @@ WRITERS = ROOT / "tests" / "support" / "writers.py"
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """By transformers' Trainer, save_pretrained, torch.save and torch's DCP."""
     folder = tmp_path_factory.mktemp("theirs")
-    subprocess.run([sys.executable, WRITERS, "trainer", folder], check=True, capture_output=True)
+    forks.python(WRITERS, "trainer", folder).check_returncode()
     return folder
 
 
@@ -120,16 +120,12 @@ def test_a_checkpoint_of_dcp_is_resumed(written: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_it(written: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_it(written: Path, tmp_path: Path, forks: Forks) -> None:
     """Whatever the strategy: here two ranks of fsdp."""
     (tmp_path / "kept").mkdir()
     take(written / "dcp" / "step_3", recipe=recipe(tmp_path))
-    forks = Forks()
-    try:
-        words = (f"checkpoint.folder={tmp_path}/kept", "train.strategy=fsdp")
-        run = Run(forks, tmp_path / "run", 2, *words, steps="steps=5").end()
-    finally:
-        forks.close()
+    words = (f"checkpoint.folder={tmp_path}/kept", "train.strategy=fsdp")
+    run = Run(forks, tmp_path / "run", 2, *words, steps="steps=5").end()
     assert "resumed at step 3" in run.said()
     assert [event["step"] for event in run.events("step")] == [4, 5]
 

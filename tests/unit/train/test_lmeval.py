@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from command import dray
 from dray.contract import image_tasks
-from helpers import PYTHON, ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -34,14 +32,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
 
 
 def evaluate(run: Path, *words: str, lm_eval: Path | None = None) -> tuple[int, str]:
-    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
     if lm_eval:
         (lm_eval / "lm_eval").mkdir()
         (lm_eval / "lm_eval" / "__init__.py").touch()
         (lm_eval / "lm_eval" / "__main__.py").write_text(STAND_IN)
         words = (f"env.PYTHONPATH={lm_eval}", *words)
-    argv = [sys.executable, "-m", "dray", "model", "eval", run, *words]
-    ended = subprocess.run(argv, cwd="/", env=env, capture_output=True, text=True, check=False)
+    ended = dray("model", "eval", run, *words, cwd="/")
     return ended.returncode, ended.stdout + ended.stderr
 
 

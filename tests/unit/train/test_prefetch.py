@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import PYTHON, ROOT
+from command import dray
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -38,13 +37,6 @@ steps = 2
 lr = 1e-3
 precision = "fp32"
 """
-
-
-def dray(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    mine = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", **env}
-    return subprocess.run(
-        [sys.executable, "-m", "dray", *said], cwd=ROOT, env=mine, capture_output=True, text=True, check=False
-    )
 
 
 def fetch(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -133,8 +125,12 @@ def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> No
         ((), {"HF_HOME": "here"}, 78, "found:  HF_HOME = 'here'"),
         (("data.train=builtin", "model.name="), {}, 0, "names nothing of the hub; there is nothing to fetch"),
         (("model.name=me/gated",), {"HF_HOME": "{tmp}"}, 78, "accept the terms on its page"),
-        (("model.name=me/none",), {"HF_HOME": "{tmp}"}, 78, "check its name and revision"),
-        (("data.train=hub:me/texts:none",), {"HF_HOME": "{tmp}"}, 78, "has no such split"),
+        pytest.param(
+            ("model.name=me/none",), {"HF_HOME": "{tmp}"}, 78, "check its name and revision", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("data.train=hub:me/texts:none",), {"HF_HOME": "{tmp}"}, 78, "has no such split", marks=pytest.mark.slow
+        ),
         (("data.texts=x",), {"HF_HOME": "{tmp}"}, 78, "unknown key"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from trainings import GPT, Forks, Run, in_image  # noqa: E402
+from trainings import GPT, Run  # noqa: E402
 
 HERE = bool(find_spec("deepspeed") and find_spec("aihwkit_lightning"))
-pytestmark = [pytest.mark.torch] if HERE else [pytest.mark.torch, pytest.mark.docker]
+pytestmark = [pytest.mark.torch] if HERE else [pytest.mark.torch, pytest.mark.docker_image]
 
 BERT = (
     "model.type=bert", "train.objective=masked",
@@ -36,16 +36,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Iterator[Callable[..., Run]]:
+def run(request: pytest.FixtureRequest, folder: Path) -> Callable[..., Run]:
     """Runs where aihwkit-lightning and DeepSpeed are: here, or in the image."""
-    forks = Forks() if HERE else in_image(folder)
+    forks = request.getfixturevalue("forks" if HERE else "image_forks")
     count = iter(range(1000))
 
     def begun(ranks: int, *words: str, model: tuple[str, ...] = BERT, steps: int = 60) -> Run:
         return Run(forks, folder / f"run-{next(count)}", ranks, *words, model=model, steps=f"steps={steps}")
 
-    yield begun
-    forks.close()
+    return begun
 
 
 def linear(run: Run) -> dict[str, torch.Tensor]:

@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**LLAMA, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8,
                     "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
+MAIN = ("gpt2", "llama", "bert", "gemma3_text")
 PACKED = masking_utils.find_packed_sequence_indices  # transformers' own; what other tests run here replaces it
 CAUSAL = {"mask": None, "is_causal": True, "grouped": False}
 GROUPED = {**CAUSAL, "grouped": True}
@@ -64,6 +65,11 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     # A whole model was compiled. transformers believes that it still is: the next model would have no router logits.
     output_capturing._active_collector.reset(None)
+
+
+def kinds(*names: str) -> list:
+    """Dynamo takes seconds for each: the others are slow tests."""
+    return [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def network(kind: str, **settings: Any) -> Any:
@@ -104,7 +110,7 @@ def compiled(module: torch.nn.Module, *inputs: torch.Tensor | None) -> tuple[tor
     return loss, calls, nodes
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", kinds(*MODELS))
 def test_a_compiled_model_has_no_mask_where_none_is_needed(kind: str, tmp_path: Path) -> None:
     tokens, labels, _ = rows()
     wanted, _ = LossModule(network(kind))(tokens, labels, None, None)  # as transformers does it, in eager mode
@@ -121,7 +127,7 @@ def test_a_compiled_model_has_no_mask_where_none_is_needed(kind: str, tmp_path: 
     assert torch.equal(loss, eager)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize("kind", kinds("gpt2", "llama", "mistral"))
 def test_documents_have_a_mask_and_the_same_loss(kind: str, tmp_path: Path) -> None:
     tokens, labels, positions = rows()
     wanted, _ = LossModule(network(kind))(tokens, labels, positions, None)
@@ -196,7 +202,9 @@ def test_grouped_heads_are_expanded_without_flash_attention(monkeypatch, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13's own tracing
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("kind", ["opt", "llama", "mistral"])
+@pytest.mark.parametrize(
+    "kind", ["mistral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("opt", "llama"))]
+)
 def test_flex_attention_hides_what_the_mask_for_documents_hides(kind: str, monkeypatch, tmp_path: Path) -> None:
     """One graph, whose block mask is the same mask, and whose logits are the same."""
     tokens, labels, positions = rows()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from helpers import ROOT  # noqa: E402
-from trainings import config  # noqa: E402
+from trainings import Forks, config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -35,17 +33,27 @@ CASES = {
     "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
     "fsdp bf16": {"strategy": "fsdp", "precision": "bf16"},
 }
+MAIN = ("ddp", "lean", "hsdp", "auto", "ddp with muon", "hsdp with muon", "ddp bf16", "fsdp bf16")
+
+
+def cases(*names: str) -> list:
+    """Slow tests look at the others."""
+    return [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> dict[str, dict]:
+def seen(request: pytest.FixtureRequest, tmp_path_factory, forks: Forks) -> dict[str, dict]:
+    """Of the cases that the selected tests look at."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {*MAIN, *(item.callspec.params.get("case") for item in items)}
+    chosen = {name: case for name, case in CASES.items() if name in asked}
     folder = tmp_path_factory.mktemp("collectives")
     config(folder)
-    argv = [sys.executable, str(ROOT / "tests/support/collectives.py"), str(folder / "run/attempt-1/plan.json")]
-    told = "".join(f"{json.dumps(case)}\n" for case in CASES.values())
-    done = subprocess.run(argv, input=told, capture_output=True, text=True, check=False)
+    told = "".join(f"{json.dumps(case)}\n" for case in chosen.values())
+    script, plan = ROOT / "tests/support/collectives.py", folder / "run/attempt-1/plan.json"
+    done = forks.python(script, plan, stdin=told)
     assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(chosen, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 # Groups of weights: three layers, embeddings, head, and the root's. Two micro-batches a step, and one sum for the norm.
@@ -72,7 +80,7 @@ def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(
     assert {name: count for name, count in found.items() if name != "cast"} == wanted
 
 
-@pytest.mark.parametrize("case", ["fsdp with muon", "hsdp with muon"])
+@pytest.mark.parametrize("case", cases("fsdp with muon", "hsdp with muon"))
 def test_muon_is_the_same_with_sharded_matrices(seen: dict[str, dict], case: str) -> None:
     own, ddp = seen[case], seen["ddp with muon"]
     assert own["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
@@ -80,7 +88,7 @@ def test_muon_is_the_same_with_sharded_matrices(seen: dict[str, dict], case: str
     assert own["weights"] == pytest.approx(ddp["weights"], rel=1e-2, abs=1e-2)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not {"bf16", "muon"} & {*case.split()}])
+@pytest.mark.parametrize("case", cases(*(case for case in CASES if not {"bf16", "muon"} & {*case.split()})))
 def test_the_training_is_the_same(seen: dict[str, dict], case: str) -> None:
     own, ddp = seen[case], seen["ddp"]
     assert own["losses"] == pytest.approx(ddp["losses"], rel=2e-5)
@@ -88,7 +96,7 @@ def test_the_training_is_the_same(seen: dict[str, dict], case: str) -> None:
     assert own["weights"].keys() == ddp["weights"].keys()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(*CASES))
 def test_the_ranks_write_each_number_of_a_checkpoint_once(seen: dict[str, dict], case: str) -> None:
     ranks = seen[case]["kept"]
     for name in {name for rank in ranks for name in rank}:
@@ -100,7 +108,7 @@ def test_the_ranks_write_each_number_of_a_checkpoint_once(seen: dict[str, dict],
     assert all(any(rank[name][1] for name in rank) for rank in ranks)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(*CASES))
 def test_a_checkpoint_is_on_all_ranks_again(seen: dict[str, dict], case: str) -> None:
     assert seen[case]["restored"] == [True] * 4
 

@@ -78,8 +78,7 @@ def test_a_second_start_does_not_run_inductor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(" " in sys.prefix, reason="torch.compile: torch is in a folder whose name has a space")
-def test_a_requeued_run_compiles_nothing(tmp_path: Path) -> None:
-    forks = Forks()
+def test_a_requeued_run_compiles_nothing(tmp_path: Path, forks: Forks) -> None:
     words = ("train.compile=true", "checkpoint.every=2", "train.warmup_steps=0", "train.eval_every=2")
     runs = []
     for _ in range(2):  # the same run folder: the second is the next attempt
@@ -89,7 +88,6 @@ def test_a_requeued_run_compiles_nothing(tmp_path: Path) -> None:
         runs.append(run.end(**env))
         shutil.rmtree(scratch)
         shutil.rmtree(tmp_path / "run/checkpoints")
-    forks.close()
     assert "\ncompiled code is kept " in f"\n{runs[0].log(0).read_text()}"
     assert "compiled code of an earlier attempt is used: " in runs[1].log(0).read_text()
     assert "compiled code is kept" not in runs[1].said()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-
-from helpers import ROOT
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -17,8 +14,8 @@ from trainings import Forks, Run  # noqa: E402
 pytestmark = pytest.mark.torch
 BEGUN = Callable[..., Run]
 # What samples do to the loss, at the steps that a test names; the trainer is as it is.
-STAND_IN = f"""
-import os, runpy, sys
+STAND_IN = """
+import os
 from dray.train.loop.loop import Loop
 from dray.train.parallel.ddp import Ddp
 step_, losses, now = Loop._step, Ddp.losses, 0
@@ -38,17 +35,14 @@ def lost(self, batch):
     return loss, more
 
 Loop._step, Ddp.losses = stepped, lost
-sys.argv = [{str(ROOT / "tests/support/forks.py")!r}]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 FOUR = ("checkpoint.every=4", "checkpoint.keep=9")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BEGUN]:
-    forks, folder, count = Forks([sys.executable, "-c", STAND_IN]), tmp_path_factory.mktemp("my runs"), iter(range(99))
-    yield lambda ranks, *words, **more: Run(forks, folder / f"run-{next(count)}", ranks, *words, **more)
-    forks.close()
+def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> BEGUN:
+    folder, count = tmp_path_factory.mktemp("my runs"), iter(range(99))
+    return lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words, before=STAND_IN)
 
 
 @pytest.fixture(scope="module")

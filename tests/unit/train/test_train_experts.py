@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,15 +87,14 @@ def test_flops_count_the_experts_that_a_token_meets(kind: str, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Iterator[Callable[..., Run]]:
-    forks, folder = Forks(), tmp_path_factory.mktemp("my runs")
+def run(forks: Forks, tmp_path_factory) -> Callable[..., Run]:
+    folder = tmp_path_factory.mktemp("my runs")
     model = ("model.type=mixtral", *(f"model.config.{name}={value}" for name, value in MODELS["mixtral"].items()))
 
     def begun(name: str, ranks: int, *words: str) -> Run:
         return Run(forks, folder / name, ranks, *words, model=model, steps="steps=4").end()
 
-    yield begun
-    forks.close()
+    return begun
 
 
 @pytest.mark.slow

@@ -90,21 +90,17 @@ def test_all_linear_layers_but_the_head_have_them() -> None:
 
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.slow
-def test_the_losses_are_near_those_of_bf16_on_any_ranks(tmp_path) -> None:
-    forks = Forks()
+def test_the_losses_are_near_those_of_bf16_on_any_ranks(tmp_path, forks: Forks) -> None:
     model = ("model.type=llama", *(f"model.config.{name}={value}" for name, value in LLAMA.items()))
 
     def losses(ranks: int, *words: str) -> list[float]:
         folder = tmp_path / "-".join([str(ranks), *words]).replace("=", "-")
         return Run(forks, folder, ranks, *words, model=model, steps="steps=4").end().losses()
 
-    try:
-        wanted = losses(1, "train.precision=bf16")
-        for precision in ("fp8", "fp8_tensorwise"):
-            alone = losses(1, f"train.precision={precision}")
-            assert alone == pytest.approx(wanted, rel=1e-2)
-            for strategy in ("ddp", "fsdp"):
-                other = losses(2, f"train.precision={precision}", f"train.strategy={strategy}")
-                assert other == pytest.approx(alone, rel=1e-2)
-    finally:
-        forks.close()
+    wanted = losses(1, "train.precision=bf16")
+    for precision in ("fp8", "fp8_tensorwise"):
+        alone = losses(1, f"train.precision={precision}")
+        assert alone == pytest.approx(wanted, rel=1e-2)
+        for strategy in ("ddp", "fsdp"):
+            other = losses(2, f"train.precision={precision}", f"train.strategy={strategy}")
+            assert other == pytest.approx(alone, rel=1e-2)

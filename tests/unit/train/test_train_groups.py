@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from dray.contract.silence import unprinted
+
+if TYPE_CHECKING:
+    from trainings import Forks
 
 # Each rank connects at first use, and tells how many sockets it has. Then one dies, and the others wait for it.
 SCRIPT = """
@@ -53,10 +55,9 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
-def started(folder: Path, lazy: str, ranks: int) -> tuple[list[list[int]], list[int]]:
-    argv = [sys.executable, "-c", SCRIPT, folder / "store", str(ranks)]
-    env = {**os.environ, "TORCH_GLOO_LAZY_INIT": lazy, "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=300)
+def started(forks: Forks, folder: Path, lazy: str, ranks: int) -> tuple[list[list[int]], list[int]]:
+    env = {"TORCH_GLOO_LAZY_INIT": lazy, "GLOO_SOCKET_IFNAME": "lo"}
+    done = forks.python("-c", SCRIPT, folder / "store", str(ranks), **env)
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     return json.loads(first), json.loads(last)
@@ -73,9 +74,9 @@ def started(folder: Path, lazy: str, ranks: int) -> tuple[list[list[int]], list[
     ],
 )
 def test_a_rank_connects_to_few_others_and_hears_of_one_that_dies(
-    tmp_path: Path, lazy: str, ranks: int, connections: int
+    forks: Forks, tmp_path: Path, lazy: str, ranks: int, connections: int
 ) -> None:
-    found, codes = started(tmp_path, lazy, ranks)
+    found, codes = started(forks, tmp_path, lazy, ranks)
     assert found == [[connections + 2] * 2] * ranks  # and a socket that listens, in each group; no more after the first
     assert codes == [int(number == 3) for number in range(ranks)]
 

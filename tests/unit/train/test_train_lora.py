@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from trainings import GPT, ROOT, Forks, Run, in_image  # noqa: E402
+from trainings import GPT, ROOT, Run  # noqa: E402
 
 HERE = bool(find_spec("deepspeed") and find_spec("peft"))
-pytestmark = [pytest.mark.torch] if HERE else [pytest.mark.torch, pytest.mark.docker]
+pytestmark = [pytest.mark.torch] if HERE else [pytest.mark.torch, pytest.mark.docker_image]
 LLAMA = (
     "model.type=llama",
     *(f"model.config.{name}={value}" for name, value in (
@@ -32,17 +32,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Iterator[Callable[..., Run]]:
+def run(request: pytest.FixtureRequest, folder: Path) -> Callable[..., Run]:
     """Runs where peft and DeepSpeed are: here, or in the image, which sees this folder alone."""
-    forks = Forks() if HERE else in_image(folder)
+    forks = request.getfixturevalue("forks" if HERE else "image_forks")
     count = iter(range(1000))
     shutil.copy(ROOT / "recipes" / "tiny" / "chats.jsonl", folder)
 
     def begun(ranks: int, *words: str, model: tuple[str, ...] = LLAMA, steps: int = 10) -> Run:
         return Run(forks, folder / f"run-{next(count)}", ranks, *words, model=model, steps=f"steps={steps}")
 
-    yield begun
-    forks.close()
+    return begun
 
 
 def chats(folder: Path) -> tuple[str, ...]:

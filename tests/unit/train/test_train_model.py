@@ -434,7 +434,12 @@ class TestHub:
                 "check its name and revision; a private one needs HF_TOKEN exported",
                 marks=pytest.mark.slow,
             ),
-            (("data", "hub:me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
+            pytest.param(
+                ("data", "hub:me/gated"),
+                {},
+                "accept the terms on its page, and export HF_TOKEN",
+                marks=pytest.mark.slow,
+            ),
             pytest.param(
                 ("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN", marks=pytest.mark.slow
             ),

@@ -94,6 +94,7 @@ def test_a_sample_is_filled_up_and_a_limit_keeps_whole_ones() -> None:
     assert found.first(5).counts() == {"documents": 2, "longer_than_a_sample": 0, "dropped_tokens": 0, "padding": 0}
 
 
+@pytest.mark.slow
 def test_a_million_documents_take_seconds() -> None:
     lengths = np.random.default_rng(1).lognormal(5.5, 1.2, 1_000_000).astype(np.int64) + 1
     many = Tokens(np.zeros(0, np.uint16), np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64))

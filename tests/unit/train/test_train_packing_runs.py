@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,9 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Iterator[Callable[..., Run]]:
-    forks, folder, count = Forks(), tmp_path_factory.mktemp("my runs"), iter(range(1000))
-    yield lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
-    forks.close()
+def run(forks: Forks, tmp_path_factory) -> Callable[..., Run]:
+    folder, count = tmp_path_factory.mktemp("my runs"), iter(range(1000))
+    return lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
 
 
 def test_the_loss_is_that_of_each_document_alone(run: Callable[..., Run], tmp_path: Path) -> None:

@@ -46,10 +46,9 @@ def store() -> Iterator[stores.Store]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Iterator[BEGUN]:
-    forks, folder, count = Forks(), tmp_path_factory.mktemp("my runs"), iter(range(1000))
-    yield lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
-    forks.close()
+def run(forks: Forks, tmp_path_factory) -> BEGUN:
+    folder, count = tmp_path_factory.mktemp("my runs"), iter(range(1000))
+    return lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
 
 
 @pytest.mark.slow

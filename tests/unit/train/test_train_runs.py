@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from dray.contract import image_tasks  # noqa: E402
 from dray.runs.finish import finish  # noqa: E402
 from dray.runs.result import summary  # noqa: E402
 from dray.train.checkpoint import manifest  # noqa: E402
-from trainings import Forks, Run, in_image  # noqa: E402
+from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -43,20 +43,25 @@ def run(forks: Forks, folder: Path) -> BEGUN:
 
 
 @pytest.fixture(scope="module")
-def zero(run: BEGUN, forks: Forks, folder: Path) -> Iterator[BEGUN]:
+def zero(request: pytest.FixtureRequest, folder: Path) -> BEGUN:
     """A run where there is DeepSpeed: here, or in the image."""
-    if find_spec("deepspeed"):
-        yield run
-        return
-    inside = in_image(folder)
+    forks = request.getfixturevalue("forks" if find_spec("deepspeed") else "image_forks")
     count = iter(range(1000))
-    yield lambda ranks, *words, **model: Run(inside, folder / f"zero-{next(count)}", ranks, *words, **model)
-    inside.close()
+    return lambda ranks, *words, **model: Run(forks, folder / f"zero-{next(count)}", ranks, *words, **model)
 
 
 @pytest.fixture(scope="module")
 def alone(run: BEGUN) -> Run:
     return run(1).end()
+
+
+SIX = ("train.steps=6", "checkpoint.every=[[0, 2]]", "checkpoint.keep=9")
+
+
+@pytest.fixture(scope="module")
+def six(run: BEGUN) -> Run:
+    """With checkpoints of the steps 2, 4 and 6."""
+    return run(2, *SIX).end()
 
 
 def reference(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -297,13 +302,13 @@ def test_any_ranks_and_stages_go_on_from_any_others(
     handed_on(zero(ranks, *EIGHT, f"train.strategy={strategy}"), zero(others, f"train.strategy={then}"), alone)
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "lose", "manifest", "craft"])
-def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, harm: str) -> None:
-    words = ("train.steps=6", "checkpoint.every=[[0, 2]]", "checkpoint.keep=9")
-    first = run(2, *words).end()
-    again = run(2, *words)
+@pytest.mark.parametrize(
+    "harm", ["flip", "craft", *(pytest.param(harm, marks=pytest.mark.slow) for harm in ("cut", "lose", "manifest"))]
+)
+def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, six: Run, harm: str) -> None:
+    again = run(2, *SIX)
     for step in (2, 4):
-        shutil.copytree(first.folder / f"checkpoints/step-{step}", again.folder / f"checkpoints/step-{step}")
+        shutil.copytree(six.folder / f"checkpoints/step-{step}", again.folder / f"checkpoints/step-{step}")
     newest = again.folder / "checkpoints/step-4"
     file = sorted(newest.glob("*.safetensors"))[0]
     if harm == "flip":
@@ -321,17 +326,13 @@ def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, har
     again.end()
     assert again.events("start")[0]["first_step"] == 2
     assert f"checkpoint {newest} is skipped: " in again.log().read_text()
-    assert again.losses() == first.losses()[2:]
+    assert again.losses() == six.losses()[2:]
 
 
-def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
-    from dray.train.checkpoint import manifest
-
-    argv = ("train.steps=3", "checkpoint.every=[[0, 2]]")
-    first = run(2, *argv).end()
-    again = run(2, *argv)
+def test_a_checkpoint_of_another_version_is_refused(run: BEGUN, six: Run) -> None:
+    again = run(2, *SIX)
     newest = again.folder / "checkpoints/step-2"
-    shutil.copytree(first.folder / "checkpoints/step-2", newest)
+    shutil.copytree(six.folder / "checkpoints/step-2", newest)
     found = manifest.read(newest)
     (newest / "manifest.json").unlink()
     manifest.write(newest, {**found, "version": 4})
@@ -472,7 +473,13 @@ def test_documents_apart_do_not_see_each_other(run: BEGUN, tmp_path: Path) -> No
     assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("words", ["train.activation_checkpointing=true", "model.attn_implementation=eager"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.activation_checkpointing=true",
+        pytest.param("model.attn_implementation=eager", marks=pytest.mark.slow),
+    ],
+)
 def test_what_only_saves_memory_or_time_changes_nothing(run: BEGUN, alone: Run, words: str) -> None:
     assert run(1, words).end().losses() == pytest.approx(alone.losses(), rel=2e-5)
 
@@ -498,7 +505,11 @@ def test_a_run_that_diverges_stops_with_the_step_and_the_last_whole_checkpoint(r
 
 
 @pytest.mark.parametrize(
-    ("first", "there"), [("false", "there is no checkpoint yet"), ("true", "the newest checkpoint is of step 0")]
+    ("first", "there"),
+    [
+        ("false", "there is no checkpoint yet"),
+        pytest.param("true", "the newest checkpoint is of step 0", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_diverges_stops_before_an_evaluation_too(run: BEGUN, first: str, there: str) -> None:
     words = (*DIVERGES, "train.eval_every=3")
@@ -651,11 +662,9 @@ def test_a_tracker_that_the_image_does_not_hold(run: BEGUN) -> None:
     assert "dray image layer IMAGE --pip mlflow" in said
 
 
-def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(run: BEGUN, alone: Run) -> None:
-    words = ("checkpoint.every=[[0, 4]]", "checkpoint.keep=9")
-    other = run(2, *words, "train.steps=6").end()
-    again = run(2, *words)
-    shutil.copytree(other.folder / "checkpoints/step-4", again.folder / "checkpoints/step-4")
+def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(run: BEGUN, alone: Run, six: Run) -> None:
+    again = run(2, "checkpoint.every=[[0, 4]]", "checkpoint.keep=9")
+    shutil.copytree(six.folder / "checkpoints/step-4", again.folder / "checkpoints/step-4")
     again.end(code=1, FILE_SIZE="150000")
     assert "the checkpoint cannot be written\n" in again.said()
     assert "  fix:    check the disk and its quota; the newest checkpoint is of step 4\n" in again.said()
@@ -671,10 +680,9 @@ def test_epochs_in_place_of_steps(run: BEGUN, tmp_path: Path) -> None:
     assert other.events("start")[0]["steps"] == round(2 * tokens / (8 * 32))
 
 
-def test_a_checkpoint_of_another_order_is_refused(run: BEGUN, folder: Path) -> None:
+def test_a_checkpoint_of_another_order_is_refused(run: BEGUN, six: Run) -> None:
     """Its step would stand for other samples."""
-    kept = f"checkpoint.folder={folder}/ordered"
-    run(1, kept, "checkpoint.every=[[0, 5]]").end()
+    kept = f"checkpoint.folder={six.paths.checkpoints}"
     for word, found in (("batch.global_size=16", "global_size = 16"), ("train.seed=7", "seed = 7")):
         said = run(2, kept, word).end(code=78).said()
         assert "the data order differs from the checkpoint's\n" in said

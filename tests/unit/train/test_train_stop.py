@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -24,10 +24,9 @@ FSDP = ("train.strategy=fsdp", "checkpoint.every=[[0, 1]]")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BEGUN]:
-    forks, folder, count = Forks(), tmp_path_factory.mktemp("my runs"), iter(range(1000))
-    yield lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
-    forks.close()
+def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> BEGUN:
+    folder, count = tmp_path_factory.mktemp("my runs"), iter(range(1000))
+    return lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
 
 
 def until(happened: Callable[[], Any], other: Run) -> None:
@@ -42,19 +41,19 @@ def steps(other: Run) -> int:
 
 
 @pytest.mark.parametrize(
-    ("words", "number"),
+    ("words", "number", "last"),
     [
-        pytest.param(DDP, signal.SIGUSR1, id="ddp-SIGUSR1"),
-        pytest.param(DDP, signal.SIGTERM, id="ddp-SIGTERM", marks=pytest.mark.slow),
-        pytest.param(FSDP, signal.SIGUSR1, id="fsdp-SIGUSR1", marks=pytest.mark.slow),
-        pytest.param(FSDP, signal.SIGTERM, id="fsdp-SIGTERM", marks=pytest.mark.slow),
+        pytest.param(DDP, signal.SIGUSR1, 6, id="ddp-SIGUSR1"),
+        pytest.param(DDP, signal.SIGTERM, 15, id="ddp-SIGTERM", marks=pytest.mark.slow),
+        pytest.param(FSDP, signal.SIGUSR1, 15, id="fsdp-SIGUSR1", marks=pytest.mark.slow),
+        pytest.param(FSDP, signal.SIGTERM, 15, id="fsdp-SIGTERM", marks=pytest.mark.slow),
     ],
 )
-def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], number: signal.Signals) -> None:
-    plain = run(2, *words, "train.steps=15").end()
-    other, moments = run(2, *words, "train.steps=15"), random.Random(3)
+def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], number: signal.Signals, last: int) -> None:
+    plain = run(2, *words, f"train.steps={last}").end()
+    other, moments = run(2, *words, f"train.steps={last}"), random.Random(3)
     reached = 0
-    while reached < 15:
+    while reached < last:
         with other.going() as pids:
             until(lambda before=reached: steps(other) > before, other)
             for pid in moments.sample(pids, 2):
@@ -63,9 +62,9 @@ def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], numbe
         asked = 75 in other.codes and set(other.codes) <= {75, -9}  # the first that ends ends the others, as a launcher
         assert asked or set(other.codes) == {0}, other.said()
         assert [event["step"] for event in other.events("step")] == list(range(1, steps(other) + 1))
-        reached = 15 if not asked else steps(other)
+        reached = last if not asked else steps(other)
         if asked:
-            assert f"the run was asked to end, after step {reached} of 15" in other.said()
+            assert f"the run was asked to end, after step {reached} of {last}" in other.said()
             assert f"the newest checkpoint is of step {reached}" in other.said()
             assert other.events("checkpoint")[-1]["checkpoint"] == reached
             assert all(event["seconds"] > 0 for event in other.events("checkpoint"))
