@@ -222,4 +222,4 @@ torch-versions: build/torch/fetched ## Fetch the Python files of torch as other 
 build/torch/fetched: tests/torch.lock | .venv/host
 	@grep '^torch==' $< | while read -r pin; do $(BIN)/python -m pip download -qq --no-deps --require-hashes \
 	  --only-binary :all: --platform macosx_14_0_arm64 --python-version 3.11 --dest $(@D) -r <(echo "$$pin") || exit; done
-	@touch $@
+	@cp $< $@
