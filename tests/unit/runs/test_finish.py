@@ -359,10 +359,8 @@ def test_slurm_has_signalled_the_nodes_alone(
     if record:
         found = {"time": 10.0, "node": "n1", "rank": 1, "code": 9, "why": "exit code 9", "log": "l", "last_lines": []}
         (paths.failures / "rank-1.json").write_text(json.dumps(found))
-    argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", "135"]
-    subprocess.run(
-        argv, input=f"JobId=17 {told} BatchFlag=1\n" if told else "", text=True, capture_output=True, check=False
-    )
+    text = f"JobId=17 {told} BatchFlag=1\n" if told else ""
+    dray("finish", paths.folder, "--code", "135", stdin=text.encode())
     result = json.loads(paths.result.read_text())
     assert (result["status"], result["reason"]) == ended
 
