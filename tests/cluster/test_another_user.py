@@ -182,7 +182,9 @@ print(done)
 """
 
 
-@pytest.mark.parametrize("delay", [0.04, 0.2, 0.6])
+@pytest.mark.parametrize(
+    "delay", [pytest.param(0.04, marks=pytest.mark.slow), 0.2, pytest.param(0.6, marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_renamed_while_it_begins(
     sbatch, cluster, sif: Path, root: Path, folder: Path, other, delay: float
 ) -> None:
@@ -233,7 +235,13 @@ for path in theirs.rglob("*"):
 
 
 @pytest.mark.parametrize(
-    "verb", [("generate", "x"), pytest.param(("eval",), marks=pytest.mark.slow), ("export",), ("push", "a/b")]
+    "verb",
+    [
+        ("generate", "x"),
+        pytest.param(("eval",), marks=pytest.mark.slow),
+        pytest.param(("export",), marks=pytest.mark.slow),
+        pytest.param(("push", "a/b"), marks=pytest.mark.slow),
+    ],
 )
 def test_code_in_a_run_of_theirs_is_not_run(cluster, sif: Path, root: Path, other, verb: tuple[str, ...]) -> None:
     checkout = f"--bind={root}:{root}:ro"

@@ -20,7 +20,11 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("deepspeed", marks=pytest.mark.slow), "python"],
+    [
+        pytest.param("accelerate", marks=pytest.mark.slow),
+        pytest.param("deepspeed", marks=pytest.mark.slow),
+        pytest.param("python", marks=pytest.mark.slow),
+    ],
 )
 def test_every_launcher_trains_the_same(sbatch, plain, losses_of, short, launcher: str) -> None:
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *short)
@@ -104,7 +108,7 @@ def test_a_script_that_is_not_there(sbatch, root: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     "launcher",
     [
-        "torchrun",
+        pytest.param("torchrun", marks=pytest.mark.slow),
         pytest.param("accelerate", marks=pytest.mark.slow),
         pytest.param("deepspeed", marks=pytest.mark.slow),
         pytest.param("python", marks=pytest.mark.slow),
@@ -215,6 +219,7 @@ def test_all_ranks_start_again(sbatch, root: Path, folder: Path, launcher: str) 
     assert "restarts: 1, first after rank 1 on n2: exit code 5\n" in ended.output
 
 
+@pytest.mark.slow
 def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, cluster, root: Path, folder: Path) -> None:
     """Ranks meet at the interface's address, and start from a copy of the image that is gone afterwards."""
     site = cluster.shared / "home" / "my site.toml"

@@ -61,6 +61,7 @@ def test_a_script_for_srun(sbatch, root: Path, folder: Path) -> None:
     assert "warning: " not in ended.output
 
 
+@pytest.mark.slow
 def test_a_script_that_takes_one_process_for_granted(sbatch, root: Path, folder: Path) -> None:
     """All ranks have the same weights: none has trained alone."""
     ended = sbatch(
