@@ -129,7 +129,14 @@ def test_a_rank_that_dies_before_the_first_collective(sbatch, root: Path, folder
 def test_what_was_compiled_on_a_node_is_gone(sbatch, cluster, root: Path, folder: Path) -> None:
     writes = "import os; os.makedirs(os.environ['TRITON_CACHE_DIR']); print(os.environ['TRITON_CACHE_DIR'])"
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", QUICK, "--", "python3", "-c", writes, workdir="/shared/home/my scripts"
+        f"{root}/slurm/multinode.sh",
+        QUICK,
+        "launcher=python",
+        "--",
+        "python3",
+        "-c",
+        writes,
+        workdir="/shared/home/my scripts",
     )
     assert ended.code == 0, ended.output
     scratch = (ended.attempt / "logs" / "rank-0.log").read_text().strip().removesuffix("/triton")

@@ -56,7 +56,7 @@ def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabri
         "[[binds]]\npath = '/no/flash'\nwhy = 'fast data'\nrequired = false\n"
         + fabric("libcxi.so.1", needed=["libc.so.6"], wants={"libc.so.6": ["GLIBC_2.2.5"]})
     )
-    ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "launcher=python", *SHORT)
     assert ended.code == 0, ended.output
     assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]
     report = json.loads((ended.attempt / "preflight" / "report.json").read_text())
