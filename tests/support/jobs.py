@@ -39,7 +39,7 @@ if [[ "$1 $2" != "python3 -m" ]]; then # what slurm/adopt.sh asks
 fi
 shift 2
 echo "$(basename "$image") $1 $2" >>"$SEEN"
-[[ "$1" != dray || -n "${PYTHONPATH:-}" ]] || exec "$PYTHON" -SE "$WARM" "$image.d" "$@"
+[[ "$1" != dray ]] || exec "$PYTHON" -SE "$WARM" "$image.d" "$@"
 exec "$PYTHON" -c '
 import runpy, sys
 sys.prefix, sys.argv = sys.argv[1] + ".d", sys.argv[2:]

@@ -116,6 +116,7 @@ def become(opened: list[int], files: list[int], argv: list[str], cwd: str, env: 
     os.umask(umask)
     os.chdir(cwd)
     sys.prefix, *sys.argv = argv
+    sys.path[:1] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(":"))]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     sys.exit()
 
