@@ -114,8 +114,10 @@ def tiny(stock: Walk) -> Walk:
     (folder / "image.toml").write_text(described)
     (folder / "requirements.in").write_text("packaging\n")
     shutil.copyfile(walk.HERE / "tiny.def", folder / "dray-cpu.def")
+    installed = stock.typed("make install", log="install", umask="077")
+    assert installed.code == 0, installed.out
     uv = ".venv/bin/python -m pip install -qq --require-hashes --constraint containers/venv.lock uv"
-    locked = stock.typed(f"make .venv/host && {uv} && .venv/bin/dray image lock cpu", log="lock-tiny", umask="077")
+    locked = stock.typed(f"{uv} && .venv/bin/dray image lock cpu", log="lock-tiny")
     assert locked.code == 0, locked.out
     by_docker = stock.typed("make image-cpu", log="tiny-by-docker")
     assert by_docker.code == 0, by_docker.out
