@@ -185,7 +185,14 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "<&- >&- 2>&-",
+        ">/dev/full 2>/dev/full",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&-", "2>&-", ">/dev/full")),
+    ],
+)
 def test_streams_that_are_closed_or_full(paths: RunPaths, closed: str) -> None:
     line = f'exec "{sys.executable}" -m dray finish "$0" --code 143 --stopped {closed}'
     done = subprocess.run(["bash", "-c", line, paths.folder], capture_output=True, timeout=60, check=False)
