@@ -83,7 +83,7 @@ def of_ways() -> Iterator[object]:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "way"), of_ways())
+@pytest.mark.parametrize(("kind", "way"), [*of_ways()])
 def test_the_formula_is_what_the_model_keeps(kind: str, way: str) -> None:
     """To 15 %; the old one, of 34 bytes, was off by half."""
     for length in (128, 1024):
